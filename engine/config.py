@@ -1,0 +1,28 @@
+"""What a worker's engine needs to know: the model, the device, and how much memory the KV pool may take."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One worker's engine.
+
+    model: a folder or a hub id. dtype: "auto" takes the checkpoint's. max_model_len: tokens a sequence may have,
+    prompt and output together; 0 takes the model's own limit. block_size: tokens per KV block.
+    kv_cache_bytes: size of the KV pool. num_threads: torch's intra-op threads.
+    """
+
+    model: str
+    dtype: Dtype = "auto"
+    device: Device = "auto"
+    max_model_len: int = 0
+    block_size: int = 64
+    kv_cache_bytes: int = 1 << 30
+    num_threads: int = 1
+    trust_remote_code: bool = False

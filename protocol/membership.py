@@ -1,0 +1,114 @@
+"""Messages about who is there: workers to proxies and back, and the launcher and `tandem status` to proxies.
+
+A worker holds a DEALER to each proxy's control ROUTER. It registers, then keeps sending status: heartbeat and load
+report in one. The proxy answers each with what it knows of the cluster, so prefill workers find their decode peers.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+PROTOCOL_VERSION = 1
+"""Raised by every change to a message; unequal versions refuse each other when they register or pair."""
+
+Role = Literal["prefill", "decode"]
+
+
+class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Who a worker is. `worker_id` survives a restart ("decode-0"), `epoch` does not."""
+
+    worker_id: str
+    epoch: str
+    role: Role
+    endpoint: str
+    pid: int
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How busy a worker is. Blocks that are neither free nor quarantined belong to running or waiting requests."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_waiting_tokens: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_quarantined_blocks: int = 0
+    step_time_s: float = 0.0
+    num_finished: int = 0
+    num_transferred_bytes: int = 0
+
+
+class PairStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One (prefill, decode) pair as its prefill side sees it. `reason` says why it was refused or failed."""
+
+    decode_worker_id: str
+    decode_epoch: str
+    state: Literal["opening", "ready", "refused", "failed"]
+    connector: str = ""
+    reason: str = ""
+
+
+class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Worker to proxy, once per connection and whenever the proxy says that it does not know the worker."""
+
+    version: int
+    worker: WorkerInfo
+    max_model_len: int
+    vocab_size: int
+
+
+class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Worker to proxy, every `heartbeat_interval_s`. `pairs` is empty on decode workers."""
+
+    worker_id: str
+    epoch: str
+    load: WorkerLoad
+    pairs: list[PairStatus] = []
+
+
+class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Launcher to proxy: the process is gone for certain. Sooner than silence would tell."""
+
+    worker_id: str
+    pid: int
+
+
+class GetStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """`tandem status` to proxy."""
+
+
+class ClusterView(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Proxy to worker, after each status: proof that the proxy lives, and the workers that it knows."""
+
+    proxy_id: str
+    known: bool
+    workers: list[WorkerInfo]
+
+
+class RegistrationRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Proxy to worker: it will get no requests from this proxy, for this reason."""
+
+    reason: str
+
+
+class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    worker: WorkerInfo
+    load: WorkerLoad
+    pairs: list[PairStatus]
+    silence_s: float
+
+
+class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Proxy to `tandem status`."""
+
+    proxy_id: str
+    model: str
+    ready: bool
+    num_requests: int
+    workers: list[WorkerReport]
+
+
+ToProxyControl = RegisterWorker | WorkerStatus | WorkerExited | GetStatus
+FromProxyControl = ClusterView | RegistrationRefused | StatusReport

@@ -1,0 +1,164 @@
+"""ROUTER and DEALER sockets on an asyncio loop, without a task or a future per message.
+
+`zmq.asyncio` costs a future a message; here the loop watches the socket's file descriptor and a callback gets each
+decoded message (about three times the rate, measured on uvloop). The descriptor is edge-triggered: after each read
+and each send the socket must be drained until EAGAIN, or a message may lie unseen.
+
+A socket belongs to the thread of its loop. Sends never block: what cannot be queued is reported to the caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+import zmq
+
+from protocol.codec import MAX_MESSAGE_BYTES, Codec
+from protocol.errors import ProtocolError
+
+log = logging.getLogger(__name__)
+
+M = TypeVar("M")
+_MESSAGES_PER_WAKE = 64
+"""Fairness: after so many messages the loop gets its turn before the rest is read."""
+_LINGER_MS = 300
+"""How long a closing socket may take to hand over what was sent last."""
+_HIGH_WATER_MARK = 10_000
+
+
+class _MessageSocket(Generic[M]):
+    """What both kinds share: reading until EAGAIN, decoding, closing."""
+
+    def __init__(self, context: zmq.Context[Any], kind: int, codec: Codec[M]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._codec = codec
+        self._socket = context.socket(kind)
+        self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
+        self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._closed = False
+        self._drain_scheduled = False
+        self.num_bad_messages = 0
+
+    def _watch(self) -> None:
+        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._drain)
+        self._schedule_drain()
+
+    def _schedule_drain(self) -> None:
+        if not self._drain_scheduled and not self._closed:
+            self._drain_scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._drain_scheduled = False
+        for _ in range(_MESSAGES_PER_WAKE):
+            if self._closed:
+                return
+            try:
+                frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._handle(frames)
+            except ProtocolError as error:
+                self.num_bad_messages += 1
+                log.warning("dropped a message: %s", error)
+            except Exception:
+                log.exception("a message handler failed")
+        self._schedule_drain()
+
+    def _handle(self, frames: list[bytes]) -> None:
+        raise NotImplementedError
+
+    def _send_frames(self, frames: list[bytes]) -> bool:
+        """True when the frames were queued; False when the queue is full or the peer is unknown."""
+        if self._closed:
+            return False
+        try:
+            self._socket.send_multipart(frames, zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                return False
+            raise
+        finally:
+            if self._socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+                self._schedule_drain()
+        return True
+
+    def close(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+            self._socket.close()
+
+
+class RouterSocket(_MessageSocket[M]):
+    """A bound ROUTER. `on_message(identity, message)` runs on the loop; `send` answers by identity."""
+
+    def __init__(
+        self, context: zmq.Context[Any], endpoint: str, codec: Codec[M], on_message: Callable[[bytes, M], None]
+    ) -> None:
+        super().__init__(context, zmq.ROUTER, codec)
+        self._on_message = on_message
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted peer takes over its identity
+        self._socket.bind(endpoint)
+        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._watch()
+
+    def _handle(self, frames: list[bytes]) -> None:
+        if len(frames) != 2:
+            raise ProtocolError(f"{len(frames)} frames where identity and message are expected")
+        self._on_message(frames[0], self._codec.decode(frames[1]))
+
+    def send(self, identity: bytes, message: msgspec.Struct) -> bool:
+        """Queue `message` for the peer; False when it is not connected or does not read."""
+        return self._send_frames([identity, self._codec.encode(message)])
+
+    def close(self) -> None:
+        path = self.endpoint.removeprefix("ipc://") if self.endpoint.startswith("ipc://") else None
+        super().close()
+        if path is not None:
+            Path(path).unlink(missing_ok=True)
+
+
+class DealerSocket(_MessageSocket[M]):
+    """A connected DEALER that reconnects by itself. `on_message(message)` runs on the loop."""
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        endpoint: str,
+        codec: Codec[M],
+        on_message: Callable[[M], None],
+        identity: bytes | None = None,
+    ) -> None:
+        super().__init__(context, zmq.DEALER, codec)
+        self._on_message = on_message
+        if identity is not None:
+            self._socket.setsockopt(zmq.IDENTITY, identity)
+        self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self.endpoint = endpoint
+        self._socket.connect(endpoint)
+        self._watch()
+
+    def _handle(self, frames: list[bytes]) -> None:
+        if len(frames) != 1:
+            raise ProtocolError(f"{len(frames)} frames where one message is expected")
+        self._on_message(self._codec.decode(frames[0]))
+
+    def send(self, message: msgspec.Struct) -> bool:
+        """Queue `message`; False when the queue is full, that is when the peer has not read for long."""
+        return self._send_frames([self._codec.encode(message)])
+
+
+def new_context() -> zmq.Context[Any]:
+    """One per process."""
+    return zmq.Context(io_threads=1)

@@ -1,0 +1,21 @@
+"""Token ids on the wire: little-endian int32 in one byte string, so that 300,000 of them cost no per-item decoding."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+
+assert array("i").itemsize == 4 and sys.byteorder == "little", "Tandem supports little-endian hosts with 32-bit ints"
+
+
+def pack_token_ids(token_ids: Sequence[int]) -> bytes:
+    """`token_ids`, each in [0, 2**31), as bytes."""
+    return array("i", token_ids).tobytes()
+
+
+def unpack_token_ids(packed: bytes) -> list[int]:
+    """The inverse of `pack_token_ids`. Raises ValueError when the length is no multiple of four."""
+    ids = array("i")
+    ids.frombytes(packed)
+    return ids.tolist()

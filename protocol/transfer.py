@@ -1,0 +1,131 @@
+"""Messages between a prefill worker (DEALER) and a decode worker (ROUTER): pairing, reservation, transfer control.
+
+The bytes of the KV cache do not travel here but through the pair's connector (`kv_transfer`).
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from protocol.errors import ErrorInfo
+
+
+class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The shape of one KV block: [num_layers, 2, num_kv_heads, block_size, head_dim] of `dtype`, contiguous."""
+
+    model_id: str
+    dtype: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    tensor_parallel_size: int = 1
+
+    def first_difference(self, other: KVLayout) -> tuple[str, str, str] | None:
+        """(field, own value, other's value) of the first field that differs, or None when they agree."""
+        for field in self.__struct_fields__:
+            ours, theirs = getattr(self, field), getattr(other, field)
+            if ours != theirs:
+                return field, str(ours), str(theirs)
+        return None
+
+
+class ConnectorParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a pair's data path is reached: the pool's file (ipc) or the store's address (gloo, nccl)."""
+
+    pid: int = 0
+    fd: int = 0
+    num_bytes: int = 0
+    num_blocks: int = 0
+    store_host: str = ""
+    store_port: int = 0
+
+
+class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Prefill to decode. connectors: by preference. host_id: equal on processes that can map each other's memory."""
+
+    version: int
+    prefill_worker_id: str
+    prefill_epoch: str
+    prefill_pid: int
+    pair_id: str
+    layout: KVLayout
+    host_id: str
+    device: str
+    connectors: list[str]
+
+
+class PairAccepted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Decode to prefill: connect by `connector` now; the pair may be used once both sides are connected."""
+
+    pair_id: str
+    decode_epoch: str
+    connector: str
+    params: ConnectorParams
+
+
+class PairRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Decode to prefill: these two cannot work together, for this reason."""
+
+    pair_id: str
+    reason: str
+
+
+class ClosePair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Either way: this side has dropped the pair and will not write through it again."""
+
+    pair_id: str
+    reason: str
+
+
+class ReserveKV(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Prefill to decode, when the prompt's first chunk begins."""
+
+    pair_id: str
+    transfer_id: str
+    num_prompt_tokens: int
+
+
+class KVReserved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Decode to prefill: write the prompt's blocks, in order, to `block_ids` of the decode worker's pool."""
+
+    transfer_id: str
+    block_ids: list[int]
+
+
+class KVRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Decode to prefill: stop; nothing may be written for this transfer. Answered by CloseTransfer."""
+
+    transfer_id: str
+    error: ErrorInfo
+
+
+class ShipKV(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Prefill to decode: blocks number `first_block` to `first_block + num_blocks` of the prompt are on the data path.
+
+    For connectors that write by themselves (ipc) it is sent once they are written; for those that need a receiver
+    (gloo, nccl) it is sent just before, and the receiver takes them in the order of these messages.
+    """
+
+    pair_id: str
+    transfer_id: str
+    first_block: int
+    num_blocks: int
+
+
+class FinishTransfer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Prefill to decode: every block has been announced by ShipKV; decoding goes on from `first_token_id`."""
+
+    transfer_id: str
+    num_prompt_tokens: int
+    first_token_id: int
+
+
+class CloseTransfer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Prefill to decode: given up; nothing will be written from now on, so the blocks may be used again."""
+
+    transfer_id: str
+
+
+ToDecodePeer = OpenPair | ReserveKV | ShipKV | FinishTransfer | CloseTransfer | ClosePair
+ToPrefillPeer = PairAccepted | PairRefused | KVReserved | KVRefused | ClosePair
