@@ -1,0 +1,1 @@
+"""Receives KV, runs continuous batching, streams tokens. `python -m decode_worker CONFIG.json`."""

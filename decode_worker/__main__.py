@@ -1,0 +1,21 @@
+"""Entry point: `python -m decode_worker CONFIG.json`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from decode_worker.config import DecodeConfig
+from decode_worker.worker import DecodeWorker
+from protocol.process import run_process
+
+
+def main() -> None:
+    config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=DecodeConfig)
+    run_process(config.worker_id, config.log_level, lambda: DecodeWorker(config))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""What the decode scheduler asks of its shell."""
+
+from __future__ import annotations
+
+import msgspec
+
+from protocol.dispatch import DecodeReserved, RequestFailed, TokenBatch
+from protocol.transfer import KVRefused, KVReserved
+
+
+class SendToProxy(msgspec.Struct, frozen=True):
+    proxy_id: str
+    message: DecodeReserved | TokenBatch | RequestFailed
+
+
+class SendToPrefill(msgspec.Struct, frozen=True):
+    pair_id: str
+    message: KVReserved | KVRefused
+
+
+class Receive(msgspec.Struct, frozen=True):
+    """Take announced blocks into own blocks through the pair's connector; `on_received` must follow, once."""
+
+    pair_id: str
+    transfer_id: str
+    block_ids: list[int]
+
+
+Action = SendToProxy | SendToPrefill | Receive

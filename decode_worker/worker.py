@@ -1,0 +1,219 @@
+"""The decode worker's shell: sockets, pairs and the engine thread around the pure scheduler.
+
+Everything here runs on one uvloop thread but the model, which has the engine thread, and receiving, which has a
+thread per pair. Each event goes into the scheduler, its actions are carried out, and the next step is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from functools import partial
+
+import msgspec
+
+from decode_worker.actions import Action, Receive, SendToPrefill, SendToProxy
+from decode_worker.config import DecodeConfig
+from decode_worker.pairs import IncomingPairs
+from decode_worker.scheduler import DecodeScheduler
+from engine.block_manager import BlockManager
+from engine.engine_thread import EngineThread
+from engine.kv_pool import KVPool
+from engine.model_loader import LoadedModel, load_model
+from engine.model_runner import ModelRunner
+from kv_transfer.handshake import offered_connectors
+from protocol.codec import Codec
+from protocol.dispatch import AbortRequest, PrepareDecode, ToDecode
+from protocol.errors import KVTransferFailed
+from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
+from protocol.registration import Registration
+from protocol.sockets import RouterSocket, new_context
+from protocol.transfer import (
+    ClosePair,
+    CloseTransfer,
+    ConnectorParams,
+    FinishTransfer,
+    OpenPair,
+    ReserveKV,
+    ShipKV,
+    ToDecodePeer,
+)
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+
+
+class DecodeWorker:
+    """One process's worker; `run` serves until `stop` is called."""
+
+    def __init__(self, config: DecodeConfig) -> None:
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        self._step_time_s = 0.0
+        self._num_transferred_bytes = 0
+        self._stepping = False
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def run(self) -> None:
+        loaded: LoadedModel = await self._loop.run_in_executor(None, load_model, self._config.engine)
+        pool = KVPool(loaded, self._config.engine)
+        blocks = BlockManager(pool.num_blocks, self._config.engine.block_size)
+        self._block_bytes = pool.block_bytes
+        self._scheduler = DecodeScheduler(blocks, self._config.max_num_seqs)
+        self._engine = EngineThread(
+            lambda: ModelRunner(loaded, pool), self._loop.call_soon_threadsafe, self._config.engine.num_threads
+        )
+        await self._engine_ready()
+        context = new_context()
+        codec: Codec[ToDecode | ToDecodePeer] = Codec(ToDecode | ToDecodePeer)
+        self._router = RouterSocket(context, self._config.endpoint, codec, self._on_message)
+        self._info = WorkerInfo(
+            worker_id=self._config.worker_id,
+            epoch=secrets.token_hex(8),
+            role="decode",
+            endpoint=self._router.endpoint,
+            pid=os.getpid(),
+        )
+        device = loaded.device.type
+        all_blocks = pool.as_blocks()
+        self._pairs = IncomingPairs(
+            epoch=self._info.epoch,
+            layout=loaded.layout,
+            blocks=all_blocks,
+            pool_params=ConnectorParams(
+                pid=os.getpid(), fd=pool.fd or 0, num_bytes=pool.num_bytes, num_blocks=all_blocks.shape[0]
+            ),
+            device=device,
+            host=self._config.host,
+            connectors=offered_connectors(self._config.kv_connector, device),
+            send=self._send_to_prefill,
+            on_pair_lost=self._on_pair_lost,
+            on_prefill_lost=lambda epoch: self._perform(self._scheduler.on_prefill_lost(epoch)),
+        )
+        registration = Registration(
+            context,
+            self._config.proxy_endpoints,
+            RegisterWorker(PROTOCOL_VERSION, self._info, loaded.max_model_len, loaded.vocab_size),
+            self._status,
+            self._pairs.on_view,
+            lambda proxy_id: self._perform(self._scheduler.on_proxy_lost(proxy_id)),
+        )
+        registration.start()
+        log.info("ready: %d KV blocks of %d tokens", pool.num_blocks, self._config.engine.block_size)
+        try:
+            await self._tick_until_stopped()
+        finally:
+            registration.close()
+            self._pairs.close()
+            self._router.close()
+            context.term()
+            self._engine.stop(timeout_s=2.0)
+
+    async def _engine_ready(self) -> None:
+        ready: asyncio.Future[None] = self._loop.create_future()
+        self._engine.start(lambda error: ready.set_exception(error) if error else ready.set_result(None))
+        await ready
+
+    async def _tick_until_stopped(self) -> None:
+        while not self._stopping.is_set():
+            self._perform(self._scheduler.on_tick(self._loop.time()))
+            try:
+                await asyncio.wait_for(self._stopping.wait(), TICK_S)
+            except TimeoutError:
+                continue
+
+    def _status(self) -> WorkerStatus:
+        scheduler = self._scheduler
+        load = WorkerLoad(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks=scheduler.blocks.num_blocks,
+            num_free_blocks=scheduler.blocks.num_free,
+            num_quarantined_blocks=scheduler.blocks.num_quarantined,
+            step_time_s=self._step_time_s,
+            num_finished=scheduler.num_finished,
+            num_transferred_bytes=self._num_transferred_bytes,
+        )
+        return WorkerStatus(self._info.worker_id, self._info.epoch, load)
+
+    # ---- events
+
+    def _on_message(self, identity: bytes, message: ToDecode | ToDecodePeer) -> None:
+        scheduler, now = self._scheduler, self._loop.time()
+        match message:
+            case PrepareDecode():
+                self._perform(scheduler.on_prepare(now, message))
+            case AbortRequest():
+                self._perform(scheduler.on_abort(message.proxy_id, message.request_id))
+            case OpenPair():
+                self._pairs.on_open(message)
+            case ReserveKV():
+                self._perform(scheduler.on_reserve(now, message))
+            case ShipKV():
+                self._on_ship(message)
+            case FinishTransfer():
+                self._perform(scheduler.on_finish_transfer(message))
+            case CloseTransfer():
+                self._perform(scheduler.on_close_transfer(message.transfer_id))
+            case ClosePair():
+                self._pairs.on_close(message.pair_id, message.reason)
+
+    def _on_ship(self, message: ShipKV) -> None:
+        try:
+            actions = self._scheduler.on_ship(message)
+        except KVTransferFailed as error:
+            self._pairs.fail(message.pair_id, error.message)
+        else:
+            self._perform(actions)
+
+    def _on_received(self, action: Receive, error: KVTransferFailed | None) -> None:
+        if error is None:
+            self._num_transferred_bytes += len(action.block_ids) * self._block_bytes
+        self._perform(self._scheduler.on_received(action.transfer_id, error))
+        if error is not None:
+            self._pairs.fail(action.pair_id, error.message)
+
+    def _on_pair_lost(self, pair_id: str, reason: str, peer_stopped: bool) -> None:
+        self._perform(self._scheduler.on_pair_lost(pair_id, reason, peer_stopped))
+
+    # ---- actions
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendToProxy():
+                    if not self._router.send(f"{action.proxy_id}:0".encode(), action.message):
+                        log.warning("proxy %s is not connected; its message was dropped", action.proxy_id)
+                case SendToPrefill():
+                    self._send_to_prefill(action.pair_id, action.message)
+                case Receive():
+                    done = partial(self._loop.call_soon_threadsafe, self._on_received, action)
+                    self._pairs.receive(action.pair_id, action.block_ids, done)
+        self._start_step()
+
+    def _send_to_prefill(self, pair_id: str, message: msgspec.Struct) -> None:
+        if not self._router.send(pair_id.encode(), message):
+            log.debug("the prefill side of pair %s is not connected", pair_id)
+
+    def _start_step(self) -> None:
+        if self._stepping:
+            return
+        items = self._scheduler.schedule()
+        if items:
+            self._stepping = True
+            self._engine.submit(items, self._on_step)
+
+    def _on_step(self, results: list[int | None] | None, error: BaseException | None, step_time_s: float) -> None:
+        self._stepping = False
+        self._step_time_s = step_time_s
+        if results is None:
+            log.error("a decode step failed", exc_info=error)
+            self._perform(self._scheduler.on_step_failed(error or RuntimeError("unknown")))
+        else:
+            self._perform(self._scheduler.on_step(results))

@@ -1,0 +1,91 @@
+"""The operator's configuration: one flat struct, from which the command line's flags and the file's keys are made.
+
+Order of precedence: command line, `--config` file (TOML), defaults.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from engine.config import Device, Dtype
+from kv_transfer.handshake import ConnectorName
+from protocol.errors import ConfigError
+
+
+class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Everything `tandem up` can be told."""
+
+    model: Annotated[str, Meta(description="folder or hub id of the model; empty serves the built-in demo model")] = ""
+    served_model_name: Annotated[str, Meta(description="name that clients use; empty takes the model's own")] = ""
+    prefill: Annotated[int, Meta(ge=1, le=256, description="prefill workers")] = 1
+    decode: Annotated[int, Meta(ge=1, le=256, description="decode workers")] = 1
+    proxies: Annotated[int, Meta(ge=1, le=64, description="proxy processes, which share the port")] = 1
+    host: Annotated[str, Meta(description="address that the HTTP endpoint binds")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=1, le=65535, description="port of the HTTP endpoint")] = 8000
+    device: Annotated[Device, Meta(description="where the model runs")] = "auto"
+    kv_connector: Annotated[ConnectorName, Meta(description="how KV caches move from prefill to decode")] = "auto"
+    dtype: Annotated[Dtype, Meta(description="type of weights and KV cache; auto takes the checkpoint's")] = "auto"
+    max_model_len: Annotated[
+        int, Meta(ge=0, description="tokens per sequence, prompt and output together; 0 takes the model's limit")
+    ] = 0
+    api_key: Annotated[str, Meta(description="key that clients must send; empty lets everyone in")] = ""
+    kv_cache_gib: Annotated[float, Meta(gt=0, description="GiB of KV cache per worker")] = 1.0
+    block_size: Annotated[int, Meta(ge=8, le=512, description="tokens per KV block")] = 64
+    max_num_batched_tokens: Annotated[
+        int, Meta(ge=16, le=65536, description="prompt tokens that a prefill worker computes per step")
+    ] = 512
+    max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="sequences that a worker runs at once")] = 64
+    threads_per_worker: Annotated[
+        int, Meta(ge=0, le=256, description="CPU threads of each worker's model; 0 shares the cores out")
+    ] = 0
+    tokenizer_threads: Annotated[int, Meta(ge=1, le=64, description="tokenising threads of each proxy")] = 2
+    request_timeout_s: Annotated[float, Meta(gt=0, description="seconds after which a request is given up")] = 600.0
+    trust_remote_code: Annotated[bool, Meta(description="run model code that comes with the checkpoint")] = False
+    log_level: Annotated[str, Meta(pattern="^(debug|info|warning|error)$", description="of every process")] = "info"
+
+    def num_threads(self) -> int:
+        """Threads per worker: as told, or an equal share of the cores (two workers on a core each beat two on both)."""
+        return self.threads_per_worker or max(1, _num_cores() // (self.prefill + self.decode))
+
+
+def _num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def field_descriptions() -> dict[str, str]:
+    """Field name to what it means, for the command line's help and the README's table."""
+    described = {}
+    for field in msgspec.inspect.type_info(ClusterConfig).fields:  # type: ignore[attr-defined]
+        extra = getattr(field.type, "extra_json_schema", None) or {}
+        described[field.name] = extra.get("description", "")
+    return described
+
+
+def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
+    """Raises ConfigError, in one line, for a file that cannot be read, an unknown key or a value out of range."""
+    values: dict[str, Any] = {}
+    if file is not None:
+        try:
+            values = msgspec.toml.decode(file.read_bytes(), type=dict[str, Any])
+        except OSError as error:
+            raise ConfigError(f"cannot read the config file {file}: {error.strerror}") from error
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"{file} is not valid TOML: {error}") from error
+    known = ClusterConfig.__struct_fields__
+    unknown = [key for key in values if key not in known]
+    if unknown:
+        raise ConfigError(f"unknown key {unknown[0]!r} in {file}; known are {', '.join(known)}")
+    try:
+        return msgspec.convert({**values, **overrides}, ClusterConfig, strict=True)
+    except msgspec.ValidationError as error:
+        raise ConfigError(_readable(error)) from error
+
+
+def _readable(error: msgspec.ValidationError) -> str:
+    message, _, path = str(error).partition(" - at `$.")
+    return f"{path.rstrip('`')}: {message}" if path else message

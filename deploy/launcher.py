@@ -1,0 +1,253 @@
+"""Starts a cluster on this host, keeps it running and takes it down.
+
+Order up: proxies and workers all at once (loading a model takes longest). Order down: proxies first, so that streams
+may end, then workers; whatever is left after the grace is killed. Nothing outlives the launcher: children ask the
+kernel for a signal when it dies, pools are memfds, and the sockets lie in a folder that is removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+import signal
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from decode_worker.config import DecodeConfig
+from deploy.config import ClusterConfig
+from deploy.processes import ChildProcess
+from deploy.runtime_dir import create_runtime_dir, log_dir
+from engine.config import EngineConfig
+from prefill_worker.config import PrefillConfig
+from protocol.codec import Codec
+from protocol.errors import ConfigError, InternalError
+from protocol.membership import FromProxyControl, GetStatus, StatusReport, WorkerExited
+from protocol.sockets import DealerSocket, new_context
+from proxy.config import ProxyConfig
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 600.0
+PROXY_GRACE_S = 1.5
+STOP_GRACE_S = 2.5
+EXIT_BAD_CONFIG = 2
+
+
+class Launcher:
+    """One cluster. `run` returns when the cluster has been stopped; `stop` may be called from a signal handler."""
+
+    def __init__(self, config: ClusterConfig, model: str, served_model_name: str) -> None:
+        self._config = config
+        self._model = model
+        self._served_model_name = served_model_name
+        self._children: dict[str, ChildProcess] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = asyncio.Event()
+        self._fatal: Exception | None = None
+        self._ready = False
+        self._controls: list[DealerSocket[FromProxyControl]] = []
+        self._report: StatusReport | None = None
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def run(self, on_progress: Callable[[str], None], on_ready: Callable[[Path], None]) -> None:
+        """Raises ConfigError for what the operator can mend, InternalError when the cluster does not come up."""
+        config = self._config
+        _check_port(config.host, config.port)
+        folder = create_runtime_dir(config.port)
+        logs = log_dir(config.port)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self.stop)
+        context = new_context()
+        try:
+            self._make_children(folder, logs)
+            codec: Codec[FromProxyControl] = Codec(FromProxyControl)
+            self._controls = [
+                DealerSocket(context, endpoint, codec, self._on_answer) for endpoint in self._control_endpoints(folder)
+            ]
+            self._tasks = [asyncio.create_task(child.run()) for child in self._children.values()]
+            await self._until_ready(on_progress)
+            if self._ready:
+                on_ready(logs)
+                await self._stopping.wait()
+        finally:
+            await self._stop_children()
+            for control in self._controls:
+                control.close()
+            context.destroy(linger=0)
+            shutil.rmtree(folder, ignore_errors=True)
+        if self._fatal is not None:
+            raise self._fatal
+
+    # ---- what is started
+
+    def _control_endpoints(self, folder: Path) -> list[str]:
+        return [f"ipc://{folder}/proxy-{i}.sock" for i in range(self._config.proxies)]
+
+    def _make_children(self, folder: Path, logs: Path) -> None:
+        config = self._config
+        proxies = self._control_endpoints(folder)
+        engine = EngineConfig(
+            model=self._model,
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+            kv_cache_bytes=int(config.kv_cache_gib * (1 << 30)),
+            num_threads=config.num_threads(),
+            trust_remote_code=config.trust_remote_code,
+        )
+        for i, control in enumerate(proxies):
+            name = f"proxy-{i}"
+            proxy = ProxyConfig(
+                proxy_id=name,
+                host=config.host,
+                port=config.port,
+                control_endpoint=control,
+                model=self._model,
+                served_model_name=self._served_model_name,
+                api_key=config.api_key or None,
+                tokenizer_threads=config.tokenizer_threads,
+                request_timeout_s=config.request_timeout_s,
+                shutdown_grace_s=PROXY_GRACE_S,
+            )
+            self._add(name, "proxy", proxy, folder, logs)
+        for i in range(config.prefill):
+            name = f"prefill-{i}"
+            prefill = PrefillConfig(
+                worker_id=name,
+                endpoint=f"ipc://{folder}/{name}.sock",
+                proxy_endpoints=proxies,
+                engine=engine,
+                kv_connector=config.kv_connector,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_num_seqs=config.max_num_seqs,
+                log_level=config.log_level,
+            )
+            self._add(name, "prefill_worker", prefill, folder, logs)
+        for i in range(config.decode):
+            name = f"decode-{i}"
+            decode = DecodeConfig(
+                worker_id=name,
+                endpoint=f"ipc://{folder}/{name}.sock",
+                proxy_endpoints=proxies,
+                engine=engine,
+                kv_connector=config.kv_connector,
+                max_num_seqs=config.max_num_seqs,
+                log_level=config.log_level,
+            )
+            self._add(name, "decode_worker", decode, folder, logs)
+
+    def _add(self, name: str, module: str, config: msgspec.Struct, folder: Path, logs: Path) -> None:
+        config_file = folder / f"{name}.json"
+        config_file.touch(mode=0o600)
+        config_file.write_bytes(msgspec.json.encode(config))
+        threads = str(self._config.num_threads() if module != "proxy" else 1)
+        env = {
+            "OMP_NUM_THREADS": threads,
+            "MKL_NUM_THREADS": threads,
+            "OMP_WAIT_POLICY": "PASSIVE",  # idle workers must leave the cores to the others
+            "TOKENIZERS_PARALLELISM": "false",
+            "HF_HUB_DISABLE_TELEMETRY": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        self._children[name] = ChildProcess(name, module, config_file, logs / f"{name}.log", env, self._on_exit)
+
+    # ---- while it runs
+
+    def _on_exit(self, name: str, pid: int, returncode: int) -> bool:
+        """Tell the proxies of a worker's death; leave what cannot come up, restart the rest."""
+        for control in self._controls:
+            control.send(WorkerExited(name, pid))
+        child = self._children[name]
+        if returncode == EXIT_BAD_CONFIG:
+            self._fatal = ConfigError(child.last_error() or f"{name} refused its configuration: see {child.log_file}")
+            self.stop()
+            return False
+        if not self._ready and child.num_starts >= 3:
+            self._fatal = InternalError(f"{name} died {child.num_starts} times while starting: see {child.log_file}")
+            self.stop()
+            return False
+        log.warning("%s (process %d) exited with %d; starting it again", name, pid, returncode)
+        return True
+
+    def _on_answer(self, message: FromProxyControl) -> None:
+        if isinstance(message, StatusReport):
+            self._report = message
+
+    async def _until_ready(self, on_progress: Callable[[str], None]) -> None:
+        """Wait until every worker has registered and every pair is open."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + START_TIMEOUT_S
+        config = self._config
+        while not self._stopping.is_set():
+            self._controls[0].send(GetStatus())
+            report = self._report
+            if report is not None:
+                roles = [r.worker.role for r in report.workers]
+                pairs = [pair for r in report.workers for pair in r.pairs]
+                refused = next((pair for pair in pairs if pair.state == "refused"), None)
+                if refused is not None:
+                    self._fatal = ConfigError(f"{refused.decode_worker_id} refused its pair: {refused.reason}")
+                    return
+                num_ready = sum(pair.state == "ready" for pair in pairs)
+                on_progress(
+                    f"{roles.count('prefill')}/{config.prefill} prefill, {roles.count('decode')}/{config.decode} decode, "
+                    f"{num_ready}/{config.prefill * config.decode} pairs"
+                )
+                if num_ready == config.prefill * config.decode and await self._all_proxies_answer():
+                    self._ready = True
+                    return
+            if loop.time() > deadline:
+                self._fatal = InternalError(f"the cluster did not come up within {START_TIMEOUT_S:.0f} s")
+                return
+            try:
+                await asyncio.wait_for(self._stopping.wait(), 0.1)
+            except TimeoutError:
+                continue
+
+    async def _all_proxies_answer(self) -> bool:
+        """HTTP connections are shared out over the proxies by the kernel, so one that answers is asked for."""
+        try:
+            _, writer = await asyncio.wait_for(asyncio.open_connection(self._config.host, self._config.port), 1.0)
+        except (OSError, TimeoutError):
+            return False
+        writer.close()
+        return True
+
+    async def _stop_children(self) -> None:
+        proxies = [child for name, child in self._children.items() if name.startswith("proxy-")]
+        for child in proxies:
+            child.terminate()
+        tasks = dict(zip(self._children.values(), self._tasks, strict=False))
+        await self._wait([tasks[child] for child in proxies if child in tasks], PROXY_GRACE_S + 0.3)
+        for child in self._children.values():
+            child.terminate()
+        await self._wait(self._tasks, STOP_GRACE_S)
+        for child in self._children.values():
+            child.kill()
+        await self._wait(self._tasks, 1.0)
+
+    async def _wait(self, tasks: list[asyncio.Task[None]], timeout_s: float) -> None:
+        pending = [task for task in tasks if not task.done()]
+        if pending:
+            await asyncio.wait(pending, timeout=timeout_s)
+
+
+def _check_port(host: str, port: int) -> None:
+    """Proxies share the port by SO_REUSEPORT, which would let a second cluster join in unnoticed: look first."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
+            ) from error

@@ -1,0 +1,98 @@
+"""One child process: started with its config file, watched, started again when it dies, stopped in time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+RESTART_DELAY_S = 0.2
+MAX_RESTART_DELAY_S = 10.0
+STABLE_AFTER_S = 30.0
+"""A process that lived so long gets its next restart without delay."""
+
+
+class ChildProcess:
+    """`module` is run as `python -m module config_file`; its output goes to `log_file`.
+
+    on_exit(name, pid, returncode) is called at each exit; when it returns True the process is started again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        config_file: Path,
+        log_file: Path,
+        env: dict[str, str],
+        on_exit: Callable[[str, int, int], bool],
+    ) -> None:
+        self.name = name
+        self.log_file = log_file
+        self.num_starts = 0
+        self._module = module
+        self._config_file = config_file
+        self._env = env
+        self._on_exit = on_exit
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = False
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None and self._process.returncode is None else None
+
+    async def run(self) -> None:
+        """Keep it alive until `stop`, or until `on_exit` says to leave it."""
+        delay = RESTART_DELAY_S
+        loop = asyncio.get_running_loop()
+        self.log_file.write_bytes(b"")
+        while not self._stopping:
+            started_at = loop.time()
+            await self._start()
+            assert self._process is not None
+            returncode = await self._process.wait()
+            if self._stopping or not self._on_exit(self.name, self._process.pid, returncode):
+                return
+            delay = RESTART_DELAY_S if loop.time() - started_at > STABLE_AFTER_S else delay
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, MAX_RESTART_DELAY_S)
+
+    async def _start(self) -> None:
+        self.num_starts += 1
+        with self.log_file.open("ab") as output:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                self._module,
+                str(self._config_file),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **self._env},
+                start_new_session=True,  # Ctrl-C in the terminal is for the launcher, which stops its children in order
+            )
+
+    def terminate(self) -> None:
+        self._stopping = True
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._stopping = True
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def last_error(self) -> str | None:
+        """The last line of its log that says `error: ...`, which is how a process reports what the operator can mend."""
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        return next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)

@@ -1,0 +1,82 @@
+"""`tandem status`: asks the proxies of a running cluster over their private sockets and prints what they know."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from deploy.runtime_dir import runtime_dir
+from protocol.codec import Codec
+from protocol.errors import ConfigError, Overloaded
+from protocol.membership import FromProxyControl, GetStatus, StatusReport
+from protocol.sockets import DealerSocket, new_context
+
+ANSWER_TIMEOUT_S = 3.0
+
+
+async def fetch_status(port: int) -> list[StatusReport]:
+    """One report per proxy that answers in time, by name. Raises ConfigError when no cluster runs on `port`."""
+    sockets = sorted(runtime_dir(port).glob("proxy-*.sock"))
+    if not sockets:
+        raise ConfigError(f"no cluster runs on port {port}; start one with `tandem up`, or give its --port")
+    context = new_context()
+    codec: Codec[FromProxyControl] = Codec(FromProxyControl)
+    answers: asyncio.Queue[FromProxyControl] = asyncio.Queue()
+    dealers = [DealerSocket(context, f"ipc://{path}", codec, answers.put_nowait) for path in sockets]
+    reports: list[StatusReport] = []
+    try:
+        for dealer in dealers:
+            dealer.send(GetStatus())
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            while len(reports) < len(dealers):
+                answer = await answers.get()
+                if isinstance(answer, StatusReport):
+                    reports.append(answer)
+    except TimeoutError:
+        if not reports:
+            raise Overloaded(f"the cluster on port {port} gave no answer within {ANSWER_TIMEOUT_S:.0f} s") from None
+    finally:
+        for dealer in dealers:
+            dealer.close()
+        context.destroy(linger=0)
+    return sorted(reports, key=lambda report: report.proxy_id)
+
+
+def print_status(port: int, as_json: bool) -> int:
+    """Exit code 0 when the cluster is ready, 1 when it runs but cannot serve."""
+    reports = asyncio.run(fetch_status(port))
+    if as_json:
+        sys.stdout.write(msgspec.json.encode(reports).decode() + "\n")
+    else:
+        _print_tables(reports)
+    return 0 if all(report.ready for report in reports) else 1
+
+
+def _print_tables(reports: list[StatusReport]) -> None:
+    console = Console()
+    first = reports[0]
+    state = "[green]ready[/]" if all(report.ready for report in reports) else "[red]not ready[/]"
+    requests = sum(report.num_requests for report in reports)
+    console.print(f"{first.model}: {state}, {len(reports)} proxies, {requests} requests under way")
+    workers = Table("worker", "pid", "running", "waiting", "free blocks", "quarantined", "step ms", "heard")
+    pairs = Table("prefill", "decode", "state", "connector", "reason")
+    for report in first.workers:
+        load = report.load
+        workers.add_row(
+            report.worker.worker_id,
+            str(report.worker.pid),
+            str(load.num_running),
+            str(load.num_waiting),
+            f"{load.num_free_blocks}/{load.num_blocks}",
+            str(load.num_quarantined_blocks),
+            f"{load.step_time_s * 1000:.1f}",
+            f"{report.silence_s:.1f} s ago",
+        )
+        for pair in report.pairs:
+            pairs.add_row(report.worker.worker_id, pair.decode_worker_id, pair.state, pair.connector, pair.reason)
+    console.print(workers)
+    console.print(pairs)

@@ -1,0 +1,44 @@
+"""What a connector is: two ends of one pair's data path. The control messages travel apart (`protocol.transfer`).
+
+Push, in order: the prefill side writes, the decode side is told. Both ends run their copies on a thread of their own,
+one per pair, so a slow or dead peer holds up nobody else. `on_done` callbacks run on that thread: callers post them
+to their loop. Every `send` and `receive` ends with exactly one `on_done`, also when the pair is closed meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Protocol
+
+from protocol.errors import KVTransferFailed
+
+OnDone = Callable[[KVTransferFailed | None], None]
+
+
+class KVSender(Protocol):
+    """The prefill side's end. Jobs are carried out in the order they were handed in."""
+
+    announces_first: ClassVar[bool]
+    """True: ShipKV goes out before `send`, because the peer must receive. False: after it, because it writes itself."""
+
+    def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
+        """Move own blocks `src_block_ids` to the peer's blocks `dst_block_ids` (equally many)."""
+
+    def close(self, on_closed: Callable[[], None]) -> None:
+        """End the pair without waiting: jobs that have not begun fail, the one under way ends within its deadline.
+
+        `on_closed` is called, on the pair's thread, when nothing can be written any more.
+        """
+
+
+class KVReceiver(Protocol):
+    """The decode side's end."""
+
+    peer_writes: ClassVar[bool]
+    """True: the peer writes into our pool by itself, and only its word or its death shows that it has stopped."""
+
+    def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
+        """Take the blocks that the peer announced into own blocks `block_ids`."""
+
+    def close(self) -> None:
+        """As for the sender; that nothing writes any more shows in the last `on_done`."""

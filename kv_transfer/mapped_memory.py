@@ -1,0 +1,75 @@
+"""The `ipc` connector: the prefill worker maps the decode worker's pool and copies into it, one-sided.
+
+The pool lies in a memfd that the peer maps through /proc/PID/fd/N, so nothing has a name that could be left behind,
+and the memory is gone with its last user. The copies release the GIL.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from kv_transfer.connector import OnDone
+from kv_transfer.job_thread import JobThread
+from kv_transfer.runs import paired_runs
+from protocol.errors import KVTransferFailed
+from protocol.transfer import ConnectorParams
+
+
+@functools.cache
+def host_id() -> str:
+    """Equal on two processes exactly when one can find the other under /proc: same kernel boot, same PID namespace."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
+
+
+def map_peer_pool(params: ConnectorParams) -> torch.Tensor:
+    """The peer's pool as uint8 [num_blocks, block_bytes], shared. Raises KVTransferFailed when it cannot be mapped."""
+    path = f"/proc/{params.pid}/fd/{params.fd}"
+    try:
+        if Path(path).stat().st_size < params.num_bytes:  # mapping it shared would make the file grow
+            raise KVTransferFailed(f"the peer's pool is smaller than the {params.num_bytes} bytes it announced")
+        mapped = torch.from_file(path, shared=True, size=params.num_bytes, dtype=torch.uint8)
+    except (OSError, RuntimeError) as error:
+        raise KVTransferFailed(f"cannot map the peer's KV pool: {error}") from error
+    return mapped.view(params.num_blocks, -1)
+
+
+class MappedMemorySender:
+    """Prefill side. `blocks`: own pool as uint8 [num_blocks, block_bytes]."""
+
+    announces_first: ClassVar[bool] = False
+
+    def __init__(self, name: str, blocks: torch.Tensor, params: ConnectorParams) -> None:
+        self._src = blocks
+        self._dst = map_peer_pool(params)
+        if self._dst.shape[1] != blocks.shape[1]:
+            raise KVTransferFailed(f"blocks of {blocks.shape[1]} bytes do not fit the peer's of {self._dst.shape[1]}")
+        self._thread = JobThread(name)
+
+    def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
+        src, dst = list(src_block_ids), list(dst_block_ids)
+        self._thread.submit(lambda: self._copy(src, dst), on_done)
+
+    def _copy(self, src: list[int], dst: list[int]) -> None:
+        for src_start, dst_start, count in paired_runs(src, dst):
+            self._dst[dst_start : dst_start + count].copy_(self._src[src_start : src_start + count])
+
+    def close(self, on_closed: Callable[[], None]) -> None:
+        self._thread.close(on_closed)
+
+
+class MappedMemoryReceiver:
+    """Decode side: the peer has written before it tells, so there is nothing left to do."""
+
+    peer_writes: ClassVar[bool] = True
+
+    def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
+        on_done(None)
+
+    def close(self) -> None:
+        pass

@@ -1,0 +1,165 @@
+"""The `gloo` and `nccl` connectors: a two-rank process group per pair, without a default group or a world.
+
+A pair's group hangs on a PrefixStore (its pair id) over a TCPStore that the decode worker owns, so pairs come and go
+alone: one group for all would let a frozen peer take down healthy pairs at its time-out. Rank 0 sends, rank 1
+receives. A wait that runs out closes the pair for good; a new pair id starts afresh.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+
+from kv_transfer.connector import OnDone
+from kv_transfer.job_thread import JobThread
+from kv_transfer.runs import is_run, pieces
+from protocol.errors import KVTransferFailed
+from protocol.transfer import ConnectorParams
+
+CONNECT_TIMEOUT_S = 20.0
+TRANSFER_TIMEOUT_S = 5.0
+"""Deadline of one piece: a peer that moves no 16 MiB in this time is taken for dead."""
+PIECE_BYTES = 16 * 1024 * 1024
+_SENDER, _RECEIVER = 0, 1
+
+
+class StoreServer:
+    """The TCPStore at which a decode worker's pairs meet, on a free port of `host` only."""
+
+    def __init__(self, host: str) -> None:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as listener:
+            listener.bind((host, 0))
+            listener.listen(128)
+            port = listener.getsockname()[1]
+            fd = listener.detach()  # the store closes it
+        self._store = dist.TCPStore(
+            host, port, None, True, timedelta(seconds=CONNECT_TIMEOUT_S), False, master_listen_fd=fd
+        )
+        self.host = host
+        self.port: int = port
+
+    def store(self, pair_id: str) -> dist.Store:
+        return dist.PrefixStore(pair_id, self._store)
+
+
+def connect_store(pair_id: str, params: ConnectorParams) -> dist.Store:
+    """The decode worker's store, as the prefill worker sees it."""
+    client = dist.TCPStore(
+        params.store_host, params.store_port, None, False, timedelta(seconds=CONNECT_TIMEOUT_S), False
+    )
+    return dist.PrefixStore(pair_id, client)
+
+
+def _new_group(backend: str, store: dist.Store, rank: int, host: str) -> dist.ProcessGroup:
+    timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+    if backend == "gloo":
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # never by this machine's own name
+        return dist.ProcessGroupGloo(store, rank, 2, options)
+    if backend == "nccl":
+        nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl_options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, 2, nccl_options)
+    raise KVTransferFailed(f"unknown process group backend {backend!r}; known are gloo and nccl")
+
+
+class _ProcessGroupEnd:
+    """What both ends share: the group, a thread, and the cutting of a job into pieces.
+
+    The group is built on the thread, so the caller does not wait; jobs queue behind it, and `on_ready` tells how it went.
+    """
+
+    _rank: ClassVar[int]
+
+    def __init__(
+        self,
+        name: str,
+        backend: str,
+        open_store: Callable[[], dist.Store],
+        host: str,
+        blocks: torch.Tensor,
+        on_ready: OnDone,
+    ) -> None:
+        self._blocks = blocks  # uint8 [num_blocks, block_bytes]
+        self._backend = backend
+        self._thread = JobThread(name)
+        self._group: dist.ProcessGroup | None = None
+
+        def build() -> None:
+            self._group = _new_group(backend, open_store(), self._rank, host)
+            self._handshake(self._group)
+
+        self._thread.submit(build, on_ready)
+
+    def _handshake(self, group: dist.ProcessGroup) -> None:
+        """One byte across, so that a pair is ready only when its data path has been used (gloo connects lazily)."""
+        byte = torch.zeros(1, dtype=torch.uint8, device=self._blocks.device)
+        self._move(group, byte, CONNECT_TIMEOUT_S)
+
+    def _move(self, group: dist.ProcessGroup, data: torch.Tensor, timeout_s: float) -> None:
+        if self._rank == _SENDER:
+            work = group.send([data], _RECEIVER, 0)
+        else:
+            work = group.recv([data], _SENDER, 0)
+        work.wait(timedelta(seconds=timeout_s))
+        if self._backend == "nccl":
+            torch.cuda.current_stream(data.device).synchronize()
+
+    def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
+        self._thread.close(on_closed)
+        group, self._group = self._group, None
+        if group is not None and self._backend == "nccl":
+            group.abort()
+
+
+class ProcessGroupSender(_ProcessGroupEnd):
+    """Prefill side."""
+
+    announces_first: ClassVar[bool] = True
+    _rank: ClassVar[int] = _SENDER
+
+    def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
+        src = list(src_block_ids)
+        self._thread.submit(lambda: self._send(src), on_done)
+
+    def _send(self, src: list[int]) -> None:
+        for piece in pieces(len(src), self._blocks.shape[1], PIECE_BYTES):
+            ids = src[piece.start : piece.stop]
+            if is_run(ids):
+                data = self._blocks[ids[0] : ids[0] + len(ids)]
+            else:
+                data = self._blocks.index_select(0, torch.tensor(ids, device=self._blocks.device))
+            if self._group is None:
+                raise KVTransferFailed("the pair was closed")
+            self._move(self._group, data, TRANSFER_TIMEOUT_S)
+
+
+class ProcessGroupReceiver(_ProcessGroupEnd):
+    """Decode side. It alone writes to its pool, so a closed pair cannot be written through."""
+
+    peer_writes: ClassVar[bool] = False
+    _rank: ClassVar[int] = _RECEIVER
+
+    def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
+        dst = list(block_ids)
+        self._thread.submit(lambda: self._receive(dst), on_done)
+
+    def _receive(self, dst: list[int]) -> None:
+        for piece in pieces(len(dst), self._blocks.shape[1], PIECE_BYTES):
+            ids = dst[piece.start : piece.stop]
+            direct = is_run(ids)
+            data = self._blocks[ids[0] : ids[0] + len(ids)] if direct else self._blocks.new_empty(
+                (len(ids), self._blocks.shape[1])
+            )
+            if self._group is None:
+                raise KVTransferFailed("the pair was closed")
+            self._move(self._group, data, TRANSFER_TIMEOUT_S)
+            if not direct:
+                self._blocks.index_copy_(0, torch.tensor(ids, device=self._blocks.device), data)

@@ -1,0 +1,27 @@
+"""Pure arithmetic on block ids: which of them lie side by side, so that copies are few and large."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+
+def is_run(block_ids: Sequence[int]) -> bool:
+    """Whether the ids are adjacent and ascending, so that the blocks are one contiguous range of the pool."""
+    return all(b == a + 1 for a, b in zip(block_ids, block_ids[1:], strict=False))
+
+
+def paired_runs(src: Sequence[int], dst: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """(src start, dst start, count) of maximal stretches that are adjacent on both sides."""
+    assert len(src) == len(dst)
+    start = 0
+    for i in range(1, len(src) + 1):
+        if i == len(src) or src[i] != src[i - 1] + 1 or dst[i] != dst[i - 1] + 1:
+            yield src[start], dst[start], i - start
+            start = i
+
+
+def pieces(num_blocks: int, block_bytes: int, piece_bytes: int) -> Iterator[range]:
+    """0 .. num_blocks cut into ranges of at most `piece_bytes` each, at least a block; both ends cut alike."""
+    step = max(1, piece_bytes // block_bytes)
+    for first in range(0, num_blocks, step):
+        yield range(first, min(first + step, num_blocks))

@@ -1,0 +1,21 @@
+"""Entry point: `python -m prefill_worker CONFIG.json`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import msgspec
+
+from prefill_worker.config import PrefillConfig
+from prefill_worker.worker import PrefillWorker
+from protocol.process import run_process
+
+
+def main() -> None:
+    config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=PrefillConfig)
+    run_process(config.worker_id, config.log_level, lambda: PrefillWorker(config))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""A prefill worker's configuration, read from the file that the launcher writes."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine.config import EngineConfig
+from kv_transfer.handshake import ConnectorName
+
+
+class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """worker_id survives restarts. endpoint: what its ROUTER binds. host: own address for KV data.
+
+    max_num_batched_tokens: prompt tokens per step, the size of a chunk. max_num_seqs: prompts under way at once.
+    """
+
+    worker_id: str
+    endpoint: str
+    proxy_endpoints: list[str]
+    engine: EngineConfig
+    kv_connector: ConnectorName = "auto"
+    host: str = "127.0.0.1"
+    max_num_batched_tokens: int = 512
+    max_num_seqs: int = 64
+    log_level: str = "info"

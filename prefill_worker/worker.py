@@ -1,0 +1,221 @@
+"""The prefill worker's shell: sockets, pairs and the engine thread around the pure scheduler.
+
+Everything here runs on one uvloop thread but the model, which has the engine thread, and the copies, which have a
+thread per pair. Each event goes into the scheduler, its actions are carried out, and the next step is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from functools import partial
+
+from engine.block_manager import BlockManager
+from engine.engine_thread import EngineThread
+from engine.kv_pool import KVPool
+from engine.model_loader import LoadedModel, load_model
+from engine.model_runner import ModelRunner
+from kv_transfer.handshake import offered_connectors
+from prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
+from prefill_worker.config import PrefillConfig
+from prefill_worker.pairs import Pairs
+from prefill_worker.scheduler import PrefillScheduler
+from protocol.codec import Codec
+from protocol.dispatch import AbortRequest, RequestFailed, StartPrefill, ToPrefill
+from protocol.errors import ErrorInfo, KVTransferFailed, WorkerLost
+from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
+from protocol.registration import Registration
+from protocol.sockets import RouterSocket, new_context
+from protocol.transfer import KVRefused, KVReserved, ShipKV
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+
+
+class PrefillWorker:
+    """One process's worker; `run` serves until `stop` is called."""
+
+    def __init__(self, config: PrefillConfig) -> None:
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        self._step_time_s = 0.0
+        self._num_transferred_bytes = 0
+        self._stepping = False
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def run(self) -> None:
+        loaded: LoadedModel = await self._loop.run_in_executor(None, load_model, self._config.engine)
+        pool = KVPool(loaded, self._config.engine)
+        blocks = BlockManager(pool.num_blocks, self._config.engine.block_size)
+        self._block_bytes = pool.block_bytes
+        self._scheduler = PrefillScheduler(blocks, self._config.max_num_batched_tokens, self._config.max_num_seqs)
+        self._engine = EngineThread(
+            lambda: ModelRunner(loaded, pool), self._loop.call_soon_threadsafe, self._config.engine.num_threads
+        )
+        await self._engine_ready()
+        context = new_context()
+        codec: Codec[ToPrefill] = Codec(ToPrefill)
+        self._router = RouterSocket(context, self._config.endpoint, codec, self._on_command)
+        self._info = WorkerInfo(
+            worker_id=self._config.worker_id,
+            epoch=secrets.token_hex(8),
+            role="prefill",
+            endpoint=self._router.endpoint,
+            pid=os.getpid(),
+        )
+        device = loaded.device.type
+        self._pairs = Pairs(
+            context=context,
+            worker=self._info,
+            layout=loaded.layout,
+            blocks=pool.as_blocks(),
+            device=device,
+            host=self._config.host,
+            connectors=offered_connectors(self._config.kv_connector, device),
+            on_message=self._on_decode_answer,
+            on_pair_lost=lambda pair_id, reason: self._perform(self._scheduler.on_pair_lost(pair_id, reason)),
+        )
+        registration = Registration(
+            context,
+            self._config.proxy_endpoints,
+            RegisterWorker(PROTOCOL_VERSION, self._info, loaded.max_model_len, loaded.vocab_size),
+            self._status,
+            self._pairs.on_view,
+            lambda proxy_id: self._perform(self._scheduler.on_proxy_lost(proxy_id)),
+        )
+        registration.start()
+        log.info("ready: %d KV blocks of %d tokens", pool.num_blocks, self._config.engine.block_size)
+        try:
+            await self._tick_until_stopped()
+        finally:
+            registration.close()
+            self._pairs.close()
+            self._router.close()
+            context.term()
+            self._engine.stop(timeout_s=2.0)
+
+    async def _engine_ready(self) -> None:
+        ready: asyncio.Future[None] = self._loop.create_future()
+        self._engine.start(lambda error: ready.set_exception(error) if error else ready.set_result(None))
+        await ready
+
+    async def _tick_until_stopped(self) -> None:
+        while not self._stopping.is_set():
+            now = self._loop.time()
+            self._pairs.on_tick(now)
+            self._perform(self._scheduler.on_tick(now))
+            try:
+                await asyncio.wait_for(self._stopping.wait(), TICK_S)
+            except TimeoutError:
+                continue
+
+    def _status(self) -> WorkerStatus:
+        scheduler = self._scheduler
+        load = WorkerLoad(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_waiting_tokens=scheduler.num_waiting_tokens,
+            num_blocks=scheduler.blocks.num_blocks,
+            num_free_blocks=scheduler.blocks.num_free,
+            num_quarantined_blocks=scheduler.blocks.num_quarantined,
+            step_time_s=self._step_time_s,
+            num_finished=scheduler.num_finished,
+            num_transferred_bytes=self._num_transferred_bytes,
+        )
+        return WorkerStatus(self._info.worker_id, self._info.epoch, load, self._pairs.status())
+
+    # ---- events
+
+    def _on_command(self, identity: bytes, message: ToPrefill) -> None:
+        match message:
+            case StartPrefill():
+                self._start(message)
+            case AbortRequest():
+                self._perform(self._scheduler.on_abort(message.proxy_id, message.request_id))
+
+    def _start(self, message: StartPrefill) -> None:
+        pair_id = None
+        if message.decode_epoch is not None:
+            pair = self._pairs.ready_pair(message.decode_epoch)
+            if pair is None:
+                error = WorkerLost(f"the pair with {message.decode_worker_id} is not ready")
+                self._send_to_proxy(message.proxy_id, RequestFailed(message.request_id, ErrorInfo.of(error)))
+                return
+            pair_id = pair.pair_id
+        self._perform(self._scheduler.on_start(self._loop.time(), message, pair_id))
+
+    def _on_decode_answer(self, message: KVReserved | KVRefused) -> None:
+        match message:
+            case KVReserved():
+                self._perform(self._scheduler.on_reserved(message))
+            case KVRefused():
+                self._perform(self._scheduler.on_refused(message.transfer_id, message.error))
+
+    def _on_shipped(self, action: Ship, announce: bool, error: KVTransferFailed | None) -> None:
+        if error is None:
+            self._num_transferred_bytes += len(action.src_block_ids) * self._block_bytes
+            if announce:
+                self._announce(action)
+        self._perform(self._scheduler.on_shipped(action.transfer_id, error))
+        if error is not None:
+            self._pairs.fail(action.pair_id, error.message)
+
+    # ---- actions
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendToProxy():
+                    self._send_to_proxy(action.proxy_id, action.message)
+                case SendToDecode():
+                    self._pairs.send(action.pair_id, action.message)
+                case Ship():
+                    self._ship(action)
+        self._start_step()
+
+    def _send_to_proxy(self, proxy_id: str, message: object) -> None:
+        if not self._router.send(f"{proxy_id}:0".encode(), message):  # type: ignore[arg-type]
+            log.warning("proxy %s is not connected; its message was dropped", proxy_id)
+
+    def _ship(self, action: Ship) -> None:
+        pair = self._pairs.get(action.pair_id)
+        if pair is None or pair.sender is None:
+            # The pair went in this very turn; the scheduler hears of each ship all the same.
+            self._loop.call_soon(self._on_shipped, action, False, KVTransferFailed("the pair is closed"))
+            return
+        announces_first = pair.sender.announces_first
+        if announces_first:
+            self._announce(action)
+        done = partial(self._loop.call_soon_threadsafe, self._on_shipped, action, not announces_first)
+        pair.sender.send(action.src_block_ids, action.dst_block_ids, done)
+
+    def _announce(self, action: Ship) -> None:
+        self._pairs.send(
+            action.pair_id,
+            ShipKV(action.pair_id, action.transfer_id, action.first_block, len(action.src_block_ids)),
+        )
+
+    def _start_step(self) -> None:
+        if self._stepping:
+            return
+        items, actions = self._scheduler.schedule(self._loop.time())
+        if items:
+            self._stepping = True
+            self._engine.submit(items, self._on_step)
+        if actions:
+            self._perform(actions)
+
+    def _on_step(self, results: list[int | None] | None, error: BaseException | None, step_time_s: float) -> None:
+        self._stepping = False
+        self._step_time_s = step_time_s
+        if results is None:
+            log.error("a prefill step failed", exc_info=error)
+            self._perform(self._scheduler.on_step_failed(error or RuntimeError("unknown")))
+        else:
+            self._perform(self._scheduler.on_step(self._loop.time(), results))

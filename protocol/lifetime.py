@@ -1,0 +1,24 @@
+"""A process ends with the one that started it, even when that one is killed outright."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask the kernel for SIGTERM when the parent process is gone (Linux; elsewhere this does nothing)."""
+    if not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() == 1:  # the parent was gone before we asked; in a container it may itself be process 1
+        try:
+            parent = open("/proc/1/cmdline", "rb").read()  # noqa: PTH123, SIM115
+        except OSError:
+            return
+        if b"tandem" not in parent and b"python" not in parent:
+            os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,132 @@
+"""A worker's side of membership: registers with every proxy, sends it status, learns from it who else is there.
+
+Status is heartbeat and load report in one; the proxy's answer is its own sign of life. A proxy that falls silent, or
+comes back under another id, is lost: its requests have no reader any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+
+from protocol.codec import Codec
+from protocol.membership import (
+    ClusterView,
+    FromProxyControl,
+    RegisterWorker,
+    RegistrationRefused,
+    StatusReport,
+    WorkerInfo,
+    WorkerStatus,
+)
+from protocol.sockets import DealerSocket
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_INTERVAL_S = 0.25
+PROXY_SILENCE_S = 5.0
+PROXY_SETTLES_S = 2.0
+"""A proxy that has just started does not know everyone yet: so long, its view adds workers but takes none away."""
+
+
+class _ProxyLink:
+    """One proxy's control endpoint and what was last heard from it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.socket: DealerSocket[FromProxyControl] | None = None
+        self.proxy_id: str | None = None
+        self.first_heard_at = 0.0
+        self.heard_at = 0.0
+        self.workers: list[WorkerInfo] = []
+
+
+class Registration:
+    """Runs from `start` to `close` on the worker's loop.
+
+    status: makes the current status. on_view: called with all workers that any proxy knows, when that changes.
+    on_proxy_lost: called with the id of a proxy whose requests must be aborted.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        proxy_endpoints: list[str],
+        register: RegisterWorker,
+        status: Callable[[], WorkerStatus],
+        on_view: Callable[[list[WorkerInfo]], None],
+        on_proxy_lost: Callable[[str], None],
+    ) -> None:
+        self._context = context
+        self._links = [_ProxyLink(endpoint) for endpoint in proxy_endpoints]
+        self._register = register
+        self._status = status
+        self._on_view = on_view
+        self._on_proxy_lost = on_proxy_lost
+        self._view: list[WorkerInfo] = []
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        codec: Codec[FromProxyControl] = Codec(FromProxyControl)
+        identity = f"{self._register.worker.worker_id}:{self._register.worker.epoch}".encode()
+        for link in self._links:
+            link.socket = DealerSocket(
+                self._context, link.endpoint, codec, lambda message, link=link: self._on_message(link, message), identity
+            )
+            link.socket.send(self._register)
+        self._task = asyncio.get_running_loop().create_task(self._beat())
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            status = self._status()
+            for link in self._links:
+                if link.socket is not None:
+                    link.socket.send(status)
+                if link.proxy_id is not None and loop.time() - link.heard_at > PROXY_SILENCE_S:
+                    log.warning("proxy %s has been silent for %.0f s", link.proxy_id, PROXY_SILENCE_S)
+                    self._lose(link)
+
+    def _on_message(self, link: _ProxyLink, message: FromProxyControl) -> None:
+        match message:
+            case ClusterView():
+                if link.proxy_id not in (None, message.proxy_id):
+                    self._lose(link)
+                link.heard_at = asyncio.get_running_loop().time()
+                if link.proxy_id is None:
+                    link.proxy_id, link.first_heard_at = message.proxy_id, link.heard_at
+                if not message.known and link.socket is not None:
+                    link.socket.send(self._register)
+                link.workers = message.workers
+                if link.heard_at - link.first_heard_at < PROXY_SETTLES_S:
+                    told = {worker.worker_id for worker in message.workers}
+                    link.workers = [*message.workers, *(w for w in self._view if w.worker_id not in told)]
+                self._update_view()
+            case RegistrationRefused():
+                log.error("proxy at %s refused this worker: %s", link.endpoint, message.reason)
+            case StatusReport():
+                pass
+
+    def _lose(self, link: _ProxyLink) -> None:
+        assert link.proxy_id is not None
+        proxy_id, link.proxy_id = link.proxy_id, None  # whom it knew stays until it, or another proxy, is back
+        self._on_proxy_lost(proxy_id)
+
+    def _update_view(self) -> None:
+        by_epoch = {worker.epoch: worker for link in self._links for worker in link.workers}
+        view = sorted(by_epoch.values(), key=lambda worker: (worker.worker_id, worker.epoch))
+        if view != self._view:
+            self._view = view
+            self._on_view(view)
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        for link in self._links:
+            if link.socket is not None:
+                link.socket.close()
