@@ -5,6 +5,7 @@ It answers with noise, fast: it is there to see the cluster work. `python -m dep
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -59,9 +60,77 @@ def _sample_text() -> Iterator[str]:
 
 def make_demo_model(folder: Path) -> None:
     """Write config, weights (safetensors), tokeniser and chat template to `folder`. The same bytes every time."""
+    # transformers would write the same files, but importing it takes longer than all of this.
     import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True)
+    end_id = _write_tokenizer(folder)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        "vocab_size": _VOCAB_SIZE,
+        "max_position_embeddings": _MAX_MODEL_LEN,
+        **_SHAPE,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,  # tied random weights would only ever repeat the last token
+        "bos_token_id": None,
+        "eos_token_id": end_id,
+        "pad_token_id": end_id,
+    }
+    _write_json(folder / "generation_config.json", {"eos_token_id": end_id, "pad_token_id": end_id})
+    generator = torch.Generator().manual_seed(0)
+    weights = {
+        name: torch.ones(shape) if len(shape) == 1 else torch.randn(shape, generator=generator) * _INITIAL_STD
+        for name, shape in _weight_shapes()
+    }
+    halves = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
+    save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
+    _write_json(folder / "config.json", config)  # last: its presence says that the folder is whole
+
+
+_INITIAL_STD = 0.08
+"""Large enough that the noise varies and its most likely token is well ahead of the next."""
+
+_SHAPE = {
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+
+
+def _weight_shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Names and shapes of a Llama's weights."""
+    hidden, inner = _SHAPE["hidden_size"], _SHAPE["intermediate_size"]
+    heads = _SHAPE["num_attention_heads"] * _SHAPE["head_dim"]
+    kv_heads = _SHAPE["num_key_value_heads"] * _SHAPE["head_dim"]
+    yield "model.embed_tokens.weight", (_VOCAB_SIZE, hidden)
+    for layer in range(_SHAPE["num_hidden_layers"]):
+        prefix = f"model.layers.{layer}"
+        yield f"{prefix}.input_layernorm.weight", (hidden,)
+        yield f"{prefix}.self_attn.q_proj.weight", (heads, hidden)
+        yield f"{prefix}.self_attn.k_proj.weight", (kv_heads, hidden)
+        yield f"{prefix}.self_attn.v_proj.weight", (kv_heads, hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", (hidden, heads)
+        yield f"{prefix}.post_attention_layernorm.weight", (hidden,)
+        yield f"{prefix}.mlp.gate_proj.weight", (inner, hidden)
+        yield f"{prefix}.mlp.up_proj.weight", (inner, hidden)
+        yield f"{prefix}.mlp.down_proj.weight", (hidden, inner)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (_VOCAB_SIZE, hidden)
+
+
+def _write_tokenizer(folder: Path) -> int:
+    """A byte-level BPE and its chat template; returns the id of the token that ends a turn."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -73,30 +142,22 @@ def make_demo_model(folder: Path) -> None:
         show_progress=False,
     )
     bpe.train_from_iterator(_sample_text(), trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token="<|end|>", pad_token="<|end|>", model_max_length=_MAX_MODEL_LEN
-    )
-    tokenizer.chat_template = _CHAT_TEMPLATE
-    end = bpe.token_to_id("<|end|>")
-    config = LlamaConfig(
-        vocab_size=_VOCAB_SIZE,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=_MAX_MODEL_LEN,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=end,
-        pad_token_id=end,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(torch.bfloat16)
-    model.generation_config.eos_token_id = end
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    bpe.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|end|>",
+        "pad_token": "<|end|>",
+        "model_max_length": _MAX_MODEL_LEN,
+        "chat_template": _CHAT_TEMPLATE,
+    }
+    _write_json(folder / "tokenizer_config.json", settings)
+    end_id = bpe.token_to_id("<|end|>")
+    assert isinstance(end_id, int)
+    return end_id
+
+
+def _write_json(file: Path, content: dict[str, object]) -> None:
+    file.write_text(json.dumps(content, indent=2) + "\n")
 
 
 if __name__ == "__main__":

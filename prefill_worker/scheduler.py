@@ -221,6 +221,7 @@ class PrefillScheduler:
                 actions += self._settle(sequence)
             else:
                 actions += self._end(sequence, InternalError(f"the model failed on this prompt: {error}"))
+        self._computing = [s for s in self._computing if not s.ended]
         return actions
 
     def _on_first_token(self, now: float, sequence: PrefillSequence, token_id: int) -> list[Action]:
