@@ -1,0 +1,1 @@
+"""What Tandem tells of itself: log lines and metrics. Imports nothing else of Tandem."""

@@ -1,0 +1,63 @@
+"""The one thread that owns the device. Steps go in from the loop, results come back to it."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from engine.batch import BatchItem
+from engine.model_runner import ModelRunner
+
+OnDone = Callable[[list[int | None] | None, BaseException | None, float], None]
+
+
+class EngineThread:
+    """make_runner: called on the thread. post: hands a callback to the loop (`loop.call_soon_threadsafe`)."""
+
+    def __init__(self, make_runner: Callable[[], ModelRunner], post: Callable[..., Any], num_threads: int) -> None:
+        self._make_runner = make_runner
+        self._post = post
+        self._num_threads = num_threads
+        self._steps: queue.SimpleQueue[tuple[list[BatchItem], OnDone] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._on_ready: Callable[[BaseException | None], None] | None = None
+
+    def start(self, on_ready: Callable[[BaseException | None], None]) -> None:
+        """Make the runner and warm it up; `on_ready` is posted with None, or with what went wrong."""
+        self._on_ready = on_ready
+        self._thread.start()
+
+    def submit(self, items: list[BatchItem], on_done: OnDone) -> None:
+        """Run a step; `on_done(results, error, step_time_s)` is posted once, with either results or error."""
+        self._steps.put((items, on_done))
+
+    def stop(self, timeout_s: float) -> None:
+        """No more steps; the one under way is waited for, but not longer than `timeout_s`."""
+        self._steps.put(None)
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        assert self._on_ready is not None
+        torch.set_num_threads(self._num_threads)
+        try:
+            runner = self._make_runner()
+            runner.warm_up()
+        except BaseException as error:
+            self._post(self._on_ready, error)
+            return
+        self._post(self._on_ready, None)
+        while (step := self._steps.get()) is not None:
+            items, on_done = step
+            started = time.perf_counter()
+            results: list[int | None] | None = None
+            failure: BaseException | None = None
+            try:
+                results = runner.run(items)
+            except Exception as error:
+                failure = error
+            self._post(on_done, results, failure, time.perf_counter() - started)

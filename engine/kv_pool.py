@@ -1,0 +1,62 @@
+"""The memory of a worker's KV cache: blocks of [num_layers, 2, num_kv_heads, block_size, head_dim], one after another.
+
+Block-major, so that one block is one contiguous run and cheap to ship. On CPU it lies in a memfd, which a peer may map
+(`kv_transfer.mapped_memory`) and which is gone with its last user. Pages are taken when first written.
+"""
+
+from __future__ import annotations
+
+import os
+from math import prod
+
+import torch
+
+from engine.config import EngineConfig
+from engine.model_loader import LoadedModel
+from protocol.errors import ConfigError
+from protocol.transfer import KVLayout
+
+
+class KVPool:
+    """tensor: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
+
+    Raises ConfigError when `config.kv_cache_bytes` holds less than one sequence of the model's full length.
+    """
+
+    def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
+        self.layout: KVLayout = loaded.layout
+        layout = self.layout
+        block_shape = (layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        self.block_bytes: int = prod(block_shape) * loaded.dtype.itemsize
+        self.num_blocks: int = config.kv_cache_bytes // self.block_bytes
+        needed = -(-loaded.max_model_len // layout.block_size)
+        if self.num_blocks < needed:
+            raise ConfigError(
+                f"a KV cache of {config.kv_cache_bytes / 2**30:.2f} GiB holds {self.num_blocks * layout.block_size} tokens, "
+                f"one sequence may have {loaded.max_model_len}: raise --kv-cache-gib to at least "
+                f"{needed * self.block_bytes / 2**30:.2f} or lower --max-model-len"
+            )
+        self.num_bytes: int = self.num_blocks * self.block_bytes
+        self.fd: int | None = None
+        shape = (self.num_blocks, *block_shape)
+        if loaded.device.type == "cpu":
+            self.fd = os.memfd_create("tandem-kv-pool", os.MFD_CLOEXEC)
+            os.ftruncate(self.fd, self.num_bytes)
+            path = f"/proc/{os.getpid()}/fd/{self.fd}"
+            raw = torch.from_file(path, shared=True, size=self.num_bytes, dtype=torch.uint8)
+            self.tensor = raw.view(loaded.dtype).view(shape)
+        else:
+            self.tensor = torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)
+        vector = layout.head_dim
+        self.vectors = self.tensor.view(-1, vector)  # [.., head_dim]: single heads of single tokens
+        self.rows = self.tensor.view(-1, layout.num_kv_heads * layout.block_size * vector)  # a block's keys, or values
+
+    def as_blocks(self) -> torch.Tensor:
+        """The pool as bytes, uint8 [num_blocks, block_bytes]."""
+        return self.tensor.view(self.num_blocks, -1).view(torch.uint8)
+
+    def close(self) -> None:
+        """Give up the file; the memory lives on while this process or a peer has it mapped."""
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None

@@ -1,0 +1,47 @@
+"""`python -m proxy CONFIG.json`. Exit code 2 for what the operator can mend, said in one line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import uvloop
+
+from protocol.errors import ConfigError
+from protocol.lifetime import die_with_parent
+from proxy.config import read_config
+from telemetry.logs import setup_logging
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) != 1:
+        print("usage: python -m proxy CONFIG.json", file=sys.stderr)
+        return 2
+    die_with_parent()
+    try:
+        config = read_config(Path(arguments[0]))
+        setup_logging(config.proxy_id, config.log_level)
+        # Imported late: they cost 2 s, and a wrong config should be told sooner.
+        from proxy.model_text import ModelText
+        from proxy.server import serve
+
+        uvloop.run(serve(config, ModelText(config.model)))
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 0
+    except Exception:
+        logging.getLogger("proxy").exception("the proxy fails")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    exit_code = main(sys.argv[1:])
+    logging.shutdown()
+    sys.stderr.flush()
+    # Not sys.exit: a tokenising thread in the middle of a long prompt must not hold up the end of the process.
+    os._exit(exit_code)

@@ -1,0 +1,49 @@
+"""What one proxy process is told at its start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from protocol.errors import ConfigError
+
+
+class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file that `python -m proxy FILE` reads, as JSON.
+
+    control_endpoint: where workers, the launcher and `tandem status` reach this proxy (ZeroMQ, bound here).
+    model: folder or hub id; its tokeniser and configuration alone are read. api_key: None lets everyone in.
+    sockets_per_worker: connections to each worker; one request stays on one of them.
+    worker_silence_s: a worker that has sent no status for so long is lost.
+    max_waiting_requests: sequences that may wait for their first token; beyond that requests are refused.
+    shutdown_grace_s: how long running streams may go on after SIGTERM.
+    """
+
+    proxy_id: str
+    control_endpoint: str
+    model: str
+    served_model_name: str
+    host: str = "127.0.0.1"
+    port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    api_key: str | None = None
+    tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
+    sockets_per_worker: Annotated[int, Meta(ge=1, le=64)] = 1
+    request_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    worker_silence_s: Annotated[float, Meta(gt=0)] = 2.5
+    max_body_bytes: Annotated[int, Meta(ge=1024)] = 16 * 1024 * 1024
+    max_waiting_requests: Annotated[int, Meta(ge=1)] = 1024
+    shutdown_grace_s: Annotated[float, Meta(ge=0)] = 3.0
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+def read_config(file: Path) -> ProxyConfig:
+    """Raises ConfigError, in one line, for a file that cannot be read or does not decode."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=ProxyConfig)
+    except OSError as error:
+        raise ConfigError(f"cannot read the proxy's config file {file}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"the proxy's config file {file} is wrong: {error}") from error

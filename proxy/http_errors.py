@@ -1,0 +1,100 @@
+"""Errors as HTTP: the one place that maps the error tree to status codes and OpenAI's error body."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from litestar import Request, Response
+from litestar.exceptions import HTTPException
+
+from protocol.errors import (
+    InternalError,
+    InvalidRequest,
+    KVTransferFailed,
+    Overloaded,
+    RequestAborted,
+    TandemError,
+    WorkerLost,
+)
+from proxy.openai_schema import ErrorDetail, ErrorResponse
+from proxy.rendering import ContextLengthExceeded
+from proxy.validation import ModelNotFound
+
+log = logging.getLogger("proxy")
+
+RETRY_AFTER_S = "1"
+
+
+class InvalidApiKey(InvalidRequest):
+    """The client sends no key, or another than the server's."""
+
+    code = "invalid_api_key"
+
+
+class ClientDisconnected(RequestAborted):
+    """Nobody is left to read an answer."""
+
+
+_STATUS: dict[type[TandemError], int] = {
+    InvalidRequest: 400,
+    ContextLengthExceeded: 400,
+    ModelNotFound: 404,
+    InvalidApiKey: 401,
+    Overloaded: 503,
+    WorkerLost: 503,
+    KVTransferFailed: 503,
+    RequestAborted: 504,
+    ClientDisconnected: 499,
+}
+
+
+def status_of(error: TandemError) -> int:
+    return _STATUS.get(type(error), 500)
+
+
+def error_body(error: TandemError) -> bytes:
+    return _body(status_of(error), error.message, error.param, error.code)
+
+
+def tandem_error_response(_request: Request[Any, Any, Any], error: TandemError) -> Response[bytes]:
+    status = status_of(error)
+    headers = {"retry-after": RETRY_AFTER_S} if status in (429, 503) else {}
+    return _response(status, error_body(error), headers)
+
+
+def http_exception_response(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
+    """What Litestar itself refuses: unknown paths, wrong methods, bodies that are too large."""
+    status = error.status_code
+    message, code = error.detail or "The request was refused.", "invalid_request"
+    if status == 404:
+        message, code = f"There is no {request.scope['path']} here.", "not_found"
+    elif status == 405:
+        message, code = f"{request.method} is not allowed for {request.scope['path']}.", "method_not_allowed"
+    elif status == 413:
+        message, code = "The request's body is too large for this server.", "body_too_large"
+    elif status >= 500:
+        log.error("litestar failed: %s", message)
+        message, code = "the server failed", "internal_error"
+    headers = {key: value for key, value in (error.headers or {}).items() if key.lower() == "allow"}
+    return _response(status, _body(status, message, None, code), headers)
+
+
+def unexpected_error_response(_request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+    log.error("a request failed", exc_info=error)
+    return _response(500, error_body(InternalError("the server failed; its log tells more")), {})
+
+
+def _body(status: int, message: str, param: str | None, code: str) -> bytes:
+    if status == 429:
+        kind = "rate_limit_error"
+    elif status == 401:
+        kind = "authentication_error"
+    else:
+        kind = "invalid_request_error" if status < 500 else "server_error"
+    return msgspec.json.encode(ErrorResponse(ErrorDetail(message, kind, param, code)))
+
+
+def _response(status: int, body: bytes, headers: dict[str, str]) -> Response[bytes]:
+    return Response(body, status_code=status, media_type="application/json", headers=headers)

@@ -1,0 +1,103 @@
+"""The text side of the served model: its tokeniser, chat template and end-of-sequence ids. Loads no weights, no torch.
+
+`TokenizersBackend` is the part of transformers that reads tokenizer.json and chat templates; unlike AutoTokenizer it
+does not import torch (0.1 GB and 2 s in place of 0.6 GB and 5 s, measured).
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from huggingface_hub import snapshot_download
+from tokenizers import Tokenizer
+from transformers.tokenization_utils_tokenizers import TokenizersBackend
+
+from protocol.errors import ConfigError, InvalidRequest
+
+log = logging.getLogger(__name__)
+
+_TEXT_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*",
+    "vocab.json",
+    "merges.txt",
+]
+
+
+class ModelText:
+    """tokenizer: never changed after loading (no truncation, no padding), so that threads may share it.
+
+    eos_token_ids: these end a sequence unless the client ignores them.
+    """
+
+    def __init__(self, model: str) -> None:
+        """Raises ConfigError when there is no such model or it has no tokeniser that can be read."""
+        folder = _find(model)
+        try:
+            self._backend: Any = TokenizersBackend.from_pretrained(str(folder))
+        except Exception as error:
+            first_line = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ConfigError(f"cannot read the tokeniser of model {model!r} (tokenizer.json): {first_line}") from error
+        self.tokenizer: Tokenizer = self._backend.backend_tokenizer
+        self.eos_token_ids = _eos_token_ids(folder, self._backend.eos_token_id)
+        if not self.eos_token_ids:
+            log.warning("model %s names no end-of-sequence token: sequences end by max_tokens alone", model)
+
+    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+        """The chat as the model's template writes it, in transformers' jinja sandbox. Raises InvalidRequest."""
+        if not self._backend.chat_template:
+            raise InvalidRequest("This model has no chat template; use /v1/completions.", "messages")
+        try:
+            text = self._backend.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # templates refuse by raise_exception, and stumble in any way over odd messages
+            raise InvalidRequest(f"The model's chat template refuses these messages: {error}", "messages") from error
+        assert isinstance(text, str)
+        return text
+
+
+def _find(model: str) -> Path:
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1 or not model:
+        raise ConfigError(f"there is no model folder {model!r}: give a folder or a hub id such as org/name")
+    try:
+        return Path(snapshot_download(model, allow_patterns=_TEXT_FILES))
+    except Exception as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{model!r} is no folder here, and the hub does not give it: {first_line}") from error
+
+
+class _EosConfig(msgspec.Struct):
+    eos_token_id: int | list[int] | None = None
+    text_config: _EosConfig | None = None
+
+
+def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
+    """generation_config.json knows best (chat models list several), else config.json; the tokeniser's own is added."""
+    ids = set() if tokenizer_eos is None else {tokenizer_eos}
+    for name in ("generation_config.json", "config.json"):
+        try:
+            config = msgspec.json.decode((folder / name).read_bytes(), type=_EosConfig)
+        except FileNotFoundError:
+            continue
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"cannot read {folder / name}: {error}") from error
+        found = config.eos_token_id
+        if found is None and config.text_config is not None:
+            found = config.text_config.eos_token_id
+        if found is not None:
+            return frozenset(ids | ({found} if isinstance(found, int) else set(found)))
+    return frozenset(ids)

@@ -1,0 +1,194 @@
+"""Which workers are there. Pure: takes messages and a clock value, returns who joined and who was lost.
+
+A worker joins when it registers and is lost when it falls silent, when the launcher says that its process is gone, or
+when the same worker_id registers under a new epoch. Epochs are unique, so they are the key everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from protocol.errors import Overloaded, ProtocolError
+from protocol.membership import (
+    PROTOCOL_VERSION,
+    PairStatus,
+    RegisterWorker,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerReport,
+    WorkerStatus,
+)
+
+CHECK_INTERVAL_S = 0.25
+"""How often `check` is called."""
+_STALL_S = 1.0
+"""A check that comes so late says that this process stood still, not that the workers did."""
+
+
+@dataclass(slots=True)
+class WorkerRecord:
+    """One registered worker and what it last said of itself."""
+
+    worker: WorkerInfo
+    max_model_len: int
+    vocab_size: int
+    heard_at: float
+    load: WorkerLoad = field(default_factory=WorkerLoad)
+    pairs: list[PairStatus] = field(default_factory=list)
+    decode_peers: list[WorkerRecord] = field(default_factory=list)
+    """On a prefill worker: the decode workers that it has a ready pair with, in their present epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class LostWorker:
+    worker: WorkerInfo
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipChange:
+    """Those lost are handled before those joined: a worker may be both, under two epochs."""
+
+    lost: list[LostWorker] = field(default_factory=list)
+    joined: list[WorkerInfo] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.lost or self.joined)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What every registered worker can take: tokens per sequence (prompt and output), and ids below `vocab_size`."""
+
+    max_model_len: int
+    vocab_size: int
+
+
+class Registry:
+    def __init__(self, worker_silence_s: float) -> None:
+        self._worker_silence_s = worker_silence_s
+        self._by_epoch: dict[str, WorkerRecord] = {}
+        self._checked_at: float | None = None
+        self.prefill_workers: list[WorkerRecord] = []
+        self.decode_workers: list[WorkerRecord] = []
+
+    # ---- events
+
+    def on_register(self, now: float, message: RegisterWorker) -> MembershipChange:
+        """Raises ProtocolError for a worker of another protocol version."""
+        if message.version != PROTOCOL_VERSION:
+            raise ProtocolError(
+                f"worker {message.worker.worker_id} speaks protocol version {message.version}, "
+                f"this proxy speaks {PROTOCOL_VERSION}: run the same release on both"
+            )
+        known = self._by_epoch.get(message.worker.epoch)
+        if known is not None and known.worker == message.worker:
+            known.heard_at = now
+            return MembershipChange()
+        lost = [
+            LostWorker(record.worker, "it was restarted")
+            for record in self._by_epoch.values()
+            if record.worker.worker_id == message.worker.worker_id
+        ]
+        for old in lost:
+            del self._by_epoch[old.worker.epoch]
+        self._by_epoch[message.worker.epoch] = WorkerRecord(
+            message.worker, message.max_model_len, message.vocab_size, heard_at=now
+        )
+        self._rebuild()
+        return MembershipChange(lost, [message.worker])
+
+    def on_status(self, now: float, message: WorkerStatus) -> bool:
+        """False when the sender is not registered (any more), so that it must register again."""
+        record = self._by_epoch.get(message.epoch)
+        if record is None:
+            return False
+        record.heard_at = now
+        record.load = message.load
+        if message.pairs != record.pairs:
+            record.pairs = message.pairs
+            self._rebuild()
+        return True
+
+    def on_exited(self, worker_id: str, pid: int) -> MembershipChange:
+        """The launcher saw the process end. Another process of that name may have registered already: it stays."""
+        return self._remove(
+            [
+                LostWorker(record.worker, f"its process {pid} has ended")
+                for record in self._by_epoch.values()
+                if record.worker.worker_id == worker_id and record.worker.pid == pid
+            ]
+        )
+
+    def check(self, now: float) -> MembershipChange:
+        """Call every `CHECK_INTERVAL_S`."""
+        if self._checked_at is not None and now - self._checked_at > _STALL_S:
+            # We were frozen or starved: what the workers sent meanwhile is still unread, so nobody is silent yet.
+            for record in self._by_epoch.values():
+                record.heard_at = max(record.heard_at, now)
+        self._checked_at = now
+        return self._remove(
+            [
+                LostWorker(record.worker, f"it has been silent for {now - record.heard_at:.1f} s")
+                for record in self._by_epoch.values()
+                if now - record.heard_at > self._worker_silence_s
+            ]
+        )
+
+    # ---- state
+
+    def workers(self) -> list[WorkerInfo]:
+        return [record.worker for record in self._by_epoch.values()]
+
+    def limits(self) -> ModelLimits:
+        """Raises Overloaded while no worker is registered."""
+        if not self._by_epoch:
+            raise Overloaded("no worker is ready")
+        records = self._by_epoch.values()
+        return ModelLimits(min(r.max_model_len for r in records), min(r.vocab_size for r in records))
+
+    def why_not_ready(self) -> str | None:
+        """None when a prefill and a decode worker can serve together, else what is missing."""
+        if not self.prefill_workers and not self.decode_workers:
+            return "no worker is ready"
+        if not self.prefill_workers:
+            return "no prefill worker is ready"
+        if not self.decode_workers:
+            return "no decode worker is ready"
+        if any(record.decode_peers for record in self.prefill_workers):
+            return None
+        troubles = [
+            f"{record.worker.worker_id} to {pair.decode_worker_id} is {pair.state}"
+            + (f" ({pair.reason})" if pair.reason else "")
+            for record in self.prefill_workers
+            for pair in record.pairs
+            if pair.state != "ready"
+        ]
+        return "no prefill worker is connected to a decode worker yet" + (f": {troubles[0]}" if troubles else "")
+
+    def report(self, now: float) -> list[WorkerReport]:
+        return [
+            WorkerReport(record.worker, record.load, record.pairs, max(0.0, now - record.heard_at))
+            for record in self._by_epoch.values()
+        ]
+
+    def _remove(self, lost: list[LostWorker]) -> MembershipChange:
+        for gone in lost:
+            del self._by_epoch[gone.worker.epoch]
+        if lost:
+            self._rebuild()
+        return MembershipChange(lost)
+
+    def _rebuild(self) -> None:
+        """Done at changes, which are rare, so that the router finds its lists ready for each request."""
+        records = sorted(self._by_epoch.values(), key=lambda record: record.worker.worker_id)
+        self.prefill_workers = [record for record in records if record.worker.role == "prefill"]
+        self.decode_workers = [record for record in records if record.worker.role == "decode"]
+        decode_by_key = {(r.worker.worker_id, r.worker.epoch): r for r in self.decode_workers}
+        for record in self.prefill_workers:
+            peers = (
+                decode_by_key.get((pair.decode_worker_id, pair.decode_epoch))
+                for pair in record.pairs
+                if pair.state == "ready"
+            )
+            record.decode_peers = [peer for peer in peers if peer is not None]

@@ -1,0 +1,109 @@
+"""One sequence under way: puts what two workers send, in whatever order it arrives, into the order the client sees.
+
+Pure but for the event that wakes its reader. The first token comes first, and is held until decode has reserved, so
+that a stream that has begun does not stall. Tokens released before an error are delivered before it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from protocol.dispatch import FirstToken, NewToken
+from protocol.errors import TandemError
+from protocol.generation import FinishReason
+from protocol.membership import WorkerInfo
+from proxy.router import Route
+
+
+class RunningRequest:
+    """Ends once: with `finish_reason` or with `error`. `wake` is set whenever there is something to take."""
+
+    def __init__(self, request_id: str, route: Route) -> None:
+        self.request_id = request_id
+        self.route = route
+        self.wake = asyncio.Event()
+        self.first_token: FirstToken | None = None
+        self.finish_reason: FinishReason | None = None
+        self.error: TandemError | None = None
+        self._decode_reserved = route.decode is None
+        self._decode_tokens: list[NewToken] = []  # held until the first token is released
+        self._first_released = False
+        self._num_decoded = 0
+        self._tokens: list[int] = []  # released, not taken
+        self._unended = [route.prefill] if route.decode is None else [route.prefill, route.decode]
+
+    # ---- events
+
+    def on_first_token(self, message: FirstToken) -> None:
+        if self.first_token is None:
+            self.first_token = message
+            self._release()
+
+    def on_decode_reserved(self) -> None:
+        self._decode_reserved = True
+        self._release()
+
+    def on_new_token(self, token: NewToken) -> None:
+        self._decode_reserved = True  # it decodes, so it has reserved
+        self._decode_tokens.append(token)
+        self._release()
+
+    def on_failed(self, worker: WorkerInfo, error: TandemError) -> None:
+        """The worker's terminal message."""
+        self._forget(worker)
+        self.fail(error)
+
+    def on_worker_lost(self, worker: WorkerInfo, error: TandemError) -> None:
+        """Only a worker that is still needed is missed: once decode runs, prefill has done its part."""
+        if worker == self.route.prefill and self._first_released and self._num_decoded:
+            self._forget(worker)
+        else:
+            self.fail(error)
+
+    def fail(self, error: TandemError) -> None:
+        if not self.has_ended:
+            self.error = error
+            self.wake.set()
+
+    # ---- state
+
+    @property
+    def has_ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    def take(self) -> list[int]:
+        """The tokens released since the last call. `finish_reason` or `error`, when set, come after them."""
+        tokens, self._tokens = self._tokens, []
+        self.wake.clear()
+        return tokens
+
+    def workers_to_abort(self) -> list[WorkerInfo]:
+        """Those that may still hold something for this request, which has ended or is being dropped."""
+        return list(self._unended)
+
+    def _release(self) -> None:
+        if self.has_ended or self.first_token is None:
+            return
+        first = self.first_token
+        if not self._first_released:
+            if first.finish_reason is None and not self._decode_reserved:
+                return
+            self._first_released = True
+            self._tokens.append(first.token_id)
+            if first.finish_reason is not None:
+                self._forget(self.route.prefill)  # decode, which was prepared in vain, is still to be told
+                self.finish_reason = first.finish_reason
+        for token in self._decode_tokens:
+            if self.finish_reason is not None:
+                break
+            self._num_decoded += 1
+            self._tokens.append(token.token_id)
+            if token.finish_reason is not None:
+                self._unended.clear()  # decode says so, and prefill's part was over when decode began
+                self.finish_reason = token.finish_reason
+        self._decode_tokens.clear()
+        self.wake.set()
+
+    def _forget(self, worker: WorkerInfo) -> None:
+        if worker in self._unended:
+            self._unended.remove(worker)

@@ -1,0 +1,134 @@
+"""One proxy process: puts the parts together, runs uvicorn on a shared port, and stops in bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+
+from protocol.errors import ConfigError, RequestAborted
+from protocol.membership import WorkerInfo
+from protocol.sockets import new_context
+from proxy.admission import Admission
+from proxy.app import make_app
+from proxy.config import ProxyConfig
+from proxy.control import Control
+from proxy.dispatcher import Dispatcher
+from proxy.generation import FrontDoor
+from proxy.model_text import ModelText
+from proxy.registry import Registry
+from proxy.rendering import Renderer
+from proxy.router import Router
+from proxy.worker_pool import WorkerPool
+from telemetry.metrics import ProxyMetrics
+
+log = logging.getLogger(__name__)
+
+_BACKLOG = 2048
+_FAREWELL_S = 0.5
+"""After the grace running streams are ended with an error event; this long they have to hand it over."""
+
+
+class _Uvicorn(uvicorn.Server):
+    """Without its signal handling, which would end the process by the signal itself and not with exit code 0."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(config: ProxyConfig, text: ModelText) -> None:
+    """Runs until SIGTERM or SIGINT. Raises ConfigError when an address cannot be bound."""
+    listener = _listen(config.host, config.port)
+    # Unique for each start, so that workers tell a restarted proxy, whose requests are gone, from its predecessor.
+    proxy_id = f"{config.proxy_id}-{secrets.token_hex(4)}"
+    metrics = ProxyMetrics()
+    registry = Registry(config.worker_silence_s)
+    router = Router(registry)
+    dispatcher = Dispatcher(proxy_id, router, metrics)
+    context = new_context()
+    pool = WorkerPool(context, proxy_id, config.sockets_per_worker, dispatcher.on_message)
+    dispatcher.pool = pool
+    renderer = Renderer(text, config.tokenizer_threads)
+
+    def on_lost(worker: WorkerInfo, reason: str) -> None:
+        dispatcher.on_worker_lost(worker, reason)
+        pool.close(worker)
+
+    try:
+        control = Control(
+            context,
+            config.control_endpoint,
+            proxy_id,
+            config.served_model_name,
+            registry,
+            pool.open,
+            on_lost,
+            lambda: dispatcher.num_running,
+        )
+    except Exception as error:  # zmq's own, which has no name here
+        listener.close()
+        raise ConfigError(f"cannot bind the control endpoint {config.control_endpoint}: {error}") from error
+    door = FrontDoor(
+        text,
+        renderer,
+        registry,
+        Admission(config.max_waiting_requests),
+        dispatcher,
+        metrics,
+        config.request_timeout_s,
+    )
+    server = _Uvicorn(
+        uvicorn.Config(
+            make_app(config, door),
+            http="httptools",
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=_BACKLOG,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=config.shutdown_grace_s + _FAREWELL_S,  # type: ignore[arg-type]  # any number does
+        )
+    )
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        if not server.should_exit:
+            log.info("stopping; %d sequences are under way", dispatcher.num_running)
+            server.should_exit = True
+            error = RequestAborted("the server is shutting down")
+            loop.call_later(config.shutdown_grace_s, dispatcher.fail_all, error)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+    log.info("proxy %s serves %s on %s:%d", proxy_id, config.served_model_name, config.host, config.port)
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        pool.close_all()
+        control.close()
+        renderer.close()
+        context.destroy(linger=300)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # the proxies of a cluster share the port
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    listener.setblocking(False)
+    return listener

@@ -1,0 +1,40 @@
+"""Ends text at stop strings that arrive in pieces: what may be the beginning of one is held back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class StopStrings:
+    """One sequence's. The match that is complete first wins, however the text is cut into pieces."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        assert all(stops), "validation refuses empty stop strings"
+        self._stops = tuple(stops)
+        self._longest = max(map(len, stops), default=0)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text that is certain to be shown, whether a stop string has ended it)."""
+        if not self._stops or not text:
+            return text, False
+        text = self._held + text
+        matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if matches:
+            self._held = ""
+            return text[: min(matches)[1]], True
+        num_held = self._num_held(text)
+        self._held = text[len(text) - num_held :]
+        return text[: len(text) - num_held], False
+
+    def flush(self) -> str:
+        """At the end of the sequence: what was held after all is no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    def _num_held(self, text: str) -> int:
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            tail = text[-length:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return length
+        return 0

@@ -1,0 +1,99 @@
+"""Prometheus metrics of one proxy. Names follow vLLM's, with `tandem_` in front, so that dashboards carry over.
+
+TTFT: arrival of the HTTP request to the first token. ITL: between two token messages of one sequence. TPOT: mean time
+per output token after the first. E2E: arrival to the last token.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_LONG_S = (0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
+_STEP_S = (
+    0.001,
+    0.0025,
+    0.005,
+    0.01,
+    0.015,
+    0.02,
+    0.025,
+    0.03,
+    0.04,
+    0.05,
+    0.075,
+    0.1,
+    0.15,
+    0.2,
+    0.3,
+    0.5,
+    1,
+    2.5,
+    10,
+)
+
+
+class ProxyMetrics:
+    """One instance per proxy, with a registry of its own, so that tests can make as many as they like."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "tandem_requests",
+            "HTTP requests for generation that have ended, by outcome: stop, length, aborted or an error's code.",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter(
+            "tandem_prompt_tokens", "Prompt tokens of dispatched sequences.", registry=self.registry
+        )
+        self.generation_tokens = Counter(
+            "tandem_generation_tokens", "Tokens generated for clients.", registry=self.registry
+        )
+        self.running = Gauge("tandem_num_requests_running", "Sequences under way.", registry=self.registry)
+        self.ttft = self._histogram("tandem_time_to_first_token_seconds", "TTFT.", _LONG_S)
+        self.itl = self._histogram("tandem_inter_token_latency_seconds", "ITL.", _STEP_S)
+        self.tpot = self._histogram("tandem_request_time_per_output_token_seconds", "TPOT.", _STEP_S)
+        self.e2e = self._histogram("tandem_e2e_request_latency_seconds", "E2E.", _LONG_S)
+        self.queue = self._histogram(
+            "tandem_request_queue_time_seconds", "Waiting on the prefill worker, as it reports.", _LONG_S
+        )
+        self.prefill = self._histogram(
+            "tandem_request_prefill_time_seconds", "Computing the prompt, as the prefill worker reports.", _LONG_S
+        )
+
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, documentation, buckets=buckets, registry=self.registry)
+
+    def render(self) -> bytes:
+        """The text exposition format."""
+        text: bytes = generate_latest(self.registry)
+        return text
+
+
+class SequenceTimer:
+    """The times of one sequence, fed with the moments its tokens arrived (seconds of one monotonic clock)."""
+
+    def __init__(self, metrics: ProxyMetrics, arrived_at: float) -> None:
+        self._metrics = metrics
+        self._arrived_at = arrived_at
+        self._first_at = 0.0
+        self._last_at = 0.0
+        self._num_tokens = 0
+
+    def on_tokens(self, now: float, num_tokens: int) -> None:
+        if self._num_tokens:
+            self._metrics.itl.observe(now - self._last_at)
+        else:
+            self._first_at = now
+            self._metrics.ttft.observe(now - self._arrived_at)
+        self._last_at = now
+        self._num_tokens += num_tokens
+        self._metrics.generation_tokens.inc(num_tokens)
+
+    def on_finished(self) -> None:
+        """The sequence ended as it should; those that failed or were aborted would blur TPOT and E2E."""
+        if self._num_tokens > 1:
+            self._metrics.tpot.observe((self._last_at - self._first_at) / (self._num_tokens - 1))
+        self._metrics.e2e.observe(self._last_at - self._arrived_at)
