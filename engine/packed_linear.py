@@ -12,7 +12,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach().to_mkldnn(), None)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
         self.bias = linear.bias
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:

@@ -52,7 +52,7 @@ def _sample_rows(logits: torch.Tensor, params: list[SamplingParams], positions: 
     order: torch.Tensor | None = None
     if filtered:
         # Stable, so that equal logits keep one order whatever the batch.
-        logits, order = logits.sort(-1, descending=True, stable=True)
+        logits, order = logits.sort(dim=-1, descending=True, stable=True)
     probs = logits.softmax(-1).double()
     if filtered:
         ranks = torch.arange(vocab_size, device=device)

@@ -1,0 +1,541 @@
+"""The life of a request against workers that are made of lists: every order of messages, every early end.
+
+After each test nothing is left over: no running request, no load on the router, nobody waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any, cast
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from protocol.dispatch import (
+    AbortRequest,
+    DecodeReserved,
+    FirstToken,
+    NewToken,
+    PrepareDecode,
+    RequestFailed,
+    StartPrefill,
+    TokenBatch,
+)
+from protocol.errors import ErrorInfo, KVTransferFailed, Overloaded, RequestAborted, TandemError, WorkerLost
+from protocol.generation import FinishReason, SamplingParams, StopConditions
+from protocol.membership import PROTOCOL_VERSION, PairStatus, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
+from protocol.token_ids import pack_token_ids
+from proxy.admission import Admission
+from proxy.answers import CompletionAnswers, stream_events
+from proxy.app import unless_disconnected
+from proxy.dispatcher import Dispatcher, Prompt, TokenDelta
+from proxy.generation import FrontDoor, Generation
+from proxy.http_errors import ClientDisconnected
+from proxy.model_text import ModelText
+from proxy.registry import Registry
+from proxy.rendering import Renderer
+from proxy.router import Router
+from proxy.validation import BodyDecoder
+from telemetry.metrics import ProxyMetrics
+
+PREFILL = WorkerInfo("prefill-0", "p1", "prefill", "ipc://p", 1)
+DECODE = WorkerInfo("decode-0", "d1", "decode", "ipc://d", 2)
+PROMPT = Prompt(pack_token_ids([1, 2, 3]), 3)
+EOS = 0
+
+
+class FakePool:
+    """Keeps what was sent; a test plays the workers through `Cluster`."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, msgspec.Struct]] = []
+        self.accepts = True
+
+    def send(self, worker: WorkerInfo, request_id: str, message: msgspec.Struct) -> bool:
+        self.sent.append((worker.worker_id, message))
+        return self.accepts
+
+    def of(self, kind: type[Any]) -> list[tuple[str, Any]]:
+        return [(worker_id, message) for worker_id, message in self.sent if isinstance(message, kind)]
+
+
+class FakeText:
+    """A tokeniser with one token a character."""
+
+    eos_token_ids = frozenset({EOS})
+
+    def __init__(self) -> None:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocab = {"</s>": EOS} | {character: number for number, character in enumerate(alphabet, start=1)}
+        self.tokenizer = Tokenizer(models.BPE(vocab, []))
+        self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self.tokenizer.decoder = decoders.ByteLevel()
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode_batch_fast([text])[0].ids)
+
+
+class Cluster:
+    def __init__(self) -> None:
+        self.registry = Registry(2.5)
+        for worker in (PREFILL, DECODE):
+            self.registry.on_register(0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 500))
+        pairs = [PairStatus(DECODE.worker_id, DECODE.epoch, "ready")]
+        self.registry.on_status(0, WorkerStatus(PREFILL.worker_id, PREFILL.epoch, WorkerLoad(), pairs))
+        self.router = Router(self.registry)
+        self.metrics = ProxyMetrics()
+        self.dispatcher = Dispatcher("proxy", self.router, self.metrics)
+        self.pool = FakePool()
+        self.dispatcher.pool = self.pool
+        self.text = FakeText()
+        text = cast(ModelText, self.text)
+        self.admission = Admission(8)
+        self.renderer = Renderer(text, 1)
+        self.door = FrontDoor(
+            text, self.renderer, self.registry, self.admission, self.dispatcher, self.metrics, request_timeout_s=60
+        )
+
+    def generate(self, max_tokens: int = 10, deadline_s: float = 60) -> Any:
+        return self.dispatcher.generate(PROMPT, SamplingParams(), StopConditions(max_tokens), deadline_s)
+
+    def started(self, number: int = 0) -> str:
+        return str(self.pool.of(StartPrefill)[number][1].request_id)
+
+    def first(self, request_id: str, token_id: int, finish_reason: FinishReason | None = None) -> None:
+        self.dispatcher.on_message(PREFILL, FirstToken(request_id, token_id, finish_reason, 0.1, 0.2))
+
+    def reserved(self, request_id: str) -> None:
+        self.dispatcher.on_message(DECODE, DecodeReserved(request_id))
+
+    def token(self, request_id: str, token_id: int, finish_reason: FinishReason | None = None) -> None:
+        self.dispatcher.on_message(DECODE, TokenBatch([NewToken(request_id, token_id, finish_reason)]))
+
+    def failed(self, worker: WorkerInfo, request_id: str, error: TandemError) -> None:
+        self.dispatcher.on_message(worker, RequestFailed(request_id, ErrorInfo.of(error)))
+
+    def aborted(self) -> list[str]:
+        return sorted(worker_id for worker_id, _ in self.pool.of(AbortRequest))
+
+    def check_nothing_is_left(self) -> None:
+        assert self.dispatcher.num_running == 0
+        assert self.admission.num_waiting == 0
+        assert not self.router._prompt_tokens and not self.router._sequences
+
+
+@contextmanager
+def _cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    try:
+        yield cluster
+        cluster.check_nothing_is_left()
+    finally:
+        cluster.renderer.close()
+
+
+def play(test: Callable[[Cluster], Coroutine[Any, Any, None]]) -> None:
+    async def run() -> None:
+        with _cluster() as cluster:
+            await asyncio.wait_for(test(cluster), 30)
+
+    asyncio.run(run())
+
+
+async def turn() -> None:
+    """Let everything that can run, run."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def collect(stream: Any) -> tuple[list[int], FinishReason | None]:
+    token_ids: list[int] = []
+    finish_reason: FinishReason | None = None
+    async for delta in stream:
+        assert finish_reason is None, "one terminal event"
+        token_ids += delta.token_ids
+        finish_reason = delta.finish_reason
+    return token_ids, finish_reason
+
+
+def test_both_workers_hear_of_it_at_once() -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        [(decode_id, prepare)] = cluster.pool.of(PrepareDecode)
+        [(prefill_id, start)] = cluster.pool.of(StartPrefill)
+        assert (prefill_id, decode_id) == ("prefill-0", "decode-0")
+        assert prepare.transfer_id == start.transfer_id and prepare.request_id == start.request_id
+        assert (start.decode_worker_id, start.decode_epoch) == ("decode-0", "d1")
+        assert (prepare.prefill_worker_id, prepare.prefill_epoch) == ("prefill-0", "p1")
+        cluster.first(start.request_id, 5)
+        await turn()
+        assert not reader.done()
+        cluster.reserved(start.request_id)
+        cluster.token(start.request_id, 6, "length")
+        assert await reader == ([5, 6], "length")
+        assert cluster.aborted() == [], "nobody is told of an end that it reported itself"
+
+    play(test)
+
+
+def test_first_token_waits_for_room_on_decode() -> None:
+    async def test(cluster: Cluster) -> None:
+        stream = cluster.generate()
+        async with aclosing(stream):
+            waiting = asyncio.create_task(anext(stream))
+            await turn()
+            cluster.first(cluster.started(), 5)
+            await turn()
+            assert not waiting.done()
+            cluster.reserved(cluster.started())
+            assert await waiting == TokenDelta([5], None)
+
+    play(test)
+
+
+def test_one_token_involves_prefill_alone() -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate(max_tokens=1)))
+        await turn()
+        [(_, start)] = cluster.pool.of(StartPrefill)
+        assert (start.decode_worker_id, start.decode_epoch) == (None, None)
+        assert cluster.pool.of(PrepareDecode) == []
+        cluster.first(start.request_id, 5, "length")
+        assert await reader == ([5], "length")
+        assert cluster.aborted() == []
+
+    play(test)
+
+
+def test_a_first_token_that_is_the_last_releases_decode() -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        cluster.first(cluster.started(), EOS, "stop")
+        assert await reader == ([EOS], "stop")
+        assert cluster.aborted() == ["decode-0"]
+
+    play(test)
+
+
+@given(st.lists(st.booleans(), min_size=8, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
+def test_every_interleaving_gives_the_same_tokens(prefill_turns: list[bool], reader_turns: list[bool]) -> None:
+    """Each side's messages keep their order; between the sides, and with the reader, anything goes."""
+
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        request_id = cluster.started()
+        from_prefill = [lambda: cluster.first(request_id, 10)]
+        from_decode: list[Callable[[], None]] = [lambda: cluster.reserved(request_id)]
+        for token_id in (11, 12, 13):
+            from_decode.append(lambda token_id=token_id: cluster.token(request_id, token_id))  # type: ignore[misc]
+        from_decode.append(lambda: cluster.token(request_id, 14, "length"))
+        for prefill_first, reader_runs in zip(prefill_turns, reader_turns, strict=True):
+            source = from_prefill if (prefill_first and from_prefill) or not from_decode else from_decode
+            if source:
+                source.pop(0)()
+            if reader_runs:
+                await turn()
+        for event in from_prefill + from_decode:
+            event()
+        assert await reader == ([10, 11, 12, 13, 14], "length")
+        assert cluster.aborted() == []
+
+    play(test)
+
+
+@pytest.mark.parametrize(("worker", "other"), [(PREFILL, "decode-0"), (DECODE, "prefill-0")])
+@pytest.mark.parametrize("when", ["queued", "first token held", "streaming"])
+def test_a_failure_on_one_side_is_told_to_the_other(worker: WorkerInfo, other: str, when: str) -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        request_id = cluster.started()
+        if when != "queued":
+            cluster.first(request_id, 5)
+        if when == "streaming":
+            cluster.reserved(request_id)
+        await turn()
+        cluster.failed(worker, request_id, KVTransferFailed("the peer is gone"))
+        with pytest.raises(KVTransferFailed, match="the peer is gone"):
+            await reader
+        assert cluster.aborted() == [other]
+        cluster.token(request_id, 6, "length")  # too late, and for nobody
+        cluster.first(request_id, 6)
+
+    play(test)
+
+
+def test_tokens_before_a_failure_are_delivered() -> None:
+    async def test(cluster: Cluster) -> None:
+        stream = cluster.generate()
+        reader = asyncio.create_task(anext(stream))
+        await turn()
+        cluster.first(cluster.started(), 5)
+        cluster.reserved(cluster.started())
+        cluster.failed(DECODE, cluster.started(), KVTransferFailed("x"))
+        assert await reader == TokenDelta([5], None)
+        with pytest.raises(KVTransferFailed):
+            await anext(stream)
+
+    play(test)
+
+
+@pytest.mark.parametrize("lost", [PREFILL, DECODE])
+def test_a_lost_worker_ends_its_requests(lost: WorkerInfo) -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        cluster.dispatcher.on_worker_lost(lost, "it has been silent for 2.6 s")
+        with pytest.raises(WorkerLost, match=f"{lost.worker_id} was lost.*silent for 2.6 s"):
+            await reader
+        assert set(cluster.aborted()) == {"prefill-0", "decode-0"}
+
+    play(test)
+
+
+def test_prefill_is_not_missed_once_decode_runs() -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        cluster.first(cluster.started(), 5)
+        cluster.token(cluster.started(), 6)
+        cluster.dispatcher.on_worker_lost(PREFILL, "its process 1 has ended")
+        cluster.token(cluster.started(), 7, "length")
+        assert await reader == ([5, 6, 7], "length")
+
+    play(test)
+
+
+def test_messages_of_another_worker_are_not_taken() -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        stranger = WorkerInfo("decode-9", "d9", "decode", "ipc://x", 9)
+        cluster.failed(stranger, cluster.started(), KVTransferFailed("x"))
+        cluster.first(cluster.started(), 5, "length")
+        assert await reader == ([5], "length")
+
+    play(test)
+
+
+@pytest.mark.parametrize("phase", ["queued", "streaming"])
+def test_closing_the_stream_aborts_on_both(phase: str) -> None:
+    async def test(cluster: Cluster) -> None:
+        stream = cluster.generate()
+        reader = asyncio.create_task(anext(stream))
+        await turn()
+        if phase == "streaming":
+            cluster.first(cluster.started(), 5)
+            cluster.reserved(cluster.started())
+            await reader
+            await stream.aclose()
+        else:
+            reader.cancel()
+            await turn()
+        assert cluster.aborted() == ["decode-0", "prefill-0"]
+
+    play(test)
+
+
+def test_the_deadline_ends_a_request_that_nobody_answers() -> None:
+    async def test(cluster: Cluster) -> None:
+        with pytest.raises(RequestAborted, match="not finished within"):
+            await collect(cluster.generate(deadline_s=0.001))
+        assert cluster.aborted() == ["decode-0", "prefill-0"]
+
+    play(test)
+
+
+def test_a_worker_that_does_not_read() -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.pool.accepts = False
+        with pytest.raises(WorkerLost, match="does not read"):
+            await collect(cluster.generate())
+
+    play(test)
+
+
+def test_no_pair_is_refused_before_anything_is_sent() -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.registry.on_exited("decode-0", 2)
+        with pytest.raises(Overloaded, match="no decode worker is ready"):
+            await collect(cluster.generate())
+        assert cluster.pool.sent == []
+
+    play(test)
+
+
+# ---- the whole way, from a body to text
+
+
+def generation(cluster: Cluster, **fields: Any) -> tuple[Generation, Any]:
+    request = BodyDecoder("m").completion(json.dumps({"prompt": "abc", "max_tokens": 20, **fields}).encode())
+    made = Generation(cluster.door, request)
+    return made, CompletionAnswers(made, request, "m")
+
+
+async def prefills(cluster: Cluster, number: int) -> list[str]:
+    """Wait (tokenising is on a thread) until so many were started; their request ids."""
+    while len(cluster.pool.of(StartPrefill)) < number:
+        await asyncio.sleep(0.001)
+    return [message.request_id for _, message in cluster.pool.of(StartPrefill)]
+
+
+def feed(cluster: Cluster, request_id: str, text: str, last: FinishReason) -> None:
+    """The sequence `text`, ended by the end-of-sequence token when `last` is "stop"."""
+    token_ids = cluster.text.ids(text) + ([EOS] if last == "stop" else [])
+    cluster.first(request_id, token_ids[0])
+    for token_id in token_ids[1:-1]:
+        cluster.token(request_id, token_id)
+    cluster.token(request_id, token_ids[-1], last)
+
+
+def outcomes(registry: CollectorRegistry) -> dict[str, float]:
+    return {
+        sample.labels["outcome"]: sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "tandem_requests_total"
+    }
+
+
+def test_usage_counts_the_stop_token_but_does_not_show_it() -> None:
+    async def test(cluster: Cluster) -> None:
+        _, answers = generation(cluster)
+        task = asyncio.create_task(answers.whole())
+        [request_id] = await prefills(cluster, 1)
+        feed(cluster, request_id, "né 👩", "stop")
+        body = json.loads(await task)
+        num_tokens = len("né 👩".encode()) + 1
+        assert body["choices"][0]["text"] == "né 👩"
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": num_tokens, "total_tokens": 3 + num_tokens}
+        assert outcomes(cluster.metrics.registry) == {"stop": 1.0}
+
+    play(test)
+
+
+def test_a_stop_string_ends_the_request_on_the_workers_too() -> None:
+    async def test(cluster: Cluster) -> None:
+        _, answers = generation(cluster, stop=["END"])
+        task = asyncio.create_task(answers.whole())
+        [request_id] = await prefills(cluster, 1)
+        token_ids = cluster.text.ids("so END and more")
+        cluster.first(request_id, token_ids[0])
+        for token_id in token_ids[1:8]:
+            cluster.token(request_id, token_id)
+        body = json.loads(await task)
+        assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("so ", "stop")
+        assert body["usage"]["completion_tokens"] == 6, "up to the token that completed it"
+        assert cluster.aborted() == ["decode-0", "prefill-0"]
+
+    play(test)
+
+
+def test_several_prompts_and_n_are_numbered_as_openai_does() -> None:
+    async def test(cluster: Cluster) -> None:
+        _, answers = generation(cluster, prompt=["a", "b"], n=2, seed=5)
+        task = asyncio.create_task(answers.whole())
+        request_ids = await prefills(cluster, 4)
+        starts = [message for _, message in cluster.pool.of(StartPrefill)]
+        assert [start.sampling.seed for start in starts] == [5, 6, 5, 6]
+        for number in (3, 1, 0, 2):
+            feed(cluster, request_ids[number], f"text {number}", "length")
+        body = json.loads(await task)
+        assert [(c["index"], c["text"]) for c in body["choices"]] == [(i, f"text {i}") for i in range(4)]
+        assert body["usage"]["prompt_tokens"] == 2
+
+    play(test)
+
+
+def test_one_failed_sequence_of_several_fails_and_aborts_the_rest() -> None:
+    async def test(cluster: Cluster) -> None:
+        _, answers = generation(cluster, n=3)
+        task = asyncio.create_task(answers.whole())
+        request_ids = await prefills(cluster, 3)
+        cluster.failed(PREFILL, request_ids[1], KVTransferFailed("x"))
+        with pytest.raises(KVTransferFailed):
+            await task
+        assert cluster.aborted() == ["decode-0"] * 3 + ["prefill-0"] * 2
+        assert outcomes(cluster.metrics.registry) == {"kv_transfer_failed": 1.0}
+
+    play(test)
+
+
+def test_an_error_before_the_first_event_is_raised_and_after_it_is_the_last_event() -> None:
+    async def test(cluster: Cluster) -> None:
+        request = BodyDecoder("m").completion(b'{"prompt": "abc", "max_tokens": 20, "stream": true}')
+        for has_begun in (False, True):
+            made = Generation(cluster.door, request)
+            events = stream_events(made, request, CompletionAnswers(made, request, "m"))
+            waiting = asyncio.ensure_future(anext(events))
+            request_id = (await prefills(cluster, 1 + has_begun))[-1]
+            if has_begun:
+                cluster.first(request_id, cluster.text.ids("a")[0])
+                cluster.reserved(request_id)
+                assert json.loads((await waiting).removeprefix(b"data: "))["choices"][0]["text"] == "a"
+            cluster.dispatcher.on_worker_lost(DECODE, "gone")
+            if has_begun:
+                [last] = [event async for event in events]
+                assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "worker_lost"
+            else:
+                with pytest.raises(WorkerLost):
+                    await waiting
+
+    play(test)
+
+
+def test_a_client_that_goes_away_while_queued_aborts_at_once() -> None:
+    async def test(cluster: Cluster) -> None:
+        gone = asyncio.Event()
+
+        async def receive() -> Any:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        _, answers = generation(cluster)
+        task = asyncio.create_task(unless_disconnected(receive, answers.whole()))
+        await prefills(cluster, 1)
+        gone.set()
+        with pytest.raises(ClientDisconnected):
+            await task
+        assert cluster.aborted() == ["decode-0", "prefill-0"]
+        assert outcomes(cluster.metrics.registry) == {"aborted": 1.0}
+
+    play(test)
+
+
+def test_too_many_waiting_are_refused() -> None:
+    async def test(cluster: Cluster) -> None:
+        made, answers = generation(cluster, n=8)
+        task = asyncio.create_task(answers.whole())
+        request_ids = await prefills(cluster, 8)
+        with pytest.raises(Overloaded, match="8 requests are waiting"):
+            await generation(cluster)[1].whole()
+        for request_id in request_ids:
+            feed(cluster, request_id, "ab", "length")
+        await task
+        assert made.num_completion_tokens == 16
+
+    play(test)
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised_whole() -> None:
+    async def test(cluster: Cluster) -> None:
+        with pytest.raises(TandemError, match=r"The prompt has 100 tokens.*limit is 100 ") as caught:
+            await generation(cluster, prompt="a" * 100)[1].whole()
+        assert caught.value.code == "context_length_exceeded"
+        with pytest.raises(TandemError, match="first 800 of 5000 characters alone have 800"):
+            await generation(cluster, prompt="a" * 5000)[1].whole()
+        with pytest.raises(TandemError, match="Token id 500 is out of range"):
+            await generation(cluster, prompt=[500])[1].whole()
+
+    play(test)
