@@ -384,7 +384,7 @@ def generation(cluster: Cluster, **fields: Any) -> tuple[Generation, Any]:
 
 async def prefills(cluster: Cluster, number: int) -> list[str]:
     """Wait (tokenising is on a thread) until so many were started; their request ids."""
-    while len(cluster.pool.of(StartPrefill)) < number:
+    while len(cluster.pool.of(StartPrefill)) < number:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     return [message.request_id for _, message in cluster.pool.of(StartPrefill)]
 

@@ -1,0 +1,130 @@
+"""A cluster as its users start it: `tandem up` in a process, on a free port, stopped by SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import httpx
+
+from deploy.runtime_dir import log_dir, runtime_dir
+from deploy.status import fetch_status
+from protocol.membership import StatusReport, WorkerReport
+
+START_TIMEOUT_S = 90.0
+STOP_TIMEOUT_S = 5.0
+MODEL = "tandem-demo"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def tandem(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "deploy.cli", *arguments]
+
+
+class Cluster:
+    """A context manager; `url` serves while it is open."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self._arguments = arguments
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            tandem("up", "--port", str(self.port), *self._arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        try:
+            self.wait_for(self.is_healthy, START_TIMEOUT_S)
+            assert self._process.stdout is not None
+            self.first_line = self._process.stdout.readline()
+            while "Tandem serves" not in self.first_line:  # printed when every pair is open
+                assert self.first_line, "the launcher ended"
+                self.first_line = self._process.stdout.readline()
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        assert self._process is not None
+        pids = self.pids()
+        assert pids
+        self._process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        try:
+            self._process.communicate(timeout=STOP_TIMEOUT_S + 5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise
+        assert time.monotonic() - started < STOP_TIMEOUT_S, "stopping took too long"
+        assert not [pid for pid in pids if is_alive(pid)], "a process was left behind"
+        assert not runtime_dir(self.port).exists(), "the runtime folder was left behind"
+
+    # ---- what the operator sees
+
+    def is_healthy(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            assert self._process.stdout is not None
+            raise AssertionError(f"tandem up ended with {self._process.returncode}: {self._process.stdout.read()}")
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def status(self) -> StatusReport:
+        return asyncio.run(fetch_status(self.port))[0]
+
+    def worker(self, worker_id: str) -> WorkerReport:
+        return next(report for report in self.status().workers if report.worker.worker_id == worker_id)
+
+    def pids(self) -> list[int]:
+        """Of the launcher's children."""
+        assert self._process is not None
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
+        return [int(pid) for pid in children.split()]
+
+    def all_blocks_free(self) -> bool:
+        report = self.status()
+        return report.num_requests == 0 and all(
+            r.load.num_free_blocks == r.load.num_blocks and not r.load.num_running and not r.load.num_waiting
+            for r in report.workers
+        )
+
+    def logs(self) -> str:
+        return "\n".join(file.read_text() for file in sorted(log_dir(self.port).glob("*.log")))
+
+    @staticmethod
+    def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"{condition} did not come true within {timeout_s} s"
+            time.sleep(0.1)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

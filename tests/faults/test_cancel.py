@@ -1,0 +1,64 @@
+"""Clients that vanish, at random moments of a request's life: every block comes back on both sides."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+import httpx
+import pytest
+
+from tests.cluster import MODEL, Cluster
+
+NUM_REQUESTS = 200
+
+
+async def _cancel_at_random(cluster: Cluster, rng: random.Random) -> Counter[str]:
+    """200 requests, up to 24 at once, each dropped after a random time; where it was then, as far as a client sees."""
+    seen: Counter[str] = Counter()
+    places = asyncio.Semaphore(24)
+
+    async def one(client: httpx.AsyncClient, number: int) -> None:
+        length = rng.choice([3, 200, 900, 1500])
+        streaming = rng.random() < 0.7
+        body = {
+            "model": MODEL, "prompt": [rng.randrange(4, 2048) for _ in range(length)], "max_tokens": 400,
+            "ignore_eos": True, "seed": number, "stream": streaming,
+        }  # fmt: skip
+        patience_s = rng.choice([0.005, 0.05, 0.2, 0.6, 1.5]) * rng.random()
+        phase = "before the first token"
+
+        async def consume() -> None:
+            nonlocal phase
+            async with client.stream("POST", f"{cluster.url}/v1/completions", json=body) as answer:
+                assert answer.status_code == 200
+                async for _ in answer.aiter_lines():
+                    phase = "decoding"
+
+        async with places:
+            try:
+                await asyncio.wait_for(consume(), patience_s)
+                seen["finished"] += 1
+            except TimeoutError:
+                seen[phase] += 1
+
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
+    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+        await asyncio.gather(*(one(client, number) for number in range(NUM_REQUESTS)))
+    return seen
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("connector", ["ipc", "gloo"])
+def test_cancelled_requests_give_every_block_back(connector: str) -> None:
+    # A small pool, so that requests also wait for blocks on both sides, and short chunks, so that prefilling lasts.
+    arguments = ["--kv-connector", connector, "--max-num-batched-tokens", "128", "--kv-cache-gib", "0.02"]
+    with Cluster(*arguments) as cluster:
+        seen = asyncio.run(_cancel_at_random(cluster, random.Random(11)))
+        assert seen["before the first token"] > 20, seen
+        assert seen["decoding"] > 20, seen
+        cluster.wait_for(cluster.all_blocks_free, 10)
+        body = {"model": MODEL, "prompt": "after all that", "max_tokens": 5}
+        assert httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=30).status_code == 200
+        assert "Traceback" not in cluster.logs()

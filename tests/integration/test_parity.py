@@ -1,0 +1,76 @@
+"""Greedy output through real clusters equals transformers' generate in float32, token for token."""
+
+from __future__ import annotations
+
+import random
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.cluster import MODEL, Cluster
+
+NUM_NEW_TOKENS = 24
+LENGTHS = [1, 2, 3, 5, 17, 63, 64, 65, 100, 127, 128, 129, 190, 256, 300, 333, 400, 512, 600, 777, 900, 1024, 1200, 1500]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(5)
+    return [[rng.randrange(4, 2048) for _ in range(length)] for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def expected(demo_model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    outputs = []
+    for prompt in prompts:
+        inputs = torch.tensor([prompt])
+        ids = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=NUM_NEW_TOKENS, do_sample=False
+        )
+        outputs.append(ids[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(["--kv-connector", "ipc", "--max-num-batched-tokens", "100"], id="ipc-chunks-of-100"),
+        pytest.param(["--kv-connector", "gloo", "--max-num-batched-tokens", "333"], id="gloo-chunks-of-333"),
+        pytest.param(["--prefill", "2", "--decode", "2", "--kv-connector", "gloo"], id="gloo-2-prefill-2-decode"),
+        pytest.param(["--prefill", "2", "--decode", "2", "--block-size", "32"], id="auto-2-prefill-2-decode"),
+    ],
+)
+def test_greedy_equals_generate(
+    arguments: list[str], prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    with Cluster("--dtype", "float32", *arguments) as cluster, httpx.Client(timeout=60) as client:
+
+        def complete(prompt: list[int]) -> list[int]:
+            body = {
+                "model": MODEL, "prompt": prompt, "max_tokens": NUM_NEW_TOKENS, "temperature": 0, "ignore_eos": True,
+                "return_token_ids": True,
+            }  # fmt: skip
+            answer = client.post(f"{cluster.url}/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            content = answer.json()
+            assert content["usage"]["prompt_tokens"] == len(prompt)
+            assert content["usage"]["completion_tokens"] == NUM_NEW_TOKENS
+            token_ids: list[int] = content["choices"][0]["token_ids"]
+            return token_ids
+
+        with ThreadPoolExecutor(16) as pool:
+            assert list(pool.map(complete, prompts)) == expected
+        connector = "gloo" if "gloo" in arguments else "ipc"
+        pairs = [pair for report in cluster.status().workers for pair in report.pairs]
+        assert {pair.connector for pair in pairs} == {connector}
+        cluster.wait_for(cluster.all_blocks_free, 5)
+        if "--decode" in arguments:
+            finished = [report.load.num_transferred_bytes for report in cluster.status().workers]
+            assert all(finished), "every worker took part"
