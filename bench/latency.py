@@ -1,0 +1,96 @@
+"""From one request's timestamps to TTFT, TPOT, ITL and E2E; the definitions are those of `vllm bench serve`. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+
+class RequestTrace(msgspec.Struct):
+    """sent_at and chunk_times in seconds of one clock. num_output_tokens as the server counted them."""
+
+    sent_at: float
+    chunk_times: list[float] = []
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        return self.chunk_times[0] - self.sent_at
+
+    @property
+    def e2e_s(self) -> float:
+        return self.chunk_times[-1] - self.sent_at
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean time per output token after the first; None for outputs of one token."""
+        if self.num_output_tokens < 2:
+            return None
+        return (self.e2e_s - self.ttft_s) / (self.num_output_tokens - 1)
+
+    @property
+    def itl_s(self) -> list[float]:
+        """Gaps between chunks, as the client saw them."""
+        return [b - a for a, b in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
+
+
+class Distribution(msgspec.Struct, frozen=True):
+    """In milliseconds."""
+
+    mean: float
+    p50: float
+    p99: float
+    max: float
+
+    @classmethod
+    def of_seconds(cls, values: Sequence[float]) -> Distribution | None:
+        if not values:
+            return None
+        ordered = sorted(1000 * value for value in values)
+        return cls(sum(ordered) / len(ordered), percentile(ordered, 50), percentile(ordered, 99), ordered[-1])
+
+
+def percentile(ordered: Sequence[float], percent: float) -> float:
+    """Linear between neighbours, as numpy does by default."""
+    position = (len(ordered) - 1) * percent / 100
+    low = int(position)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+
+class LoadFigures(msgspec.Struct, frozen=True):
+    """What one load run showed. Rates are over the time from the first request sent to the last byte read."""
+
+    num_requests: int
+    num_completed: int
+    errors: dict[str, int]
+    duration_s: float
+    requests_per_s: float
+    output_tokens_per_s: float
+    ttft_ms: Distribution | None
+    tpot_ms: Distribution | None
+    itl_ms: Distribution | None
+    e2e_ms: Distribution | None
+
+
+def summarise(traces: Sequence[RequestTrace]) -> LoadFigures:
+    good = [trace for trace in traces if trace.error is None and trace.chunk_times]
+    errors = Counter(trace.error or "no output" for trace in traces if trace.error or not trace.chunk_times)
+    ends = [trace.chunk_times[-1] for trace in good]
+    duration = max(ends) - min(trace.sent_at for trace in traces) if ends else 0.0
+    return LoadFigures(
+        num_requests=len(traces),
+        num_completed=len(good),
+        errors=dict(errors),
+        duration_s=duration,
+        requests_per_s=len(good) / duration if duration else 0.0,
+        output_tokens_per_s=sum(trace.num_output_tokens for trace in good) / duration if duration else 0.0,
+        ttft_ms=Distribution.of_seconds([trace.ttft_s for trace in good]),
+        tpot_ms=Distribution.of_seconds([trace.tpot_s for trace in good if trace.tpot_s is not None]),
+        itl_ms=Distribution.of_seconds([gap for trace in good for gap in trace.itl_s]),
+        e2e_ms=Distribution.of_seconds([trace.e2e_s for trace in good]),
+    )
