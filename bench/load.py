@@ -15,20 +15,27 @@ import json  # noqa: E402
 import math  # noqa: E402
 import random  # noqa: E402
 import time  # noqa: E402
-from collections.abc import Sequence  # noqa: E402
+from collections.abc import Iterator, Sequence  # noqa: E402
 from typing import Any  # noqa: E402
 
 import gevent  # noqa: E402
 import msgspec  # noqa: E402
 from gevent.pool import Group  # noqa: E402
-from locust.contrib.fasthttp import FastHttpSession  # noqa: E402
+from locust.contrib.fasthttp import FastHttpUser  # noqa: E402
 from locust.env import Environment  # noqa: E402
-from locust.user import User  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
 from bench.latency import Distribution, LoadFigures, RequestTrace, summarise  # noqa: E402
 from bench.report import Report, add_common_options, finish  # noqa: E402
+
+
+class StreamingUser(FastHttpUser):
+    """One client, with connections of its own; `host` is set when the run begins."""
+
+    abstract = True
+    connection_timeout = 30.0
+    network_timeout = 600.0
 
 
 def main() -> None:
@@ -58,7 +65,8 @@ def run_load(options: argparse.Namespace) -> LoadFigures:
     rng = random.Random(options.seed)
     arrivals = arrival_times(options.num_prompts, options.request_rate, rng)
     bodies = [make_body(options, rng) for _ in arrivals]
-    environment = Environment(host=options.url)
+    environment = Environment()
+    StreamingUser.host = options.url
     path = "/v1/completions" if options.api == "completions" else "/v1/chat/completions"
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
     traces: list[RequestTrace] = []
@@ -68,7 +76,7 @@ def run_load(options: argparse.Namespace) -> LoadFigures:
         gevent.sleep(max(0.0, start + arrival - time.perf_counter()))
         trace = RequestTrace(sent_at=time.perf_counter())
         traces.append(trace)
-        group.spawn(stream_request, environment, options.url, path, body, headers, trace)
+        group.spawn(stream_request, environment, path, body, headers, trace)
     group.join(timeout=max(0.0, start + options.max_time - time.perf_counter()))
     for trace in traces:
         if not trace.error and not trace.num_output_tokens:
@@ -103,24 +111,21 @@ def make_body(options: argparse.Namespace, rng: random.Random) -> dict[str, Any]
 
 def stream_request(
     environment: Environment,
-    url: str,
     path: str,
     body: dict[str, Any],
     headers: dict[str, str],
     trace: RequestTrace,
 ) -> None:
     """One request over a connection of its own; fills in `trace`."""
-    session = FastHttpSession(
-        environment=environment, base_url=url, user=User(environment), insecure=True,
-        connection_timeout=30.0, network_timeout=600.0,
-    )  # fmt: skip
+    session = StreamingUser(environment).client
     try:
         with session.request("POST", path, json=body, headers=headers, stream=True, catch_response=True) as response:
             if response.status_code != 200:
                 trace.error = f"HTTP {response.status_code}"
                 response.failure(trace.error)
                 return
-            read_events(response.iter_lines(), trace)
+            # Line by line from geventhttpclient: locust's own iterator waits for full kilobytes and blurs the times.
+            read_events(iter(lambda: response._response.readline(b"\n"), b""), trace)
             if trace.error:
                 response.failure(trace.error)
     except Exception as error:
@@ -129,10 +134,11 @@ def stream_request(
         session.client.clientpool.close()
 
 
-def read_events(lines: Any, trace: RequestTrace) -> None:
+def read_events(lines: Iterator[bytes], trace: RequestTrace) -> None:
+    """The stream's server-sent events, to its end or to an error event."""
     for line in lines:
         now = time.perf_counter()
-        text = line.decode() if isinstance(line, bytes) else line
+        text = line.decode().strip()
         if not text.startswith("data: ") or text == "data: [DONE]":
             continue
         event = json.loads(text[6:])

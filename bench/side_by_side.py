@@ -1,0 +1,144 @@
+"""Tandem and vLLM's prefill/decode pair on the same cores, one after the other, under vLLM's own client and seed.
+
+    python -m bench.side_by_side --peers FOLDER --vllm VENV --model FOLDER
+
+FOLDER of --peers holds vllm_pd.sh (VENV MODEL PORT); VENV is a virtual environment with vLLM. Every process started
+here is ended here, by process group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.report import Aim, Report, add_common_options, finish
+
+START_TIMEOUT_S = 400.0
+FIGURES = ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "p99_itl_ms", "output_throughput", "completed")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.side_by_side", description=__doc__)
+    parser.add_argument("--peers", type=Path, required=True)
+    parser.add_argument("--vllm", type=Path, required=True, help="virtual environment with vLLM")
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument("--rates", default="2,4", help="requests per second, comma-separated")
+    parser.add_argument("--num-prompts", type=int, default=32)
+    parser.add_argument("--port", type=int, default=8310)
+    add_common_options(parser)
+    options = parser.parse_args()
+    if options.quick:
+        options.num_prompts = 8
+    rates = [float(rate) for rate in options.rates.split(",")]
+    commands = {
+        "vllm_pd": [str(options.peers / "vllm_pd.sh"), str(options.vllm), str(options.model), str(options.port)],
+        "tandem": [
+            sys.executable, "-m", "deploy.cli", "up", "--model", str(options.model), "--served-model-name", "m",
+            "--port", str(options.port), "--dtype", "bfloat16", "--max-model-len", "4096", "--kv-cache-gib", "2",
+        ],
+    }  # fmt: skip
+    figures: dict[str, dict[str, Any]] = {}
+    for name, command in commands.items():
+        with server(command, options.port):
+            load(options, 4.0, 4)  # warm-up, not counted
+            figures[name] = {f"{rate:g}": load(options, rate, options.num_prompts) for rate in rates}
+    print_table(figures)
+    finish(Report.of("side_by_side", figures, aims(figures)), options.json)
+
+
+@contextlib.contextmanager
+def server(command: list[str], port: int) -> Iterator[None]:
+    """Run it until /health answers 200 and a completion works; end its whole process group after."""
+    with tempfile.TemporaryDirectory() as logs:
+        process = subprocess.Popen(
+            command, start_new_session=True, env={**os.environ, "LOG_DIR": logs}, stdout=subprocess.DEVNULL
+        )
+        try:
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not is_up(port):
+                if process.poll() is not None:
+                    raise SystemExit(f"{Path(command[0]).name} ended with {process.returncode}")
+                if time.monotonic() > deadline:
+                    raise SystemExit(f"{Path(command[0]).name} was not ready within {START_TIMEOUT_S:.0f} s")
+                time.sleep(1)
+            yield
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def is_up(port: int) -> bool:
+    body = json.dumps({"model": "m", "prompt": "up?", "max_tokens": 2}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def load(options: argparse.Namespace, rate: float, num_prompts: int) -> dict[str, float]:
+    """One run of `vllm bench serve`: 256 tokens in, 64 out, seed 0."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            str(options.vllm / "bin" / "vllm"), "bench", "serve", "--backend", "openai",
+            "--base-url", f"http://127.0.0.1:{options.port}", "--model", "m", "--tokenizer", str(options.model),
+            "--dataset-name", "random", "--random-input-len", "256", "--random-output-len", "64", "--seed", "0",
+            "--num-prompts", str(num_prompts), "--request-rate", str(rate), "--ignore-eos",
+            "--save-result", "--result-dir", folder, "--result-filename", "result.json",
+        ]  # fmt: skip
+        env = {**os.environ, "VLLM_TARGET_DEVICE": "cpu"}
+        subprocess.run(
+            command, check=True, env=env, timeout=600, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        result = json.loads((Path(folder) / "result.json").read_text())
+    return {name: round(float(result[name]), 2) for name in FIGURES}
+
+
+def ratio(figures: dict[str, dict[str, Any]], rate: str, name: str) -> float:
+    return float(figures["tandem"][rate][name] / figures["vllm_pd"][rate][name])
+
+
+def aims(figures: dict[str, dict[str, Any]]) -> list[Aim]:
+    wanted = []
+    for rate in figures["tandem"]:
+        where = f"at {rate} requests/s, Tandem / vLLM pair"
+        wanted += [
+            Aim.of(f"mean TTFT {where}", ratio(figures, rate, "mean_ttft_ms"), 0.3, "lower"),
+            Aim.of(f"mean TPOT {where}", ratio(figures, rate, "mean_tpot_ms"), 0.5, "lower"),
+            Aim.of(f"output tokens/s {where}", ratio(figures, rate, "output_throughput"), 1.0, "higher"),
+        ]
+    return wanted
+
+
+def print_table(figures: dict[str, dict[str, Any]]) -> None:
+    table = Table("server", "requests/s", *FIGURES)
+    for server_name, by_rate in figures.items():
+        for rate, values in by_rate.items():
+            table.add_row(server_name, rate, *(f"{values[name]:.1f}" for name in FIGURES))
+    Console(width=150).print(table)
+
+
+if __name__ == "__main__":
+    main()
