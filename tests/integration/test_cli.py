@@ -1,0 +1,95 @@
+"""The `tandem` command: one line and exit code 2 for what the operator can mend, and options that reach the cluster."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cluster import Cluster, free_port, tandem
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(tandem(*arguments), capture_output=True, text=True, timeout=90)
+
+
+def refused(*arguments: str) -> str:
+    """The one line that says why."""
+    done = run("up", "--port", str(free_port()), *arguments)
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("tandem: ") and "Traceback" not in done.stderr
+    return last
+
+
+def test_wrong_model_path(tmp_path: Path) -> None:
+    assert "does not exist" in refused("--model", str(tmp_path / "nowhere"))
+
+
+def test_unsupported_architecture(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert "cannot be served" in refused("--model", str(tmp_path))
+
+
+def test_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = run("up", "--port", str(port))
+    assert done.returncode == 2
+    assert str(port) in done.stderr and "--port" in done.stderr
+
+
+def test_unknown_config_key(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text("prefil = 2\n")
+    assert "prefil" in refused("--config", str(file))
+
+
+def test_wrong_config_value(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text('prefill = "two"\n')
+    assert "prefill" in refused("--config", str(file))
+
+
+def test_config_file_that_is_not_there(tmp_path: Path) -> None:
+    assert "cannot read" in refused("--config", str(tmp_path / "none.toml"))
+
+
+def test_nccl_needs_gpus() -> None:
+    message = refused("--kv-connector", "nccl", "--device", "cpu")
+    assert "nccl" in message and "cpu" in message
+
+
+def test_max_model_len_over_the_models_own() -> None:
+    message = refused("--max-model-len", "99999")
+    assert "99999" in message and "2048" in message
+
+
+def test_status_without_a_cluster() -> None:
+    done = run("status", "--port", str(free_port()))
+    assert done.returncode == 2 and "no cluster runs" in done.stderr
+
+
+@pytest.mark.timeout(150)
+def test_options_reach_the_cluster(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text('api_key = "sesame"\nproxies = 2\nmax_model_len = 512\nserved_model_name = "noise"\n')
+    with Cluster("--config", str(file), "--max-model-len", "256") as cluster:
+        body = {"model": "noise", "prompt": [5] * 300, "max_tokens": 4}
+        url = f"{cluster.url}/v1/completions"
+        assert httpx.post(url, json=body, timeout=30).status_code == 401
+        headers = {"Authorization": "Bearer sesame"}
+        answer = httpx.post(url, json=body, headers=headers, timeout=30)
+        assert answer.status_code == 400 and "256" in answer.text  # the command line wins over the file
+        for _ in range(8):  # each connection may land on either proxy
+            answer = httpx.post(url, json={**body, "prompt": "open"}, headers=headers, timeout=30)
+            assert answer.status_code == 200, answer.text
+        done = run("status", "--port", str(cluster.port))
+        assert done.returncode == 0 and "decode-0" in done.stdout and "2 proxies" in done.stdout

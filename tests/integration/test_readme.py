@@ -1,0 +1,22 @@
+"""The curl line of the README, sent to a running cluster by curl itself; and the page's `make serve`, as printed."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+
+from tests.cluster import Cluster
+from tests.unit.test_docs import shown_commands
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_curl_line_works(cluster: Cluster) -> None:
+    line = next(line for line in shown_commands() if line.startswith("curl"))
+    done = subprocess.run(
+        ["bash", "-c", line.replace(":8000", f":{cluster.port}").replace("curl", "curl -sf", 1)],
+        capture_output=True, text=True, timeout=30,
+    )  # fmt: skip
+    assert done.returncode == 0
+    assert done.stdout.startswith("data: ") and done.stdout.rstrip().endswith("data: [DONE]")

@@ -1,0 +1,177 @@
+"""Connectors between two pools in one process, over their real transports; the handshake; arithmetic on block ids."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kv_transfer.connectors import open_receiver, open_sender
+from kv_transfer.handshake import agree, offered_connectors
+from kv_transfer.mapped_memory import host_id
+from kv_transfer.process_group import StoreServer
+from kv_transfer.runs import is_run, paired_runs, pieces
+from protocol.errors import ConfigError, KVLayoutMismatch, KVTransferFailed
+from protocol.membership import PROTOCOL_VERSION
+from protocol.transfer import ConnectorParams, KVLayout, OpenPair
+
+NUM_BLOCKS, BLOCK_BYTES = 40, 4096
+LAYOUT = KVLayout("model", "bfloat16", 2, 2, 16, 16)
+Call = Callable[[KVTransferFailed | None], None]
+
+
+class Outcomes:
+    """Collects `on_done` calls from other threads; each must come once."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[KVTransferFailed | None] = queue.Queue()
+
+    def __call__(self, error: KVTransferFailed | None) -> None:
+        self._queue.put(error)
+
+    def next(self) -> KVTransferFailed | None:
+        return self._queue.get(timeout=30)
+
+
+@pytest.fixture
+def pool_file() -> Iterator[tuple[int, torch.Tensor]]:
+    fd = os.memfd_create("test-pool")
+    os.ftruncate(fd, NUM_BLOCKS * BLOCK_BYTES)
+    mapped = torch.from_file(f"/proc/{os.getpid()}/fd/{fd}", shared=True, size=NUM_BLOCKS * BLOCK_BYTES, dtype=torch.uint8)
+    yield fd, mapped.view(NUM_BLOCKS, BLOCK_BYTES)
+    os.close(fd)
+
+
+def open_pair(connector: str, pool_file: tuple[int, torch.Tensor]) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
+    fd, destination = pool_file
+    source = torch.randint(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
+    server = StoreServer("127.0.0.1") if connector == "gloo" else None
+    params = ConnectorParams(os.getpid(), fd, NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS)
+    if server is not None:
+        params = ConnectorParams(store_host=server.host, store_port=server.port)
+    ready = Outcomes()
+    receiver = open_receiver(connector, "pair", server, destination, "127.0.0.1", ready)
+    sender = open_sender(connector, "pair", params, source, "127.0.0.1", ready)
+    assert ready.next() is None and ready.next() is None
+    return sender, receiver, source, destination
+
+
+@pytest.mark.parametrize("connector", ["ipc", "gloo"])
+def test_blocks_arrive_where_they_should(connector: str, pool_file: tuple[int, torch.Tensor]) -> None:
+    sender, receiver, source, destination = open_pair(connector, pool_file)
+    rng = random.Random(0)
+    sent, received = Outcomes(), Outcomes()
+    expected = destination.clone()
+    for _ in range(20):
+        count = rng.randint(1, 12)
+        start = rng.randrange(NUM_BLOCKS - count)
+        src = rng.sample(range(NUM_BLOCKS), count) if rng.random() < 0.5 else list(range(start, start + count))
+        dst = rng.sample(range(NUM_BLOCKS), count) if rng.random() < 0.5 else list(range(start, start + count))
+        expected[dst] = source[src]
+        if sender.announces_first:
+            receiver.receive(dst, received)
+            sender.send(src, dst, sent)
+        else:
+            sender.send(src, dst, sent)
+            receiver.receive(dst, received)
+        assert sent.next() is None and received.next() is None
+        assert torch.equal(destination, expected)
+    closed = Outcomes()
+    sender.close(lambda: closed(None))
+    closed.next()
+    receiver.close()
+    sender.send([0], [0], sent)
+    error = sent.next()
+    assert error is not None and "closed" in error.message
+
+
+def test_a_peer_that_goes_away_fails_the_transfer(pool_file: tuple[int, torch.Tensor]) -> None:
+    """Nobody receives: the sender's deadline ends the job, and jobs behind it fail with it."""
+    sender, receiver, _, _ = open_pair("gloo", pool_file)
+    receiver.close()
+    outcomes, got = Outcomes(), Outcomes()
+    receiver.receive([1], got)
+    assert got.next() is not None
+    del receiver
+    big = [i % NUM_BLOCKS for i in range(NUM_BLOCKS)] * 200
+    sender.send(big, big, outcomes)
+    sender.send([0], [0], outcomes)
+    assert outcomes.next() is not None and outcomes.next() is not None
+    sender.close(lambda: None)
+
+
+def test_mapping_refuses_a_pool_that_is_too_small(pool_file: tuple[int, torch.Tensor]) -> None:
+    fd, _ = pool_file
+    params = ConnectorParams(os.getpid(), fd, NUM_BLOCKS * BLOCK_BYTES + 1, NUM_BLOCKS)
+    with pytest.raises(KVTransferFailed, match="smaller"):
+        open_sender("ipc", "pair", params, torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8), "127.0.0.1", Outcomes())
+    with pytest.raises(KVTransferFailed, match="cannot map"):
+        missing = ConnectorParams(os.getpid(), 100_000, 10, 1)
+        open_sender("ipc", "pair", missing, torch.zeros(1, 10, dtype=torch.uint8), "127.0.0.1", Outcomes())
+
+
+def offer(**changes: Any) -> OpenPair:
+    base = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", 1, "pair", LAYOUT, host_id(), "cpu", ["ipc", "gloo"])
+    return msgspec.structs.replace(base, **changes)
+
+
+def test_handshake_chooses() -> None:
+    both = ["ipc", "gloo"]
+    assert agree(offer(), LAYOUT, host_id(), "cpu", both) == "ipc"
+    assert agree(offer(host_id="elsewhere"), LAYOUT, host_id(), "cpu", both) == "gloo"
+    assert agree(offer(connectors=["gloo"]), LAYOUT, host_id(), "cpu", both) == "gloo"
+
+
+@pytest.mark.parametrize("field", KVLayout.__struct_fields__)
+def test_handshake_names_the_field_that_differs(field: str) -> None:
+    value = getattr(LAYOUT, field)
+    other = msgspec.structs.replace(LAYOUT, **{field: value + "x" if isinstance(value, str) else value + 1})
+    with pytest.raises(KVLayoutMismatch, match=field) as caught:
+        agree(offer(layout=other), LAYOUT, host_id(), "cpu", ["ipc"])
+    assert str(value) in caught.value.message and str(getattr(other, field)) in caught.value.message
+
+
+def test_handshake_refuses_other_versions_and_no_common_connector() -> None:
+    with pytest.raises(KVLayoutMismatch, match="version"):
+        agree(offer(version=99), LAYOUT, host_id(), "cpu", ["ipc"])
+    with pytest.raises(KVLayoutMismatch, match="no connector in common"):
+        agree(offer(connectors=["ipc"], host_id="elsewhere"), LAYOUT, host_id(), "cpu", ["ipc", "gloo"])
+
+
+def test_unknown_connectors_list_the_known() -> None:
+    with pytest.raises(ConfigError, match="gloo"):
+        offered_connectors("pigeon", "cpu")  # type: ignore[arg-type]
+
+
+ids = st.lists(st.integers(0, 30), unique=True, max_size=30)
+
+
+@given(ids, st.randoms())
+def test_runs_cover_everything_once_and_are_maximal(src: list[int], rng: random.Random) -> None:
+    dst = src.copy()
+    rng.shuffle(dst)
+    runs = list(paired_runs(src, dst)) if src else []
+    flat = [(s + i, d + i) for s, d, count in runs for i in range(count)]
+    assert flat == list(zip(src, dst, strict=True))
+    for (s1, d1, c1), (s2, d2, _) in zip(runs, runs[1:], strict=False):
+        assert (s1 + c1, d1 + c1) != (s2, d2)
+
+
+@given(ids)
+def test_is_run(block_ids: list[int]) -> None:
+    assert is_run(block_ids) == (block_ids == list(range(block_ids[0], block_ids[0] + len(block_ids))) if block_ids else True)
+
+
+@given(st.integers(0, 100), st.integers(1, 50), st.integers(1, 500))
+def test_pieces_cover_everything_once(num_blocks: int, block_bytes: int, piece_bytes: int) -> None:
+    cut = list(pieces(num_blocks, block_bytes, piece_bytes))
+    assert [i for piece in cut for i in piece] == list(range(num_blocks))
+    assert all(len(piece) * block_bytes <= max(piece_bytes, block_bytes) for piece in cut)
