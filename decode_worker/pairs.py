@@ -135,7 +135,9 @@ class IncomingPairs:
         """Prefill workers that no proxy knows any more are lost; whether they have stopped is another matter."""
         present = {worker.epoch for worker in workers if worker.role == "prefill"}
         for pair in list(self._by_id.values()):
-            if pair.prefill_epoch not in present and not pair.lost:
+            if pair.prefill_epoch in present:
+                pair.lost = False  # it was only out of sight
+            elif not pair.lost:
                 pair.lost = True
                 self._on_pair_lost(pair.pair_id, f"{pair.prefill_worker_id} left the cluster", False)
                 self._on_prefill_lost(pair.prefill_epoch)

@@ -201,6 +201,7 @@ class DecodeScheduler:
         """One TokenBatch for each proxy that has sequences in the step."""
         step, self._step = self._step, []
         batches: dict[str, list[NewToken]] = {}
+        freed: list[Action] = []
         for sequence, token_id in zip(step, results, strict=True):
             sequence.in_step = False
             if sequence.ended:
@@ -215,12 +216,12 @@ class DecodeScheduler:
             batches.setdefault(sequence.request.proxy_id, []).append(token)
             if finish_reason is not None:
                 self.num_finished += 1
-                self._end(sequence)
+                freed += self._end(sequence)
         actions: list[Action] = [SendToProxy(proxy_id, TokenBatch(tokens)) for proxy_id, tokens in batches.items()]
         if len(self._running) > self._max_num_seqs:  # others wait for their turn: go round
             stepped = set(map(id, step))
             self._running.sort(key=lambda sequence: id(sequence) in stepped)
-        return actions + self._reserve()
+        return actions + freed + self._reserve()
 
     def on_step_failed(self, error: BaseException) -> list[Action]:
         step, self._step = self._step, []

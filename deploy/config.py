@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -15,6 +15,8 @@ from msgspec import Meta
 from engine.config import Device, Dtype
 from kv_transfer.handshake import ConnectorName
 from protocol.errors import ConfigError
+
+LogLevel = Literal["debug", "info", "warning", "error"]
 
 
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -46,7 +48,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64, description="tokenising threads of each proxy")] = 2
     request_timeout_s: Annotated[float, Meta(gt=0, description="seconds after which a request is given up")] = 600.0
     trust_remote_code: Annotated[bool, Meta(description="run model code that comes with the checkpoint")] = False
-    log_level: Annotated[str, Meta(pattern="^(debug|info|warning|error)$", description="of every process")] = "info"
+    log_level: Annotated[LogLevel, Meta(description="how much every process logs")] = "info"
 
     def num_threads(self) -> int:
         """Threads per worker: as told, or an equal share of the cores (two workers on a core each beat two on both)."""

@@ -116,6 +116,7 @@ class Launcher:
                 tokenizer_threads=config.tokenizer_threads,
                 request_timeout_s=config.request_timeout_s,
                 shutdown_grace_s=PROXY_GRACE_S,
+                log_level=config.log_level,
             )
             self._add(name, "proxy", proxy, folder, logs)
         for i in range(config.prefill):

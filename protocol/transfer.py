@@ -114,7 +114,10 @@ class ShipKV(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
 
 class FinishTransfer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Prefill to decode: every block has been announced by ShipKV; decoding goes on from `first_token_id`."""
+    """Prefill to decode: the prompt is computed and its last blocks are on their way; their ShipKV may follow.
+
+    Decoding goes on from `first_token_id` when every block is here.
+    """
 
     transfer_id: str
     num_prompt_tokens: int

@@ -1,6 +1,6 @@
 """Prompts to token ids, on a pool of threads: templates, tokenising, checking, packing. Never on the event loop.
 
-`encode_batch_fast` releases the GIL (`encode` holds it throughout; design.md section 8). No state of the tokeniser is
+`encode_batch_fast` releases the GIL (`encode` holds it throughout). No state of the tokeniser is
 changed, so threads share it.
 """
 
