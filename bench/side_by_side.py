@@ -109,9 +109,7 @@ def load(options: argparse.Namespace, rate: float, num_prompts: int) -> dict[str
             "--save-result", "--result-dir", folder, "--result-filename", "result.json",
         ]  # fmt: skip
         env = {**os.environ, "VLLM_TARGET_DEVICE": "cpu"}
-        subprocess.run(
-            command, check=True, env=env, timeout=600, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        subprocess.run(command, check=True, env=env, timeout=600, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         result = json.loads((Path(folder) / "result.json").read_text())
     return {name: round(float(result[name]), 2) for name in FIGURES}
 

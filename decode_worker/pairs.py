@@ -91,9 +91,7 @@ class IncomingPairs:
             connector, pair_id, self._store_server, self._blocks, self._host, lambda error: self._ready(pair_id, error)
         )
         pidfd = self._watch_process(pair_id, message) if message.host_id == host_id() else None
-        self._by_id[pair_id] = IncomingPair(
-            pair_id, message.prefill_worker_id, message.prefill_epoch, receiver, pidfd
-        )
+        self._by_id[pair_id] = IncomingPair(pair_id, message.prefill_worker_id, message.prefill_epoch, receiver, pidfd)
         self._send(pair_id, PairAccepted(pair_id, self._epoch, connector, params))
 
     def _watch_process(self, pair_id: str, message: OpenPair) -> int | None:
@@ -168,4 +166,3 @@ class IncomingPairs:
     def close(self) -> None:
         for pair in list(self._by_id.values()):
             self._forget(pair)
-

@@ -164,9 +164,7 @@ class DecodeScheduler:
 
     def on_prefill_lost(self, prefill_epoch: str) -> list[Action]:
         """Requests that still count on a prefill worker that is gone, whether or not it had begun their transfer."""
-        lost = [
-            s for s in self._by_request.values() if s.request.prefill_epoch == prefill_epoch and not s.block_table
-        ]
+        lost = [s for s in self._by_request.values() if s.request.prefill_epoch == prefill_epoch and not s.block_table]
         return [a for s in lost for a in self._end(s, WorkerLost("the prefill worker was lost"))]
 
     def on_tick(self, now: float) -> list[Action]:
@@ -305,7 +303,7 @@ class DecodeScheduler:
         return [refusal, *self._advance(transfer)]
 
     def _end(self, sequence: DecodeSequence, error: TandemError | None = None) -> list[Action]:
-        """Forget the request at once; its blocks follow when no step and no peer uses them. `error` goes to the proxy."""
+        """Forget the request at once; its blocks follow when no step and no peer uses them. The proxy gets `error`."""
         sequence.ended = True
         del self._by_request[sequence.key], self._by_transfer[sequence.transfer_id]
         actions: list[Action] = [_failure(sequence, error)] if error is not None else []

@@ -6,7 +6,6 @@ It answers with noise, fast: it is there to see the cluster work. `python -m dep
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -30,7 +29,7 @@ _MAX_MODEL_LEN = 2048
 
 
 def ensure_demo_model(on_progress: Callable[[str], None]) -> Path:
-    """The model's folder, made now if it is not there. Two launchers may race: the folder appears whole or not at all."""
+    """The model's folder, made now if it is not there. Launchers may race: it appears whole or not at all."""
     folder = cache_dir() / f"demo-model-v{VERSION}"
     if (folder / "config.json").exists():
         return folder
@@ -44,7 +43,7 @@ def ensure_demo_model(on_progress: Callable[[str], None]) -> Path:
             raise InternalError(f"the demo model could not be made: {made.stderr.strip().splitlines()[-1:]}")
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            os.replace(Path(scratch) / "model", folder)
+            (Path(scratch) / "model").replace(folder)
         except OSError:
             if not (folder / "config.json").exists():
                 raise

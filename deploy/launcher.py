@@ -199,7 +199,8 @@ class Launcher:
                     return
                 num_ready = sum(pair.state == "ready" for pair in pairs)
                 on_progress(
-                    f"{roles.count('prefill')}/{config.prefill} prefill, {roles.count('decode')}/{config.decode} decode, "
+                    f"{roles.count('prefill')}/{config.prefill} prefill, "
+                    f"{roles.count('decode')}/{config.decode} decode, "
                     f"{num_ready}/{config.prefill * config.decode} pairs"
                 )
                 if num_ready == config.prefill * config.decode and await self._all_proxies_answer():

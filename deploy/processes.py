@@ -93,6 +93,6 @@ class ChildProcess:
                 os.kill(self.pid, number)
 
     def last_error(self) -> str | None:
-        """The last line of its log that says `error: ...`, which is how a process reports what the operator can mend."""
+        """The last line of its log that says `error: ...`: so a process reports what the operator can mend."""
         lines = self.log_file.read_text(errors="replace").splitlines()
         return next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)

@@ -32,7 +32,9 @@ class _SingleTokens:
     pool_rows: torch.Tensor  # [num_layers, 2, num_seqs * max_blocks]
     num_context_tokens: torch.Tensor  # [num_seqs], the new token included
     max_blocks: int
-    masks: dict[int, torch.Tensor] = field(default_factory=dict)  # by sliding window: [num_seqs, max_blocks, 1, 1, size]
+    masks: dict[int, torch.Tensor] = field(
+        default_factory=dict
+    )  # by sliding window: [num_seqs, max_blocks, 1, 1, size]
 
 
 @dataclass

@@ -32,7 +32,8 @@ class KVPool:
         needed = -(-loaded.max_model_len // layout.block_size)
         if self.num_blocks < needed:
             raise ConfigError(
-                f"a KV cache of {config.kv_cache_bytes / 2**30:.2f} GiB holds {self.num_blocks * layout.block_size} tokens, "
+                f"a KV cache of {config.kv_cache_bytes / 2**30:.2f} GiB "
+                f"holds {self.num_blocks * layout.block_size} tokens, "
                 f"one sequence may have {loaded.max_model_len}: raise --kv-cache-gib to at least "
                 f"{needed * self.block_bytes / 2**30:.2f} or lower --max-model-len"
             )

@@ -136,7 +136,7 @@ def _resolve_max_model_len(config: EngineConfig, text_config: Any) -> int:
 
 
 def _model_id(name: str, model_config: Any) -> str:
-    """Equal for equal checkpoints: the config, and the names and sizes of the weight files where they lie in a folder."""
+    """Equal for equal checkpoints: the config, and for a folder the names and sizes of its weight files."""
     folder = Path(name)
     if not folder.is_dir():
         return f"{name}@{getattr(model_config, '_commit_hash', None) or 'main'}"

@@ -73,7 +73,7 @@ def _new_group(backend: str, store: dist.Store, rank: int, host: str) -> dist.Pr
 class _ProcessGroupEnd:
     """What both ends share: the group, a thread, and the cutting of a job into pieces.
 
-    The group is built on the thread, so the caller does not wait; jobs queue behind it, and `on_ready` tells how it went.
+    The group is built on the thread, so the caller does not wait; jobs queue behind it; `on_ready` tells how it went.
     """
 
     _rank: ClassVar[int]
@@ -104,10 +104,7 @@ class _ProcessGroupEnd:
         self._move(group, byte, CONNECT_TIMEOUT_S)
 
     def _move(self, group: dist.ProcessGroup, data: torch.Tensor, timeout_s: float) -> None:
-        if self._rank == _SENDER:
-            work = group.send([data], _RECEIVER, 0)
-        else:
-            work = group.recv([data], _SENDER, 0)
+        work = group.send([data], _RECEIVER, 0) if self._rank == _SENDER else group.recv([data], _SENDER, 0)
         work.wait(timedelta(seconds=timeout_s))
         if self._backend == "nccl":
             torch.cuda.current_stream(data.device).synchronize()
@@ -155,8 +152,10 @@ class ProcessGroupReceiver(_ProcessGroupEnd):
         for piece in pieces(len(dst), self._blocks.shape[1], PIECE_BYTES):
             ids = dst[piece.start : piece.stop]
             direct = is_run(ids)
-            data = self._blocks[ids[0] : ids[0] + len(ids)] if direct else self._blocks.new_empty(
-                (len(ids), self._blocks.shape[1])
+            data = (
+                self._blocks[ids[0] : ids[0] + len(ids)]
+                if direct
+                else self._blocks.new_empty((len(ids), self._blocks.shape[1]))
             )
             if self._group is None:
                 raise KVTransferFailed("the pair was closed")

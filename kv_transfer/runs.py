@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 
 def is_run(block_ids: Sequence[int]) -> bool:
     """Whether the ids are adjacent and ascending, so that the blocks are one contiguous range of the pool."""
-    return all(b == a + 1 for a, b in zip(block_ids, block_ids[1:], strict=False))
+    return all(b == a + 1 for a, b in itertools.pairwise(block_ids))
 
 
 def paired_runs(src: Sequence[int], dst: Sequence[int]) -> Iterator[tuple[int, int, int]]:

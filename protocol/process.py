@@ -1,4 +1,4 @@
-"""The frame of every worker process: logging, one uvloop, SIGTERM to stop, exit code 2 for what the operator can mend."""
+"""The frame of every worker process: logging, one uvloop, SIGTERM to stop, exit code 2 for a wrong configuration."""
 
 from __future__ import annotations
 

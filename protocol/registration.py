@@ -75,7 +75,11 @@ class Registration:
         identity = f"{self._register.worker.worker_id}:{self._register.worker.epoch}".encode()
         for link in self._links:
             link.socket = DealerSocket(
-                self._context, link.endpoint, codec, lambda message, link=link: self._on_message(link, message), identity
+                self._context,
+                link.endpoint,
+                codec,
+                lambda message, link=link: self._on_message(link, message),
+                identity,
             )
             link.socket.send(self._register)
         self._task = asyncio.get_running_loop().create_task(self._beat())

@@ -1,4 +1,4 @@
-"""The life of a sequence between proxy and workers: `Dispatcher.generate`, top to bottom, in the order of docs/request_journey.md.
+"""The life of a sequence between proxy and workers: read `Dispatcher.generate` beside docs/request_journey.md.
 
 Owns the table of running requests. Every entry leaves it in `generate`'s finally, where the workers that may still hold
 something for it are told to abort.

@@ -1,7 +1,7 @@
 """One HTTP request for generation, from rendering to the last piece of text; streamed and whole answers share it.
 
-`Generation.deltas` is the path of docs/request_journey.md as the proxy sees it: render, admit, dispatch, detokenise, watch
-for stop strings. Closing the generator at any point aborts whatever is under way.
+`Generation.deltas` is the path of docs/request_journey.md as the proxy sees it: render, admit, dispatch, detokenise,
+watch for stop strings. Closing the generator at any point aborts whatever is under way.
 """
 
 from __future__ import annotations

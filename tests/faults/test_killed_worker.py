@@ -14,7 +14,9 @@ import pytest
 from tests.cluster import MODEL, Cluster
 
 
-def _stream_until_error(cluster: Cluster, prompt_length: int, started: threading.Event, result: dict[str, object]) -> None:
+def _stream_until_error(
+    cluster: Cluster, prompt_length: int, started: threading.Event, result: dict[str, object]
+) -> None:
     body = {"model": MODEL, "prompt": [9] * prompt_length, "max_tokens": 1200, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=30) as answer:
         result["status"] = answer.status_code

@@ -14,7 +14,32 @@ from transformers import AutoModelForCausalLM
 from tests.cluster import MODEL, Cluster
 
 NUM_NEW_TOKENS = 24
-LENGTHS = [1, 2, 3, 5, 17, 63, 64, 65, 100, 127, 128, 129, 190, 256, 300, 333, 400, 512, 600, 777, 900, 1024, 1200, 1500]
+LENGTHS = [
+    1,
+    2,
+    3,
+    5,
+    17,
+    63,
+    64,
+    65,
+    100,
+    127,
+    128,
+    129,
+    190,
+    256,
+    300,
+    333,
+    400,
+    512,
+    600,
+    777,
+    900,
+    1024,
+    1200,
+    1500,
+]
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +72,7 @@ def expected(demo_model: Path, prompts: list[list[int]]) -> list[list[int]]:
         pytest.param(["--prefill", "2", "--decode", "2", "--block-size", "32"], id="auto-2-prefill-2-decode"),
     ],
 )
-def test_greedy_equals_generate(
-    arguments: list[str], prompts: list[list[int]], expected: list[list[int]]
-) -> None:
+def test_greedy_equals_generate(arguments: list[str], prompts: list[list[int]], expected: list[list[int]]) -> None:
     with Cluster("--dtype", "float32", *arguments) as cluster, httpx.Client(timeout=60) as client:
 
         def complete(prompt: list[int]) -> list[int]:

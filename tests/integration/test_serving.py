@@ -41,7 +41,13 @@ def test_the_openai_client_works(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_a_stream_concatenates_to_the_whole(client: openai.OpenAI, seed: int) -> None:
     """The noise of the demo model is full of cut multi-byte characters, which is what this needs."""
-    wanted: dict[str, Any] = dict(model=MODEL, prompt="日本語 and 🌍👩‍🚀 — ", max_tokens=120, seed=seed, temperature=1.5)
+    wanted: dict[str, Any] = {
+        "model": MODEL,
+        "prompt": "日本語 and 🌍👩‍🚀 — ",
+        "max_tokens": 120,
+        "seed": seed,
+        "temperature": 1.5,
+    }
     whole = client.completions.create(**wanted)
     pieces, usage = [], None
     for chunk in client.completions.create(**wanted, stream=True, stream_options={"include_usage": True}):
@@ -52,7 +58,14 @@ def test_a_stream_concatenates_to_the_whole(client: openai.OpenAI, seed: int) ->
 
 
 def test_usage_is_exact_and_ends_are_named(cluster: Cluster) -> None:
-    body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 9, "ignore_eos": True, "return_token_ids": True, "seed": 1}
+    body = {
+        "model": MODEL,
+        "prompt": [5, 6, 7],
+        "max_tokens": 9,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "seed": 1,
+    }
     content = post(cluster, body).json()
     assert content["usage"] == {"prompt_tokens": 3, "completion_tokens": 9, "total_tokens": 12}
     choice = content["choices"][0]

@@ -40,6 +40,8 @@ def test_percentile_is_linear_between_neighbours() -> None:
     assert percentile([1.0, 2.0, 3.0, 4.0], 99) == pytest.approx(3.97)
 
 
-@pytest.mark.parametrize(("value", "better", "met"), [(1.0, "lower", True), (3.0, "lower", False), (3.0, "higher", True)])
+@pytest.mark.parametrize(
+    ("value", "better", "met"), [(1.0, "lower", True), (3.0, "lower", False), (3.0, "higher", True)]
+)
 def test_aims(value: float, better: str, met: bool) -> None:
     assert Aim.of("x", value, 2.0, better).met is met  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Random orders of allocation, release and quarantine: each block has one owner, and only its owner's events free it."""
+"""Random orders of allocation, release and quarantine: each block has one owner, whose events alone free it."""
 
 from __future__ import annotations
 

@@ -39,6 +39,13 @@ def test_every_field_is_a_flag_with_a_description() -> None:
     descriptions = field_descriptions()
     assert set(descriptions) == set(ClusterConfig.__struct_fields__)
     assert all(descriptions.values())
-    arguments = _parser().parse_args(["up", "--model", "m", "--prefill", "2", "--kv-cache-gib", "0.5", "--trust-remote-code"])
-    assert (arguments.model, arguments.prefill, arguments.kv_cache_gib, arguments.trust_remote_code) == ("m", 2, 0.5, True)
+    arguments = _parser().parse_args(
+        ["up", "--model", "m", "--prefill", "2", "--kv-cache-gib", "0.5", "--trust-remote-code"]
+    )
+    assert (arguments.model, arguments.prefill, arguments.kv_cache_gib, arguments.trust_remote_code) == (
+        "m",
+        2,
+        0.5,
+        True,
+    )
     assert "decode" not in arguments, "what was not given must not override the file"

@@ -32,11 +32,11 @@ from protocol.generation import SamplingParams
 
 torch.set_num_threads(1)
 
-COMMON: dict[str, Any] = dict(
-    vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4,
-    num_key_value_heads=2, head_dim=16, max_position_embeddings=256, initializer_range=0.2, tie_word_embeddings=False,
-    bos_token_id=None, eos_token_id=None, pad_token_id=0,
-)  # fmt: skip
+COMMON: dict[str, Any] = {
+    "vocab_size": 320, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 256, "initializer_range": 0.2,
+    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
 MODELS = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "mistral": (MistralForCausalLM, MistralConfig, {"sliding_window": 16}),

@@ -22,7 +22,15 @@ from engine.block_manager import BlockManager
 from prefill_worker.actions import SendToDecode, Ship
 from prefill_worker.actions import SendToProxy as PrefillSendToProxy
 from prefill_worker.scheduler import PrefillScheduler
-from protocol.dispatch import AbortRequest, DecodeReserved, FirstToken, PrepareDecode, RequestFailed, StartPrefill, TokenBatch
+from protocol.dispatch import (
+    AbortRequest,
+    DecodeReserved,
+    FirstToken,
+    PrepareDecode,
+    RequestFailed,
+    StartPrefill,
+    TokenBatch,
+)
 from protocol.errors import ErrorInfo, KVTransferFailed, WorkerLost
 from protocol.generation import SamplingParams, StopConditions
 from protocol.token_ids import pack_token_ids
@@ -340,9 +348,13 @@ TestHandover.settings = settings(
 
 
 def _random_schedule(seed: int) -> Handover:
-    """Longer and denser than hypothesis' own search: what is enabled runs with these odds, until 250 events are done."""
+    """Longer and denser than hypothesis' own search: what is enabled runs with these odds, 250 times."""
     rng = random.Random(seed)
     machine = Handover()
+
+    def token() -> int:
+        return rng.choice([3] * 9 + [EOS])
+
     events = [
         (3, lambda: machine.num_requests < 30, lambda: machine.start(rng.randint(1, 20), rng.randint(1, 9))),
         (1, lambda: machine.num_requests, lambda: machine._abort(f"r{rng.randint(1, machine.num_requests)}")),
@@ -354,9 +366,9 @@ def _random_schedule(seed: int) -> Handover:
         (4, lambda: machine.receives, machine.receive),
         (0.2, lambda: not machine.pair_closing, machine.break_pair),
         (6, lambda: not machine.prefill_step, machine.begin_prefill_step),
-        (6, lambda: machine.prefill_step, lambda: machine.end_prefill_step(rng.choice([3] * 9 + [EOS]), rng.random() < 0.02)),
+        (6, lambda: machine.prefill_step, lambda: machine.end_prefill_step(token(), rng.random() < 0.02)),
         (6, lambda: not machine.decode_step, machine.begin_decode_step),
-        (6, lambda: machine.decode_step, lambda: machine.end_decode_step(rng.choice([3] * 9 + [EOS]), rng.random() < 0.02)),
+        (6, lambda: machine.decode_step, lambda: machine.end_decode_step(token(), rng.random() < 0.02)),
         (0.5, lambda: True, lambda: machine.tick(rng.choice([0.1, 1.0, 10.0]))),
     ]  # fmt: skip
     for _ in range(250):

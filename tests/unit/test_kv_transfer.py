@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import random
@@ -45,7 +46,9 @@ class Outcomes:
 def pool_file() -> Iterator[tuple[int, torch.Tensor]]:
     fd = os.memfd_create("test-pool")
     os.ftruncate(fd, NUM_BLOCKS * BLOCK_BYTES)
-    mapped = torch.from_file(f"/proc/{os.getpid()}/fd/{fd}", shared=True, size=NUM_BLOCKS * BLOCK_BYTES, dtype=torch.uint8)
+    mapped = torch.from_file(
+        f"/proc/{os.getpid()}/fd/{fd}", shared=True, size=NUM_BLOCKS * BLOCK_BYTES, dtype=torch.uint8
+    )
     yield fd, mapped.view(NUM_BLOCKS, BLOCK_BYTES)
     os.close(fd)
 
@@ -161,13 +164,15 @@ def test_runs_cover_everything_once_and_are_maximal(src: list[int], rng: random.
     runs = list(paired_runs(src, dst)) if src else []
     flat = [(s + i, d + i) for s, d, count in runs for i in range(count)]
     assert flat == list(zip(src, dst, strict=True))
-    for (s1, d1, c1), (s2, d2, _) in zip(runs, runs[1:], strict=False):
+    for (s1, d1, c1), (s2, d2, _) in itertools.pairwise(runs):
         assert (s1 + c1, d1 + c1) != (s2, d2)
 
 
 @given(ids)
 def test_is_run(block_ids: list[int]) -> None:
-    assert is_run(block_ids) == (block_ids == list(range(block_ids[0], block_ids[0] + len(block_ids))) if block_ids else True)
+    assert is_run(block_ids) == (
+        block_ids == list(range(block_ids[0], block_ids[0] + len(block_ids))) if block_ids else True
+    )
 
 
 @given(st.integers(0, 100), st.integers(1, 50), st.integers(1, 500))

@@ -49,7 +49,9 @@ params_strategy = st.builds(
 
 
 @settings(max_examples=60, deadline=None)
-@given(rows=st.lists(st.tuples(params_strategy, st.integers(0, 100_000)), min_size=1, max_size=8), noise=st.integers(0, 99))
+@given(
+    rows=st.lists(st.tuples(params_strategy, st.integers(0, 100_000)), min_size=1, max_size=8), noise=st.integers(0, 99)
+)
 def test_each_row_equals_the_reference(rows: list[tuple[SamplingParams, int]], noise: int) -> None:
     logits = torch.randn(len(rows), 50, generator=torch.Generator().manual_seed(noise)) * 3
     chosen = sample(logits, [params for params, _ in rows], [position for _, position in rows])
