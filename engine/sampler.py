@@ -31,40 +31,56 @@ def _splitmix64(state: int) -> int:
 def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
     """One token id per row of `logits` [num_rows, vocab_size]; `positions` are those of the tokens to be."""
     greedy: list[int] = logits.argmax(-1).tolist()
-    rows = [i for i, p in enumerate(params) if p.temperature > 0]
-    if not rows:
-        return greedy
-    index = torch.tensor(rows, device=logits.device)
-    chosen = _sample_rows(
-        logits.index_select(0, index).float(), [params[i] for i in rows], [positions[i] for i in rows]
-    )
-    for row, token_id in zip(rows, chosen, strict=True):
-        greedy[row] = token_id
-    return greedy
+    # Rows with and without a filter take their numbers through the vocabulary in different orders, so they are apart:
+    # a row must not depend on what else is in the batch.
+    plain = [i for i, p in enumerate(params) if p.temperature > 0 and not _is_filtered(p)]
+    filtered = [i for i, p in enumerate(params) if p.temperature > 0 and _is_filtered(p)]
+    chosen = greedy
+    for rows, choose in ((plain, _sample_plain), (filtered, _sample_filtered)):
+        if rows:
+            scaled, u = _scale(logits, rows, params, positions)
+            for row, token_id in zip(rows, choose(scaled, u, [params[i] for i in rows]), strict=True):
+                chosen[row] = token_id
+    return chosen
 
 
-def _sample_rows(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> list[int]:
-    device, vocab_size = logits.device, logits.shape[-1]
-    column = lambda values, dtype: torch.tensor(values, dtype=dtype, device=device)[:, None]  # noqa: E731
-    logits = logits / column([p.temperature for p in params], torch.float32)
-    u = column([uniform(p.seed, position) for p, position in zip(params, positions, strict=True)], torch.float64)
-    filtered = any(p.top_k or p.top_p < 1.0 for p in params)
-    order: torch.Tensor | None = None
-    if filtered:
-        # Stable, so that equal logits keep one order whatever the batch.
-        logits, order = logits.sort(dim=-1, descending=True, stable=True)
-    probs = logits.softmax(-1).double()
-    if filtered:
-        ranks = torch.arange(vocab_size, device=device)
-        keep = ranks < column([p.top_k or vocab_size for p in params], torch.int64)
-        probs = probs * keep
-        probs = probs / probs.sum(-1, keepdim=True)
-        # Nucleus sampling (Holtzman et al., ICLR 2020): the fewest tokens whose mass reaches top_p.
-        before = probs.cumsum(-1) - probs
-        probs = probs * (before < column([p.top_p for p in params], torch.float64))
+def _is_filtered(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1.0
+
+
+def _scale(
+    logits: torch.Tensor, rows: list[int], params: Sequence[SamplingParams], positions: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows' logits over their temperature [num_rows, vocab_size], and their uniform numbers [num_rows, 1]."""
+    device = logits.device
+    temperatures = torch.tensor([params[i].temperature for i in rows], device=device)[:, None]
+    numbers = [uniform(params[i].seed, positions[i]) for i in rows]
+    scaled = logits.index_select(0, torch.tensor(rows, device=device)).float() / temperatures
+    return scaled, torch.tensor(numbers, dtype=torch.float64, device=device)[:, None]
+
+
+def _pick(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Where the cumulative sum of each row passes its number, [num_rows, 1]."""
     cumulative = probs.cumsum(-1)
-    picked = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True).clamp_(max=vocab_size - 1)
-    if order is not None:
-        picked = order.gather(-1, picked)
-    chosen: list[int] = picked[:, 0].tolist()
+    picked = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)
+    return picked.clamp_(max=probs.shape[-1] - 1)
+
+
+def _sample_plain(logits: torch.Tensor, u: torch.Tensor, params: list[SamplingParams]) -> list[int]:
+    chosen: list[int] = _pick(logits.softmax(-1).double(), u)[:, 0].tolist()
+    return chosen
+
+
+def _sample_filtered(logits: torch.Tensor, u: torch.Tensor, params: list[SamplingParams]) -> list[int]:
+    """By falling probability, the most likely first; the sort is stable, so equal logits keep one order."""
+    device, vocab_size = logits.device, logits.shape[-1]
+    logits, order = logits.sort(dim=-1, descending=True, stable=True)
+    probs = logits.softmax(-1).double()
+    top_k = torch.tensor([p.top_k or vocab_size for p in params], device=device)[:, None]
+    probs = probs * (torch.arange(vocab_size, device=device) < top_k)
+    probs = probs / probs.sum(-1, keepdim=True)
+    # Nucleus sampling (Holtzman et al., ICLR 2020): the fewest tokens whose mass reaches top_p.
+    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)[:, None]
+    probs = probs * (probs.cumsum(-1) - probs < top_p)
+    chosen: list[int] = order.gather(-1, _pick(probs, u))[:, 0].tolist()
     return chosen

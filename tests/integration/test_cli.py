@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import subprocess
 from pathlib import Path
@@ -27,12 +28,12 @@ def refused(*arguments: str) -> str:
 
 
 def test_wrong_model_path(tmp_path: Path) -> None:
-    assert "does not exist" in refused("--model", str(tmp_path / "nowhere"))
+    assert "no model folder" in refused("--model", str(tmp_path / "nowhere"))
 
 
-def test_unsupported_architecture(tmp_path: Path) -> None:
+def test_unsupported_architecture(tmp_path: Path, demo_model: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
-    (tmp_path / "tokenizer.json").write_text("{}")
+    shutil.copy(demo_model / "tokenizer.json", tmp_path)
     assert "cannot be served" in refused("--model", str(tmp_path))
 
 

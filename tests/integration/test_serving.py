@@ -125,7 +125,7 @@ def test_n_and_lists_of_prompts_give_numbered_choices(cluster: Cluster) -> None:
         ({"model": MODEL, "prompt": ""}, 400, "empty"),
         ({"model": MODEL, "prompt": []}, 400, "empty"),
         ({"model": MODEL, "prompt": [1, 99999]}, 400, "99999"),
-        ({"model": MODEL, "prompt": [-1]}, 400, "-1"),
+        ({"model": MODEL, "prompt": [-1]}, 400, ">= 0"),
         ({"model": MODEL, "prompt": [5] * 3000}, 400, "2048"),
         ({"model": MODEL, "prompt": "word " * 200_000}, 400, "2048"),
         ({"model": MODEL, "prompt": [5] * 2000, "max_tokens": 100}, 400, "2048"),

@@ -33,7 +33,11 @@ def _encodable(message: msgspec.Struct) -> bool:
     """msgpack integers have 64 bits; NaN is not equal to itself."""
     try:
         encoded = msgspec.msgpack.encode(message)
-    except (OverflowError, UnicodeEncodeError):
+    except (
+        OverflowError,
+        UnicodeEncodeError,
+        TypeError,
+    ):  # TypeError: hypothesis takes a default's factory for a value
         return False
     return message == message and msgspec.msgpack.decode(encoded, type=type(message)) == message
 
@@ -55,7 +59,7 @@ def test_cut_messages_are_refused(data: st.DataObject) -> None:
 
 def test_unknown_fields_and_directions_are_refused() -> None:
     start = StartPrefill("p", "r", "t", b"", SamplingParams(), StopConditions(1), None, None, 1.0)
-    fields = msgspec.to_builtins(start) | {"type": "StartPrefill"}
+    fields = msgspec.msgpack.decode(msgspec.msgpack.encode(start))
     codec: Codec[ToPrefill] = Codec(ToPrefill)
     with pytest.raises(ProtocolError, match="extra"):
         codec.decode(msgspec.msgpack.encode(fields | {"extra": 1}))
