@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import secrets
-from functools import partial
 
 import msgspec
 
@@ -193,9 +192,14 @@ class DecodeWorker:
                 case SendToPrefill():
                     self._send_to_prefill(action.pair_id, action.message)
                 case Receive():
-                    done = partial(self._loop.call_soon_threadsafe, self._on_received, action)
-                    self._pairs.receive(action.pair_id, action.block_ids, done)
+                    self._receive(action)
         self._start_step()
+
+    def _receive(self, action: Receive) -> None:
+        def done(error: KVTransferFailed | None) -> None:
+            self._loop.call_soon_threadsafe(self._on_received, action, error)
+
+        self._pairs.receive(action.pair_id, action.block_ids, done)
 
     def _send_to_prefill(self, pair_id: str, message: msgspec.Struct) -> None:
         if not self._router.send(pair_id.encode(), message):

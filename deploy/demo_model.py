@@ -65,7 +65,7 @@ def make_demo_model(folder: Path) -> None:
 
     folder.mkdir(parents=True)
     end_id = _write_tokenizer(folder)
-    config = {
+    config: dict[str, object] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "bfloat16",

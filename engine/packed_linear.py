@@ -25,7 +25,7 @@ def pack_linears(model: nn.Module) -> None:
 
     Does nothing where this build of torch has no oneDNN.
     """
-    if not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
+    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
         return
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

@@ -10,10 +10,16 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    PrefixStore,
+    ProcessGroup,
+    Store,
+    TCPStore,
+)  # typed here, not where it is exported
+from torch.distributed import ProcessGroupGloo, ProcessGroupNCCL
 
 from kv_transfer.connector import OnDone
 from kv_transfer.job_thread import JobThread
@@ -38,35 +44,31 @@ class StoreServer:
             listener.listen(128)
             port = listener.getsockname()[1]
             fd = listener.detach()  # the store closes it
-        self._store = dist.TCPStore(
-            host, port, None, True, timedelta(seconds=CONNECT_TIMEOUT_S), False, master_listen_fd=fd
-        )
+        self._store = TCPStore(host, port, None, True, timedelta(seconds=CONNECT_TIMEOUT_S), False, master_listen_fd=fd)
         self.host = host
         self.port: int = port
 
-    def store(self, pair_id: str) -> dist.Store:
-        return dist.PrefixStore(pair_id, self._store)
+    def store(self, pair_id: str) -> Store:
+        return PrefixStore(pair_id, self._store)
 
 
-def connect_store(pair_id: str, params: ConnectorParams) -> dist.Store:
+def connect_store(pair_id: str, params: ConnectorParams) -> Store:
     """The decode worker's store, as the prefill worker sees it."""
-    client = dist.TCPStore(
-        params.store_host, params.store_port, None, False, timedelta(seconds=CONNECT_TIMEOUT_S), False
-    )
-    return dist.PrefixStore(pair_id, client)
+    client = TCPStore(params.store_host, params.store_port, None, False, timedelta(seconds=CONNECT_TIMEOUT_S), False)
+    return PrefixStore(pair_id, client)
 
 
-def _new_group(backend: str, store: dist.Store, rank: int, host: str) -> dist.ProcessGroup:
+def _new_group(backend: str, store: Store, rank: int, host: str) -> ProcessGroup:
     timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     if backend == "gloo":
-        options = dist.ProcessGroupGloo._Options()
+        options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]  # never by this machine's own name
-        return dist.ProcessGroupGloo(store, rank, 2, options)
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]  # never by this machine's own name
+        return cast(ProcessGroup, ProcessGroupGloo(store, rank, 2, options))
     if backend == "nccl":
-        nccl_options = dist.ProcessGroupNCCL.Options()
+        nccl_options = ProcessGroupNCCL.Options()
         nccl_options._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, 2, nccl_options)
+        return cast(ProcessGroup, ProcessGroupNCCL(store, rank, 2, nccl_options))
     raise KVTransferFailed(f"unknown process group backend {backend!r}; known are gloo and nccl")
 
 
@@ -82,7 +84,7 @@ class _ProcessGroupEnd:
         self,
         name: str,
         backend: str,
-        open_store: Callable[[], dist.Store],
+        open_store: Callable[[], Store],
         host: str,
         blocks: torch.Tensor,
         on_ready: OnDone,
@@ -90,7 +92,7 @@ class _ProcessGroupEnd:
         self._blocks = blocks  # uint8 [num_blocks, block_bytes]
         self._backend = backend
         self._thread = JobThread(name)
-        self._group: dist.ProcessGroup | None = None
+        self._group: ProcessGroup | None = None
 
         def build() -> None:
             self._group = _new_group(backend, open_store(), self._rank, host)
@@ -98,12 +100,12 @@ class _ProcessGroupEnd:
 
         self._thread.submit(build, on_ready)
 
-    def _handshake(self, group: dist.ProcessGroup) -> None:
+    def _handshake(self, group: ProcessGroup) -> None:
         """One byte across, so that a pair is ready only when its data path has been used (gloo connects lazily)."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self._blocks.device)
         self._move(group, byte, CONNECT_TIMEOUT_S)
 
-    def _move(self, group: dist.ProcessGroup, data: torch.Tensor, timeout_s: float) -> None:
+    def _move(self, group: ProcessGroup, data: torch.Tensor, timeout_s: float) -> None:
         work = group.send([data], _RECEIVER, 0) if self._rank == _SENDER else group.recv([data], _SENDER, 0)
         work.wait(timedelta(seconds=timeout_s))
         if self._backend == "nccl":

@@ -10,7 +10,6 @@ import asyncio
 import logging
 import os
 import secrets
-from functools import partial
 
 from engine.block_manager import BlockManager
 from engine.engine_thread import EngineThread
@@ -192,7 +191,10 @@ class PrefillWorker:
         announces_first = pair.sender.announces_first
         if announces_first:
             self._announce(action)
-        done = partial(self._loop.call_soon_threadsafe, self._on_shipped, action, not announces_first)
+
+        def done(error: KVTransferFailed | None) -> None:
+            self._loop.call_soon_threadsafe(self._on_shipped, action, not announces_first, error)
+
         pair.sender.send(action.src_block_ids, action.dst_block_ids, done)
 
     def _announce(self, action: Ship) -> None:

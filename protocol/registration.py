@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import zmq
@@ -78,7 +79,7 @@ class Registration:
                 self._context,
                 link.endpoint,
                 codec,
-                lambda message, link=link: self._on_message(link, message),
+                partial(self._on_message, link),
                 identity,
             )
             link.socket.send(self._register)
