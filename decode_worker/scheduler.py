@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from decode_worker.actions import Action, Receive, SendToPrefill, SendToProxy
 from decode_worker.transfer import IncomingTransfer
-from engine.batch import BatchItem
+from engine.batch import Batch, BatchItem, ItemOutput, Sample
 from engine.block_manager import BlockManager
 from protocol.dispatch import DecodeReserved, NewToken, PrepareDecode, RequestFailed, TokenBatch
 from protocol.errors import (
@@ -178,7 +178,7 @@ class DecodeScheduler:
 
     # ---- steps
 
-    def schedule(self) -> list[BatchItem]:
+    def schedule(self) -> Batch:
         """One new token for each running sequence, oldest first."""
         assert not self._step, "one step at a time"
         self._step = self._running[: self._max_num_seqs]
@@ -190,27 +190,27 @@ class DecodeScheduler:
                     token_ids=[sequence.last_token_id],
                     start=sequence.num_tokens - 1,
                     block_table=sequence.block_table,
-                    sampling=sequence.request.sampling,
+                    samples=[Sample(sequence.request.sampling)],
                 )
             )
-        return items
+        return Batch(items)
 
-    def on_step(self, results: list[int | None]) -> list[Action]:
+    def on_step(self, results: list[ItemOutput]) -> list[Action]:
         """One TokenBatch for each proxy that has sequences in the step."""
         step, self._step = self._step, []
         batches: dict[str, list[NewToken]] = {}
         freed: list[Action] = []
-        for sequence, token_id in zip(step, results, strict=True):
+        for sequence, output in zip(step, results, strict=True):
             sequence.in_step = False
             if sequence.ended:
                 self._release(sequence)
                 continue
-            assert token_id is not None
-            sequence.last_token_id = token_id
+            (sampled,) = output.tokens
+            token_id = sequence.last_token_id = sampled.token_id
             sequence.num_tokens += 1
             sequence.num_generated += 1
             finish_reason = sequence.request.stop.check(token_id, sequence.num_generated)
-            token = NewToken(sequence.request.request_id, token_id, finish_reason)
+            token = NewToken(sequence.request.request_id, sampled, finish_reason)
             batches.setdefault(sequence.request.proxy_id, []).append(token)
             if finish_reason is not None:
                 self.num_finished += 1

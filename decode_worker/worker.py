@@ -17,6 +17,7 @@ from decode_worker.actions import Action, Receive, SendToPrefill, SendToProxy
 from decode_worker.config import DecodeConfig
 from decode_worker.pairs import IncomingPairs
 from decode_worker.scheduler import DecodeScheduler
+from engine.batch import ItemOutput
 from engine.block_manager import BlockManager
 from engine.engine_thread import EngineThread
 from engine.kv_pool import KVPool
@@ -208,12 +209,12 @@ class DecodeWorker:
     def _start_step(self) -> None:
         if self._stepping:
             return
-        items = self._scheduler.schedule()
-        if items:
+        batch = self._scheduler.schedule()
+        if batch.items:
             self._stepping = True
-            self._engine.submit(items, self._on_step)
+            self._engine.submit(batch, self._on_step)
 
-    def _on_step(self, results: list[int | None] | None, error: BaseException | None, step_time_s: float) -> None:
+    def _on_step(self, results: list[ItemOutput] | None, error: BaseException | None, step_time_s: float) -> None:
         self._stepping = False
         self._step_time_s = step_time_s
         if results is None:

@@ -1,215 +1,72 @@
-"""Paged attention behind transformers' attention interface, one implementation for CPU and CUDA.
+"""Paged attention behind transformers' attention interface.
 
-The tokens of all sequences of a step lie flat in one row. `AttentionMetadata` says, once per step for all layers,
-where each token's keys and values go in the pool and what each query may see. Sequences with one new token are
-batched; longer chunks run one by one, on their own fresh keys where the chunk begins the sequence.
+The tokens of all sequences of a step lie flat in one row. A `StepAttention` is made once per step for all layers; it
+knows where each token's keys and values go in the pool and what each query may see. There is one per kind of device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from engine.batch import BatchItem
-
-if TYPE_CHECKING:
-    from engine.kv_pool import KVPool
-
 ATTENTION_NAME = "tandem_paged"
-_NO_WINDOW = 0
+NO_WINDOW = 0
 
 
-@dataclass
-class _SingleTokens:
-    """Sequences with one new token each, whose contexts are of similar length (in blocks)."""
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """What a model asks of one layer's attention.
 
-    token_rows: torch.Tensor  # [num_seqs]: which tokens of the step
-    pool_rows: torch.Tensor  # [num_layers, 2, num_seqs * max_blocks]
-    num_context_tokens: torch.Tensor  # [num_seqs], the new token included
-    max_blocks: int
-    masks: dict[int, torch.Tensor] = field(
-        default_factory=dict
-    )  # by sliding window: [num_seqs, max_blocks, 1, 1, size]
+    window: how many tokens, its own included, a query sees; NO_WINDOW for all. softcap: scores become
+    `softcap * tanh(score / softcap)`, 0 for not. sinks: [num_heads], logits that take part in the softmax and have no
+    value (attention sinks), or None.
+    """
 
-
-@dataclass
-class _Chunk:
-    """Several new tokens of one sequence."""
-
-    first_token: int
-    num_tokens: int
-    start: int
-    pool_rows: torch.Tensor | None  # [num_layers, 2, num_blocks]; None when the chunk begins the sequence
-    masks: dict[int, torch.Tensor] = field(default_factory=dict)  # by sliding window: [num_tokens, num_context_tokens]
+    scale: float
+    window: int = NO_WINDOW
+    softcap: float = 0.0
+    sinks: torch.Tensor | None = None
 
 
-class AttentionMetadata:
-    """Everything that attention needs to know of one step; see the module's docstring."""
+class StepAttention(Protocol):
+    """One step's attention, in all layers."""
 
-    def __init__(self, pool: KVPool, items: Sequence[BatchItem]) -> None:
-        self.pool = pool
-        device = pool.tensor.device
-        _, num_layers, _, num_kv_heads, block_size, _ = pool.tensor.shape
-        # Row of a block's keys in layer 0; each layer has two rows, keys then values.
-        rows_per_block = 2 * num_layers
-        self._layer_rows = torch.arange(rows_per_block, device=device).view(num_layers, 2, 1)
-        slots: list[int] = []
-        singles: dict[int, list[tuple[int, BatchItem]]] = {}
-        self.chunks: list[_Chunk] = []
-        first_token = 0
-        for item in items:
-            num_tokens = len(item.token_ids)
-            end = item.start + num_tokens
-            for position in range(item.start, end):
-                block_id = item.block_table[position // block_size]
-                slots.append(block_id * rows_per_block * num_kv_heads * block_size + position % block_size)
-            if num_tokens == 1:
-                bucket = (-(-end // block_size) - 1).bit_length()
-                singles.setdefault(bucket, []).append((first_token, item))
-            else:
-                num_blocks = -(-end // block_size)
-                rows = self._pool_rows(item.block_table[:num_blocks]) if item.start else None
-                self.chunks.append(_Chunk(first_token, num_tokens, item.start, rows))
-            first_token += num_tokens
-        self.num_tokens = first_token
-        # Slots of single heads' vectors in the flat pool: [num_layers, 2, num_tokens * num_kv_heads]
-        heads = torch.arange(num_kv_heads, device=device) * block_size
-        token_slots = (torch.tensor(slots, device=device)[:, None] + heads).view(1, 1, -1)
-        self.slots = token_slots + self._layer_rows * (num_kv_heads * block_size)
-        self.singles = [self._single_tokens(group) for group in singles.values()]
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """Store the new keys and values in the pool, attend, and return [num_tokens, num_heads, head_dim].
 
-    def _pool_rows(self, block_ids: Sequence[int]) -> torch.Tensor:
-        blocks = torch.tensor(list(block_ids), device=self.pool.tensor.device)
-        return blocks * self._layer_rows.numel() + self._layer_rows
-
-    def _single_tokens(self, group: list[tuple[int, BatchItem]]) -> _SingleTokens:
-        device, block_size = self.pool.tensor.device, self.pool.layout.block_size
-        num_blocks = [item.start // block_size + 1 for _, item in group]
-        max_blocks = max(num_blocks)
-        block_ids: list[int] = []
-        for (_, item), used in zip(group, num_blocks, strict=True):
-            block_ids += item.block_table[:used]
-            block_ids += [item.block_table[0]] * (max_blocks - used)  # masked out
-        return _SingleTokens(
-            token_rows=torch.tensor([row for row, _ in group], device=device),
-            pool_rows=self._pool_rows(block_ids),
-            num_context_tokens=torch.tensor([item.start + 1 for _, item in group], device=device),
-            max_blocks=max_blocks,
-        )
-
-
-def _single_mask(singles: _SingleTokens, block_size: int, window: int) -> torch.Tensor:
-    """True where a key may be seen."""
-    if window not in singles.masks:
-        positions = torch.arange(singles.max_blocks * block_size, device=singles.token_rows.device)
-        seen = positions < singles.num_context_tokens[:, None]
-        if window != _NO_WINDOW:
-            seen &= positions >= singles.num_context_tokens[:, None] - window
-        singles.masks[window] = seen.view(len(seen), singles.max_blocks, 1, 1, block_size)
-    return singles.masks[window]
-
-
-def _chunk_mask(chunk: _Chunk, window: int, device: torch.device) -> torch.Tensor:
-    """True where a key may be seen: the causal triangle of the chunk's queries at the end of the context."""
-    if window not in chunk.masks:
-        end = chunk.start + chunk.num_tokens
-        queries = torch.arange(chunk.start, end, device=device)[:, None]
-        keys = torch.arange(end, device=device)
-        seen = keys <= queries
-        if window != _NO_WINDOW:
-            seen &= keys > queries - window
-        chunk.masks[window] = seen
-    return chunk.masks[window]
+        query: [1, num_heads, num_tokens, head_dim]; key and value: [1, num_kv_heads, num_tokens, head_dim].
+        """
+        ...
 
 
 def paged_attention(
     module: torch.nn.Module,
-    query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim]
-    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim]
+    query: torch.Tensor,
+    key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    tandem: AttentionMetadata | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    tandem: StepAttention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Store the new keys and values, attend, return [1, num_tokens, num_heads, head_dim]."""
+    """What transformers calls in each layer; the result is [1, num_tokens, num_heads, head_dim]."""
     assert tandem is not None, "the model does not hand our metadata on to its attention"
     layer: int = module.layer_idx  # type: ignore[assignment]
-    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
-    window = sliding_window or _NO_WINDOW
-    vectors = tandem.pool.vectors
-    for i, new in enumerate((key, value)):
-        vectors.index_copy_(0, tandem.slots[layer, i], new[0].transpose(0, 1).reshape(-1, new.shape[-1]))
-    output = torch.empty(tandem.num_tokens, query.shape[1], query.shape[-1], dtype=query.dtype, device=query.device)
-    for singles in tandem.singles:
-        output[singles.token_rows] = _attend_single(tandem.pool, layer, singles, query, scale, window)
-    for chunk in tandem.chunks:
-        rows = slice(chunk.first_token, chunk.first_token + chunk.num_tokens)
-        output[rows] = _attend_chunk(
-            tandem.pool, layer, chunk, query[:, :, rows], key[:, :, rows], value[:, :, rows], scale, window
-        )
-    return output[None], None
-
-
-def _attend_single(
-    pool: KVPool, layer: int, singles: _SingleTokens, query: torch.Tensor, scale: float, window: int
-) -> torch.Tensor:
-    """Softmax over (block, token) with one batched product per block; query heads share their group's keys."""
-    layout = pool.layout
-    num_seqs, num_blocks = len(singles.token_rows), singles.max_blocks
-    shape = (num_seqs, num_blocks, layout.num_kv_heads, layout.block_size, layout.head_dim)
-    keys = pool.rows.index_select(0, singles.pool_rows[layer, 0]).view(shape)
-    values = pool.rows.index_select(0, singles.pool_rows[layer, 1]).view(shape)
-    heads = query[0].index_select(1, singles.token_rows).transpose(0, 1)
-    # [num_seqs, 1, num_kv_heads, group, head_dim]
-    heads = heads.reshape(num_seqs, 1, layout.num_kv_heads, -1, layout.head_dim) * scale
-    group = heads.shape[3]
-    scores = torch.matmul(heads, keys.transpose(-1, -2))  # [num_seqs, num_blocks, num_kv_heads, group, block_size]
-    scores = scores.float().masked_fill(~_single_mask(singles, layout.block_size, window), float("-inf"))
-    flat = scores.permute(0, 2, 3, 1, 4).reshape(num_seqs, layout.num_kv_heads, group, -1)
-    weights = flat.softmax(-1).to(values.dtype)
-    weights = weights.view(num_seqs, layout.num_kv_heads, group, num_blocks, layout.block_size).permute(0, 3, 1, 2, 4)
-    mixed = torch.matmul(weights, values).sum(1, dtype=torch.float32)
-    return mixed.to(query.dtype).view(num_seqs, -1, layout.head_dim)
-
-
-def _attend_chunk(
-    pool: KVPool,
-    layer: int,
-    chunk: _Chunk,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scale: float,
-    window: int,
-) -> torch.Tensor:
-    num_heads, num_kv_heads = query.shape[1], key.shape[1]
-    group = num_heads // num_kv_heads
-    if chunk.pool_rows is None and (window == _NO_WINDOW or window >= chunk.num_tokens):
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
-        return mixed[0].transpose(0, 1)
-    if chunk.pool_rows is not None:
-        key, value = (_context(pool, chunk, rows) for rows in chunk.pool_rows[layer])
-    mask = _chunk_mask(chunk, window, query.device)
-    # Query heads of a group are stacked along the query axis: SDPA's own enable_gqa is slow on CPU.
-    folded = query.reshape(1, num_kv_heads, group * chunk.num_tokens, -1)
-    mixed = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask.repeat(group, 1), scale=scale)
-    return mixed.view(num_heads, chunk.num_tokens, -1).transpose(0, 1)
-
-
-def _context(pool: KVPool, chunk: _Chunk, rows: torch.Tensor) -> torch.Tensor:
-    """Keys or values of the whole context: [1, num_kv_heads, num_context_tokens, head_dim]."""
-    layout = pool.layout
-    blocks = pool.rows.index_select(0, rows).view(-1, layout.num_kv_heads, layout.block_size, layout.head_dim)
-    flat = blocks.transpose(0, 1).reshape(1, layout.num_kv_heads, -1, layout.head_dim)
-    return flat[:, :, : chunk.start + chunk.num_tokens]
+    options = AttentionOptions(
+        scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
+        window=sliding_window or NO_WINDOW,
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+    )
+    return tandem.attend(layer, query, key, value, options)[None], None
 
 
 def _no_mask(*args: Any, **kwargs: Any) -> None:

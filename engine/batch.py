@@ -1,21 +1,52 @@
-"""What one step computes: pure data between the schedulers and the model runner."""
+"""What one step computes and what comes of it: pure data between the schedulers and the model runner."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
-from protocol.generation import SamplingParams
+from protocol.generation import SampledToken, SamplingParams, TokenLogprobs
+
+
+class Sample(msgspec.Struct, frozen=True):
+    """One token to choose, at the position after an item's last.
+
+    prompt_token_ids and output_token_ids: what came before, filled in where `params.has_penalties`.
+    banned_token_ids: impossible here.
+    """
+
+    params: SamplingParams
+    prompt_token_ids: Sequence[int] = ()
+    output_token_ids: Sequence[int] = ()
+    banned_token_ids: Collection[int] = ()
 
 
 class BatchItem(msgspec.Struct, frozen=True):
     """One sequence's share of a step: its tokens at positions `start` to `start + len(token_ids)`.
 
-    block_table: covers at least those positions. sampling: None when no token is sampled, because the prompt goes on.
+    block_table: covers at least those positions. samples: tokens to choose from the last position's logits, none while
+    the prompt goes on, several where sequences share a prompt. num_prompt_logprobs: None, or how many top tokens to
+    report for each of target_token_ids, the prompt's tokens at positions `start + 1` and on.
     """
 
     token_ids: Sequence[int]
     start: int
     block_table: Sequence[int]
-    sampling: SamplingParams | None
+    samples: Sequence[Sample] = ()
+    num_prompt_logprobs: int | None = None
+    target_token_ids: Sequence[int] = ()
+
+
+class Batch(msgspec.Struct, frozen=True):
+    """One step. block_copies: (source, destination) block ids, copied before anything is computed."""
+
+    items: list[BatchItem]
+    block_copies: Sequence[tuple[int, int]] = ()
+
+
+class ItemOutput(msgspec.Struct, frozen=True):
+    """tokens: one for each of the item's samples. prompt_logprobs: one for each of its target_token_ids."""
+
+    tokens: list[SampledToken]
+    prompt_logprobs: list[TokenLogprobs] = []

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from engine.batch import BatchItem
+from engine.batch import Batch, ItemOutput
 from engine.model_runner import ModelRunner
 
-OnDone = Callable[[list[int | None] | None, BaseException | None, float], None]
+OnDone = Callable[[list[ItemOutput] | None, BaseException | None, float], None]
 
 
 class EngineThread:
@@ -23,7 +23,7 @@ class EngineThread:
         self._make_runner = make_runner
         self._post = post
         self._num_threads = num_threads
-        self._steps: queue.SimpleQueue[tuple[list[BatchItem], OnDone] | None] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[tuple[Batch, OnDone] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._on_ready: Callable[[BaseException | None], None] | None = None
 
@@ -32,9 +32,9 @@ class EngineThread:
         self._on_ready = on_ready
         self._thread.start()
 
-    def submit(self, items: list[BatchItem], on_done: OnDone) -> None:
+    def submit(self, batch: Batch, on_done: OnDone) -> None:
         """Run a step; `on_done(results, error, step_time_s)` is posted once, with either results or error."""
-        self._steps.put((items, on_done))
+        self._steps.put((batch, on_done))
 
     def stop(self, timeout_s: float) -> None:
         """No more steps; the one under way is waited for, but not longer than `timeout_s`."""
@@ -52,12 +52,12 @@ class EngineThread:
             return
         self._post(self._on_ready, None)
         while (step := self._steps.get()) is not None:
-            items, on_done = step
+            batch, on_done = step
             started = time.perf_counter()
-            results: list[int | None] | None = None
+            results: list[ItemOutput] | None = None
             failure: BaseException | None = None
             try:
-                results = runner.run(items)
+                results = runner.run(batch)
             except Exception as error:
                 failure = error
             self._post(on_done, results, failure, time.perf_counter() - started)

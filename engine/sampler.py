@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from protocol.generation import SamplingParams
+from engine.batch import Sample
+from protocol.generation import SampledToken, SamplingParams
 
 _MASK = (1 << 64) - 1
 
@@ -28,8 +29,9 @@ def _splitmix64(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> list[int]:
-    """One token id per row of `logits` [num_rows, vocab_size]; `positions` are those of the tokens to be."""
+def sample(logits: torch.Tensor, samples: Sequence[Sample], positions: Sequence[int]) -> list[SampledToken]:
+    """One token per row of `logits` [num_rows, vocab_size]; `positions` are those of the tokens to be."""
+    params = [s.params for s in samples]
     greedy: list[int] = logits.argmax(-1).tolist()
     # Rows with and without a filter take their numbers through the vocabulary in different orders, so they are apart:
     # a row must not depend on what else is in the batch.
@@ -41,7 +43,7 @@ def sample(logits: torch.Tensor, params: Sequence[SamplingParams], positions: Se
             scaled, u = _scale(logits, rows, params, positions)
             for row, token_id in zip(rows, choose(scaled, u, [params[i] for i in rows]), strict=True):
                 chosen[row] = token_id
-    return chosen
+    return [SampledToken(token_id) for token_id in chosen]
 
 
 def _is_filtered(params: SamplingParams) -> bool:

@@ -13,11 +13,12 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from engine.batch import BatchItem
+from engine.batch import Batch, BatchItem, ItemOutput, Sample
 from engine.block_manager import BlockManager
 from prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
 from protocol.dispatch import FirstToken, RequestFailed, StartPrefill
 from protocol.errors import ErrorInfo, InternalError, RequestAborted, TandemError, WorkerLost
+from protocol.generation import SampledToken
 from protocol.token_ids import unpack_token_ids
 from protocol.transfer import CloseTransfer, FinishTransfer, KVReserved, ReserveKV
 
@@ -141,7 +142,7 @@ class PrefillScheduler:
 
     # ---- steps
 
-    def schedule(self, now: float) -> tuple[list[BatchItem], list[Action]]:
+    def schedule(self, now: float) -> tuple[Batch, list[Action]]:
         """The next step's chunks, prompts in order of arrival, and the reservations that go out with first chunks."""
         assert not self._step, "one step at a time"
         actions: list[Action] = []
@@ -160,12 +161,12 @@ class PrefillScheduler:
                     token_ids=sequence.token_ids[start:end],
                     start=start,
                     block_table=sequence.block_table,
-                    sampling=sequence.request.sampling if last else None,
+                    samples=[Sample(sequence.request.sampling)] if last else [],
                 )
             )
             sequence.in_step = True
             self._step.append((sequence, num_tokens))
-        return items, actions
+        return Batch(items), actions
 
     def _admit(self, now: float, budget: int, actions: list[Action]) -> None:
         """Start waiting prompts, in order, as far as this step's tokens, the blocks and decode's room reach.
@@ -196,17 +197,17 @@ class PrefillScheduler:
                 actions.append(SendToDecode(sequence.pair_id, reserve))
         self._waiting.extendleft(reversed(held))
 
-    def on_step(self, now: float, results: list[int | None]) -> list[Action]:
+    def on_step(self, now: float, results: list[ItemOutput]) -> list[Action]:
         actions: list[Action] = []
         step, self._step = self._step, []
-        for (sequence, num_tokens), token_id in zip(step, results, strict=True):
+        for (sequence, num_tokens), output in zip(step, results, strict=True):
             sequence.in_step = False
             sequence.num_computed_tokens += num_tokens
             if sequence.ended:
                 actions += self._settle(sequence)
                 continue
-            if token_id is not None:
-                actions += self._on_first_token(now, sequence, token_id)
+            for token in output.tokens:
+                actions += self._on_first_token(now, sequence, token)
             if not sequence.ended:
                 actions += self._ship(sequence)
         self._computing = [s for s in self._computing if not s.is_computed and not s.ended]
@@ -224,13 +225,13 @@ class PrefillScheduler:
         self._computing = [s for s in self._computing if not s.ended]
         return actions
 
-    def _on_first_token(self, now: float, sequence: PrefillSequence, token_id: int) -> list[Action]:
-        sequence.first_token_id = token_id
+    def _on_first_token(self, now: float, sequence: PrefillSequence, token: SampledToken) -> list[Action]:
+        sequence.first_token_id = token.token_id
         request = sequence.request
         message = FirstToken(
             request_id=request.request_id,
-            token_id=token_id,
-            finish_reason=request.stop.check(token_id, 1),
+            token=token,
+            finish_reason=request.stop.check(token.token_id, 1),
             queue_s=sequence.started_at - sequence.arrived_at,
             prefill_s=now - sequence.started_at,
         )

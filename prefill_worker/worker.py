@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 
+from engine.batch import ItemOutput
 from engine.block_manager import BlockManager
 from engine.engine_thread import EngineThread
 from engine.kv_pool import KVPool
@@ -206,14 +207,14 @@ class PrefillWorker:
     def _start_step(self) -> None:
         if self._stepping:
             return
-        items, actions = self._scheduler.schedule(self._loop.time())
-        if items:
+        batch, actions = self._scheduler.schedule(self._loop.time())
+        if batch.items:
             self._stepping = True
-            self._engine.submit(items, self._on_step)
+            self._engine.submit(batch, self._on_step)
         if actions:
             self._perform(actions)
 
-    def _on_step(self, results: list[int | None] | None, error: BaseException | None, step_time_s: float) -> None:
+    def _on_step(self, results: list[ItemOutput] | None, error: BaseException | None, step_time_s: float) -> None:
         self._stepping = False
         self._step_time_s = step_time_s
         if results is None:

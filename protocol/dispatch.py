@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from protocol.errors import ErrorInfo
-from protocol.generation import FinishReason, SamplingParams, StopConditions
+from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions, TokenLogprobs
 
 
 class StartPrefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -17,6 +17,7 @@ class StartPrefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
     token_ids: see `protocol.token_ids`. deadline_s: from receipt; then the request fails.
     decode_worker_id: None when one token is all that is asked, so that there is nothing to ship.
+    num_prompt_logprobs: None, or how many top tokens to report for each prompt token but the first.
     """
 
     proxy_id: str
@@ -28,6 +29,7 @@ class StartPrefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     decode_worker_id: str | None
     decode_epoch: str | None
     deadline_s: float
+    num_prompt_logprobs: int | None = None
 
 
 class PrepareDecode(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -54,14 +56,16 @@ class AbortRequest(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 class FirstToken(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Prefill to proxy: the prompt is done. Terminal when `finish_reason` is set.
 
-    queue_s: from receipt to the first chunk; prefill_s: from there to this token.
+    queue_s: from receipt to the first chunk; prefill_s: from there to this token. prompt_logprobs: for every prompt
+    token but the first, where they were asked for.
     """
 
     request_id: str
-    token_id: int
+    token: SampledToken
     finish_reason: FinishReason | None
     queue_s: float
     prefill_s: float
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class DecodeReserved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -74,7 +78,7 @@ class NewToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     """One sequence's token of one step. Terminal when `finish_reason` is set."""
 
     request_id: str
-    token_id: int
+    token: SampledToken
     finish_reason: FinishReason | None = None
 
 

@@ -27,7 +27,7 @@ from protocol.dispatch import (
     ToProxy,
 )
 from protocol.errors import RequestAborted, TandemError, WorkerLost
-from protocol.generation import FinishReason, SamplingParams, StopConditions
+from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions
 from protocol.membership import WorkerInfo
 from proxy.request import RunningRequest
 from proxy.router import Route, Router
@@ -48,7 +48,7 @@ class Prompt:
 class TokenDelta:
     """What has come since the last one: at least one token. `finish_reason` is set on the last."""
 
-    token_ids: list[int]
+    tokens: list[SampledToken]
     finish_reason: FinishReason | None
 
 
@@ -99,11 +99,11 @@ class Dispatcher:
                     self._router.prefill_ended(route, prompt.num_tokens)
                     self._metrics.queue.observe(request.first_token.queue_s)
                     self._metrics.prefill.observe(request.first_token.prefill_s)
-                token_ids = request.take()
+                tokens = request.take()
                 # Read before the yield: what arrives while the reader is busy belongs to the next turn.
                 finish_reason, error = request.finish_reason, request.error
-                if token_ids:
-                    yield TokenDelta(token_ids, finish_reason)
+                if tokens:
+                    yield TokenDelta(tokens, finish_reason)
                 if error is not None:
                     raise error
                 if finish_reason is not None:

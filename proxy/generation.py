@@ -134,16 +134,17 @@ class Generation:
         tokens = door.dispatcher.generate(planned.prompt, planned.sampling, planned.stop, self._seconds_left())
         async with aclosing(tokens):
             async for delta in tokens:
-                timer.on_tokens(time.monotonic(), len(delta.token_ids))
+                token_ids = [token.token_id for token in delta.tokens]
+                timer.on_tokens(time.monotonic(), len(token_ids))
                 finish_reason = delta.finish_reason
                 pieces: list[str] = []
                 # A stop token ends the text without being part of it, but was generated and counts.
-                num_shown = len(delta.token_ids) - (finish_reason == "stop")
-                for number, token_id in enumerate(delta.token_ids[:num_shown], start=1):
+                num_shown = len(token_ids) - (finish_reason == "stop")
+                for number, token_id in enumerate(token_ids[:num_shown], start=1):
                     piece, stopped = stop_strings.push(detokenizer.step(token_id))
                     pieces.append(piece)
                     if stopped:
-                        yield TextDelta(planned.index, "".join(pieces), delta.token_ids[:number], "stop")
+                        yield TextDelta(planned.index, "".join(pieces), token_ids[:number], "stop")
                         timer.on_finished()
                         return
                 if finish_reason is not None:
@@ -152,7 +153,7 @@ class Generation:
                     if stopped:
                         finish_reason = "stop"
                     timer.on_finished()
-                yield TextDelta(planned.index, "".join(pieces), delta.token_ids, finish_reason)
+                yield TextDelta(planned.index, "".join(pieces), token_ids, finish_reason)
 
     def _seconds_left(self) -> float:
         return max(0.001, self._door.request_timeout_s - (time.monotonic() - self._arrived_at))

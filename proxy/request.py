@@ -10,7 +10,7 @@ import asyncio
 
 from protocol.dispatch import FirstToken, NewToken
 from protocol.errors import TandemError
-from protocol.generation import FinishReason
+from protocol.generation import FinishReason, SampledToken
 from protocol.membership import WorkerInfo
 from proxy.router import Route
 
@@ -29,7 +29,7 @@ class RunningRequest:
         self._decode_tokens: list[NewToken] = []  # held until the first token is released
         self._first_released = False
         self._num_decoded = 0
-        self._tokens: list[int] = []  # released, not taken
+        self._tokens: list[SampledToken] = []  # released, not taken
         self._unended = [route.prefill] if route.decode is None else [route.prefill, route.decode]
 
     # ---- events
@@ -71,7 +71,7 @@ class RunningRequest:
     def has_ended(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
-    def take(self) -> list[int]:
+    def take(self) -> list[SampledToken]:
         """The tokens released since the last call. `finish_reason` or `error`, when set, come after them."""
         tokens, self._tokens = self._tokens, []
         self.wake.clear()
@@ -89,7 +89,7 @@ class RunningRequest:
             if first.finish_reason is None and not self._decode_reserved:
                 return
             self._first_released = True
-            self._tokens.append(first.token_id)
+            self._tokens.append(first.token)
             if first.finish_reason is not None:
                 self._forget(self.route.prefill)  # decode, which was prepared in vain, is still to be told
                 self.finish_reason = first.finish_reason
@@ -97,7 +97,7 @@ class RunningRequest:
             if self.finish_reason is not None:
                 break
             self._num_decoded += 1
-            self._tokens.append(token.token_id)
+            self._tokens.append(token.token)
             if token.finish_reason is not None:
                 self._unended.clear()  # decode says so, and prefill's part was over when decode began
                 self.finish_reason = token.finish_reason

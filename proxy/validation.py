@@ -81,7 +81,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     def sampling(self, index: int) -> SamplingParams:
         """Of the `index`-th of the n sequences of one prompt. The seed stays in [0, 2**63)."""
         seed = secrets.randbits(63) if self.seed is None else (self.seed + index) % 2**63
-        return SamplingParams(self.temperature, self.top_p, self.top_k, seed)
+        return SamplingParams(self.temperature, self.top_p, self.top_k, seed=seed)
 
     def stop_conditions(
         self, num_prompt_tokens: int, limits: ModelLimits, eos_token_ids: frozenset[int]

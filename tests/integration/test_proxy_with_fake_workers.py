@@ -35,6 +35,7 @@ from protocol.dispatch import (
     TokenBatch,
     ToPrefill,
 )
+from protocol.generation import SampledToken
 from protocol.membership import (
     PROTOCOL_VERSION,
     PairStatus,
@@ -130,7 +131,7 @@ class FakeWorkers:
             return
         identity = f"{start.proxy_id}:0".encode()
         reason = start.stop.check(token_ids[0], 1)
-        self._routers["prefill"].send(identity, FirstToken(request_id, token_ids[0], reason, 0.0, 0.001))
+        self._routers["prefill"].send(identity, FirstToken(request_id, SampledToken(token_ids[0]), reason, 0.0, 0.001))
         if reason is None:
             assert prepare is not None and prepare.transfer_id == start.transfer_id
             self._routers["decode"].send(identity, DecodeReserved(request_id))
@@ -143,7 +144,7 @@ class FakeWorkers:
             return
         token_id = token_ids[number % len(token_ids)]
         reason = start.stop.check(token_id, number + 1)
-        batch = TokenBatch([NewToken(start.request_id, token_id, reason)])
+        batch = TokenBatch([NewToken(start.request_id, SampledToken(token_id), reason)])
         self._routers["decode"].send(f"{start.proxy_id}:0".encode(), batch)
         if reason is None:
             self._loop.call_later(STEP_S, self._step, start, token_ids, number + 1)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from protocol.codec import MAX_MESSAGE_BYTES, Codec
 from protocol.dispatch import NewToken, StartPrefill, ToDecode, TokenBatch, ToPrefill, ToProxy
 from protocol.errors import ErrorInfo, InternalError, ProtocolError, WorkerLost
-from protocol.generation import SamplingParams, StopConditions
+from protocol.generation import SampledToken, SamplingParams, StopConditions
 from protocol.membership import FromProxyControl, ToProxyControl
 from protocol.token_ids import pack_token_ids, unpack_token_ids
 from protocol.transfer import ToDecodePeer, ToPrefillPeer
@@ -52,7 +52,7 @@ def test_junk_is_refused(direction: typing.Any, junk: bytes) -> None:
 @given(data=st.data())
 def test_cut_messages_are_refused(data: st.DataObject) -> None:
     codec: Codec[ToProxy] = Codec(ToProxy)
-    whole = codec.encode(TokenBatch([NewToken("r1", 5), NewToken("r2", 6, "stop")]))
+    whole = codec.encode(TokenBatch([NewToken("r1", SampledToken(5)), NewToken("r2", SampledToken(6), "stop")]))
     with pytest.raises(ProtocolError):
         codec.decode(whole[: data.draw(st.integers(0, len(whole) - 1))])
 

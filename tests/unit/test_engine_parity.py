@@ -22,7 +22,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from engine.batch import BatchItem
+from engine.batch import Batch, BatchItem, Sample
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
 from engine.kv_pool import KVPool
@@ -87,14 +87,13 @@ def greedy_in_odd_chunks(folder: Path, prompts: list[list[int]], num_new: int) -
                 continue
             chunk = tokens[i][done[i] : done[i] + rng.choice([1, 3, 7, 20, 64])]
             last = done[i] + len(chunk) == len(tokens[i])
-            items.append(BatchItem(chunk, done[i], tables[i], greedy if last else None))
+            items.append(BatchItem(chunk, done[i], tables[i], [Sample(greedy)] if last else []))
             owners.append(i)
         if not items:
             continue
-        for i, item, token_id in zip(owners, items, runner.run(items), strict=True):
+        for i, item, output in zip(owners, items, runner.run(Batch(items)), strict=True):
             done[i] += len(item.token_ids)
-            if token_id is not None:
-                tokens[i].append(token_id)
+            tokens[i] += [token.token_id for token in output.tokens]
     pool.close()
     return [t[len(p) :] for t, p in zip(tokens, prompts, strict=True)]
 

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from decode_worker.actions import Receive, SendToPrefill
 from decode_worker.actions import SendToProxy as DecodeSendToProxy
 from decode_worker.scheduler import UNCLAIMED_TIMEOUT_S, DecodeScheduler
+from engine.batch import ItemOutput
 from engine.block_manager import BlockManager
 from prefill_worker.actions import SendToDecode, Ship
 from prefill_worker.actions import SendToProxy as PrefillSendToProxy
@@ -32,7 +33,7 @@ from protocol.dispatch import (
     TokenBatch,
 )
 from protocol.errors import ErrorInfo, KVTransferFailed, WorkerLost
-from protocol.generation import SamplingParams, StopConditions
+from protocol.generation import SampledToken, SamplingParams, StopConditions
 from protocol.token_ids import pack_token_ids
 from protocol.transfer import ClosePair, CloseTransfer, FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
 
@@ -250,7 +251,8 @@ class Handover(RuleBasedStateMachine):
     @rule()
     def begin_prefill_step(self) -> None:
         if not self.prefill_step:
-            self.prefill_step, actions = self.prefill.schedule(self.now)
+            batch, actions = self.prefill.schedule(self.now)
+            self.prefill_step = batch.items
             self._perform(actions)
 
     @precondition(lambda self: self.prefill_step)
@@ -260,14 +262,14 @@ class Handover(RuleBasedStateMachine):
         if fails:
             self._perform(self.prefill.on_step_failed(RuntimeError("boom")))
         else:
-            results = [token_id if item.sampling is not None else None for item in items]
+            results = [ItemOutput([SampledToken(token_id)] * len(item.samples)) for item in items]
             self._perform(self.prefill.on_step(self.now, results))
 
     @rule()
     def begin_decode_step(self) -> None:
         if self.decode_step:
             return
-        self.decode_step = self.decode.schedule()
+        self.decode_step = self.decode.schedule().items
         for sequence in self.decode._step:
             num_prompt_blocks = self.decode.blocks.num_blocks_for(sequence.request.num_prompt_tokens)
             for i, block_id in enumerate(sequence.block_table[:num_prompt_blocks]):
@@ -280,7 +282,7 @@ class Handover(RuleBasedStateMachine):
         if fails:
             self._perform(self.decode.on_step_failed(RuntimeError("boom")))
         else:
-            self._perform(self.decode.on_step([token_id] * len(items)))
+            self._perform(self.decode.on_step([ItemOutput([SampledToken(token_id)])] * len(items)))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 30.0]))
     def tick(self, seconds: float) -> None:

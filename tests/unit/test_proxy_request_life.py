@@ -29,7 +29,7 @@ from protocol.dispatch import (
     TokenBatch,
 )
 from protocol.errors import ErrorInfo, KVTransferFailed, Overloaded, RequestAborted, TandemError, WorkerLost
-from protocol.generation import FinishReason, SamplingParams, StopConditions
+from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions
 from protocol.membership import PROTOCOL_VERSION, PairStatus, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
 from protocol.token_ids import pack_token_ids
 from proxy.admission import Admission
@@ -109,13 +109,13 @@ class Cluster:
         return str(self.pool.of(StartPrefill)[number][1].request_id)
 
     def first(self, request_id: str, token_id: int, finish_reason: FinishReason | None = None) -> None:
-        self.dispatcher.on_message(PREFILL, FirstToken(request_id, token_id, finish_reason, 0.1, 0.2))
+        self.dispatcher.on_message(PREFILL, FirstToken(request_id, SampledToken(token_id), finish_reason, 0.1, 0.2))
 
     def reserved(self, request_id: str) -> None:
         self.dispatcher.on_message(DECODE, DecodeReserved(request_id))
 
     def token(self, request_id: str, token_id: int, finish_reason: FinishReason | None = None) -> None:
-        self.dispatcher.on_message(DECODE, TokenBatch([NewToken(request_id, token_id, finish_reason)]))
+        self.dispatcher.on_message(DECODE, TokenBatch([NewToken(request_id, SampledToken(token_id), finish_reason)]))
 
     def failed(self, worker: WorkerInfo, request_id: str, error: TandemError) -> None:
         self.dispatcher.on_message(worker, RequestFailed(request_id, ErrorInfo.of(error)))
@@ -158,7 +158,7 @@ async def collect(stream: Any) -> tuple[list[int], FinishReason | None]:
     finish_reason: FinishReason | None = None
     async for delta in stream:
         assert finish_reason is None, "one terminal event"
-        token_ids += delta.token_ids
+        token_ids += [token.token_id for token in delta.tokens]
         finish_reason = delta.finish_reason
     return token_ids, finish_reason
 
@@ -194,7 +194,7 @@ def test_first_token_waits_for_room_on_decode() -> None:
             await turn()
             assert not waiting.done()
             cluster.reserved(cluster.started())
-            assert await waiting == TokenDelta([5], None)
+            assert await waiting == TokenDelta([SampledToken(5)], None)
 
     play(test)
 
@@ -281,7 +281,7 @@ def test_tokens_before_a_failure_are_delivered() -> None:
         cluster.first(cluster.started(), 5)
         cluster.reserved(cluster.started())
         cluster.failed(DECODE, cluster.started(), KVTransferFailed("x"))
-        assert await reader == TokenDelta([5], None)
+        assert await reader == TokenDelta([SampledToken(5)], None)
         with pytest.raises(KVTransferFailed):
             await anext(stream)
 

@@ -9,8 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampler import sample, uniform
+from engine.batch import Sample
+from engine.sampler import sample as sample_tokens
+from engine.sampler import uniform
 from protocol.generation import SamplingParams
+
+
+def sample(logits: torch.Tensor, params: list[SamplingParams], positions: list[int]) -> list[int]:
+    return [token.token_id for token in sample_tokens(logits, [Sample(p) for p in params], positions)]
 
 
 def reference(logits: list[float], params: SamplingParams, position: int) -> int:
