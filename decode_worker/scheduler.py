@@ -1,30 +1,25 @@
 """Decides what a decode worker does; pure: events and a clock value in, actions out.
 
-A sequence's life:  prepared -> reserved -> running -> ended
+A sequence's life:  prepared -> reserved -> running -> ended, or preempted
 PrepareDecode (from the proxy) and ReserveKV (from prefill) may come in either order. Reservations are served in order
-of arrival and cover prompt and output, so a sequence that runs never lacks a block. It joins the batch when every
-block of its prompt is here. A sequence that ends early is forgotten at once, but blocks that the peer may still write
-stay in quarantine until the transfer is over (`decode_worker.transfer`).
+of arrival: blocks that the prefix cache has are shared, the others set aside. A sequence joins the batch when every
+block of its prompt is here, and takes more blocks as it grows. When none are left the newest sequence is preempted:
+it is forgotten here, and the proxy dispatches it again. The oldest never is, so there is always progress. A sequence
+that ends early is forgotten at once, but blocks that the peer may still write stay in quarantine until the transfer
+is over (`decode_worker.transfer`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
 
 from decode_worker.actions import Action, Receive, SendToPrefill, SendToProxy
+from decode_worker.sequence import DecodePrompt, DecodeSequence
 from decode_worker.transfer import IncomingTransfer
-from engine.batch import Batch, BatchItem, ItemOutput, Sample
+from engine.batch import Batch, ItemOutput
 from engine.block_manager import BlockManager
-from protocol.dispatch import DecodeReserved, NewToken, PrepareDecode, RequestFailed, TokenBatch
-from protocol.errors import (
-    ErrorInfo,
-    InternalError,
-    KVTransferFailed,
-    RequestAborted,
-    TandemError,
-    WorkerLost,
-)
+from protocol.dispatch import DecodeReserved, NewToken, PrepareDecode, RequestFailed, RequestPreempted, TokenBatch
+from protocol.errors import ErrorInfo, InternalError, KVTransferFailed, RequestAborted, TandemError, WorkerLost
 from protocol.transfer import FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
 
 UNCLAIMED_TIMEOUT_S = 10.0
@@ -32,42 +27,29 @@ UNCLAIMED_TIMEOUT_S = 10.0
 _NUM_REMEMBERED_TRANSFERS = 10_000
 
 
-@dataclass(eq=False)
-class DecodeSequence:
-    """One request on this worker."""
-
-    request: PrepareDecode
-    arrived_at: float
-    block_table: list[int] = field(default_factory=list)  # owned once running
-    num_tokens: int = 0  # prompt and output, the newest included
-    num_generated: int = 0
-    last_token_id: int = -1
-    in_step: bool = False
-    ended: bool = False
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.request.proxy_id, self.request.request_id
-
-    @property
-    def transfer_id(self) -> str:
-        return self.request.transfer_id
-
-
 class DecodeScheduler:
-    """Owns every sequence and transfer of the worker and, through the block manager, every block of its pool."""
+    """Owns every sequence and transfer of the worker and, through the block manager, every block of its pool.
 
-    def __init__(self, blocks: BlockManager, max_num_seqs: int) -> None:
+    model_id: goes into the hashes of the prefix cache. max_num_seqs: sequences that decode in one step.
+    """
+
+    def __init__(self, blocks: BlockManager, model_id: str, max_num_seqs: int) -> None:
         self.blocks = blocks
+        self._model_id = model_id
         self._max_num_seqs = max_num_seqs
         self._by_request: dict[tuple[str, str], DecodeSequence] = {}
-        self._by_transfer: dict[str, DecodeSequence] = {}
+        self._by_transfer: dict[str, DecodePrompt] = {}  # not begun
         self._transfers: dict[str, IncomingTransfer] = {}
         self._waiting: deque[IncomingTransfer] = deque()  # for blocks
         self._running: list[DecodeSequence] = []
         self._step: list[DecodeSequence] = []
+        self._copied_from: list[int] = []  # held for the step
         self._closed_transfers: OrderedDict[str, None] = OrderedDict()  # refused when they show up late
+        self._num_arrived = 0
         self.num_finished = 0
+        self.num_preempted = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
 
     # ---- what the worker tells of itself
 
@@ -82,25 +64,37 @@ class DecodeScheduler:
     # ---- events from proxies
 
     def on_prepare(self, now: float, request: PrepareDecode) -> list[Action]:
-        sequence = DecodeSequence(request, arrived_at=now)
-        if sequence.key in self._by_request or request.transfer_id in self._by_transfer:
-            return [_failure(sequence, InternalError(f"request {request.request_id} is already here"))]
-        if request.transfer_id in self._closed_transfers:
-            return [_failure(sequence, KVTransferFailed("the prefill worker gave the transfer up"))]
-        needed = self._num_blocks_needed(sequence)
-        if needed > self.blocks.num_blocks:
-            message = f"the request needs {needed} KV blocks, this decode worker has {self.blocks.num_blocks}"
-            return [_failure(sequence, InternalError(message))]
-        self._by_request[sequence.key] = sequence
-        self._by_transfer[request.transfer_id] = sequence
+        prompt = DecodePrompt.of(request, self._num_arrived, now, self.blocks.block_size, self._model_id)
+        sequences = list(prompt.sequences.values())
+        error = self._why_not(prompt)
+        if error is not None:
+            return [_failure(sequence, error) for sequence in sequences]
+        self._num_arrived += 1
+        self._by_transfer[request.transfer_id] = prompt
+        self._by_request.update({sequence.key: sequence for sequence in sequences})
         return self._reserve()
+
+    def _why_not(self, prompt: DecodePrompt) -> TandemError | None:
+        request = prompt.request
+        if request.transfer_id in self._by_transfer or any(
+            sequence.key in self._by_request for sequence in prompt.sequences.values()
+        ):
+            return InternalError(f"transfer {request.transfer_id} is already here")
+        if request.transfer_id in self._closed_transfers:
+            return KVTransferFailed("the prefill worker gave the transfer up")
+        needed = max(self.blocks.num_blocks_for(prompt.max_num_tokens), self._num_blocks_to_begin(prompt))
+        if needed > self.blocks.num_blocks:
+            return InternalError(
+                f"the request needs {needed} KV blocks, this decode worker has {self.blocks.num_blocks}"
+            )
+        return None
 
     def on_abort(self, proxy_id: str, request_id: str) -> list[Action]:
         sequence = self._by_request.get((proxy_id, request_id))
         return self._end(sequence) if sequence is not None else []
 
     def on_proxy_lost(self, proxy_id: str) -> list[Action]:
-        gone = [s for s in self._by_request.values() if s.request.proxy_id == proxy_id]
+        gone = [s for s in self._by_request.values() if s.prompt.request.proxy_id == proxy_id]
         return [action for sequence in gone for action in self._end(sequence)]
 
     # ---- events from prefill workers
@@ -122,12 +116,13 @@ class DecodeScheduler:
         if transfer is None or not transfer.is_reserved:
             # Cannot happen while both sides keep the order of messages; the pair cannot go on after it.
             raise KVTransferFailed(f"blocks came for transfer {message.transfer_id}, which is not open")
-        last = message.first_block + message.num_blocks
-        if message.first_block != transfer.num_received_blocks or last > transfer.num_prompt_blocks:
-            raise KVTransferFailed(f"blocks {message.first_block} to {last} came out of order")
+        first = message.first_block - len(transfer.cached_block_ids)
+        last = first + message.num_blocks
+        if first != transfer.num_received_blocks or last > len(transfer.written_block_ids):
+            raise KVTransferFailed(f"{message.num_blocks} blocks from {message.first_block} on came out of order")
         transfer.num_received_blocks = last
         transfer.num_receives_in_flight += 1
-        return [Receive(transfer.pair_id, transfer.transfer_id, transfer.block_ids[message.first_block : last])]
+        return [Receive(transfer.pair_id, transfer.transfer_id, transfer.written_block_ids[first:last])]
 
     def on_received(self, transfer_id: str, error: TandemError | None) -> list[Action]:
         transfer = self._transfers[transfer_id]
@@ -141,7 +136,7 @@ class DecodeScheduler:
         transfer = self._transfers.get(message.transfer_id)
         if transfer is None:
             return []
-        transfer.first_token_id = message.first_token_id
+        transfer.first_token_ids = message.first_token_ids
         return self._advance(transfer)
 
     def on_close_transfer(self, transfer_id: str) -> list[Action]:
@@ -151,8 +146,8 @@ class DecodeScheduler:
             self._remember_closed(transfer_id)
             return []
         transfer.peer_stopped = True
-        sequence = self._by_transfer.get(transfer_id)
-        return self._end(sequence) if sequence is not None else self._advance(transfer)
+        prompt = self._by_transfer.get(transfer_id)
+        return self._end_all(prompt) if prompt is not None else self._advance(transfer)
 
     def on_pair_lost(self, pair_id: str, reason: str, peer_stopped: bool) -> list[Action]:
         """No more messages will come from this peer; `peer_stopped`: no more writes either."""
@@ -163,12 +158,12 @@ class DecodeScheduler:
         return actions
 
     def on_prefill_lost(self, prefill_epoch: str) -> list[Action]:
-        """Requests that still count on a prefill worker that is gone, whether or not it had begun their transfer."""
-        lost = [s for s in self._by_request.values() if s.request.prefill_epoch == prefill_epoch and not s.block_table]
-        return [a for s in lost for a in self._end(s, WorkerLost("the prefill worker was lost"))]
+        """Prompts that still count on a prefill worker that is gone, whether or not it had begun their transfer."""
+        lost = [prompt for prompt in self._by_transfer.values() if prompt.request.prefill_epoch == prefill_epoch]
+        return [a for prompt in lost for a in self._end_all(prompt, WorkerLost("the prefill worker was lost"))]
 
     def on_tick(self, now: float) -> list[Action]:
-        late = [s for s in self._by_request.values() if now >= s.arrived_at + s.request.deadline_s]
+        late = [s for s in self._by_request.values() if now >= s.prompt.arrived_at + s.prompt.request.deadline_s]
         error = RequestAborted("the request ran into its deadline")
         actions = [action for sequence in late for action in self._end(sequence, error)]
         for transfer in [t for t in self._waiting if t.transfer_id not in self._by_transfer]:
@@ -178,40 +173,65 @@ class DecodeScheduler:
 
     # ---- steps
 
-    def schedule(self) -> Batch:
-        """One new token for each running sequence, oldest first."""
+    def schedule(self) -> tuple[Batch, list[Action]]:
+        """One new token for each running sequence, and what preempted ones are told.
+
+        The oldest take their blocks first. Where there is none the newest goes; a sequence that is alone and finds no
+        block, because transfers hold them, sits the step out.
+        """
         assert not self._step, "one step at a time"
-        self._step = self._running[: self._max_num_seqs]
-        items = []
+        actions: list[Action] = []
+        for sequence in sorted(self._running[: self._max_num_seqs], key=lambda s: s.age):
+            if not sequence.ended and self._grow(sequence, actions):
+                self._step.append(sequence)
+        copies = []
         for sequence in self._step:
             sequence.in_step = True
-            items.append(
-                BatchItem(
-                    token_ids=[sequence.last_token_id],
-                    start=sequence.num_tokens - 1,
-                    block_table=sequence.block_table,
-                    samples=[Sample(sequence.request.sampling)],
-                )
-            )
-        return Batch(items)
+            if sequence.copy_from is not None:
+                copies.append((sequence.copy_from, sequence.block_table[len(sequence.prompt.hashes)]))
+                self._copied_from.append(sequence.copy_from)
+                sequence.copy_from = None
+        return Batch([sequence.next_item() for sequence in self._step], copies), actions
+
+    def _grow(self, sequence: DecodeSequence, actions: list[Action]) -> bool:
+        """Whether the sequence has, or gets, a block for its newest token."""
+        if sequence.num_tokens <= len(sequence.block_table) * self.blocks.block_size:
+            return True
+        while not self.blocks.can_allocate(1):
+            newest = max(self._running, key=lambda s: s.age)
+            if newest is sequence and len(self._running) == 1:
+                return False
+            actions.append(self._preempt(newest))
+            if newest is sequence:
+                return False
+        sequence.block_table += self.blocks.allocate(1)
+        return True
+
+    def _preempt(self, sequence: DecodeSequence) -> Action:
+        self.num_preempted += 1
+        self._remove(sequence)
+        self._running.remove(sequence)
+        self._release(sequence)
+        return SendToProxy(sequence.prompt.request.proxy_id, RequestPreempted(sequence.request_id))
 
     def on_step(self, results: list[ItemOutput]) -> list[Action]:
         """One TokenBatch for each proxy that has sequences in the step."""
-        step, self._step = self._step, []
+        step = self._end_step()
         batches: dict[str, list[NewToken]] = {}
         freed: list[Action] = []
         for sequence, output in zip(step, results, strict=True):
-            sequence.in_step = False
             if sequence.ended:
                 self._release(sequence)
                 continue
-            (sampled,) = output.tokens
-            token_id = sequence.last_token_id = sampled.token_id
-            sequence.num_tokens += 1
-            sequence.num_generated += 1
-            finish_reason = sequence.request.stop.check(token_id, sequence.num_generated)
-            token = NewToken(sequence.request.request_id, sampled, finish_reason)
-            batches.setdefault(sequence.request.proxy_id, []).append(token)
+            (token,) = output.tokens
+            block_hash = sequence.on_token(token.token_id, self.blocks.block_size)
+            if block_hash is not None:
+                self.blocks.publish(
+                    sequence.block_table[(sequence.num_tokens - 2) // self.blocks.block_size], block_hash
+                )
+            request = sequence.prompt.request
+            finish_reason = request.stop.check(token.token_id, len(sequence.output_token_ids))
+            batches.setdefault(request.proxy_id, []).append(NewToken(sequence.request_id, token, finish_reason))
             if finish_reason is not None:
                 self.num_finished += 1
                 freed += self._end(sequence)
@@ -222,68 +242,114 @@ class DecodeScheduler:
         return actions + freed + self._reserve()
 
     def on_step_failed(self, error: BaseException) -> list[Action]:
-        step, self._step = self._step, []
         actions: list[Action] = []
-        for sequence in step:
-            sequence.in_step = False
+        for sequence in self._end_step():
             if sequence.ended:
                 self._release(sequence)
             else:
                 actions += self._end(sequence, InternalError(f"the model failed on this batch: {error}"))
         return actions + self._reserve()
 
+    def _end_step(self) -> list[DecodeSequence]:
+        step, self._step = self._step, []
+        for sequence in step:
+            sequence.in_step = False
+        self.blocks.release(self._copied_from)
+        self._copied_from = []
+        return step
+
     # ---- reservation
 
-    def _num_blocks_needed(self, sequence: DecodeSequence) -> int:
-        """For prompt and output; the last token generated is never computed on, so it needs no slot."""
-        request = sequence.request
-        return self.blocks.num_blocks_for(request.num_prompt_tokens + request.stop.max_tokens - 1)
+    def _num_own_blocks(self, prompt: DecodePrompt) -> int:
+        """What each sequence needs for itself to begin: everything after the prompt's full blocks, one token ahead."""
+        return self.blocks.num_blocks_for(prompt.num_tokens + 1) - len(prompt.hashes)
+
+    def _num_blocks_to_begin(self, prompt: DecodePrompt) -> int:
+        return len(prompt.hashes) + len(prompt.sequences) * self._num_own_blocks(prompt)
 
     def _reserve(self) -> list[Action]:
-        """Answer reservations in order while blocks last; those whose request is not here yet do not hold up others."""
+        """Answer reservations in order while blocks last; those whose request is not here yet do not hold up others.
+
+        A block for each running sequence is left, so that a new one does not begin only to be preempted.
+        """
         actions: list[Action] = []
         unclaimed: list[IncomingTransfer] = []
         while self._waiting:
             transfer = self._waiting.popleft()
-            sequence = self._by_transfer.get(transfer.transfer_id)
-            if sequence is None:
+            prompt = self._by_transfer.get(transfer.transfer_id)
+            if prompt is None:
                 unclaimed.append(transfer)
                 continue
-            needed = self._num_blocks_needed(sequence)
-            if not self.blocks.can_allocate(needed):
+            cached = self.blocks.match(prompt.hashes)
+            needed = self._num_blocks_to_begin(prompt) - len(cached)
+            if needed + len(self._running) > self.blocks.num_free_without(cached):
                 self._waiting.appendleft(transfer)
                 break
-            transfer.block_ids = self.blocks.allocate(needed)
-            transfer.num_prompt_blocks = self.blocks.num_blocks_for(transfer.num_prompt_tokens)
-            prompt_blocks = transfer.block_ids[: transfer.num_prompt_blocks]
-            actions.append(SendToPrefill(transfer.pair_id, KVReserved(transfer.transfer_id, prompt_blocks)))
-            actions.append(SendToProxy(sequence.request.proxy_id, DecodeReserved(sequence.request.request_id)))
+            self.blocks.share(cached)
+            new = self.blocks.allocate(needed)
+            num_written = self.blocks.num_blocks_for(prompt.num_tokens) - len(cached)
+            transfer.reserve(cached, new[:num_written], new[num_written:])
+            self.num_prompt_tokens += prompt.num_tokens
+            self.num_cached_tokens += len(cached) * self.blocks.block_size
+            answer = KVReserved(transfer.transfer_id, len(cached), transfer.written_block_ids)
+            actions.append(SendToPrefill(transfer.pair_id, answer))
+            proxy_id = prompt.request.proxy_id
+            actions += [SendToProxy(proxy_id, DecodeReserved(request_id)) for request_id in prompt.sequences]
         self._waiting.extendleft(reversed(unclaimed))
         return actions
 
-    # ---- ends
+    # ---- beginnings and ends
 
     def _advance(self, transfer: IncomingTransfer) -> list[Action]:
-        """Start the sequence if its KV is complete, or free an abandoned transfer's blocks if it is over."""
-        sequence = self._by_transfer.get(transfer.transfer_id)
-        if sequence is not None:
-            if transfer.is_complete:
-                assert transfer.first_token_id is not None
-                sequence.block_table = transfer.block_ids
-                sequence.num_tokens = transfer.num_prompt_tokens + 1
-                sequence.num_generated = 1
-                sequence.last_token_id = transfer.first_token_id
-                self._running.append(sequence)
-                self._forget(transfer)
-            return []
+        """Start the sequences if their KV is complete, or free an abandoned transfer's blocks if it is over."""
+        prompt = self._by_transfer.get(transfer.transfer_id)
+        if prompt is not None:
+            return self._begin(transfer, prompt) if transfer.is_complete else []
         if transfer.may_still_be_written:
             return []
         if transfer.is_reserved:
-            self.blocks.end_quarantine(transfer.block_ids)
-        elif transfer in self._waiting:
-            self._waiting.remove(transfer)
+            self.blocks.end_quarantine(transfer.written_block_ids)
+        else:
+            self._waiting = deque(t for t in self._waiting if t is not transfer)
         self._forget(transfer)
         return self._reserve()
+
+    def _begin(self, transfer: IncomingTransfer, prompt: DecodePrompt) -> list[Action]:
+        """The sequences share the prompt's full blocks; each gets blocks of its own for what follows."""
+        del self._by_transfer[transfer.transfer_id]
+        self._forget(transfer)
+        prompt.has_begun = True
+        prompt_blocks = transfer.cached_block_ids + transfer.written_block_ids
+        full = prompt_blocks[: len(prompt.hashes)]
+        for block_id, block_hash in zip(full, prompt.hashes, strict=True):
+            self.blocks.publish(block_id, block_hash)
+        spare = transfer.spare_block_ids
+        partial = prompt_blocks[len(full) :]  # at most one; the first sequence takes it, the others take copies
+        num_own = self._num_own_blocks(prompt)
+        request = prompt.request
+        assert transfer.first_token_ids is not None
+        is_first = True
+        for request_id, token_id in zip(request.request_ids, transfer.first_token_ids, strict=True):
+            sequence = prompt.sequences.get(request_id)
+            if sequence is None:
+                continue
+            if request.stop.check(token_id, request.num_generated + 1) is not None:  # prefill has told the proxy
+                self._remove(sequence)
+                continue
+            num_spare = num_own - (len(partial) if is_first else 0)
+            own, spare = spare[:num_spare], spare[num_spare:]
+            self.blocks.share(full)
+            if is_first:
+                own = partial + own
+            elif partial:
+                self.blocks.share(partial)
+                sequence.copy_from = partial[0]
+            is_first = False
+            sequence.begin(full + own, token_id, self.blocks.block_size)
+            self._running.append(sequence)
+        self.blocks.release(full)  # the transfer's own hold
+        self.blocks.release(spare + (partial if is_first else []))
+        return self._reserve() if spare or is_first else []
 
     def _forget(self, transfer: IncomingTransfer) -> None:
         del self._transfers[transfer.transfer_id]
@@ -295,40 +361,53 @@ class DecodeScheduler:
             self._closed_transfers.popitem(last=False)
 
     def _give_up(self, transfer: IncomingTransfer, error: TandemError) -> list[Action]:
-        """End the request of a transfer that will not complete, or just the transfer when it has none."""
-        sequence = self._by_transfer.get(transfer.transfer_id)
-        if sequence is not None:
-            return self._end(sequence, error)
+        """End the requests of a transfer that will not complete, or just the transfer when it has none."""
+        prompt = self._by_transfer.get(transfer.transfer_id)
+        if prompt is not None:
+            return self._end_all(prompt, error)
         refusal = SendToPrefill(transfer.pair_id, KVRefused(transfer.transfer_id, ErrorInfo.of(error)))
         return [refusal, *self._advance(transfer)]
 
+    def _end_all(self, prompt: DecodePrompt, error: TandemError | None = None) -> list[Action]:
+        return [action for sequence in list(prompt.sequences.values()) for action in self._end(sequence, error)]
+
     def _end(self, sequence: DecodeSequence, error: TandemError | None = None) -> list[Action]:
-        """Forget the request at once; its blocks follow when no step and no peer uses them. The proxy gets `error`."""
-        sequence.ended = True
-        del self._by_request[sequence.key], self._by_transfer[sequence.transfer_id]
+        """Forget the sequence at once; its blocks follow when no step and no peer uses them. The proxy gets `error`."""
+        self._remove(sequence)
         actions: list[Action] = [_failure(sequence, error)] if error is not None else []
-        if sequence.block_table:
+        prompt = sequence.prompt
+        if prompt.has_begun:
             self._running = [s for s in self._running if s is not sequence]
             if not sequence.in_step:
                 self._release(sequence)
                 actions += self._reserve()
             return actions
-        transfer = self._transfers.get(sequence.transfer_id)
+        if prompt.sequences:
+            return actions  # others still wait for this transfer
+        del self._by_transfer[prompt.request.transfer_id]
+        transfer = self._transfers.get(prompt.request.transfer_id)
         if transfer is None:
-            self._remember_closed(sequence.transfer_id)
+            self._remember_closed(prompt.request.transfer_id)
             return actions
         if transfer.is_reserved:
-            self.blocks.quarantine(transfer.block_ids)
+            self.blocks.release(transfer.cached_block_ids + transfer.spare_block_ids)
+            self.blocks.quarantine(transfer.written_block_ids)
         if not transfer.peer_stopped:
             reason = ErrorInfo.of(error or RequestAborted("the request has ended"))
             actions.append(SendToPrefill(transfer.pair_id, KVRefused(transfer.transfer_id, reason)))
         return actions + self._advance(transfer)
 
+    def _remove(self, sequence: DecodeSequence) -> None:
+        sequence.ended = True
+        del self._by_request[sequence.key], sequence.prompt.sequences[sequence.request_id]
+
     def _release(self, sequence: DecodeSequence) -> None:
+        if sequence.copy_from is not None:
+            self.blocks.release([sequence.copy_from])
         self.blocks.release(sequence.block_table)
         sequence.block_table = []
 
 
 def _failure(sequence: DecodeSequence, error: TandemError) -> Action:
-    message = RequestFailed(sequence.request.request_id, ErrorInfo.of(error))
-    return SendToProxy(sequence.request.proxy_id, message)
+    message = RequestFailed(sequence.request_id, ErrorInfo.of(error))
+    return SendToProxy(sequence.prompt.request.proxy_id, message)

@@ -65,7 +65,7 @@ class DecodeWorker:
         pool = KVPool(loaded, self._config.engine)
         blocks = BlockManager(pool.num_blocks, self._config.engine.block_size)
         self._block_bytes = pool.block_bytes
-        self._scheduler = DecodeScheduler(blocks, self._config.max_num_seqs)
+        self._scheduler = DecodeScheduler(blocks, loaded.layout.model_id, self._config.max_num_seqs)
         self._engine = EngineThread(
             lambda: ModelRunner(loaded, pool), self._loop.call_soon_threadsafe, self._config.engine.num_threads
         )
@@ -136,6 +136,10 @@ class DecodeWorker:
             num_blocks=scheduler.blocks.num_blocks,
             num_free_blocks=scheduler.blocks.num_free,
             num_quarantined_blocks=scheduler.blocks.num_quarantined,
+            num_cached_blocks=scheduler.blocks.num_cached,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
+            num_preempted=scheduler.num_preempted,
             step_time_s=self._step_time_s,
             num_finished=scheduler.num_finished,
             num_transferred_bytes=self._num_transferred_bytes,
@@ -209,10 +213,12 @@ class DecodeWorker:
     def _start_step(self) -> None:
         if self._stepping:
             return
-        batch = self._scheduler.schedule()
+        batch, actions = self._scheduler.schedule()
         if batch.items:
             self._stepping = True
             self._engine.submit(batch, self._on_step)
+        if actions:
+            self._perform(actions)
 
     def _on_step(self, results: list[ItemOutput] | None, error: BaseException | None, step_time_s: float) -> None:
         self._stepping = False

@@ -1,13 +1,17 @@
-"""Who owns each block of a KV pool; pure, it knows ids only.
+"""Who owns each block of a KV pool, and what the cached ones hold; pure, it knows ids and hashes only.
 
-A block is free, held by a request, or in quarantine: held by a transfer whose request has ended while its peer may
-still write.
+    free -> held -> cached -> held again, or evicted to free
+               \\-> quarantined -> free
+
+A block is free; held by one or more requests; cached, that is full, known by its hash and held by none; or in
+quarantine: held by a transfer whose request has ended while its peer may still write.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 
 
 class OutOfBlocks(Exception):
@@ -15,18 +19,29 @@ class OutOfBlocks(Exception):
 
 
 class BlockManager:
-    """Hands out the lowest free ids first, so that blocks of one request tend to be adjacent and copies few."""
+    """Hands out the lowest free ids first, so that blocks of one request tend to be adjacent and copies few.
+
+    Cached blocks count as free: they are evicted, the least recently used first, when no others are left.
+    """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._free = list(range(num_blocks))  # a heap
-        self._held: set[int] = set()
+        self._num_holders: dict[int, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self._quarantined: set[int] = set()
+        self._by_hash: dict[bytes, int] = {}
+        self._hashes: dict[int, bytes] = {}
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that `allocate` can hand out."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._cached)
 
     @property
     def num_quarantined(self) -> int:
@@ -35,39 +50,95 @@ class BlockManager:
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
+    # ---- holding
+
     def can_allocate(self, num_blocks: int) -> bool:
-        return num_blocks <= len(self._free)
+        return num_blocks <= self.num_free
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """`num_blocks` ids, ascending. Raises OutOfBlocks."""
+        """`num_blocks` ids, ascending as far as none are evicted. Raises OutOfBlocks."""
         if not self.can_allocate(num_blocks):
-            raise OutOfBlocks(f"{num_blocks} blocks asked for, {len(self._free)} free")
-        block_ids = [heapq.heappop(self._free) for _ in range(num_blocks)]
-        self._held.update(block_ids)
+            raise OutOfBlocks(f"{num_blocks} blocks asked for, {self.num_free} free")
+        block_ids = [heapq.heappop(self._free) if self._free else self._evict() for _ in range(num_blocks)]
+        for block_id in block_ids:
+            self._num_holders[block_id] = 1
         return block_ids
 
-    def release(self, block_ids: Iterable[int]) -> None:
-        """Held by a request to free."""
-        self._free_from(self._held, block_ids)
+    def share(self, block_ids: Iterable[int]) -> None:
+        """One more holder for each of these held or cached blocks."""
+        for block_id in block_ids:
+            if block_id in self._cached:
+                del self._cached[block_id]
+                self._num_holders[block_id] = 1
+            else:
+                self._num_holders[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """One holder less. The blocks of a sequence in order: its last ones are evicted first, its prefix last."""
+        for block_id in reversed(block_ids):
+            assert block_id in self._num_holders, f"block {block_id} is not held"
+            self._num_holders[block_id] -= 1
+            if self._num_holders[block_id]:
+                continue
+            del self._num_holders[block_id]
+            if block_id in self._hashes:
+                self._cached[block_id] = None
+            else:
+                heapq.heappush(self._free, block_id)
 
     def quarantine(self, block_ids: Iterable[int]) -> None:
-        """Held by a request to held by a transfer."""
+        """Held by one request to held by a transfer."""
         for block_id in block_ids:
-            assert block_id in self._held, f"block {block_id} is not held by a request"
-            self._held.remove(block_id)
+            assert self._num_holders.get(block_id) == 1, f"block {block_id} is not held by one request"
+            assert block_id not in self._hashes, f"block {block_id} is cached and yet being written"
+            del self._num_holders[block_id]
             self._quarantined.add(block_id)
 
     def end_quarantine(self, block_ids: Iterable[int]) -> None:
         """Held by a transfer to free: nobody can write to these any more."""
-        self._free_from(self._quarantined, block_ids)
-
-    def _free_from(self, owner: set[int], block_ids: Iterable[int]) -> None:
         for block_id in block_ids:
-            assert block_id in owner, f"block {block_id} is not held here"
-            owner.remove(block_id)
+            assert block_id in self._quarantined, f"block {block_id} is not in quarantine"
+            self._quarantined.remove(block_id)
             heapq.heappush(self._free, block_id)
 
+    # ---- the prefix cache
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """The blocks of the longest prefix that is here, for `share`."""
+        found: list[int] = []
+        for block_hash in hashes:
+            block_id = self._by_hash.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def num_free_without(self, block_ids: Iterable[int]) -> int:
+        """What `num_free` will be once these, of `match`, are shared."""
+        return self.num_free - sum(block_id in self._cached for block_id in block_ids)
+
+    def publish(self, block_id: int, block_hash: bytes) -> None:
+        """This held block is full and will not change. Where another has the same content, that one stays known."""
+        assert block_id in self._num_holders, f"block {block_id} is not held"
+        if block_hash not in self._by_hash and block_id not in self._hashes:
+            self._by_hash[block_hash] = block_id
+            self._hashes[block_id] = block_hash
+
+    def forget_cached(self) -> None:
+        """Evict all that nobody holds."""
+        while self._cached:
+            heapq.heappush(self._free, self._evict())
+
+    def _evict(self) -> int:
+        block_id, _ = self._cached.popitem(last=False)
+        del self._by_hash[self._hashes.pop(block_id)]
+        return block_id
+
     def check(self) -> None:
-        """Every block has exactly one owner."""
-        assert len(self._free) + len(self._held) + len(self._quarantined) == self.num_blocks
-        assert len({*self._free, *self._held, *self._quarantined}) == self.num_blocks
+        """Every block has exactly one owner, and the two directions of the cache agree."""
+        owners = (self._free, self._num_holders, self._cached, self._quarantined)
+        assert sum(map(len, owners)) == self.num_blocks
+        assert len({block_id for owner in owners for block_id in owner}) == self.num_blocks
+        assert {block_id: block_hash for block_hash, block_id in self._by_hash.items()} == self._hashes
+        assert self._cached.keys() <= self._hashes.keys()
+        assert not self._hashes.keys() & (set(self._free) | self._quarantined)

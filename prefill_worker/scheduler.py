@@ -1,84 +1,54 @@
 """Decides what a prefill worker does; pure: events and a clock value in, actions out.
 
 A prompt's life:  waiting -> computing -> computed -> shipped
-Blocks are taken when computing begins and ReserveKV goes out with the first chunk. Finished blocks are shipped as soon
-as decode has answered, while later chunks compute. A prompt that ends early (abort, deadline, failure) is `ended` at
-once, but its blocks are released only when no step computes them and no transfer reads them; then decode hears that
-nothing more will be written.
+A prompt begins when it gets its first tokens of a step: blocks that the prefix cache has are shared, the others are
+taken, and ReserveKV goes out. Finished blocks are shipped as soon as decode has answered, while later chunks compute;
+what decode has cached itself is not shipped. A prompt that ends early (abort, deadline, failure) is `ended` at once,
+but its blocks are released only when no step computes them and no transfer reads them; then decode hears that nothing
+more will be written.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
-from engine.batch import Batch, BatchItem, ItemOutput, Sample
+from engine.batch import Batch, ItemOutput
 from engine.block_manager import BlockManager
 from prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
+from prefill_worker.prompt import PrefillPrompt
 from protocol.dispatch import FirstToken, RequestFailed, StartPrefill
 from protocol.errors import ErrorInfo, InternalError, RequestAborted, TandemError, WorkerLost
 from protocol.generation import SampledToken
-from protocol.token_ids import unpack_token_ids
 from protocol.transfer import CloseTransfer, FinishTransfer, KVReserved, ReserveKV
 
 
-@dataclass(eq=False)
-class PrefillSequence:
-    """One prompt. `pair_id` is None when nothing is to be shipped."""
-
-    request: StartPrefill
-    pair_id: str | None
-    token_ids: list[int]
-    arrived_at: float
-    started_at: float = 0.0
-    num_computed_tokens: int = 0
-    block_table: list[int] = field(default_factory=list)
-    reserve_sent: bool = False
-    dst_block_ids: list[int] | None = None
-    num_shipped_blocks: int = 0  # handed to the sender
-    num_ships_in_flight: int = 0
-    first_token_id: int | None = None
-    in_step: bool = False
-    ended: bool = False
-    finish_sent: bool = False
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def is_computed(self) -> bool:
-        return self.num_computed_tokens == self.num_prompt_tokens
-
-    @property
-    def key(self) -> tuple[str, str]:
-        return self.request.proxy_id, self.request.request_id
-
-    @property
-    def deadline(self) -> float:
-        return self.arrived_at + self.request.deadline_s
-
-
 class PrefillScheduler:
-    """Owns every prompt of the worker and, through the block manager, every block of its pool."""
+    """Owns every prompt of the worker and, through the block manager, every block of its pool.
 
-    def __init__(self, blocks: BlockManager, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    model_id: goes into the hashes of the prefix cache. max_num_batched_tokens: prompt tokens per step.
+    max_num_seqs: prompts that compute at the same time.
+    """
+
+    def __init__(self, blocks: BlockManager, model_id: str, max_num_batched_tokens: int, max_num_seqs: int) -> None:
         self.blocks = blocks
+        self._model_id = model_id
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
-        self._waiting: deque[PrefillSequence] = deque()
-        self._computing: list[PrefillSequence] = []
-        self._by_request: dict[tuple[str, str], PrefillSequence] = {}
-        self._by_transfer: dict[str, PrefillSequence] = {}
-        self._step: list[tuple[PrefillSequence, int]] = []
+        self._waiting: dict[int, PrefillPrompt] = {}  # by number, in order of arrival
+        self._computing: dict[int, PrefillPrompt] = {}
+        self._by_request: dict[tuple[str, str], PrefillPrompt] = {}
+        self._by_transfer: dict[str, PrefillPrompt] = {}
+        self._step: list[tuple[PrefillPrompt, int]] = []
+        self._num_arrived = 0
         self.num_finished = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
 
     # ---- what the worker tells of itself
 
     @property
     def num_running(self) -> int:
-        return len(self._by_request) - len(self._waiting)
+        return len(self._by_transfer) - len(self._waiting)
 
     @property
     def num_waiting(self) -> int:
@@ -86,222 +56,263 @@ class PrefillScheduler:
 
     @property
     def num_waiting_tokens(self) -> int:
-        waiting = sum(sequence.num_prompt_tokens for sequence in self._waiting)
-        return waiting + sum(s.num_prompt_tokens - s.num_computed_tokens for s in self._computing)
+        prompts = (*self._waiting.values(), *self._computing.values())
+        return sum(prompt.num_remaining_tokens for prompt in prompts)
+
+    def prompts(self) -> Iterable[PrefillPrompt]:
+        return self._by_transfer.values()
 
     # ---- events
 
     def on_start(self, now: float, request: StartPrefill, pair_id: str | None) -> list[Action]:
-        sequence = PrefillSequence(request, pair_id, unpack_token_ids(request.token_ids), arrived_at=now)
-        if sequence.key in self._by_request or request.transfer_id in self._by_transfer:
-            return [_failure(sequence, InternalError(f"request {request.request_id} is already here"))]
-        needed = self.blocks.num_blocks_for(sequence.num_prompt_tokens)
+        prompt = PrefillPrompt.of(request, pair_id, self._num_arrived, now)
+        keys = [(request.proxy_id, request_id) for request_id in request.request_ids]
+        if request.transfer_id in self._by_transfer or any(key in self._by_request for key in keys):
+            return _failures(prompt, InternalError(f"transfer {request.transfer_id} is already here"))
+        needed = self.blocks.num_blocks_for(prompt.num_prompt_tokens)
         if needed > self.blocks.num_blocks:
             message = f"the prompt needs {needed} KV blocks, this prefill worker has {self.blocks.num_blocks}"
-            return [_failure(sequence, InternalError(message))]
-        self._by_request[sequence.key] = sequence
-        self._by_transfer[request.transfer_id] = sequence
-        self._waiting.append(sequence)
+            return _failures(prompt, InternalError(message))
+        self._num_arrived += 1
+        self._by_request.update(dict.fromkeys(keys, prompt))
+        self._by_transfer[request.transfer_id] = prompt
+        self._waiting[prompt.number] = prompt
         return []
 
     def on_abort(self, proxy_id: str, request_id: str) -> list[Action]:
-        sequence = self._by_request.get((proxy_id, request_id))
-        return self._end(sequence) if sequence is not None else []
+        prompt = self._by_request.pop((proxy_id, request_id), None)
+        if prompt is None:
+            return []
+        prompt.open_ids.discard(request_id)
+        return [] if prompt.open_ids else self._end(prompt)
 
     def on_proxy_lost(self, proxy_id: str) -> list[Action]:
-        gone = [s for s in self._by_request.values() if s.request.proxy_id == proxy_id]
-        return [action for sequence in gone for action in self._end(sequence)]
+        gone = [prompt for prompt in self._by_transfer.values() if prompt.request.proxy_id == proxy_id]
+        return [action for prompt in gone for action in self._end(prompt)]
 
     def on_reserved(self, message: KVReserved) -> list[Action]:
-        sequence = self._by_transfer.get(message.transfer_id)
-        if sequence is None or sequence.dst_block_ids is not None:
+        prompt = self._by_transfer.get(message.transfer_id)
+        if prompt is None or prompt.dst_block_ids is not None:
             return []
-        sequence.dst_block_ids = message.block_ids
-        return self._ship(sequence)
+        prompt.dst_block_ids = message.block_ids
+        prompt.num_decode_cached_blocks = prompt.num_shipped_blocks = message.num_cached_blocks
+        return self._ship(prompt) + self._settle(prompt)
 
     def on_refused(self, transfer_id: str, error: ErrorInfo) -> list[Action]:
-        sequence = self._by_transfer.get(transfer_id)
-        return self._end(sequence, error.to_error()) if sequence is not None else []
+        prompt = self._by_transfer.get(transfer_id)
+        return self._end(prompt, error.to_error()) if prompt is not None else []
 
     def on_shipped(self, transfer_id: str, error: TandemError | None) -> list[Action]:
         """A `Ship` action has been carried out; on success the shell has announced it."""
-        sequence = self._by_transfer[transfer_id]
-        sequence.num_ships_in_flight -= 1
-        if error is not None and not sequence.ended:
-            return self._end(sequence, error)
-        return self._settle(sequence)
+        prompt = self._by_transfer[transfer_id]
+        prompt.num_ships_in_flight -= 1
+        if error is not None and not prompt.ended:
+            return self._end(prompt, error)
+        return self._settle(prompt)
 
     def on_pair_lost(self, pair_id: str, reason: str) -> list[Action]:
-        lost = [s for s in self._by_request.values() if s.pair_id == pair_id]
-        return [a for s in lost for a in self._end(s, WorkerLost(f"the decode worker was lost: {reason}"))]
+        lost = [prompt for prompt in self._by_transfer.values() if prompt.pair_id == pair_id]
+        return [a for prompt in lost for a in self._end(prompt, WorkerLost(f"the decode worker was lost: {reason}"))]
 
     def on_tick(self, now: float) -> list[Action]:
-        late = [s for s in self._by_request.values() if not (s.ended or s.finish_sent) and now >= s.deadline]
+        late = [p for p in self._by_transfer.values() if not (p.ended or p.finish_sent) and now >= p.deadline]
         error = RequestAborted("the request ran into its deadline before its first token was decoded")
-        return [action for sequence in late for action in self._end(sequence, error)]
+        return [action for prompt in late for action in self._end(prompt, error)]
 
     # ---- steps
 
     def schedule(self, now: float) -> tuple[Batch, list[Action]]:
-        """The next step's chunks, prompts in order of arrival, and the reservations that go out with first chunks."""
+        """The next step's chunks, and the reservations that go out with first chunks.
+
+        The prompt that has waited longest gets half of the step's tokens, the rest goes to whoever has the fewest
+        tokens left. So short prompts pass long ones, and no stream of short ones starves a long one.
+        """
         assert not self._step, "one step at a time"
         actions: list[Action] = []
+        candidates = self._candidates()
+        if not candidates:
+            return Batch([]), actions
         budget = self._max_num_batched_tokens
-        items: list[BatchItem] = []
-        self._admit(now, budget, actions)
-        for sequence in self._computing:
-            num_tokens = min(budget, sequence.num_prompt_tokens - sequence.num_computed_tokens)
-            if num_tokens == 0:
+        oldest = min(candidates, key=lambda prompt: prompt.number)
+        shares: dict[int, int] = {}
+        may_begin = True
+        turns = [(oldest, budget - budget // 2)]
+        turns += [(p, budget) for p in sorted(candidates, key=lambda p: (p.num_remaining_tokens, p.number))]
+        for prompt, limit in turns:
+            if not budget:
                 break
-            budget -= num_tokens
-            start, end = sequence.num_computed_tokens, sequence.num_computed_tokens + num_tokens
-            last = end == sequence.num_prompt_tokens
-            items.append(
-                BatchItem(
-                    token_ids=sequence.token_ids[start:end],
-                    start=start,
-                    block_table=sequence.block_table,
-                    samples=[Sample(sequence.request.sampling)] if last else [],
-                )
-            )
-            sequence.in_step = True
-            self._step.append((sequence, num_tokens))
-        return Batch(items), actions
+            if not prompt.has_begun:
+                if not may_begin or len(self._computing) == self._max_num_seqs:
+                    continue
+                if not self._begin(now, prompt, actions):
+                    may_begin = prompt is not oldest  # nobody takes blocks before the oldest has its own
+                    continue
+            share = min(budget, limit, prompt.num_remaining_tokens - shares.get(prompt.number, 0))
+            shares[prompt.number] = shares.get(prompt.number, 0) + share
+            budget -= share
+        self._step = [(self._computing[number], share) for number, share in sorted(shares.items()) if share]
+        for prompt, _ in self._step:
+            prompt.in_step = True
+        return Batch([prompt.next_item(num_tokens) for prompt, num_tokens in self._step]), actions
 
-    def _admit(self, now: float, budget: int, actions: list[Action]) -> None:
-        """Start waiting prompts, in order, as far as this step's tokens, the blocks and decode's room reach.
-
-        A prompt whose decode worker is full (a finished prompt waits for its answer) holds up only its like.
+    def _candidates(self) -> list[PrefillPrompt]:
+        """Prompts that may compute now. One whose decode worker is full (a finished prompt waits for its answer) may
+        not begin: its KV could not leave.
         """
-        taken = sum(s.num_prompt_tokens - s.num_computed_tokens for s in self._computing)
-        full = {
-            s.pair_id for s in self._by_transfer.values() if s.is_computed and s.dst_block_ids is None and not s.ended
-        } - {None}
-        held: list[PrefillSequence] = []
-        while self._waiting and taken < budget and len(self._computing) < self._max_num_seqs:
-            sequence = self._waiting.popleft()
-            needed = self.blocks.num_blocks_for(sequence.num_prompt_tokens)
-            if sequence.pair_id in full:
-                held.append(sequence)
-                continue
-            if not self.blocks.can_allocate(needed):
-                held.append(sequence)
-                break
-            sequence.block_table = self.blocks.allocate(needed)
-            sequence.started_at = now
-            self._computing.append(sequence)
-            taken += sequence.num_prompt_tokens
-            if sequence.pair_id is not None:
-                sequence.reserve_sent = True
-                reserve = ReserveKV(sequence.pair_id, sequence.request.transfer_id, sequence.num_prompt_tokens)
-                actions.append(SendToDecode(sequence.pair_id, reserve))
-        self._waiting.extendleft(reversed(held))
+        full = {p.pair_id for p in self._by_transfer.values() if p.is_computed and p.dst_block_ids is None} - {None}
+        return [*self._computing.values(), *(p for p in self._waiting.values() if p.pair_id not in full)]
+
+    def _begin(self, now: float, prompt: PrefillPrompt, actions: list[Action]) -> bool:
+        """Give a waiting prompt its blocks, cached ones first, unless there are too few."""
+        hashes = prompt.hashes or prompt.hash_blocks(self.blocks.block_size, self._model_id)
+        # The last token is always computed, since its logits are needed; so are all whose logits are asked for.
+        num_usable = (prompt.num_prompt_tokens - 1) // self.blocks.block_size
+        cached = [] if prompt.request.num_prompt_logprobs is not None else self.blocks.match(hashes[:num_usable])
+        num_new = self.blocks.num_blocks_for(prompt.num_prompt_tokens) - len(cached)
+        if num_new > self.blocks.num_free_without(cached):
+            return False
+        self.blocks.share(cached)
+        prompt.block_table = cached + self.blocks.allocate(num_new)
+        prompt.num_published_blocks = len(cached)
+        prompt.num_cached_tokens = prompt.num_computed_tokens = len(cached) * self.blocks.block_size
+        self.num_prompt_tokens += prompt.num_prompt_tokens
+        self.num_cached_tokens += prompt.num_cached_tokens
+        prompt.started_at = now
+        del self._waiting[prompt.number]
+        self._computing[prompt.number] = prompt
+        if prompt.pair_id is not None:
+            prompt.reserve_sent = True
+            reserve = ReserveKV(prompt.pair_id, prompt.request.transfer_id, prompt.num_prompt_tokens)
+            actions.append(SendToDecode(prompt.pair_id, reserve))
+        return True
 
     def on_step(self, now: float, results: list[ItemOutput]) -> list[Action]:
         actions: list[Action] = []
         step, self._step = self._step, []
-        for (sequence, num_tokens), output in zip(step, results, strict=True):
-            sequence.in_step = False
-            sequence.num_computed_tokens += num_tokens
-            if sequence.ended:
-                actions += self._settle(sequence)
+        for (prompt, num_tokens), output in zip(step, results, strict=True):
+            prompt.in_step = False
+            prompt.num_computed_tokens += num_tokens
+            if prompt.is_computed or prompt.ended:
+                self._computing.pop(prompt.number, None)
+            if prompt.ended:
+                actions += self._settle(prompt)
                 continue
-            for token in output.tokens:
-                actions += self._on_first_token(now, sequence, token)
-            if not sequence.ended:
-                actions += self._ship(sequence)
-        self._computing = [s for s in self._computing if not s.is_computed and not s.ended]
+            self._publish(prompt)
+            prompt.prompt_logprobs += output.prompt_logprobs
+            if prompt.is_computed:
+                actions += self._on_first_tokens(now, prompt, output.tokens)
+            if not prompt.ended:
+                actions += self._ship(prompt) + self._settle(prompt)
         return actions
 
     def on_step_failed(self, error: BaseException) -> list[Action]:
         step, self._step = self._step, []
         actions: list[Action] = []
-        for sequence, _ in step:
-            sequence.in_step = False
-            if sequence.ended:
-                actions += self._settle(sequence)
+        for prompt, _ in step:
+            prompt.in_step = False
+            if prompt.ended:
+                self._computing.pop(prompt.number, None)
+                actions += self._settle(prompt)
             else:
-                actions += self._end(sequence, InternalError(f"the model failed on this prompt: {error}"))
-        self._computing = [s for s in self._computing if not s.ended]
+                actions += self._end(prompt, InternalError(f"the model failed on this prompt: {error}"))
         return actions
 
-    def _on_first_token(self, now: float, sequence: PrefillSequence, token: SampledToken) -> list[Action]:
-        sequence.first_token_id = token.token_id
-        request = sequence.request
-        message = FirstToken(
-            request_id=request.request_id,
-            token=token,
-            finish_reason=request.stop.check(token.token_id, 1),
-            queue_s=sequence.started_at - sequence.arrived_at,
-            prefill_s=now - sequence.started_at,
-        )
-        actions: list[Action] = [SendToProxy(request.proxy_id, message)]
-        if message.finish_reason is not None:
-            self.num_finished += 1
-            actions += self._end(sequence)
-        return actions
+    def _publish(self, prompt: PrefillPrompt) -> None:
+        """Later prompts may share the blocks that are full and computed."""
+        num_full = prompt.num_computed_tokens // self.blocks.block_size
+        for i in range(prompt.num_published_blocks, num_full):
+            self.blocks.publish(prompt.block_table[i], prompt.hashes[i])
+        prompt.num_published_blocks = num_full
+
+    def _on_first_tokens(self, now: float, prompt: PrefillPrompt, tokens: list[SampledToken]) -> list[Action]:
+        request = prompt.request
+        prompt.first_token_ids = [token.token_id for token in tokens]
+        actions: list[Action] = []
+        for number, (request_id, token) in enumerate(zip(request.request_ids, tokens, strict=True)):
+            if request_id not in prompt.open_ids:
+                continue
+            message = FirstToken(
+                request_id=request_id,
+                token=token,
+                finish_reason=request.stop.check(token.token_id, request.num_generated + 1),
+                queue_s=prompt.started_at - prompt.arrived_at,
+                prefill_s=now - prompt.started_at,
+                # Once is enough for sequences that share the prompt.
+                prompt_logprobs=prompt.prompt_logprobs
+                if request.num_prompt_logprobs is not None and number == 0
+                else None,
+                num_cached_tokens=prompt.num_cached_tokens,
+            )
+            actions.append(SendToProxy(request.proxy_id, message))
+            if message.finish_reason is not None:
+                self.num_finished += 1
+                prompt.open_ids.remove(request_id)
+                del self._by_request[request.proxy_id, request_id]
+        return actions if prompt.open_ids else actions + self._end(prompt)
 
     # ---- shipping and release
 
-    def _ship(self, sequence: PrefillSequence) -> list[Action]:
+    def _ship(self, prompt: PrefillPrompt) -> list[Action]:
         """Hand over the blocks that are complete and not yet handed over; with the last of them, the transfer's end."""
-        if sequence.dst_block_ids is None or sequence.ended or sequence.pair_id is None:
+        if prompt.dst_block_ids is None or prompt.ended or prompt.pair_id is None:
             return []
         actions: list[Action] = []
-        num_ready = len(sequence.block_table)
-        if not sequence.is_computed:
-            num_ready = sequence.num_computed_tokens // self.blocks.block_size
-        first = sequence.num_shipped_blocks
+        num_ready = len(prompt.block_table)
+        if not prompt.is_computed:
+            num_ready = prompt.num_computed_tokens // self.blocks.block_size
+        first, num_cached = prompt.num_shipped_blocks, prompt.num_decode_cached_blocks
         if num_ready > first:
-            sequence.num_shipped_blocks = num_ready
-            sequence.num_ships_in_flight += 1
+            prompt.num_shipped_blocks = num_ready
+            prompt.num_ships_in_flight += 1
             actions.append(
                 Ship(
-                    pair_id=sequence.pair_id,
-                    transfer_id=sequence.request.transfer_id,
+                    pair_id=prompt.pair_id,
+                    transfer_id=prompt.request.transfer_id,
                     first_block=first,
-                    src_block_ids=sequence.block_table[first:num_ready],
-                    dst_block_ids=sequence.dst_block_ids[first:num_ready],
+                    src_block_ids=prompt.block_table[first:num_ready],
+                    dst_block_ids=prompt.dst_block_ids[first - num_cached : num_ready - num_cached],
                 )
             )
-        if sequence.is_computed and not sequence.finish_sent:
-            assert sequence.first_token_id is not None
-            sequence.finish_sent = True
-            finish = FinishTransfer(sequence.request.transfer_id, sequence.num_prompt_tokens, sequence.first_token_id)
-            actions.append(SendToDecode(sequence.pair_id, finish))
+        if prompt.is_computed and not prompt.finish_sent:
+            assert prompt.first_token_ids is not None
+            prompt.finish_sent = True
+            finish = FinishTransfer(prompt.request.transfer_id, prompt.num_prompt_tokens, prompt.first_token_ids)
+            actions.append(SendToDecode(prompt.pair_id, finish))
         return actions
 
-    def _end(self, sequence: PrefillSequence, error: TandemError | None = None) -> list[Action]:
+    def _end(self, prompt: PrefillPrompt, error: TandemError | None = None) -> list[Action]:
         """Take the prompt out of everything at once; `error` is reported to the proxy (an abort is not)."""
-        if sequence.ended:
+        if prompt.ended:
             return []
-        sequence.ended = True
-        if not sequence.block_table:
-            self._waiting.remove(sequence)
-        if not sequence.in_step and sequence in self._computing:
-            self._computing.remove(sequence)
-        return ([_failure(sequence, error)] if error is not None else []) + self._settle(sequence)
+        prompt.ended = True
+        self._waiting.pop(prompt.number, None)
+        if not prompt.in_step:
+            self._computing.pop(prompt.number, None)
+        return (_failures(prompt, error) if error is not None else []) + self._settle(prompt)
 
-    def _settle(self, sequence: PrefillSequence) -> list[Action]:
+    def _settle(self, prompt: PrefillPrompt) -> list[Action]:
         """Release the prompt's blocks once nothing computes or reads them, and forget it."""
-        all_shipped = sequence.finish_sent and sequence.num_shipped_blocks == len(sequence.block_table)
-        if sequence.in_step or sequence.num_ships_in_flight or not (sequence.ended or all_shipped):
+        all_shipped = prompt.finish_sent and prompt.num_shipped_blocks == len(prompt.block_table)
+        if prompt.in_step or prompt.num_ships_in_flight or not (prompt.ended or all_shipped):
             return []
-        del self._by_request[sequence.key], self._by_transfer[sequence.request.transfer_id]
-        self.blocks.release(sequence.block_table)
-        sequence.block_table = []
-        if not sequence.ended:
-            sequence.ended = True
-            self.num_finished += 1
+        for request_id in prompt.open_ids:
+            self._by_request.pop((prompt.request.proxy_id, request_id), None)
+        del self._by_transfer[prompt.request.transfer_id]
+        self.blocks.release(prompt.block_table)
+        prompt.block_table = []
+        if not prompt.ended:
+            prompt.ended = True
+            self.num_finished += len(prompt.open_ids)
             return []
-        if sequence.reserve_sent and sequence.pair_id is not None:
-            return [SendToDecode(sequence.pair_id, CloseTransfer(sequence.request.transfer_id))]
+        if prompt.reserve_sent and prompt.pair_id is not None:
+            return [SendToDecode(prompt.pair_id, CloseTransfer(prompt.request.transfer_id))]
         return []
 
-    def sequences(self) -> Iterable[PrefillSequence]:
-        return self._by_request.values()
 
-
-def _failure(sequence: PrefillSequence, error: TandemError) -> Action:
-    message = RequestFailed(sequence.request.request_id, ErrorInfo.of(error))
-    return SendToProxy(sequence.request.proxy_id, message)
+def _failures(prompt: PrefillPrompt, error: TandemError) -> list[Action]:
+    info = ErrorInfo.of(error)
+    return [
+        SendToProxy(prompt.request.proxy_id, RequestFailed(request_id, info))
+        for request_id in prompt.request.request_ids
+        if request_id in prompt.open_ids
+    ]

@@ -54,7 +54,9 @@ class PrefillWorker:
         pool = KVPool(loaded, self._config.engine)
         blocks = BlockManager(pool.num_blocks, self._config.engine.block_size)
         self._block_bytes = pool.block_bytes
-        self._scheduler = PrefillScheduler(blocks, self._config.max_num_batched_tokens, self._config.max_num_seqs)
+        self._scheduler = PrefillScheduler(
+            blocks, loaded.layout.model_id, self._config.max_num_batched_tokens, self._config.max_num_seqs
+        )
         self._engine = EngineThread(
             lambda: ModelRunner(loaded, pool), self._loop.call_soon_threadsafe, self._config.engine.num_threads
         )
@@ -124,6 +126,9 @@ class PrefillWorker:
             num_blocks=scheduler.blocks.num_blocks,
             num_free_blocks=scheduler.blocks.num_free,
             num_quarantined_blocks=scheduler.blocks.num_quarantined,
+            num_cached_blocks=scheduler.blocks.num_cached,
+            num_prompt_tokens=scheduler.num_prompt_tokens,
+            num_cached_tokens=scheduler.num_cached_tokens,
             step_time_s=self._step_time_s,
             num_finished=scheduler.num_finished,
             num_transferred_bytes=self._num_transferred_bytes,
@@ -145,7 +150,8 @@ class PrefillWorker:
             pair = self._pairs.ready_pair(message.decode_epoch)
             if pair is None:
                 error = WorkerLost(f"the pair with {message.decode_worker_id} is not ready")
-                self._send_to_proxy(message.proxy_id, RequestFailed(message.request_id, ErrorInfo.of(error)))
+                for request_id in message.request_ids:
+                    self._send_to_proxy(message.proxy_id, RequestFailed(request_id, ErrorInfo.of(error)))
                 return
             pair_id = pair.pair_id
         self._perform(self._scheduler.on_start(self._loop.time(), message, pair_id))

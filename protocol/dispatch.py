@@ -1,7 +1,9 @@
 """Messages between a proxy (DEALER) and a worker (ROUTER): commands down, facts up.
 
-`request_id` names one sequence on one proxy; `transfer_id` names one attempt to move its KV cache and is minted anew
-for each attempt. Commands about one request travel on one connection, so they arrive in the order they were sent.
+`request_id` names one attempt to generate one sequence, on one proxy. Sequences that share a prompt (n > 1) are
+prefilled and shipped as one, under one `transfer_id`. Both are minted anew when a sequence is dispatched again, which
+it is after a preemption: then the prompt ends with the tokens that were generated before. Commands about one attempt
+travel on one connection, so they arrive in the order they were sent.
 """
 
 from __future__ import annotations
@@ -13,37 +15,45 @@ from protocol.generation import FinishReason, SampledToken, SamplingParams, Stop
 
 
 class StartPrefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to prefill: compute this prompt, report its first token, ship its KV to `decode_worker_id`.
+    """Proxy to prefill: compute this prompt, report its first tokens, ship its KV to `decode_worker_id`.
 
-    token_ids: see `protocol.token_ids`. deadline_s: from receipt; then the request fails.
+    request_ids: one for each sequence that shares the prompt; seeds: theirs, in place of `sampling.seed`.
+    token_ids: see `protocol.token_ids`; the last `num_generated` of them were generated in earlier attempts.
+    cache_salt: prompts with different salts share no cached KV. deadline_s: from receipt; then the request fails.
     decode_worker_id: None when one token is all that is asked, so that there is nothing to ship.
     num_prompt_logprobs: None, or how many top tokens to report for each prompt token but the first.
     """
 
     proxy_id: str
-    request_id: str
+    request_ids: list[str]
     transfer_id: str
     token_ids: bytes
     sampling: SamplingParams
+    seeds: list[int]
     stop: StopConditions
     decode_worker_id: str | None
     decode_epoch: str | None
     deadline_s: float
     num_prompt_logprobs: int | None = None
+    num_generated: int = 0
+    cache_salt: str = ""
 
 
 class PrepareDecode(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to decode: a request is on its way by `transfer_id` from `prefill_worker_id`."""
+    """Proxy to decode: sequences are on their way from `prefill_worker_id`. The fields are those of StartPrefill."""
 
     proxy_id: str
-    request_id: str
+    request_ids: list[str]
     transfer_id: str
-    num_prompt_tokens: int
+    token_ids: bytes
     sampling: SamplingParams
+    seeds: list[int]
     stop: StopConditions
     prefill_worker_id: str
     prefill_epoch: str
     deadline_s: float
+    num_generated: int = 0
+    cache_salt: str = ""
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -57,7 +67,7 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     """Prefill to proxy: the prompt is done. Terminal when `finish_reason` is set.
 
     queue_s: from receipt to the first chunk; prefill_s: from there to this token. prompt_logprobs: for every prompt
-    token but the first, where they were asked for.
+    token but the first, where they were asked for. num_cached_tokens: of the prompt, those that were not computed.
     """
 
     request_id: str
@@ -66,6 +76,7 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     queue_s: float
     prefill_s: float
     prompt_logprobs: list[TokenLogprobs] | None = None
+    num_cached_tokens: int = 0
 
 
 class DecodeReserved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -88,6 +99,12 @@ class TokenBatch(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     tokens: list[NewToken]
 
 
+class RequestPreempted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Decode to proxy: terminal for this attempt. There was no room to go on; dispatch the sequence again."""
+
+    request_id: str
+
+
 class RequestFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Worker to proxy: terminal."""
 
@@ -97,4 +114,4 @@ class RequestFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
 
 ToPrefill = StartPrefill | AbortRequest
 ToDecode = PrepareDecode | AbortRequest
-ToProxy = FirstToken | DecodeReserved | TokenBatch | RequestFailed
+ToProxy = FirstToken | DecodeReserved | TokenBatch | RequestPreempted | RequestFailed

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """Raised by every change to a message; unequal versions refuse each other when they register or pair."""
 
 Role = Literal["prefill", "decode"]
@@ -27,7 +27,11 @@ class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How busy a worker is. Blocks that are neither free nor quarantined belong to running or waiting requests."""
+    """How busy a worker is. Blocks that are neither free nor quarantined belong to running or waiting requests.
+
+    num_cached_blocks: of the free ones, those that hold a prefix. num_cached_tokens: prompt tokens that were found in
+    the prefix cache, of num_prompt_tokens, since the start.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -35,6 +39,10 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_quarantined_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_preempted: int = 0
     step_time_s: float = 0.0
     num_finished: int = 0
     num_transferred_bytes: int = 0

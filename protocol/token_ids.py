@@ -9,6 +9,9 @@ from collections.abc import Sequence
 assert array("i").itemsize == 4 and sys.byteorder == "little", "Tandem supports little-endian hosts with 32-bit ints"
 
 
+BYTES_PER_TOKEN = 4
+
+
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
     """`token_ids`, each in [0, 2**31), as bytes."""
     return array("i", token_ids).tobytes()

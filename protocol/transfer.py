@@ -87,9 +87,13 @@ class ReserveKV(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
 
 
 class KVReserved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Decode to prefill: write the prompt's blocks, in order, to `block_ids` of the decode worker's pool."""
+    """Decode to prefill: write the prompt's blocks, in order, to `block_ids` of the decode worker's pool.
+
+    num_cached_blocks: so many of the prompt's first blocks decode has already; block_ids begins after them.
+    """
 
     transfer_id: str
+    num_cached_blocks: int
     block_ids: list[int]
 
 
@@ -116,12 +120,12 @@ class ShipKV(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 class FinishTransfer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Prefill to decode: the prompt is computed and its last blocks are on their way; their ShipKV may follow.
 
-    Decoding goes on from `first_token_id` when every block is here.
+    Decoding goes on from these tokens, one for each of the request_ids, when every block is here.
     """
 
     transfer_id: str
     num_prompt_tokens: int
-    first_token_id: int
+    first_token_ids: list[int]
 
 
 class CloseTransfer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

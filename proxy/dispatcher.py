@@ -1,7 +1,7 @@
-"""The life of a sequence between proxy and workers: read `Dispatcher.generate` beside docs/request_journey.md.
+"""The life of a sequence between proxy and workers: read `Dispatcher` beside docs/request_journey.md.
 
-Owns the table of running requests. Every entry leaves it in `generate`'s finally, where the workers that may still hold
-something for it are told to abort.
+Owns the table of running requests, one for each attempt at a sequence. An entry leaves it when its attempt ends, and
+workers that may still hold something for it are then told to abort.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from protocol.dispatch import (
     FirstToken,
     PrepareDecode,
     RequestFailed,
+    RequestPreempted,
     StartPrefill,
     TokenBatch,
     ToProxy,
@@ -29,6 +30,7 @@ from protocol.dispatch import (
 from protocol.errors import RequestAborted, TandemError, WorkerLost
 from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions
 from protocol.membership import WorkerInfo
+from protocol.token_ids import pack_token_ids
 from proxy.request import RunningRequest
 from proxy.router import Route, Router
 from telemetry.metrics import ProxyMetrics
@@ -38,24 +40,63 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """token_ids: packed, see `protocol.token_ids`."""
+    """token_ids: packed, see `protocol.token_ids`. num_prompt_logprobs and cache_salt: as StartPrefill's."""
 
     token_ids: bytes
     num_tokens: int
+    num_prompt_logprobs: int | None = None
+    cache_salt: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
-    """What has come since the last one: at least one token. `finish_reason` is set on the last."""
+    """What has come since the last one: at least one token. `finish_reason` is set on the last.
+
+    first_token: on the first delta, what prefill told of the prompt.
+    """
 
     tokens: list[SampledToken]
     finish_reason: FinishReason | None
+    first_token: FirstToken | None = None
 
 
 class Sender(Protocol):
     """The worker pool, as far as it is needed here."""
 
-    def send(self, worker: WorkerInfo, request_id: str, message: msgspec.Struct) -> bool: ...
+    def send(self, worker: WorkerInfo, connection_key: str, message: msgspec.Struct) -> bool: ...
+
+
+class _SharedPrefill:
+    """The prompt of one dispatch, which the router counts once however many sequences share it."""
+
+    def __init__(self, router: Router, route: Route, num_prompt_tokens: int) -> None:
+        self._router = router
+        self._route = route
+        self._num_prompt_tokens = num_prompt_tokens
+        self._ended = False
+
+    def end(self) -> bool:
+        """The first token is here, or never will be. True the first time."""
+        if self._ended:
+            return False
+        self._ended = True
+        self._router.prefill_ended(self._route, self._num_prompt_tokens)
+        return True
+
+
+class DispatchedSequence:
+    """One sequence from its first dispatch to its end, over as many attempts as it takes."""
+
+    def __init__(self, prompt: Prompt, sampling: SamplingParams, stop: StopConditions, deadline: float) -> None:
+        self.prompt = prompt
+        self.sampling = sampling
+        self.stop = stop
+        self.deadline = deadline  # loop time
+        self.generated: list[int] = []  # token ids that came
+        self.attempt: RunningRequest
+        self.prefill: _SharedPrefill
+        self.timer: asyncio.TimerHandle
+        self.is_open = True
 
 
 class Dispatcher:
@@ -73,89 +114,135 @@ class Dispatcher:
     def num_running(self) -> int:
         return len(self._running)
 
-    async def generate(
-        self, prompt: Prompt, sampling: SamplingParams, stop: StopConditions, deadline_s: float
-    ) -> AsyncGenerator[TokenDelta, None]:
-        """The tokens of one sequence. Close it to abort. deadline_s: seconds from now.
+    # ---- the life of a sequence
 
-        Raises Overloaded before anything was sent; WorkerLost, RequestAborted or what a worker reported after that.
+    def start(
+        self, prompt: Prompt, samplings: list[SamplingParams], stop: StopConditions, deadline_s: float
+    ) -> list[DispatchedSequence]:
+        """Send one prompt to a pair of workers, for as many sequences as there are samplings, which differ in seed.
+
+        Each of them is owed one `drop`. deadline_s: seconds from now. Raises Overloaded or WorkerLost; then nothing is
+        owed.
         """
-        number = next(self._numbers)
-        request_id = f"{self._prefix}-{number}"
-        transfer_id = f"{self._proxy_id}-{number}"  # of this attempt; one attempt per request until requests migrate
-        route = self._router.pick(prompt.num_tokens, needs_decode=stop.max_tokens > 1)
-        request = RunningRequest(request_id, route)
-        self._running[request_id] = request
-        self._metrics.running.inc()
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + deadline_s
+        sequences = [DispatchedSequence(prompt, sampling, stop, deadline) for sampling in samplings]
+        self._dispatch(sequences)
         self._metrics.prompt_tokens.inc(prompt.num_tokens)
-        timer = asyncio.get_running_loop().call_later(deadline_s, request.fail, _deadline_passed(deadline_s))
-        prefill_counted = True
+        self._metrics.running.inc(len(sequences))
+        late = RequestAborted(f"the request was not finished within its {deadline_s:.0f} s")
+        for sequence in sequences:
+            sequence.timer = loop.call_at(deadline, lambda s: s.attempt.fail(late), sequence)
+        return sequences
+
+    async def tokens(self, sequence: DispatchedSequence) -> AsyncGenerator[TokenDelta, None]:
+        """The tokens of one sequence, which is dropped at the end; close the generator to abort.
+
+        Raises WorkerLost, Overloaded, RequestAborted or what a worker reported.
+        """
+        told_of_prompt = False
         try:
-            self._send_commands(request, transfer_id, prompt, sampling, stop, deadline_s)
             while True:
-                await request.wake.wait()
-                if prefill_counted and request.first_token is not None:
-                    prefill_counted = False
-                    self._router.prefill_ended(route, prompt.num_tokens)
-                    self._metrics.queue.observe(request.first_token.queue_s)
-                    self._metrics.prefill.observe(request.first_token.prefill_s)
-                tokens = request.take()
+                attempt = sequence.attempt
+                await attempt.wake.wait()
+                first_token = attempt.first_token
+                if first_token is not None and sequence.prefill.end() and not sequence.generated:
+                    self._metrics.queue.observe(first_token.queue_s)
+                    self._metrics.prefill.observe(first_token.prefill_s)
+                    self._metrics.cached_prompt_tokens.inc(first_token.num_cached_tokens)
+                tokens = attempt.take()
                 # Read before the yield: what arrives while the reader is busy belongs to the next turn.
-                finish_reason, error = request.finish_reason, request.error
+                finish_reason, error, preempted = attempt.finish_reason, attempt.error, attempt.preempted
                 if tokens:
-                    yield TokenDelta(tokens, finish_reason)
+                    sequence.generated += [token.token_id for token in tokens]
+                    yield TokenDelta(tokens, finish_reason, None if told_of_prompt else first_token)
+                    told_of_prompt = True
                 if error is not None:
                     raise error
                 if finish_reason is not None:
                     return
+                if preempted:
+                    self._metrics.preempted.inc()
+                    self._end_attempt(sequence)
+                    self._dispatch([sequence])
         finally:
-            timer.cancel()
-            del self._running[request_id]
+            self.drop(sequence)
+
+    def drop(self, sequence: DispatchedSequence) -> None:
+        """The sequence has ended, or nobody wants it any more: then its workers are told to abort. Idempotent."""
+        if sequence.is_open:
+            sequence.is_open = False
+            sequence.timer.cancel()
             self._metrics.running.dec()
-            if prefill_counted:
-                self._router.prefill_ended(route, prompt.num_tokens)
-            self._router.ended(route)
-            for worker in request.workers_to_abort():
-                self.pool.send(worker, request_id, AbortRequest(self._proxy_id, request_id))
+            self._end_attempt(sequence)
 
-    def _send_commands(
-        self,
-        request: RunningRequest,
-        transfer_id: str,
-        prompt: Prompt,
-        sampling: SamplingParams,
-        stop: StopConditions,
-        deadline_s: float,
-    ) -> None:
-        prefill, decode = request.route.prefill, request.route.decode
-        if decode is not None:
-            prepare = PrepareDecode(
-                self._proxy_id,
-                request.request_id,
-                transfer_id,
-                prompt.num_tokens,
-                sampling,
-                stop,
-                prefill.worker_id,
-                prefill.epoch,
-                deadline_s,
+    def _dispatch(self, sequences: list[DispatchedSequence]) -> None:
+        """Begin an attempt. After a preemption the prompt ends with what was generated before."""
+        first = sequences[0]
+        prompt, stop, generated = first.prompt, first.stop, first.generated
+        num_tokens = prompt.num_tokens + len(generated)
+        needs_decode = stop.max_tokens - len(generated) > 1
+        route = self._router.pick(num_tokens, len(sequences), needs_decode)
+        prefill = _SharedPrefill(self._router, route, num_tokens)
+        numbers = [next(self._numbers) for _ in sequences]
+        request_ids = [f"{self._prefix}-{number}" for number in numbers]
+        for sequence, request_id in zip(sequences, request_ids, strict=True):
+            sequence.attempt = self._running[request_id] = RunningRequest(request_id, route, request_ids[0])
+            sequence.prefill = prefill
+        transfer_id = f"{self._proxy_id}-{numbers[0]}"
+        token_ids = prompt.token_ids + pack_token_ids(generated)
+        seeds = [sequence.sampling.seed for sequence in sequences]
+        deadline_s = first.deadline - asyncio.get_running_loop().time()
+        decode = route.decode
+        try:
+            if decode is not None:
+                prepare = PrepareDecode(
+                    proxy_id=self._proxy_id,
+                    request_ids=request_ids,
+                    transfer_id=transfer_id,
+                    token_ids=token_ids,
+                    sampling=first.sampling,
+                    seeds=seeds,
+                    stop=stop,
+                    prefill_worker_id=route.prefill.worker_id,
+                    prefill_epoch=route.prefill.epoch,
+                    deadline_s=deadline_s,
+                    num_generated=len(generated),
+                    cache_salt=prompt.cache_salt,
+                )
+                self._send(decode, request_ids[0], prepare)
+            start = StartPrefill(
+                proxy_id=self._proxy_id,
+                request_ids=request_ids,
+                transfer_id=transfer_id,
+                token_ids=token_ids,
+                sampling=first.sampling,
+                seeds=seeds,
+                stop=stop,
+                decode_worker_id=decode.worker_id if decode is not None else None,
+                decode_epoch=decode.epoch if decode is not None else None,
+                deadline_s=deadline_s,
+                num_prompt_logprobs=None if generated else prompt.num_prompt_logprobs,
+                num_generated=len(generated),
+                cache_salt=prompt.cache_salt,
             )
-            self._send(decode, request.request_id, prepare)
-        start = StartPrefill(
-            self._proxy_id,
-            request.request_id,
-            transfer_id,
-            prompt.token_ids,
-            sampling,
-            stop,
-            decode.worker_id if decode is not None else None,
-            decode.epoch if decode is not None else None,
-            deadline_s,
-        )
-        self._send(prefill, request.request_id, start)
+            self._send(route.prefill, request_ids[0], start)
+        except WorkerLost:
+            for sequence in sequences:
+                self._end_attempt(sequence)
+            raise
 
-    def _send(self, worker: WorkerInfo, request_id: str, message: msgspec.Struct) -> None:
-        if not self.pool.send(worker, request_id, message):
+    def _end_attempt(self, sequence: DispatchedSequence) -> None:
+        attempt = sequence.attempt
+        if self._running.pop(attempt.request_id, None) is None:
+            return
+        sequence.prefill.end()
+        self._router.ended(attempt.route)
+        for worker in attempt.workers_to_abort():
+            self.pool.send(worker, attempt.connection_key, AbortRequest(self._proxy_id, attempt.request_id))
+
+    def _send(self, worker: WorkerInfo, connection_key: str, message: msgspec.Struct) -> None:
+        if not self.pool.send(worker, connection_key, message):
             raise WorkerLost(f"{worker.role} worker {worker.worker_id} does not read its messages")
 
     # ---- events
@@ -173,6 +260,9 @@ class Dispatcher:
             case DecodeReserved():
                 if (request := self._from(worker, message.request_id)) is not None:
                     request.on_decode_reserved()
+            case RequestPreempted():
+                if (request := self._from(worker, message.request_id)) is not None:
+                    request.on_preempted()
             case RequestFailed():
                 if (request := self._from(worker, message.request_id)) is not None:
                     request.on_failed(worker, message.error.to_error())
@@ -189,7 +279,7 @@ class Dispatcher:
         for request in self._running.values():
             if _runs_on(request.route, worker):
                 # Told in case it only froze: it would finish the sequence for nobody when it wakes.
-                self.pool.send(worker, request.request_id, AbortRequest(self._proxy_id, request.request_id))
+                self.pool.send(worker, request.connection_key, AbortRequest(self._proxy_id, request.request_id))
                 request.on_worker_lost(worker, error)
 
     def fail_all(self, error: TandemError) -> None:
@@ -199,7 +289,3 @@ class Dispatcher:
 
 def _runs_on(route: Route, worker: WorkerInfo) -> bool:
     return route.prefill.epoch == worker.epoch or (route.decode is not None and route.decode.epoch == worker.epoch)
-
-
-def _deadline_passed(deadline_s: float) -> RequestAborted:
-    return RequestAborted(f"the request was not finished within its {deadline_s:.0f} s")

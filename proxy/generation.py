@@ -16,7 +16,7 @@ from protocol.errors import RequestAborted, TandemError
 from protocol.generation import FinishReason, SamplingParams, StopConditions
 from proxy.admission import Admission
 from proxy.detokenizer import Detokenizer
-from proxy.dispatcher import Dispatcher, Prompt
+from proxy.dispatcher import DispatchedSequence, Dispatcher, Prompt
 from proxy.model_text import ModelText
 from proxy.registry import Registry
 from proxy.rendering import Renderer
@@ -49,10 +49,11 @@ class FrontDoor:
 
 
 @dataclass(frozen=True, slots=True)
-class _PlannedSequence:
-    index: int
+class _PlannedPrompt:
+    """A prompt and how each of the sequences that go on from it is sampled; they differ in their seeds."""
+
     prompt: Prompt
-    sampling: SamplingParams
+    samplings: list[SamplingParams]
     stop: StopConditions
 
 
@@ -73,7 +74,7 @@ class Generation:
         outcome = "aborted"  # what it stays when the generator is closed or cancelled
         try:
             planned = await self._plan()
-            self.num_sequences = len(planned)
+            self.num_sequences = sum(len(p.samplings) for p in planned)
             async with aclosing(self._run(planned)) as deltas:
                 async for delta in deltas:
                     self.num_completion_tokens += len(delta.token_ids)
@@ -90,7 +91,7 @@ class Generation:
         finally:
             self._door.metrics.requests.labels(outcome).inc()
 
-    async def _plan(self) -> list[_PlannedSequence]:
+    async def _plan(self) -> list[_PlannedPrompt]:
         request, door = self._request, self._door
         limits = door.registry.limits()
         door.admission.check(request.n)  # before the work of tokenising
@@ -101,22 +102,24 @@ class Generation:
             raise RequestAborted("the prompt was not tokenised in time") from None
         self.num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
         return [
-            _PlannedSequence(
-                prompt_number * request.n + i,
+            _PlannedPrompt(
                 prompt,
-                request.sampling(i),
+                [request.sampling(i) for i in range(request.n)],
                 request.stop_conditions(prompt.num_tokens, limits, door.text.eos_token_ids),
             )
-            for prompt_number, prompt in enumerate(prompts)
-            for i in range(request.n)
+            for prompt in prompts
         ]
 
-    async def _run(self, planned: list[_PlannedSequence]) -> AsyncGenerator[TextDelta, None]:
-        self._door.admission.admit(len(planned))
+    async def _run(self, planned: list[_PlannedPrompt]) -> AsyncGenerator[TextDelta, None]:
+        dispatcher = self._door.dispatcher
+        self._door.admission.admit(self.num_sequences)
         # Each sequence leaves at its first token; whatever has not, leaves when the request ends.
-        waiting = {sequence.index for sequence in planned}
-        streams = [self._sequence(sequence) for sequence in planned]
+        waiting = set(range(self.num_sequences))
+        sequences: list[DispatchedSequence] = []
         try:
+            for p in planned:
+                sequences += dispatcher.start(p.prompt, p.samplings, p.stop, self._seconds_left())
+            streams = [self._sequence(index, sequence) for index, sequence in enumerate(sequences)]
             async with aclosing(merge(streams) if len(streams) > 1 else streams[0]) as deltas:
                 async for delta in deltas:
                     if delta.index in waiting:
@@ -124,14 +127,16 @@ class Generation:
                         self._door.admission.leave()
                     yield delta
         finally:
+            for sequence in sequences:
+                dispatcher.drop(sequence)
             self._door.admission.leave(len(waiting))
 
-    async def _sequence(self, planned: _PlannedSequence) -> AsyncGenerator[TextDelta, None]:
+    async def _sequence(self, index: int, sequence: DispatchedSequence) -> AsyncGenerator[TextDelta, None]:
         door = self._door
-        detokenizer = Detokenizer(door.text.tokenizer, planned.prompt.token_ids)
+        detokenizer = Detokenizer(door.text.tokenizer, sequence.prompt.token_ids)
         stop_strings = StopStrings(self._request.stop)
         timer = SequenceTimer(door.metrics, self._arrived_at)
-        tokens = door.dispatcher.generate(planned.prompt, planned.sampling, planned.stop, self._seconds_left())
+        tokens = door.dispatcher.tokens(sequence)
         async with aclosing(tokens):
             async for delta in tokens:
                 token_ids = [token.token_id for token in delta.tokens]
@@ -144,7 +149,7 @@ class Generation:
                     piece, stopped = stop_strings.push(detokenizer.step(token_id))
                     pieces.append(piece)
                     if stopped:
-                        yield TextDelta(planned.index, "".join(pieces), token_ids[:number], "stop")
+                        yield TextDelta(index, "".join(pieces), token_ids[:number], "stop")
                         timer.on_finished()
                         return
                 if finish_reason is not None:
@@ -153,7 +158,7 @@ class Generation:
                     if stopped:
                         finish_reason = "stop"
                     timer.on_finished()
-                yield TextDelta(planned.index, "".join(pieces), token_ids, finish_reason)
+                yield TextDelta(index, "".join(pieces), token_ids, finish_reason)
 
     def _seconds_left(self) -> float:
         return max(0.001, self._door.request_timeout_s - (time.monotonic() - self._arrived_at))

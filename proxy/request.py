@@ -1,4 +1,5 @@
-"""One sequence under way: puts what two workers send, in whatever order it arrives, into the order the client sees.
+"""One attempt to generate one sequence: puts what two workers send, in whatever order it arrives, into the order the
+client sees.
 
 Pure but for the event that wakes its reader. The first token comes first, and is held until decode has reserved, so
 that a stream that has begun does not stall. Tokens released before an error are delivered before it.
@@ -16,15 +17,17 @@ from proxy.router import Route
 
 
 class RunningRequest:
-    """Ends once: with `finish_reason` or with `error`. `wake` is set whenever there is something to take."""
+    """Ends once: with `finish_reason`, `error` or `preempted`. `wake` is set whenever there is something to take."""
 
-    def __init__(self, request_id: str, route: Route) -> None:
+    def __init__(self, request_id: str, route: Route, connection_key: str) -> None:
         self.request_id = request_id
         self.route = route
+        self.connection_key = connection_key  # commands with one key stay in order
         self.wake = asyncio.Event()
         self.first_token: FirstToken | None = None
         self.finish_reason: FinishReason | None = None
         self.error: TandemError | None = None
+        self.preempted = False
         self._decode_reserved = route.decode is None
         self._decode_tokens: list[NewToken] = []  # held until the first token is released
         self._first_released = False
@@ -48,6 +51,13 @@ class RunningRequest:
         self._decode_tokens.append(token)
         self._release()
 
+    def on_preempted(self) -> None:
+        """Decode has forgotten the sequence; all tokens that it chose have come before."""
+        self._decode_reserved = True
+        self._unended.clear()
+        self.preempted = True
+        self._release()
+
     def on_failed(self, worker: WorkerInfo, error: TandemError) -> None:
         """The worker's terminal message."""
         self._forget(worker)
@@ -57,7 +67,7 @@ class RunningRequest:
         """Only a worker that is still needed is missed: once decode runs, prefill has done its part."""
         if worker == self.route.prefill and self._first_released and self._num_decoded:
             self._forget(worker)
-        else:
+        elif not self.preempted:
             self.fail(error)
 
     def fail(self, error: TandemError) -> None:
@@ -72,13 +82,13 @@ class RunningRequest:
         return self.finish_reason is not None or self.error is not None
 
     def take(self) -> list[SampledToken]:
-        """The tokens released since the last call. `finish_reason` or `error`, when set, come after them."""
+        """The tokens released since the last call. `finish_reason`, `error` and `preempted` come after them."""
         tokens, self._tokens = self._tokens, []
         self.wake.clear()
         return tokens
 
     def workers_to_abort(self) -> list[WorkerInfo]:
-        """Those that may still hold something for this request, which has ended or is being dropped."""
+        """Those that may still hold something for this attempt, which has ended or is being dropped."""
         return list(self._unended)
 
     def _release(self) -> None:

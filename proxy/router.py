@@ -23,7 +23,7 @@ class Route:
 
 
 class Router:
-    """`pick` counts the request as under way; the caller owes one `prefill_ended` and one `ended` for each."""
+    """`pick` counts the prompt as under way; the caller owes one `prefill_ended`, and one `ended` for each sequence."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
@@ -32,7 +32,7 @@ class Router:
         self._picked_at: dict[str, int] = {}  # by epoch: the number of the pick that chose it last
         self._num_picks = 0
 
-    def pick(self, num_prompt_tokens: int, needs_decode: bool) -> Route:
+    def pick(self, num_prompt_tokens: int, num_sequences: int, needs_decode: bool) -> Route:
         """Raises Overloaded, which says what is missing, when no pair can take the request."""
         registry = self._registry
         candidates = [r for r in registry.prefill_workers if r.decode_peers or not needs_decode]
@@ -44,7 +44,7 @@ class Router:
         self._prompt_tokens[prefill.worker.epoch] += num_prompt_tokens
         self._picked_at[prefill.worker.epoch] = self._num_picks
         if decode is not None:
-            self._sequences[decode.worker.epoch] += 1
+            self._sequences[decode.worker.epoch] += num_sequences
             self._picked_at[decode.worker.epoch] = self._num_picks
         return Route(prefill.worker, decode.worker if decode is not None else None)
 

@@ -51,12 +51,12 @@ class WorkerPool:
         for lane in self._lanes.pop(worker.epoch, []):
             lane.close()
 
-    def send(self, worker: WorkerInfo, request_id: str, message: msgspec.Struct) -> bool:
+    def send(self, worker: WorkerInfo, connection_key: str, message: msgspec.Struct) -> bool:
         """False when the worker is lost or has not read for so long that its queue is full."""
         lanes = self._lanes.get(worker.epoch)
         if lanes is None:
             return False
-        lane = lanes[crc32(request_id.encode()) % len(lanes)] if len(lanes) > 1 else lanes[0]
+        lane = lanes[crc32(connection_key.encode()) % len(lanes)] if len(lanes) > 1 else lanes[0]
         return lane.send(message)
 
     def close_all(self) -> None:

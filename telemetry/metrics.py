@@ -48,6 +48,16 @@ class ProxyMetrics:
         self.prompt_tokens = Counter(
             "tandem_prompt_tokens", "Prompt tokens of dispatched sequences.", registry=self.registry
         )
+        self.cached_prompt_tokens = Counter(
+            "tandem_cached_prompt_tokens",
+            "Prompt tokens that prefill workers found in their prefix cache.",
+            registry=self.registry,
+        )
+        self.preempted = Counter(
+            "tandem_preemptions",
+            "Sequences that lost their place on a decode worker and were dispatched again.",
+            registry=self.registry,
+        )
         self.generation_tokens = Counter(
             "tandem_generation_tokens", "Tokens generated for clients.", registry=self.registry
         )

@@ -108,17 +108,19 @@ class FakeWorkers:
     def _on_prefill(self, _identity: bytes, message: Any) -> None:
         match message:
             case StartPrefill():
-                self.seen.append(message.request_id)
-                self._started[message.request_id] = message
-                self._advance(message.request_id)
+                for request_id in message.request_ids:
+                    self.seen.append(request_id)
+                    self._started[request_id] = message
+                    self._advance(request_id)
             case AbortRequest():
                 self.aborted["prefill"].add(message.request_id)
 
     def _on_decode(self, _identity: bytes, message: Any) -> None:
         match message:
             case PrepareDecode():
-                self._prepared[message.request_id] = message
-                self._advance(message.request_id)
+                for request_id in message.request_ids:
+                    self._prepared[request_id] = message
+                    self._advance(request_id)
             case AbortRequest():
                 self.aborted["decode"].add(message.request_id)
 
@@ -135,19 +137,19 @@ class FakeWorkers:
         if reason is None:
             assert prepare is not None and prepare.transfer_id == start.transfer_id
             self._routers["decode"].send(identity, DecodeReserved(request_id))
-            self._loop.call_later(STEP_S, self._step, start, token_ids, 1)
+            self._loop.call_later(STEP_S, self._step, request_id, start, token_ids, 1)
 
-    def _step(self, start: StartPrefill, token_ids: list[int], number: int) -> None:
-        if start.request_id in self.aborted["decode"]:
+    def _step(self, request_id: str, start: StartPrefill, token_ids: list[int], number: int) -> None:
+        if request_id in self.aborted["decode"]:
             return
         if number == 3 and token_ids[: len(self._stall)] == self._stall:
             return
         token_id = token_ids[number % len(token_ids)]
         reason = start.stop.check(token_id, number + 1)
-        batch = TokenBatch([NewToken(start.request_id, SampledToken(token_id), reason)])
+        batch = TokenBatch([NewToken(request_id, SampledToken(token_id), reason)])
         self._routers["decode"].send(f"{start.proxy_id}:0".encode(), batch)
         if reason is None:
-            self._loop.call_later(STEP_S, self._step, start, token_ids, number + 1)
+            self._loop.call_later(STEP_S, self._step, request_id, start, token_ids, number + 1)
 
     def silence(self, name: str) -> None:
         self._loop.call_soon_threadsafe(self._registrations[name].close)

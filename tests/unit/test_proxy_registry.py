@@ -132,33 +132,33 @@ def test_a_pair_with_an_old_epoch_is_not_used() -> None:
     new = worker("decode-0", "decode-0/2")
     registry.on_register(1.0, register(new))
     with pytest.raises(Overloaded):
-        Router(registry).pick(10, needs_decode=True)
+        Router(registry).pick(10, 1, needs_decode=True)
     registry.on_status(1.0, status(prefill, new))
-    assert Router(registry).pick(10, needs_decode=True).decode == new
+    assert Router(registry).pick(10, 1, needs_decode=True).decode == new
 
 
 def test_prefill_by_prompt_tokens_ahead() -> None:
     registry, prefills, decodes = cluster(2, 1)
     router = Router(registry)
-    long = router.pick(1000, needs_decode=True)
-    assert {router.pick(10, needs_decode=True).prefill for _ in range(5)} == set(prefills) - {long.prefill}
+    long = router.pick(1000, 1, needs_decode=True)
+    assert {router.pick(10, 1, needs_decode=True).prefill for _ in range(5)} == set(prefills) - {long.prefill}
     router.prefill_ended(long, 1000)
-    assert router.pick(10, needs_decode=True).prefill == long.prefill
+    assert router.pick(10, 1, needs_decode=True).prefill == long.prefill
     registry.on_status(0.0, status(long.prefill, *decodes, num_waiting_tokens=500))  # by another proxy, perhaps
-    assert router.pick(10, needs_decode=True).prefill != long.prefill
+    assert router.pick(10, 1, needs_decode=True).prefill != long.prefill
 
 
 def test_decode_by_sequences_and_ties_go_round() -> None:
     registry, _, decodes = cluster(1, 3)
     router = Router(registry)
-    routes = [router.pick(1, needs_decode=True) for _ in range(6)]
+    routes = [router.pick(1, 1, needs_decode=True) for _ in range(6)]
     assert sorted(str(r.decode and r.decode.worker_id) for r in routes) == sorted(d.worker_id for d in decodes * 2)
     router.ended(routes[1])
-    assert router.pick(1, needs_decode=True).decode == routes[1].decode
+    assert router.pick(1, 1, needs_decode=True).decode == routes[1].decode
     idle = Router(registry)
     seen = []
     for _ in range(6):
-        route = idle.pick(1, needs_decode=True)
+        route = idle.pick(1, 1, needs_decode=True)
         idle.prefill_ended(route, 1)
         idle.ended(route)
         seen.append(route.decode)
@@ -167,21 +167,21 @@ def test_decode_by_sequences_and_ties_go_round() -> None:
 
 def test_one_token_needs_no_decode_worker() -> None:
     registry, [prefill], _ = cluster(1, 0)
-    route = Router(registry).pick(1, needs_decode=False)
+    route = Router(registry).pick(1, 1, needs_decode=False)
     assert (route.prefill, route.decode) == (prefill, None)
     with pytest.raises(Overloaded, match="no decode worker is ready"):
-        Router(registry).pick(1, needs_decode=True)
+        Router(registry).pick(1, 1, needs_decode=True)
 
 
 def test_a_lost_worker_leaves_no_debt() -> None:
     registry, [prefill], [decode] = cluster(1, 1)
     router = Router(registry)
-    route = router.pick(100, needs_decode=True)
+    route = router.pick(100, 1, needs_decode=True)
     for info in (prefill, decode):
         router.forget(info)
     router.prefill_ended(route, 100)
     router.ended(route)
-    assert router.pick(1, needs_decode=True) == route
+    assert router.pick(1, 1, needs_decode=True) == route
 
 
 def test_admission_counts_those_without_a_first_token() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, cast
 
@@ -25,13 +25,14 @@ from protocol.dispatch import (
     NewToken,
     PrepareDecode,
     RequestFailed,
+    RequestPreempted,
     StartPrefill,
     TokenBatch,
 )
 from protocol.errors import ErrorInfo, KVTransferFailed, Overloaded, RequestAborted, TandemError, WorkerLost
 from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions
 from protocol.membership import PROTOCOL_VERSION, PairStatus, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
-from protocol.token_ids import pack_token_ids
+from protocol.token_ids import pack_token_ids, unpack_token_ids
 from proxy.admission import Admission
 from proxy.answers import CompletionAnswers, stream_events
 from proxy.app import unless_disconnected
@@ -102,11 +103,14 @@ class Cluster:
             text, self.renderer, self.registry, self.admission, self.dispatcher, self.metrics, request_timeout_s=60
         )
 
-    def generate(self, max_tokens: int = 10, deadline_s: float = 60) -> Any:
-        return self.dispatcher.generate(PROMPT, SamplingParams(), StopConditions(max_tokens), deadline_s)
+    async def generate(self, max_tokens: int = 10, deadline_s: float = 60) -> AsyncGenerator[TokenDelta, None]:
+        [sequence] = self.dispatcher.start(PROMPT, [SamplingParams()], StopConditions(max_tokens), deadline_s)
+        async with aclosing(self.dispatcher.tokens(sequence)) as deltas:
+            async for delta in deltas:
+                yield delta
 
     def started(self, number: int = 0) -> str:
-        return str(self.pool.of(StartPrefill)[number][1].request_id)
+        return str(self.pool.of(StartPrefill)[number][1].request_ids[0])
 
     def first(self, request_id: str, token_id: int, finish_reason: FinishReason | None = None) -> None:
         self.dispatcher.on_message(PREFILL, FirstToken(request_id, SampledToken(token_id), finish_reason, 0.1, 0.2))
@@ -170,14 +174,14 @@ def test_both_workers_hear_of_it_at_once() -> None:
         [(decode_id, prepare)] = cluster.pool.of(PrepareDecode)
         [(prefill_id, start)] = cluster.pool.of(StartPrefill)
         assert (prefill_id, decode_id) == ("prefill-0", "decode-0")
-        assert prepare.transfer_id == start.transfer_id and prepare.request_id == start.request_id
+        assert prepare.transfer_id == start.transfer_id and prepare.request_ids == start.request_ids
         assert (start.decode_worker_id, start.decode_epoch) == ("decode-0", "d1")
         assert (prepare.prefill_worker_id, prepare.prefill_epoch) == ("prefill-0", "p1")
-        cluster.first(start.request_id, 5)
+        cluster.first(start.request_ids[0], 5)
         await turn()
         assert not reader.done()
-        cluster.reserved(start.request_id)
-        cluster.token(start.request_id, 6, "length")
+        cluster.reserved(start.request_ids[0])
+        cluster.token(start.request_ids[0], 6, "length")
         assert await reader == ([5, 6], "length")
         assert cluster.aborted() == [], "nobody is told of an end that it reported itself"
 
@@ -194,7 +198,7 @@ def test_first_token_waits_for_room_on_decode() -> None:
             await turn()
             assert not waiting.done()
             cluster.reserved(cluster.started())
-            assert await waiting == TokenDelta([SampledToken(5)], None)
+            assert (await waiting).tokens == [SampledToken(5)]
 
     play(test)
 
@@ -206,7 +210,7 @@ def test_one_token_involves_prefill_alone() -> None:
         [(_, start)] = cluster.pool.of(StartPrefill)
         assert (start.decode_worker_id, start.decode_epoch) == (None, None)
         assert cluster.pool.of(PrepareDecode) == []
-        cluster.first(start.request_id, 5, "length")
+        cluster.first(start.request_ids[0], 5, "length")
         assert await reader == ([5], "length")
         assert cluster.aborted() == []
 
@@ -281,7 +285,7 @@ def test_tokens_before_a_failure_are_delivered() -> None:
         cluster.first(cluster.started(), 5)
         cluster.reserved(cluster.started())
         cluster.failed(DECODE, cluster.started(), KVTransferFailed("x"))
-        assert await reader == TokenDelta([SampledToken(5)], None)
+        assert (await reader).tokens == [SampledToken(5)]
         with pytest.raises(KVTransferFailed):
             await anext(stream)
 
@@ -384,9 +388,9 @@ def generation(cluster: Cluster, **fields: Any) -> tuple[Generation, Any]:
 
 async def prefills(cluster: Cluster, number: int) -> list[str]:
     """Wait (tokenising is on a thread) until so many were started; their request ids."""
-    while len(cluster.pool.of(StartPrefill)) < number:  # noqa: ASYNC110
+    while len(ids := [i for _, m in cluster.pool.of(StartPrefill) for i in m.request_ids]) < number:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
-    return [message.request_id for _, message in cluster.pool.of(StartPrefill)]
+    return ids
 
 
 def feed(cluster: Cluster, request_id: str, text: str, last: FinishReason) -> None:
@@ -446,12 +450,33 @@ def test_several_prompts_and_n_are_numbered_as_openai_does() -> None:
         task = asyncio.create_task(answers.whole())
         request_ids = await prefills(cluster, 4)
         starts = [message for _, message in cluster.pool.of(StartPrefill)]
-        assert [start.sampling.seed for start in starts] == [5, 6, 5, 6]
+        assert [start.seeds for start in starts] == [[5, 6], [5, 6]]  # one prefill for the n of a prompt
         for number in (3, 1, 0, 2):
             feed(cluster, request_ids[number], f"text {number}", "length")
         body = json.loads(await task)
         assert [(c["index"], c["text"]) for c in body["choices"]] == [(i, f"text {i}") for i in range(4)]
         assert body["usage"]["prompt_tokens"] == 2
+
+    play(test)
+
+
+def test_a_preempted_sequence_is_dispatched_again_with_what_it_has() -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate(max_tokens=6)))
+        await turn()
+        cluster.first(cluster.started(), 5)
+        cluster.token(cluster.started(), 6)
+        cluster.dispatcher.on_message(DECODE, RequestPreempted(cluster.started()))
+        await turn()
+        (_, start), (_, prepare) = cluster.pool.of(StartPrefill)[1], cluster.pool.of(PrepareDecode)[1]
+        for message in (start, prepare):
+            assert unpack_token_ids(message.token_ids) == [1, 2, 3, 5, 6] and message.num_generated == 2
+        assert start.transfer_id == prepare.transfer_id != cluster.pool.of(StartPrefill)[0][1].transfer_id
+        cluster.token(cluster.started(), 99)  # late, of the attempt that is over
+        cluster.first(cluster.started(1), 7)
+        cluster.token(cluster.started(1), 8, "stop")
+        assert await reader == ([5, 6, 7, 8], "stop")
+        assert not cluster.aborted()
 
     play(test)
 

@@ -1,0 +1,96 @@
+"""One prompt on a prefill worker, for the sequences that share it: what is computed, shipped and still wanted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import msgspec
+
+from engine.batch import BatchItem, Sample
+from engine.prefix_hash import BlockHasher
+from protocol.dispatch import StartPrefill
+from protocol.generation import TokenLogprobs
+from protocol.token_ids import unpack_token_ids
+
+
+@dataclass(eq=False)
+class PrefillPrompt:
+    """`pair_id` is None when nothing is to be shipped. open_ids: the request_ids that somebody still waits for."""
+
+    request: StartPrefill
+    pair_id: str | None
+    number: int  # in order of arrival
+    arrived_at: float
+    token_ids: list[int]
+    open_ids: set[str]
+    samples: list[Sample]
+    started_at: float = 0.0
+    num_computed_tokens: int = 0  # cached ones included
+    num_cached_tokens: int = 0
+    hashes: list[bytes] = field(default_factory=list)  # of the prompt's full blocks, once it has begun
+    num_published_blocks: int = 0
+    block_table: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    reserve_sent: bool = False
+    dst_block_ids: list[int] | None = None
+    num_decode_cached_blocks: int = 0
+    num_shipped_blocks: int = 0  # handed to the sender, or not needed by decode
+    num_ships_in_flight: int = 0
+    first_token_ids: list[int] | None = None
+    in_step: bool = False
+    ended: bool = False
+    finish_sent: bool = False
+
+    @classmethod
+    def of(cls, request: StartPrefill, pair_id: str | None, number: int, now: float) -> PrefillPrompt:
+        token_ids = unpack_token_ids(request.token_ids)
+        num_before = len(token_ids) - request.num_generated
+        has_penalties = request.sampling.has_penalties
+        samples = [
+            Sample(
+                msgspec.structs.replace(request.sampling, seed=seed),
+                prompt_token_ids=token_ids[:num_before] if has_penalties else (),
+                output_token_ids=token_ids[num_before:] if has_penalties else (),
+                banned_token_ids=request.stop.banned(request.num_generated),
+            )
+            for seed in request.seeds
+        ]
+        return cls(request, pair_id, number, now, token_ids, set(request.request_ids), samples)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_computed(self) -> bool:
+        return self.num_computed_tokens == len(self.token_ids)
+
+    @property
+    def has_begun(self) -> bool:
+        return bool(self.block_table)
+
+    @property
+    def deadline(self) -> float:
+        return self.arrived_at + self.request.deadline_s
+
+    def hash_blocks(self, block_size: int, model_id: str) -> list[bytes]:
+        """Of all full blocks. Those after the first may be many, so it is done once, when the prompt begins."""
+        self.hashes = BlockHasher(block_size, model_id, self.request.cache_salt).prompt_hashes(self.request.token_ids)
+        return self.hashes
+
+    def next_item(self, num_tokens: int) -> BatchItem:
+        """The next chunk."""
+        start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
+        num_logprobs = self.request.num_prompt_logprobs
+        return BatchItem(
+            token_ids=self.token_ids[start:end],
+            start=start,
+            block_table=self.block_table,
+            samples=self.samples if end == self.num_prompt_tokens else (),
+            num_prompt_logprobs=num_logprobs,
+            target_token_ids=() if num_logprobs is None else self.token_ids[start + 1 : end + 1],
+        )
