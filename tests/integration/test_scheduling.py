@@ -1,0 +1,113 @@
+"""Prefix cache, preemption and shared prompts in real clusters: what clients get never changes, what is moved does."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from protocol.membership import WorkerLoad
+from tests.cluster import MODEL, Cluster
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 48
+"""Room for one sequence of 512 tokens and a half; float32, so that all routes give one text."""
+
+
+@pytest.fixture(scope="module")
+def block_bytes(demo_model: Path) -> int:
+    config = json.loads((demo_model / "config.json").read_text())
+    num_vectors = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * BLOCK_SIZE
+    return int(4 * num_vectors * config["head_dim"])
+
+
+class Small:
+    """A cluster with a small pool, and how many sequences it has been asked for."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._num_sequences = 0
+
+    def complete(self, prompt: list[int], num_tokens: int, **fields: Any) -> list[list[int]]:
+        body = {
+            "model": MODEL, "prompt": prompt, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True,
+        }  # fmt: skip
+        answer = httpx.post(f"{self._cluster.url}/v1/completions", json=body | fields, timeout=60)
+        assert answer.status_code == 200, answer.text
+        content = answer.json()
+        choices = sorted(content["choices"], key=lambda choice: choice["index"])
+        self._num_sequences += len(choices)
+        assert content["usage"]["completion_tokens"] == num_tokens * len(choices)
+        return [choice["token_ids"] for choice in choices]
+
+    def load(self, worker_id: str = "prefill-0") -> WorkerLoad:
+        """Once the worker's report tells of all that was asked."""
+        self._cluster.wait_for(lambda: self._load("decode-0").num_finished == self._num_sequences, 10)
+        self._cluster.wait_for(self._cluster.all_blocks_free, 10)
+        return self._load(worker_id)
+
+    def _load(self, worker_id: str) -> WorkerLoad:
+        return self._cluster.worker(worker_id).load
+
+
+@pytest.fixture(scope="module")
+def small(block_bytes: int) -> Iterator[Small]:
+    with Cluster(
+        "--dtype", "float32", "--max-model-len", "512", "--block-size", str(BLOCK_SIZE),
+        "--kv-cache-gib", str((NUM_BLOCKS + 0.5) * block_bytes / 2**30),
+    ) as cluster:  # fmt: skip
+        cluster.wait_for(lambda: {r.load.num_blocks for r in cluster.status().workers} == {NUM_BLOCKS}, 10)
+        yield Small(cluster)
+
+
+def random_prompt(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(4, 2048) for _ in range(length)]
+
+
+@pytest.mark.timeout(180)
+def test_preempted_sequences_come_back_unseen(small: Small) -> None:
+    """Eight of up to 300 tokens where 768 fit; half greedy, half seeded; each as when it was alone."""
+    wanted: list[tuple[list[int], dict[str, Any]]] = [
+        (random_prompt(i, 20 + 10 * i), {"temperature": 1.0 if i % 2 else 0, "seed": i}) for i in range(8)
+    ]
+    alone = [small.complete(prompt, 200, **fields) for prompt, fields in wanted]
+    assert small.load("decode-0").num_preempted == 0
+    with ThreadPoolExecutor(8) as pool:
+        together = list(pool.map(lambda w: small.complete(w[0], 200, **w[1]), wanted))
+    assert together == alone
+    assert small.load("decode-0").num_preempted > 0
+
+
+def test_a_second_turn_ships_only_what_is_new(small: Small, block_bytes: int) -> None:
+    prompt = random_prompt(100, 160)
+    [first_answer] = small.complete(prompt, 50)
+    before = small.load()
+    second = prompt + first_answer + random_prompt(101, 20)
+    small.complete(second, 4)
+    after = small.load()
+    # Decode has computed all but the last token that it chose: 160 + 49 tokens are 13 full blocks of 16.
+    num_shipped = -(-len(second) // BLOCK_SIZE) - (160 + 49) // BLOCK_SIZE
+    assert after.num_transferred_bytes - before.num_transferred_bytes == num_shipped * block_bytes
+    assert after.num_cached_tokens - before.num_cached_tokens == 160  # prefill has the prompt alone
+
+
+@pytest.mark.parametrize("length", [32, 41])
+def test_n_sequences_are_prefilled_and_shipped_once(small: Small, block_bytes: int, length: int) -> None:
+    """Also where the prompt ends within a block, which then each sequence needs for itself."""
+    prompt = random_prompt(200 + length, length)
+    before = small.load()
+    together = small.complete(prompt, 40, n=4, temperature=1.0, seed=7)
+    after = small.load()
+    num_shipped = -(-length // BLOCK_SIZE)
+    assert after.num_transferred_bytes - before.num_transferred_bytes == num_shipped * block_bytes
+    assert after.num_prompt_tokens - before.num_prompt_tokens == length
+    assert together == [small.complete(prompt, 40, temperature=1.0, seed=7 + i)[0] for i in range(4)]
+    assert len({tuple(tokens) for tokens in together}) == 4
