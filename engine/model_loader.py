@@ -110,11 +110,9 @@ def _check_supported(name: str, model_config: Any, text_config: Any) -> None:
         raise refuse("it is a state-space or recurrent model, which has no KV cache to hand over")
     if getattr(text_config, "kv_lora_rank", None):
         raise refuse("its latent attention is not supported yet")
-    for key in ("attn_logit_softcapping", "attention_sink", "num_kv_shared_layers", "query_pre_attn_scalar_cap"):
+    for key in ("num_kv_shared_layers", "query_pre_attn_scalar_cap"):
         if getattr(text_config, key, None):
             raise refuse(f"attention with {key} is not supported yet")
-    if kind == "gpt_oss":
-        raise refuse("attention sinks are not supported yet")
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(text_config), None)
     if model_class is not None and not getattr(model_class, "_supports_attention_backend", False):
         raise refuse("its attention does not go through transformers' attention interface")

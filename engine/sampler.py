@@ -1,8 +1,11 @@
 """Chooses tokens from logits, vectorised over the batch.
 
-The only randomness is one uniform number per row, a pure function of (seed, position): the same request gives the
-same text in any batch, on any worker, also when it moves. The number picks from the filtered distribution by its
-cumulative sum.
+In order: bans, bias and penalties (`engine.penalties`), temperature, min_p, top_k, top_p, noise. Log-probabilities are
+those of the logits as they came. The only randomness is one uniform number per row, a pure function of
+(seed, position): the same request gives the same text in any batch, on any worker, also when it moves. The number
+picks from the filtered distribution by its cumulative sum, so nothing that a row gets depends on its neighbours.
+
+A row of logits that are not numbers gives some token of the vocabulary and leaves the others alone.
 """
 
 from __future__ import annotations
@@ -12,9 +15,15 @@ from collections.abc import Sequence
 import torch
 
 from engine.batch import Sample
-from protocol.generation import SampledToken, SamplingParams
+from engine.logprobs import token_logprobs
+from engine.penalties import adjusted
+from protocol.generation import SampledToken, SamplingParams, TokenLogprobs
 
 _MASK = (1 << 64) - 1
+_FULL_SORT_VOCAB_SIZE = 4096
+"""Up to this, sorting all costs less than looking for a few."""
+_NUM_CANDIDATES = (128, 1024)
+"""How many of the most likely tokens are looked at before all are sorted: the fewer for a small top_k."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -32,33 +41,43 @@ def _splitmix64(state: int) -> int:
 def sample(logits: torch.Tensor, samples: Sequence[Sample], positions: Sequence[int]) -> list[SampledToken]:
     """One token per row of `logits` [num_rows, vocab_size]; `positions` are those of the tokens to be."""
     params = [s.params for s in samples]
-    greedy: list[int] = logits.argmax(-1).tolist()
+    shaped = adjusted(logits, samples)
+    chosen = shaped.argmax(-1)
     # Rows with and without a filter take their numbers through the vocabulary in different orders, so they are apart:
     # a row must not depend on what else is in the batch.
     plain = [i for i, p in enumerate(params) if p.temperature > 0 and not _is_filtered(p)]
     filtered = [i for i, p in enumerate(params) if p.temperature > 0 and _is_filtered(p)]
-    chosen = greedy
     for rows, choose in ((plain, _sample_plain), (filtered, _sample_filtered)):
         if rows:
-            scaled, u = _scale(logits, rows, params, positions)
-            for row, token_id in zip(rows, choose(scaled, u, [params[i] for i in rows]), strict=True):
-                chosen[row] = token_id
-    return [SampledToken(token_id) for token_id in chosen]
+            index = torch.tensor(rows, device=logits.device)
+            scaled, u = _scale(shaped.index_select(0, index), [params[i] for i in rows], [positions[i] for i in rows])
+            chosen.index_copy_(0, index, choose(scaled, u, [params[i] for i in rows]))
+    logprobs = _logprobs(logits, params, chosen)
+    return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(chosen.tolist())]
 
 
 def _is_filtered(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1.0
+    return params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+
+
+def _logprobs(logits: torch.Tensor, params: list[SamplingParams], chosen: torch.Tensor) -> dict[int, TokenLogprobs]:
+    rows = [i for i, p in enumerate(params) if p.logprobs is not None]
+    if not rows:
+        return {}
+    index = torch.tensor(rows, device=logits.device)
+    nums_top = [params[i].logprobs or 0 for i in rows]
+    told = token_logprobs(logits.index_select(0, index), chosen.index_select(0, index), nums_top)
+    return dict(zip(rows, told, strict=True))
 
 
 def _scale(
-    logits: torch.Tensor, rows: list[int], params: Sequence[SamplingParams], positions: Sequence[int]
+    logits: torch.Tensor, params: list[SamplingParams], positions: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows' logits over their temperature [num_rows, vocab_size], and their uniform numbers [num_rows, 1]."""
+    """The logits over their temperature [num_rows, vocab_size], and the uniform numbers [num_rows, 1]."""
     device = logits.device
-    temperatures = torch.tensor([params[i].temperature for i in rows], device=device)[:, None]
-    numbers = [uniform(params[i].seed, positions[i]) for i in rows]
-    scaled = logits.index_select(0, torch.tensor(rows, device=device)).float() / temperatures
-    return scaled, torch.tensor(numbers, dtype=torch.float64, device=device)[:, None]
+    temperatures = torch.tensor([p.temperature for p in params], device=device)[:, None]
+    numbers = [uniform(p.seed, position) for p, position in zip(params, positions, strict=True)]
+    return logits.float() / temperatures, torch.tensor(numbers, dtype=torch.float64, device=device)[:, None]
 
 
 def _pick(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -68,21 +87,63 @@ def _pick(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return picked.clamp_(max=probs.shape[-1] - 1)
 
 
-def _sample_plain(logits: torch.Tensor, u: torch.Tensor, params: list[SamplingParams]) -> list[int]:
-    chosen: list[int] = _pick(logits.softmax(-1).double(), u)[:, 0].tolist()
+def _sample_plain(logits: torch.Tensor, u: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    return _pick(logits.softmax(-1).double(), u)[:, 0]
+
+
+def _sample_filtered(logits: torch.Tensor, u: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """By falling probability. Most distributions need a few candidates only; rows that need more are sorted whole.
+
+    How many a row is given depends on its own parameters alone, and both ways give the same token.
+    """
+    vocab_size = logits.shape[-1]
+    chosen = torch.empty(len(params), dtype=torch.long, device=logits.device)
+    groups: dict[int, list[int]] = {}
+    for i, p in enumerate(params):
+        few, many = _NUM_CANDIDATES
+        num_candidates = few if 0 < p.top_k <= few // 2 else many
+        groups.setdefault(vocab_size if vocab_size <= _FULL_SORT_VOCAB_SIZE else num_candidates, []).append(i)
+    for num_candidates, rows in groups.items():
+        index = torch.tensor(rows, device=logits.device)
+        of_rows = logits.index_select(0, index), u.index_select(0, index), [params[i] for i in rows]
+        tokens, is_sure = _sample_among(num_candidates, *of_rows)
+        if num_candidates < vocab_size and not bool(is_sure.all()):
+            tokens = torch.where(is_sure, tokens, _sample_among(vocab_size, *of_rows)[0])
+        chosen.index_copy_(0, index, tokens)
     return chosen
 
 
-def _sample_filtered(logits: torch.Tensor, u: torch.Tensor, params: list[SamplingParams]) -> list[int]:
-    """By falling probability, the most likely first; the sort is stable, so equal logits keep one order."""
-    device, vocab_size = logits.device, logits.shape[-1]
-    logits, order = logits.sort(dim=-1, descending=True, stable=True)
-    probs = logits.softmax(-1).double()
-    top_k = torch.tensor([p.top_k or vocab_size for p in params], device=device)[:, None]
-    probs = probs * (torch.arange(vocab_size, device=device) < top_k)
-    probs = probs / probs.sum(-1, keepdim=True)
-    # Nucleus sampling (Holtzman et al., ICLR 2020): the fewest tokens whose mass reaches top_p.
+def _sample_among(
+    num_candidates: int, logits: torch.Tensor, u: torch.Tensor, params: list[SamplingParams]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The choice among each row's most likely tokens, and whether it is sure to be the choice among all."""
+    device = logits.device
+    values, order = most_likely(logits, num_candidates)
+    probs = (values.double() - logits.double().logsumexp(-1, keepdim=True)).exp()
+    top_k = torch.tensor([p.top_k or logits.shape[-1] for p in params], device=device)[:, None]
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=device)[:, None]
-    probs = probs * (probs.cumsum(-1) - probs < top_p)
-    chosen: list[int] = order.gather(-1, _pick(probs, u))[:, 0].tolist()
-    return chosen
+    # Minimum relative to the most likely (Nguyen et al., 2024).
+    min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)[:, None]
+    ranks = torch.arange(num_candidates, device=device)
+    kept = (ranks < top_k) & (probs >= min_p * probs[:, :1])
+    probs = probs * kept
+    is_whole = torch.tensor([p.top_k == 0 and p.min_p == 0 for p in params], device=device)[:, None]
+    total = torch.where(is_whole, 1.0, probs.sum(-1, keepdim=True))
+    # Nucleus sampling (Holtzman et al., ICLR 2020): the fewest tokens whose mass reaches top_p.
+    nucleus = kept & ((probs.cumsum(-1) - probs) / total < top_p)
+    tokens = order.gather(-1, _pick(probs * nucleus, u))[:, 0]
+    # Tokens as likely as the last candidate may have been left out: all that counts must come before those.
+    num_sure = (values > values[:, -1:]).sum(-1)
+    num_counted = torch.where(is_whole[:, 0], nucleus.sum(-1), kept.sum(-1))
+    return tokens, num_counted <= num_sure
+
+
+def most_likely(logits: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits and ids [num_rows, num_tokens], the highest first and equal ones by id."""
+    if num_tokens == logits.shape[-1]:
+        values, order = logits.sort(dim=-1, descending=True, stable=True)
+        return values, order
+    values, order = logits.topk(num_tokens, dim=-1)
+    order, by_id = order.sort(dim=-1)
+    values, by_value = values.gather(-1, by_id).sort(dim=-1, descending=True, stable=True)
+    return values, order.gather(-1, by_value)

@@ -10,6 +10,10 @@ import pytest
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -43,6 +47,12 @@ MODELS = {
     "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
     "qwen3": (Qwen3ForCausalLM, Qwen3Config, {}),
     "phi3": (Phi3ForCausalLM, Phi3Config, {}),
+    "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"attn_logit_softcapping": 5.0, "sliding_window": 16}),
+    "gpt_oss": (
+        GptOssForCausalLM,
+        GptOssConfig,
+        {"sliding_window": 16, "num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
 }
 
 

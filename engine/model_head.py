@@ -1,0 +1,63 @@
+"""A model's hidden states of one step, and logits of any of its rows, through the model's own head.
+
+Models do more after their last layer than one product (soft caps, scaling), so their `forward` is used as it is, with
+the decoder below it replaced by what it has given before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from engine.logprobs import token_logprobs
+from protocol.generation import TokenLogprobs
+
+_ROWS_PER_SLICE = 256
+"""So many rows of logits are held at a time: 160 MB for a vocabulary of 150,000."""
+
+
+class _Replay(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = torch.empty(0)
+
+    def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+class ModelHead:
+    """Runs the decoder once, when it is made; `inputs` are what the whole model would get."""
+
+    def __init__(self, model: Any, inputs: dict[str, Any]) -> None:
+        self._model = model
+        self._hidden: torch.Tensor = model.base_model(**inputs).last_hidden_state  # [1, num_tokens, hidden_size]
+
+    def logits(self, rows: torch.Tensor) -> torch.Tensor:
+        """[len(rows), vocab_size]"""
+        with self._replaying(self._hidden.index_select(1, rows)):
+            logits: torch.Tensor = self._model(input_ids=None, use_cache=False).logits[0]
+        return logits
+
+    def logprobs(self, first_row: int, targets: torch.Tensor, num_top: int) -> list[TokenLogprobs]:
+        """Of the targets, token ids [num_targets], under the rows from `first_row` on."""
+        told: list[TokenLogprobs] = []
+        for start in range(0, len(targets), _ROWS_PER_SLICE):
+            some = targets[start : start + _ROWS_PER_SLICE]
+            rows = torch.arange(first_row + start, first_row + start + len(some), device=targets.device)
+            told += token_logprobs(self.logits(rows), some, [num_top] * len(some))
+        return told
+
+    @contextmanager
+    def _replaying(self, hidden: torch.Tensor) -> Iterator[None]:
+        prefix = self._model.base_model_prefix
+        decoder, replay = getattr(self._model, prefix), _Replay()
+        replay.hidden = hidden
+        setattr(self._model, prefix, replay)
+        try:
+            yield
+        finally:
+            setattr(self._model, prefix, decoder)
