@@ -122,9 +122,10 @@ class CompletionAnswers:
         return told
 
     def _prompt_logprobs(self, prompt: ToldPrompt | None) -> PromptLogprobs | UnsetType:
-        if prompt is None or not self._request.shows_prompt_logprobs:
+        num_top = self._request.prompt_logprobs
+        if prompt is None or num_top is None:
             return UNSET
-        return prompt_logprobs(self._generation.token_text, prompt.token_ids, prompt.logprobs)
+        return prompt_logprobs(self._generation.token_text, prompt.token_ids, prompt.logprobs, num_top)
 
 
 class ChatAnswers:
@@ -150,8 +151,8 @@ class ChatAnswers:
         ]
         prompt = sequences[0].prompt
         told: PromptLogprobs | UnsetType = UNSET
-        if prompt is not None:
-            told = prompt_logprobs(generation.token_text, prompt.token_ids, prompt.logprobs)
+        if prompt is not None and (num_top := self._request.prompt_logprobs) is not None:
+            told = prompt_logprobs(generation.token_text, prompt.token_ids, prompt.logprobs, num_top)
         usage = _usage(generation)
         return _encode(ChatCompletionResponse(self._id, generation.created, self._model, choices, usage, told))
 

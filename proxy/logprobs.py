@@ -57,11 +57,13 @@ def chat_logprobs(text: TokenText, tokens: Sequence[SampledToken], num_top: int)
     return ChatLogprobs(content)
 
 
-def prompt_logprobs(text: TokenText, token_ids: Sequence[int], told: Sequence[TokenLogprobs]) -> PromptLogprobs:
-    """Of a prompt; its first token follows on nothing and has None."""
+def prompt_logprobs(
+    text: TokenText, token_ids: Sequence[int], told: Sequence[TokenLogprobs], num_top: int
+) -> PromptLogprobs:
+    """Of a prompt, the `num_top` most likely tokens and its own; its first token follows on nothing and has None."""
     result: PromptLogprobs = [None]
     for token_id, logprobs in zip(token_ids[1:], told, strict=True):
-        ranked = {i: (logprob, rank) for rank, (i, logprob) in enumerate(logprobs.top, start=1)}
+        ranked = {i: (logprob, rank) for rank, (i, logprob) in enumerate(logprobs.top[:num_top], start=1)}
         ranked[token_id] = (logprobs.logprob, logprobs.rank)
         result.append(
             {str(i): PromptLogprob(max(logprob, _LOWEST), rank, text.text(i)) for i, (logprob, rank) in ranked.items()}

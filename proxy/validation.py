@@ -51,8 +51,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """One HTTP request for generation, checked.
 
     max_tokens: None takes `default_max_tokens`, or all that fits. base_sampling: without a seed. seed: of the first of
-    the n sequences of a prompt. num_prompt_logprobs: what to ask prefill for; shows_prompt_logprobs: whether the client
-    asked for them as such, and not for an echo.
+    the n sequences of a prompt. prompt_logprobs: how many top tokens the client wants to see for each of the prompt;
+    num_prompt_logprobs: how many to ask prefill for, which an echo may need too.
     """
 
     prompt: ChatPrompt | CompletionPrompt
@@ -67,7 +67,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     min_tokens: int
     ignore_eos: bool
     num_prompt_logprobs: int | None
-    shows_prompt_logprobs: bool
+    prompt_logprobs: int | None
     echo: bool
     skip_special_tokens: bool
     include_stop_string: bool
@@ -190,7 +190,7 @@ class BodyDecoder:
             min_tokens=min_tokens,
             ignore_eos=bool(request.ignore_eos),
             num_prompt_logprobs=num_prompt_logprobs(request, sampling.logprobs),
-            shows_prompt_logprobs=request.prompt_logprobs is not None,
+            prompt_logprobs=request.prompt_logprobs,
             echo=isinstance(request, CompletionRequest) and bool(request.echo),
             skip_special_tokens=request.skip_special_tokens is not False,
             include_stop_string=bool(request.include_stop_str_in_output),
