@@ -96,6 +96,7 @@ class Launcher:
         engine = EngineConfig(
             model=self._model,
             dtype=config.dtype,
+            load_format=config.load_format,
             device=config.device,
             max_model_len=config.max_model_len,
             block_size=config.block_size,

@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.attention import ATTENTION_NAME
 from engine.config import EngineConfig
+from engine.dummy_weights import make_dummy_model
 from protocol.errors import ConfigError
 from protocol.transfer import KVLayout
 
@@ -39,14 +40,12 @@ def load_model(config: EngineConfig) -> LoadedModel:
     _check_supported(config.model, model_config, text_config)
     max_model_len = _resolve_max_model_len(config, text_config)
     dtype = _DTYPES.get(config.dtype) or getattr(text_config, "dtype", None) or torch.float32
+    options = {"attn_implementation": ATTENTION_NAME, "trust_remote_code": config.trust_remote_code}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            config.model,
-            config=model_config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            trust_remote_code=config.trust_remote_code,
-        )
+        if config.load_format == "dummy":
+            model = make_dummy_model(model_config, dtype, device, **options)
+        else:
+            model = AutoModelForCausalLM.from_pretrained(config.model, config=model_config, dtype=dtype, **options)
     except Exception as error:
         # Any of a dozen libraries may refuse a broken checkpoint, each with its own kind of error.
         raise ConfigError(f"the weights of {config.model} cannot be loaded: {_first_line(error)}") from error
