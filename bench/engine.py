@@ -27,7 +27,7 @@ from engine.config import EngineConfig
 from engine.kv_pool import KVPool
 from engine.model_loader import LoadedModel, load_model
 from engine.model_runner import ModelRunner
-from engine.packed_linear import PackedLinear
+from engine.packed_linear import MergedLinear, PackedLinear
 from protocol.generation import SamplingParams
 
 CONTEXT = 300  # tokens a decoding sequence has
@@ -56,7 +56,11 @@ class Parts:
         self._loaded = loaded
         head: Any = loaded.model.get_output_embeddings()
         self._head = head
-        self._layers = [m for m in loaded.model.modules() if isinstance(m, PackedLinear | nn.Linear) and m is not head]
+        self._layers = [
+            m
+            for m in loaded.model.modules()
+            if isinstance(m, PackedLinear | MergedLinear | nn.Linear) and m is not head
+        ]
 
     def linears(self, num_tokens: int, num_sampled: int) -> Callable[[], None]:
         """Every linear layer once, the output embedding on the sampled rows only."""

@@ -6,6 +6,7 @@ import torch
 
 from engine.batch import Batch, BatchItem, ItemOutput, Sample
 from engine.cpu_attention import PlainAttention
+from engine.fused_layers import fuse_layers
 from engine.kv_pool import KVPool
 from engine.model_loader import LoadedModel
 from engine.packed_linear import pack_linears
@@ -20,8 +21,10 @@ class ModelRunner:
         self._model = loaded.model
         self._pool = pool
         self._device = loaded.device
-        if loaded.device.type == "cpu" and loaded.dtype == torch.bfloat16:
-            pack_linears(self._model)
+        if loaded.device.type == "cpu":
+            with torch.inference_mode():
+                fuse_layers(self._model)
+                pack_linears(self._model)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[ItemOutput]:

@@ -32,7 +32,7 @@ def _splitmix64(state: int) -> int:
 def sample(logits: torch.Tensor, samples: Sequence[Sample], positions: Sequence[int]) -> list[SampledToken]:
     """One token per row of `logits` [num_rows, vocab_size]; `positions` are those of the tokens to be."""
     params = [s.params for s in samples]
-    greedy: list[int] = logits.argmax(-1).tolist()
+    greedy: list[int] = logits.max(-1).indices.tolist()  # argmax takes four times as long on CPU
     # Rows with and without a filter take their numbers through the vocabulary in different orders, so they are apart:
     # a row must not depend on what else is in the batch.
     plain = [i for i, p in enumerate(params) if p.temperature > 0 and not _is_filtered(p)]
