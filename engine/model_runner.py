@@ -11,6 +11,7 @@ import torch
 from engine.batch import Batch, BatchItem, ItemOutput, Sample
 from engine.cuda_attention import StepTensors, VarlenAttention, attention_maker, find_varlen_attn
 from engine.decode_graphs import Capture, DecodeGraphs, cuda_capture
+from engine.fused_layers import fuse_layers
 from engine.kv_pool import KVPool
 from engine.model_head import ModelHead
 from engine.model_loader import LoadedModel
@@ -30,8 +31,10 @@ class ModelRunner:
         self._pool = pool
         self._device = loaded.device
         self._max_model_len = loaded.max_model_len
-        if loaded.device.type == "cpu" and loaded.dtype == torch.bfloat16:
-            pack_linears(self._model)
+        if loaded.device.type == "cpu":
+            with torch.inference_mode():
+                fuse_layers(self._model)
+                pack_linears(self._model)
         self._make_attention = attention_maker(pool, self._model.config.get_text_config(decoder=True))
         self._graphs: DecodeGraphs | None = None
 
