@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.attention import ATTENTION_NAME
+from engine.attention_check import why_not_served
 from engine.config import EngineConfig
 from engine.dummy_weights import make_dummy_model
 from protocol.errors import ConfigError
@@ -59,6 +60,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
         head_dim=head_dim,
         block_size=config.block_size,
     )
+    if (reason := why_not_served(model, text_config, layout)) is not None:
+        raise ConfigError(f"{config.model} ({model_config.model_type}) cannot be served: {reason}")
     return LoadedModel(model, max_model_len, text_config.vocab_size, dtype, device, layout)
 
 
