@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.attention import ATTENTION_NAME
 from engine.config import EngineConfig
+from engine.sharding import check_shards, shard_arguments, unwrap_linears
 from protocol.errors import ConfigError
 from protocol.transfer import KVLayout
 
@@ -39,6 +40,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
     _check_supported(config.model, model_config, text_config)
     max_model_len = _resolve_max_model_len(config, text_config)
     dtype = _DTYPES.get(config.dtype) or getattr(text_config, "dtype", None) or torch.float32
+    head_dim, num_kv_heads = _kv_shape(text_config)
+    check_shards(config.model, text_config, num_kv_heads, config.tensor_parallel_size)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             config.model,
@@ -46,24 +49,28 @@ def load_model(config: EngineConfig) -> LoadedModel:
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             trust_remote_code=config.trust_remote_code,
+            **shard_arguments(config.tensor_parallel_size),
         )
     except Exception as error:
         # Any of a dozen libraries may refuse a broken checkpoint, each with its own kind of error.
         raise ConfigError(f"the weights of {config.model} cannot be loaded: {_first_line(error)}") from error
     model = model.to(device).eval().requires_grad_(False)
-    head_dim, num_kv_heads = _kv_shape(text_config)
+    unwrap_linears(model)
     layout = KVLayout(
         model_id=_model_id(config.model, model_config),
         dtype=str(dtype).removeprefix("torch."),
         num_layers=text_config.num_hidden_layers,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=num_kv_heads // config.tensor_parallel_size,
         head_dim=head_dim,
         block_size=config.block_size,
+        tensor_parallel_size=config.tensor_parallel_size,
     )
     return LoadedModel(model, max_model_len, text_config.vocab_size, dtype, device, layout)
 
 
 def _resolve_device(config: EngineConfig) -> torch.device:
+    if config.tensor_parallel_size > 1 and config.device != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", torch.distributed.get_rank())
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.device == "cuda" and not torch.cuda.is_available():

@@ -24,7 +24,9 @@ class ModelRunner:
         self._model = loaded.model
         self._pool = pool
         self._device = loaded.device
-        if loaded.device.type == "cpu" and loaded.dtype == torch.bfloat16:
+        # The hooks of a tensor parallel plan hold the linear layers themselves, so those stay.
+        is_whole = loaded.layout.tensor_parallel_size == 1
+        if loaded.device.type == "cpu" and loaded.dtype == torch.bfloat16 and is_whole:
             pack_linears(self._model)
 
     @torch.inference_mode()

@@ -7,7 +7,6 @@ receives. A wait that runs out closes the pair for good; a new pair id starts af
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ClassVar, cast
@@ -25,6 +24,7 @@ from kv_transfer.connector import OnDone
 from kv_transfer.job_thread import JobThread
 from kv_transfer.runs import is_run, pieces
 from protocol.errors import KVTransferFailed
+from protocol.sockets import listen_on_free_port
 from protocol.transfer import ConnectorParams
 
 CONNECT_TIMEOUT_S = 20.0
@@ -38,12 +38,7 @@ class StoreServer:
     """The TCPStore at which a decode worker's pairs meet, on a free port of `host` only."""
 
     def __init__(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.bind((host, 0))
-            listener.listen(128)
-            port = listener.getsockname()[1]
-            fd = listener.detach()  # the store closes it
+        fd, port = listen_on_free_port(host)  # the store closes it
         self._store = TCPStore(host, port, None, True, timedelta(seconds=CONNECT_TIMEOUT_S), False, master_listen_fd=fd)
         self.host = host
         self.port: int = port
