@@ -25,7 +25,7 @@ from engine.config import EngineConfig
 from prefill_worker.config import PrefillConfig
 from protocol.codec import Codec
 from protocol.errors import ConfigError, InternalError
-from protocol.membership import FromProxyControl, GetStatus, StatusReport, WorkerExited
+from protocol.membership import FromProxyControl, GetStatus, Role, StatusReport, WorkerExited
 from protocol.sockets import DealerSocket, new_context
 from proxy.config import ProxyConfig
 
@@ -93,16 +93,6 @@ class Launcher:
     def _make_children(self, folder: Path, logs: Path) -> None:
         config = self._config
         proxies = self._control_endpoints(folder)
-        engine = EngineConfig(
-            model=self._model,
-            dtype=config.dtype,
-            device=config.device,
-            max_model_len=config.max_model_len,
-            block_size=config.block_size,
-            kv_cache_bytes=int(config.kv_cache_gib * (1 << 30)),
-            num_threads=config.num_threads(),
-            trust_remote_code=config.trust_remote_code,
-        )
         for i, control in enumerate(proxies):
             name = f"proxy-{i}"
             proxy = ProxyConfig(
@@ -125,7 +115,7 @@ class Launcher:
                 worker_id=name,
                 endpoint=f"ipc://{folder}/{name}.sock",
                 proxy_endpoints=proxies,
-                engine=engine,
+                engine=self._engine("prefill"),
                 kv_connector=config.kv_connector,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_num_seqs=config.max_num_seqs,
@@ -138,18 +128,32 @@ class Launcher:
                 worker_id=name,
                 endpoint=f"ipc://{folder}/{name}.sock",
                 proxy_endpoints=proxies,
-                engine=engine,
+                engine=self._engine("decode"),
                 kv_connector=config.kv_connector,
                 max_num_seqs=config.max_num_seqs,
                 log_level=config.log_level,
             )
             self._add(name, "decode_worker", decode, folder, logs)
 
+    def _engine(self, role: Role) -> EngineConfig:
+        config = self._config
+        return EngineConfig(
+            model=self._model,
+            dtype=config.dtype,
+            device=config.device,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+            kv_cache_bytes=int(config.kv_cache_gib * (1 << 30)),
+            num_threads=config.num_threads(role),
+            trust_remote_code=config.trust_remote_code,
+            tensor_parallel_size=config.num_ranks(role),
+        )
+
     def _add(self, name: str, module: str, config: msgspec.Struct, folder: Path, logs: Path) -> None:
         config_file = folder / f"{name}.json"
         config_file.touch(mode=0o600)
         config_file.write_bytes(msgspec.json.encode(config))
-        threads = str(self._config.num_threads() if module != "proxy" else 1)
+        threads = str(config.engine.num_threads if isinstance(config, PrefillConfig | DecodeConfig) else 1)
         env = {
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
@@ -157,6 +161,7 @@ class Launcher:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "PYTHONUNBUFFERED": "1",
+            "GLOO_SOCKET_IFNAME": "lo",  # among a worker's ranks, which are on this host; pairs name their own address
         }
         self._children[name] = ChildProcess(name, module, config_file, logs / f"{name}.log", env, self._on_exit)
 

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection
 import msgspec
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore  # typed here, not where it is exported
 
 from engine.batch import Batch, ItemOutput, Sample
 from engine.config import EngineConfig
@@ -82,7 +83,7 @@ class TensorParallelGroup:
         if engine.tensor_parallel_size == 1:
             return
         listener, port = listen_on_free_port(_HOST)
-        self._store = dist.TCPStore(
+        self._store = TCPStore(
             _HOST, port, None, True, timedelta(seconds=LOAD_TIMEOUT_S), False, master_listen_fd=listener
         )
         for rank in range(1, engine.tensor_parallel_size):
@@ -173,7 +174,7 @@ def without_sampling(batch: Batch) -> Batch:
     return Batch(items, batch.block_copies)
 
 
-def load_share(engine: EngineConfig, rank: int, store: dist.Store) -> LoadedModel:
+def load_share(engine: EngineConfig, rank: int, store: Store) -> LoadedModel:
     """Join the other ranks and load this rank's share of the model. Raises ConfigError."""
     on_gpu = engine.device != "cpu" and torch.cuda.is_available()
     dist.init_process_group(
@@ -192,7 +193,7 @@ def load_share(engine: EngineConfig, rank: int, store: dist.Store) -> LoadedMode
 
 def join_as_follower(config: FollowerConfig) -> LoadedModel:
     """Raises ConfigError."""
-    store = dist.TCPStore(_HOST, config.store_port, None, False, timedelta(seconds=LOAD_TIMEOUT_S), False)
+    store = TCPStore(_HOST, config.store_port, None, False, timedelta(seconds=LOAD_TIMEOUT_S), False)
     return load_share(config.engine, config.rank, store)
 
 

@@ -11,6 +11,8 @@ import torch
 from engine.kv_pool import KVPool
 from engine.model_runner import ModelRunner
 from engine.tensor_parallel import FollowerConfig, follow, join_as_follower
+from kv_transfer.rank_pool import RankPool
+from kv_transfer.remote_rank import TransferServer
 from protocol.process import run_to_exit
 
 
@@ -20,10 +22,12 @@ def main() -> None:
 
 
 def serve(config: FollowerConfig) -> None:
-    """Load, then run batches on this thread until rank 0 is gone."""
+    """Load, then run batches on this thread, and transfers on others, until rank 0 is gone."""
     torch.set_num_threads(config.engine.num_threads)
     loaded = join_as_follower(config)
     pool = KVPool(loaded, config.engine)
+    rank_pool = RankPool(config.rank, loaded.layout, pool.as_blocks(), config.host)
+    TransferServer(Connection(config.transfers_fd), rank_pool, pool.location()).start()
     follow(Connection(config.steps_fd), ModelRunner(loaded, pool))
 
 
