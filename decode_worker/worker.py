@@ -86,6 +86,7 @@ class DecodeWorker:
             role="decode",
             endpoint=self._router.endpoint,
             pid=os.getpid(),
+            num_ranks=self._config.engine.tensor_parallel_size,
         )
         device = loaded.device.type
         self._pairs = IncomingPairs(

@@ -78,6 +78,7 @@ class PrefillWorker:
             role="prefill",
             endpoint=self._router.endpoint,
             pid=os.getpid(),
+            num_ranks=self._config.engine.tensor_parallel_size,
         )
         device = loaded.device.type
         self._pairs = Pairs(
