@@ -35,13 +35,10 @@ class LoadedModel:
 def load_model(config: EngineConfig) -> LoadedModel:
     """Raises ConfigError."""
     device = _resolve_device(config)
-    model_config = _load_config(config)
-    text_config = model_config.get_text_config(decoder=True)
-    _check_supported(config.model, model_config, text_config)
+    model_config, text_config = check_model(config)
     max_model_len = _resolve_max_model_len(config, text_config)
     dtype = _DTYPES.get(config.dtype) or getattr(text_config, "dtype", None) or torch.float32
     head_dim, num_kv_heads = _kv_shape(text_config)
-    check_shards(config.model, text_config, num_kv_heads, config.tensor_parallel_size)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             config.model,
@@ -66,6 +63,15 @@ def load_model(config: EngineConfig) -> LoadedModel:
         tensor_parallel_size=config.tensor_parallel_size,
     )
     return LoadedModel(model, max_model_len, text_config.vocab_size, dtype, device, layout)
+
+
+def check_model(config: EngineConfig) -> tuple[Any, Any]:
+    """The model's configuration and that of its decoder, when they can be served. Raises ConfigError."""
+    model_config = _load_config(config)
+    text_config = model_config.get_text_config(decoder=True)
+    _check_supported(config.model, model_config, text_config)
+    check_shards(config.model, text_config, _kv_shape(text_config)[1], config.tensor_parallel_size)
+    return model_config, text_config
 
 
 def _resolve_device(config: EngineConfig) -> torch.device:

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store, TCPStore  # typed here, not where 
 from engine.batch import Batch, ItemOutput, Sample
 from engine.config import EngineConfig
 from engine.kv_pool import KVPool
-from engine.model_loader import LoadedModel, load_model
+from engine.model_loader import LoadedModel, check_model, load_model
 from engine.model_runner import ModelRunner
 from protocol.codec import Codec
 from protocol.generation import SamplingParams
@@ -64,6 +64,7 @@ class TensorParallelGroup:
 
     Must be made on the main thread: a follower ends with the thread that started it.
     on_lost(reason, exit code) is called on a thread when a follower has died; it ends the process by default.
+    Raises ConfigError for a model that so many ranks cannot share.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class TensorParallelGroup:
         self.transfer_connections: list[Connection] = []  # one per follower, in order of rank
         if engine.tensor_parallel_size == 1:
             return
+        check_model(engine)  # before anybody waits for the other ranks
         listener, port = listen_on_free_port(_HOST)
         self._store = TCPStore(
             _HOST, port, None, True, timedelta(seconds=LOAD_TIMEOUT_S), False, master_listen_fd=listener
