@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.config import Device, Dtype
+from engine.config import Device, Dtype, LoadFormat
 from kv_transfer.handshake import ConnectorName
 from protocol.errors import ConfigError
 from protocol.membership import Role
@@ -33,6 +33,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: Annotated[Device, Meta(description="where the model runs")] = "auto"
     kv_connector: Annotated[ConnectorName, Meta(description="how KV caches move from prefill to decode")] = "auto"
     dtype: Annotated[Dtype, Meta(description="type of weights and KV cache; auto takes the checkpoint's")] = "auto"
+    load_format: Annotated[
+        LoadFormat, Meta(description="auto loads the checkpoint; dummy makes random weights from its config alone")
+    ] = "auto"
     max_model_len: Annotated[
         int, Meta(ge=0, description="tokens per sequence, prompt and output together; 0 takes the model's limit")
     ] = 0

@@ -140,6 +140,7 @@ class Launcher:
         return EngineConfig(
             model=self._model,
             dtype=config.dtype,
+            load_format=config.load_format,
             device=config.device,
             max_model_len=config.max_model_len,
             block_size=config.block_size,

@@ -48,9 +48,18 @@ class KVPool:
             self.tensor = raw.view(loaded.dtype).view(shape)
         else:
             self.tensor = torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)
-        vector = layout.head_dim
-        self.vectors = self.tensor.view(-1, vector)  # [.., head_dim]: single heads of single tokens
-        self.rows = self.tensor.view(-1, layout.num_kv_heads * layout.block_size * vector)  # a block's keys, or values
+        # By layer, keys and values: the pool from that layer's first row on, so that a block's or token's row number is
+        # the same in all of them. layer_vectors: [.., head_dim], one head of one token; layer_blocks: [.., block_size *
+        # head_dim], one head of one block.
+        self.layer_vectors = self._layer_rows(layout.head_dim)
+        self.layer_blocks = self._layer_rows(layout.block_size * layout.head_dim)
+
+    def _layer_rows(self, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        rows = self.tensor.view(-1, size)
+        first = [
+            self.tensor[0, layer, i].storage_offset() // size for layer in range(len(self.tensor[0])) for i in (0, 1)
+        ]
+        return [(rows[keys:], rows[values:]) for keys, values in zip(first[::2], first[1::2], strict=True)]
 
     def as_blocks(self) -> torch.Tensor:
         """The pool as bytes, uint8 [num_blocks, block_bytes]."""

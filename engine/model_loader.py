@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.attention import ATTENTION_NAME
 from engine.config import EngineConfig
+from engine.dummy_weights import make_dummy_model
 from engine.sharding import check_shards, shard_arguments, unwrap_linears
 from protocol.errors import ConfigError
 from protocol.transfer import KVLayout
@@ -38,21 +39,19 @@ def load_model(config: EngineConfig) -> LoadedModel:
     model_config, text_config = check_model(config)
     max_model_len = _resolve_max_model_len(config, text_config)
     dtype = _DTYPES.get(config.dtype) or getattr(text_config, "dtype", None) or torch.float32
-    head_dim, num_kv_heads = _kv_shape(text_config)
+    options = {"attn_implementation": ATTENTION_NAME, "trust_remote_code": config.trust_remote_code}
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            config.model,
-            config=model_config,
-            dtype=dtype,
-            attn_implementation=ATTENTION_NAME,
-            trust_remote_code=config.trust_remote_code,
-            **shard_arguments(config.tensor_parallel_size),
-        )
+        if config.load_format == "dummy":
+            model = make_dummy_model(model_config, dtype, device, **options)
+        else:
+            options |= shard_arguments(config.tensor_parallel_size)
+            model = AutoModelForCausalLM.from_pretrained(config.model, config=model_config, dtype=dtype, **options)
     except Exception as error:
         # Any of a dozen libraries may refuse a broken checkpoint, each with its own kind of error.
         raise ConfigError(f"the weights of {config.model} cannot be loaded: {_first_line(error)}") from error
     model = model.to(device).eval().requires_grad_(False)
     unwrap_linears(model)
+    head_dim, num_kv_heads = _kv_shape(text_config)
     layout = KVLayout(
         model_id=_model_id(config.model, model_config),
         dtype=str(dtype).removeprefix("torch."),
@@ -70,6 +69,8 @@ def check_model(config: EngineConfig) -> tuple[Any, Any]:
     model_config = _load_config(config)
     text_config = model_config.get_text_config(decoder=True)
     _check_supported(config.model, model_config, text_config)
+    if config.load_format == "dummy" and config.tensor_parallel_size > 1:
+        raise ConfigError("--load-format dummy makes whole models only; use --tensor-parallel-size 1")
     check_shards(config.model, text_config, _kv_shape(text_config)[1], config.tensor_parallel_size)
     return model_config, text_config
 

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from typing import Any
 
 import torch
 
 from engine.batch import Batch, BatchItem, ItemOutput, Sample
-from engine.cpu_attention import PlainAttention
+from engine.cuda_attention import StepTensors, VarlenAttention, attention_maker, find_varlen_attn
+from engine.decode_graphs import Capture, DecodeGraphs, cuda_capture
+from engine.fused_layers import fuse_layers
 from engine.kv_pool import KVPool
 from engine.model_head import ModelHead
 from engine.model_loader import LoadedModel
 from engine.packed_linear import pack_linears
 from engine.sampler import sample
+from engine.step_index import StepIndex
 from protocol.generation import SamplingParams, TokenLogprobs
+
+log = logging.getLogger(__name__)
 
 
 class ModelRunner:
@@ -24,10 +30,15 @@ class ModelRunner:
         self._model = loaded.model
         self._pool = pool
         self._device = loaded.device
-        # The hooks of a tensor parallel plan hold the linear layers themselves, so those stay.
-        is_whole = loaded.layout.tensor_parallel_size == 1
-        if loaded.device.type == "cpu" and loaded.dtype == torch.bfloat16 and is_whole:
-            pack_linears(self._model)
+        self._max_model_len = loaded.max_model_len
+        # A shard's layers stay as the plan has hooked them, and graphs would have to be captured by all ranks at once.
+        self._is_whole = loaded.layout.tensor_parallel_size == 1
+        if loaded.device.type == "cpu" and self._is_whole:
+            with torch.inference_mode():
+                fuse_layers(self._model)
+                pack_linears(self._model)
+        self._make_attention = attention_maker(pool, self._model.config.get_text_config(decoder=True))
+        self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[ItemOutput]:
@@ -55,11 +66,15 @@ class ModelRunner:
             "input_ids": torch.tensor([token_ids], device=self._device),
             "position_ids": torch.tensor([positions], device=self._device),
             "use_cache": False,
-            "tandem": PlainAttention(self._pool, items),
+            "tandem": self._make_attention(items),
         }
 
     def _sampled_logits(self, items: list[BatchItem]) -> torch.Tensor:
         """[num_samples, vocab_size]: computed only where a token is sampled, and once for samples of one item."""
+        if self._graphs is not None and all(len(item.samples) == 1 for item in items):
+            captured = self._graphs.run(StepIndex.of(items, self._pool.layout.block_size))
+            if captured is not None:
+                return captured
         last_rows = list(itertools.accumulate(len(item.token_ids) for item in items))
         sampled = [(last - 1, len(item.samples)) for last, item in zip(last_rows, items, strict=True) if item.samples]
         # At least one row: models do not expect none.
@@ -89,3 +104,36 @@ class ModelRunner:
         self.run(Batch([BatchItem([0] * num_tokens, 0, [0])]))
         for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9, top_k=10)):
             self.run(Batch([BatchItem([0], num_tokens - 1, [0], [Sample(params)])]))
+        if self._device.type == "cuda" and self._is_whole:
+            self._capture_graphs(cuda_capture())
+
+    def _capture_graphs(self, capture: Capture) -> None:
+        """Steps of single tokens run from graphs from now on, if the model can be captured."""
+        varlen = find_varlen_attn()
+        example = self._make_attention([BatchItem([0], 0, [0])])
+        if varlen is None or not isinstance(example, VarlenAttention):
+            return
+
+        def no_plain() -> Any:
+            raise RuntimeError("soft caps and sinks run without graphs")
+
+        def run_model(step: StepTensors) -> torch.Tensor:
+            attention = VarlenAttention(self._pool, step, varlen, no_plain)
+            logits: torch.Tensor = self._model(
+                input_ids=step.token_ids.long()[None],
+                position_ids=step.positions.long()[None],
+                use_cache=False,
+                logits_to_keep=0,  # of every token
+                tandem=attention,
+            ).logits[0]
+            return logits
+
+        block_size, max_len = self._pool.layout.block_size, self._max_model_len
+        graphs = DecodeGraphs(run_model, -(-max_len // block_size), max_len, self._device, capture)
+        try:
+            with torch.inference_mode():
+                graphs.capture_all(StepIndex.of([BatchItem([0], 0, [0])], block_size))
+        except Exception as problem:  # models that look at their own values, such as some mixtures of experts
+            log.warning("decode runs without CUDA graphs: %s", str(problem).strip().splitlines()[0])
+            return
+        self._graphs = graphs

@@ -11,9 +11,10 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from protocol.errors import InternalError, TandemError
-from protocol.generation import FinishReason
-from proxy.generation import Generation, TextDelta
+from protocol.generation import FinishReason, SampledToken
+from proxy.generation import Generation, TextDelta, ToldPrompt
 from proxy.http_errors import error_body, log
+from proxy.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
 from proxy.openai_schema import (
     AssistantMessage,
     ChatChoice,
@@ -21,8 +22,12 @@ from proxy.openai_schema import (
     ChatCompletionChunk,
     ChatCompletionResponse,
     ChatDelta,
+    ChatLogprobs,
     CompletionChoice,
+    CompletionLogprobs,
     CompletionResponse,
+    PromptLogprobs,
+    PromptTokensDetails,
     Usage,
 )
 from proxy.validation import GenerationRequest
@@ -36,8 +41,10 @@ class _WholeSequence:
 
     def __init__(self) -> None:
         self.pieces: list[str] = []
-        self.token_ids: list[int] = []
+        self.tokens: list[SampledToken] = []
+        self.shown: list[SampledToken] = []  # part of the text
         self.finish_reason: FinishReason | None = None
+        self.prompt: ToldPrompt | None = None
 
     @property
     def text(self) -> str:
@@ -50,8 +57,10 @@ async def _collect(generation: Generation) -> list[_WholeSequence]:
         async for delta in deltas:
             sequence = sequences.setdefault(delta.index, _WholeSequence())
             sequence.pieces.append(delta.text)
-            sequence.token_ids += delta.token_ids
+            sequence.tokens += delta.tokens
+            sequence.shown += delta.tokens[: delta.num_shown]
             sequence.finish_reason = delta.finish_reason
+            sequence.prompt = sequence.prompt or delta.prompt
     return [sequences[index] for index in sorted(sequences)]
 
 
@@ -75,19 +84,23 @@ class CompletionAnswers:
         self._request = request
         self._model = model
         self._id = f"cmpl-{secrets.token_hex(12)}"
+        self._offsets: dict[int, int] = {}  # by index: characters of the tokens told so far
 
     async def whole(self) -> bytes:
-        choices = [
-            CompletionChoice(index, s.text, None, s.finish_reason, _shown(s.token_ids, self._request))
-            for index, s in enumerate(await _collect(self._generation))
-        ]
+        choices = []
+        for index, s in enumerate(await _collect(self._generation)):
+            logprobs = self._logprobs(index, s.prompt, s.shown)
+            token_ids = _shown(s.tokens, self._request)
+            told = self._prompt_logprobs(s.prompt)
+            choices.append(CompletionChoice(index, s.text, logprobs, s.finish_reason, token_ids, told))
         return _encode(self._response(choices, _usage(self._generation)))
 
     def chunk(self, delta: TextDelta) -> bytes:
         if _shows_nothing(delta, self._request):
             return b""
-        token_ids = _shown(delta.token_ids, self._request)
-        choice = CompletionChoice(delta.index, delta.text, None, delta.finish_reason, token_ids)
+        logprobs = self._logprobs(delta.index, delta.prompt, delta.tokens[: delta.num_shown])
+        token_ids = _shown(delta.tokens, self._request)
+        choice = CompletionChoice(delta.index, delta.text, logprobs, delta.finish_reason, token_ids)
         return _event(self._response([choice], _usage_beside(self._generation, self._request)))
 
     def usage_chunk(self) -> bytes:
@@ -95,6 +108,24 @@ class CompletionAnswers:
 
     def _response(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> CompletionResponse:
         return CompletionResponse(self._id, self._generation.created, self._model, choices, usage)
+
+    def _logprobs(self, index: int, prompt: ToldPrompt | None, tokens: list[SampledToken]) -> CompletionLogprobs | None:
+        num_top = self._request.base_sampling.logprobs
+        if num_top is None:
+            return None
+        if self._request.echo and prompt is not None:
+            of_prompt = zip(prompt.token_ids, [None, *prompt.logprobs], strict=True)
+            tokens = [*(SampledToken(token_id, logprobs) for token_id, logprobs in of_prompt), *tokens]
+        offset = self._offsets.get(index, 0)
+        told = completion_logprobs(self._generation.token_text, tokens, num_top, offset)
+        self._offsets[index] = offset + sum(map(len, told.tokens))
+        return told
+
+    def _prompt_logprobs(self, prompt: ToldPrompt | None) -> PromptLogprobs | UnsetType:
+        num_top = self._request.prompt_logprobs
+        if prompt is None or num_top is None:
+            return UNSET
+        return prompt_logprobs(self._generation.token_text, prompt.token_ids, prompt.logprobs, num_top)
 
 
 class ChatAnswers:
@@ -106,17 +137,24 @@ class ChatAnswers:
         self._begun: set[int] = set()
 
     async def whole(self) -> bytes:
+        generation = self._generation
+        sequences = await _collect(generation)
         choices = [
             ChatChoice(
                 index,
                 AssistantMessage(s.text),
                 s.finish_reason,
-                token_ids=_shown(s.token_ids, self._request),
+                self._logprobs(s.shown),
+                token_ids=_shown(s.tokens, self._request),
             )
-            for index, s in enumerate(await _collect(self._generation))
+            for index, s in enumerate(sequences)
         ]
-        generation = self._generation
-        return _encode(ChatCompletionResponse(self._id, generation.created, self._model, choices, _usage(generation)))
+        prompt = sequences[0].prompt
+        told: PromptLogprobs | UnsetType = UNSET
+        if prompt is not None and (num_top := self._request.prompt_logprobs) is not None:
+            told = prompt_logprobs(generation.token_text, prompt.token_ids, prompt.logprobs, num_top)
+        usage = _usage(generation)
+        return _encode(ChatCompletionResponse(self._id, generation.created, self._model, choices, usage, told))
 
     def chunk(self, delta: TextDelta) -> bytes:
         events = b""
@@ -126,11 +164,16 @@ class ChatAnswers:
         if _shows_nothing(delta, self._request):
             return events
         content = ChatDelta(content=delta.text) if delta.text else ChatDelta()
-        token_ids = _shown(delta.token_ids, self._request)
-        return events + self._event(ChatChunkChoice(delta.index, content, delta.finish_reason, token_ids=token_ids))
+        logprobs = self._logprobs(delta.tokens[: delta.num_shown])
+        token_ids = _shown(delta.tokens, self._request)
+        return events + self._event(ChatChunkChoice(delta.index, content, delta.finish_reason, logprobs, token_ids))
 
     def usage_chunk(self) -> bytes:
         return _event(self._chunk([], _usage(self._generation)))
+
+    def _logprobs(self, tokens: list[SampledToken]) -> ChatLogprobs | None:
+        num_top = self._request.base_sampling.logprobs
+        return None if num_top is None else chat_logprobs(self._generation.token_text, tokens, num_top)
 
     def _event(self, choice: ChatChunkChoice) -> bytes:
         return _event(self._chunk([choice], _usage_beside(self._generation, self._request)))
@@ -168,7 +211,8 @@ async def stream_events(
 
 def _usage(generation: Generation) -> Usage:
     num_prompt, num_completion = generation.num_prompt_tokens, generation.num_completion_tokens
-    return Usage(num_prompt, num_completion, num_prompt + num_completion)
+    cached = PromptTokensDetails(generation.num_cached_tokens)
+    return Usage(num_prompt, num_completion, num_prompt + num_completion, cached)
 
 
 def _usage_beside(generation: Generation, request: GenerationRequest) -> Usage | UnsetType | None:
@@ -179,11 +223,13 @@ def _usage_beside(generation: Generation, request: GenerationRequest) -> Usage |
 
 
 def _shows_nothing(delta: TextDelta, request: GenerationRequest) -> bool:
-    return not delta.text and delta.finish_reason is None and not request.return_token_ids
+    if request.return_token_ids or request.base_sampling.logprobs is not None:
+        return False
+    return not delta.text and delta.finish_reason is None
 
 
-def _shown(token_ids: list[int], request: GenerationRequest) -> list[int] | UnsetType:
-    return token_ids if request.return_token_ids else UNSET
+def _shown(tokens: list[SampledToken], request: GenerationRequest) -> list[int] | UnsetType:
+    return [token.token_id for token in tokens] if request.return_token_ids else UNSET
 
 
 def _event(body: msgspec.Struct) -> bytes:

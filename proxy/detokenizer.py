@@ -20,8 +20,9 @@ _NUM_CONTEXT_TOKENS = 6
 class Detokenizer:
     """One sequence's. prompt_token_ids: packed; only the last few are used."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: bytes) -> None:
+    def __init__(self, tokenizer: Tokenizer, prompt_token_ids: bytes, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._context: list[int] = []
         self._held: list[int] = []
         self._restart(unpack_token_ids(prompt_token_ids[-4 * _NUM_CONTEXT_TOKENS :]))
@@ -52,7 +53,7 @@ class Detokenizer:
         # With a broken character at its end DecodeStream would take the context for new text.
         self._context = [] if self._decode(context).endswith("�") else context
         self._held = []
-        self._stream = DecodeStream(ids=self._context, skip_special_tokens=True)
+        self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip_special_tokens)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special_tokens)

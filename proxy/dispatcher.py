@@ -28,7 +28,7 @@ from protocol.dispatch import (
     ToProxy,
 )
 from protocol.errors import RequestAborted, TandemError, WorkerLost
-from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions
+from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions, TokenLogprobs
 from protocol.membership import WorkerInfo
 from protocol.token_ids import pack_token_ids
 from proxy.request import RunningRequest
@@ -52,12 +52,13 @@ class Prompt:
 class TokenDelta:
     """What has come since the last one: at least one token. `finish_reason` is set on the last.
 
-    first_token: on the first delta, what prefill told of the prompt.
+    On the first, num_cached_tokens of the prompt, and prompt_logprobs for all but its first token if asked for.
     """
 
     tokens: list[SampledToken]
     finish_reason: FinishReason | None
-    first_token: FirstToken | None = None
+    num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs] | None = None
 
 
 class Sender(Protocol):
@@ -74,6 +75,7 @@ class _SharedPrefill:
         self._route = route
         self._num_prompt_tokens = num_prompt_tokens
         self._ended = False
+        self.attempts: list[RunningRequest] = []
 
     def end(self) -> bool:
         """The first token is here, or never will be. True the first time."""
@@ -82,6 +84,11 @@ class _SharedPrefill:
         self._ended = True
         self._router.prefill_ended(self._route, self._num_prompt_tokens)
         return True
+
+    def prompt_logprobs(self) -> list[TokenLogprobs] | None:
+        """Prefill tells them once, with the first of its first tokens."""
+        told = [attempt.first_token for attempt in self.attempts if attempt.first_token is not None]
+        return next((first.prompt_logprobs for first in told if first.prompt_logprobs is not None), None)
 
 
 class DispatchedSequence:
@@ -140,7 +147,6 @@ class Dispatcher:
 
         Raises WorkerLost, Overloaded, RequestAborted or what a worker reported.
         """
-        told_of_prompt = False
         try:
             while True:
                 attempt = sequence.attempt
@@ -154,9 +160,13 @@ class Dispatcher:
                 # Read before the yield: what arrives while the reader is busy belongs to the next turn.
                 finish_reason, error, preempted = attempt.finish_reason, attempt.error, attempt.preempted
                 if tokens:
+                    is_first = not sequence.generated
                     sequence.generated += [token.token_id for token in tokens]
-                    yield TokenDelta(tokens, finish_reason, None if told_of_prompt else first_token)
-                    told_of_prompt = True
+                    if is_first and first_token is not None:
+                        logprobs = sequence.prefill.prompt_logprobs()
+                        yield TokenDelta(tokens, finish_reason, first_token.num_cached_tokens, logprobs)
+                    else:
+                        yield TokenDelta(tokens, finish_reason)
                 if error is not None:
                     raise error
                 if finish_reason is not None:
@@ -188,6 +198,7 @@ class Dispatcher:
         request_ids = [f"{self._prefix}-{number}" for number in numbers]
         for sequence, request_id in zip(sequences, request_ids, strict=True):
             sequence.attempt = self._running[request_id] = RunningRequest(request_id, route, request_ids[0])
+            prefill.attempts.append(sequence.attempt)
             sequence.prefill = prefill
         transfer_id = f"{self._proxy_id}-{numbers[0]}"
         token_ids = prompt.token_ids + pack_token_ids(generated)

@@ -10,29 +10,45 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protocol.errors import RequestAborted, TandemError
-from protocol.generation import FinishReason, SamplingParams, StopConditions
+from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions, TokenLogprobs
+from protocol.token_ids import unpack_token_ids
 from proxy.admission import Admission
 from proxy.detokenizer import Detokenizer
-from proxy.dispatcher import DispatchedSequence, Dispatcher, Prompt
+from proxy.dispatcher import DispatchedSequence, Dispatcher, Prompt, TokenDelta
 from proxy.model_text import ModelText
 from proxy.registry import Registry
 from proxy.rendering import Renderer
 from proxy.stop_strings import StopStrings
+from proxy.token_text import TokenText
 from proxy.validation import GenerationRequest
 from telemetry.metrics import ProxyMetrics, SequenceTimer
 
 
 @dataclass(frozen=True, slots=True)
+class ToldPrompt:
+    """logprobs: of all tokens but the first; empty where they were not asked for."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+@dataclass(frozen=True, slots=True)
 class TextDelta:
-    """A piece of one sequence. index: prompt index * n + which of the n. text may be empty while it is held back."""
+    """A piece of one sequence. index: prompt index * n + which of the n. text may be empty while it is held back.
+
+    num_shown: of the tokens, those that are part of the text; a stop token is not. prompt: on the first piece, when the
+    client wants to see it; an echoed one is part of the text already.
+    """
 
     index: int
     text: str
-    token_ids: list[int]
+    tokens: list[SampledToken]
+    num_shown: int
     finish_reason: FinishReason | None
+    prompt: ToldPrompt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +56,7 @@ class FrontDoor:
     """What every request shares."""
 
     text: ModelText
+    token_text: TokenText
     renderer: Renderer
     registry: Registry
     admission: Admission
@@ -61,12 +78,14 @@ class Generation:
     """`num_prompt_tokens` is right from the first delta on, `num_completion_tokens` counts the deltas seen so far."""
 
     def __init__(self, door: FrontDoor, request: GenerationRequest) -> None:
+        self.token_text = door.token_text
         self._door = door
         self._request = request
         self._arrived_at = time.monotonic()
         self.created = int(time.time())
         self.num_sequences = 0
         self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
         self.num_completion_tokens = 0
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
@@ -77,7 +96,7 @@ class Generation:
             self.num_sequences = sum(len(p.samplings) for p in planned)
             async with aclosing(self._run(planned)) as deltas:
                 async for delta in deltas:
-                    self.num_completion_tokens += len(delta.token_ids)
+                    self.num_completion_tokens += len(delta.tokens)
                     yield delta
                     outcome_if_last = delta.finish_reason
             assert outcome_if_last is not None
@@ -94,17 +113,18 @@ class Generation:
     async def _plan(self) -> list[_PlannedPrompt]:
         request, door = self._request, self._door
         limits = door.registry.limits()
+        request.check_vocabulary(limits)
         door.admission.check(request.n)  # before the work of tokenising
         try:
             async with asyncio.timeout(self._seconds_left()):
-                prompts = await door.renderer.render(request.prompt, limits)
+                prompts = await door.renderer.render(request.prompt, limits, request.max_prompt_tokens(limits))
         except TimeoutError:
             raise RequestAborted("the prompt was not tokenised in time") from None
         self.num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
         return [
             _PlannedPrompt(
-                prompt,
-                [request.sampling(i) for i in range(request.n)],
+                replace(prompt, num_prompt_logprobs=request.num_prompt_logprobs, cache_salt=request.cache_salt),
+                request.samplings(),
                 request.stop_conditions(prompt.num_tokens, limits, door.text.eos_token_ids),
             )
             for prompt in prompts
@@ -132,24 +152,28 @@ class Generation:
             self._door.admission.leave(len(waiting))
 
     async def _sequence(self, index: int, sequence: DispatchedSequence) -> AsyncGenerator[TextDelta, None]:
-        door = self._door
-        detokenizer = Detokenizer(door.text.tokenizer, sequence.prompt.token_ids)
-        stop_strings = StopStrings(self._request.stop)
+        door, request = self._door, self._request
+        detokenizer = Detokenizer(door.text.tokenizer, sequence.prompt.token_ids, request.skip_special_tokens)
+        stop_strings = StopStrings(request.stop, request.include_stop_string)
         timer = SequenceTimer(door.metrics, self._arrived_at)
         tokens = door.dispatcher.tokens(sequence)
+        is_first = True
         async with aclosing(tokens):
             async for delta in tokens:
-                token_ids = [token.token_id for token in delta.tokens]
-                timer.on_tokens(time.monotonic(), len(token_ids))
-                finish_reason = delta.finish_reason
+                timer.on_tokens(time.monotonic(), len(delta.tokens))
                 pieces: list[str] = []
+                prompt: ToldPrompt | None = None
+                if is_first:
+                    is_first = False
+                    prompt = await self._on_first(index, sequence, delta, pieces)
+                finish_reason = delta.finish_reason
                 # A stop token ends the text without being part of it, but was generated and counts.
-                num_shown = len(token_ids) - (finish_reason == "stop")
-                for number, token_id in enumerate(token_ids[:num_shown], start=1):
-                    piece, stopped = stop_strings.push(detokenizer.step(token_id))
+                num_shown = len(delta.tokens) - (finish_reason == "stop")
+                for number, token in enumerate(delta.tokens[:num_shown], start=1):
+                    piece, stopped = stop_strings.push(detokenizer.step(token.token_id))
                     pieces.append(piece)
                     if stopped:
-                        yield TextDelta(index, "".join(pieces), token_ids[:number], "stop")
+                        yield TextDelta(index, "".join(pieces), delta.tokens[:number], number, "stop", prompt)
                         timer.on_finished()
                         return
                 if finish_reason is not None:
@@ -158,7 +182,21 @@ class Generation:
                     if stopped:
                         finish_reason = "stop"
                     timer.on_finished()
-                yield TextDelta(index, "".join(pieces), token_ids, finish_reason)
+                yield TextDelta(index, "".join(pieces), delta.tokens, num_shown, finish_reason, prompt)
+
+    async def _on_first(
+        self, index: int, sequence: DispatchedSequence, delta: TokenDelta, pieces: list[str]
+    ) -> ToldPrompt | None:
+        """What is known of the prompt now; an echo of it begins the text."""
+        request = self._request
+        if index % request.n == 0:
+            self.num_cached_tokens += delta.num_cached_tokens
+        if not request.echo and request.num_prompt_logprobs is None:
+            return None
+        token_ids = unpack_token_ids(sequence.prompt.token_ids)
+        if request.echo:
+            pieces.append(await self._door.renderer.text_of(token_ids))
+        return ToldPrompt(token_ids, delta.prompt_logprobs or [])
 
     def _seconds_left(self) -> float:
         return max(0.001, self._door.request_timeout_s - (time.monotonic() - self._arrived_at))

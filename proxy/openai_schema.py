@@ -22,22 +22,12 @@ class StreamOptions(msgspec.Struct):
 class NotServedYet(msgspec.Struct):
     """Neutral values are accepted (`validation.NEUTRAL_VALUES`); the base of both requests."""
 
-    logprobs: Any = None
-    top_logprobs: Any = None
-    prompt_logprobs: Any = None
-    echo: Any = None
     suffix: Any = None
     best_of: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-    logit_bias: Any = None
     allowed_token_ids: Any = None
     bad_words: Any = None
-    min_p: Any = None
-    min_tokens: Any = None
     tools: Any = None
     tool_choice: Any = None
     functions: Any = None
@@ -53,11 +43,7 @@ class NotServedYet(msgspec.Struct):
     web_search_options: Any = None
     prompt_embeds: Any = None
     priority: Any = None
-    truncate_prompt_tokens: Any = None
-    add_special_tokens: Any = None
-    skip_special_tokens: Any = None
     spaces_between_special_tokens: Any = None
-    include_stop_str_in_output: Any = None
     chat_template: Any = None
     chat_template_kwargs: Any = None
     continue_final_message: Any = None
@@ -65,21 +51,38 @@ class NotServedYet(msgspec.Struct):
 
 
 class GenerationFields(NotServedYet):
-    """What both kinds of request share. Ranges are checked in `validation`. return_token_ids: vLLM's extension."""
+    """What both kinds of request share. Ranges are checked in `validation`.
+
+    vLLM's extensions: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos, prompt_logprobs,
+    return_token_ids, skip_special_tokens, include_stop_str_in_output, add_special_tokens, truncate_prompt_tokens and
+    cache_salt.
+    """
 
     model: str | None = None
     max_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
     seed: int | None = None
     n: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    prompt_logprobs: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str | None = None
     user: str | None = None
 
 
@@ -87,6 +90,8 @@ class CompletionRequest(GenerationFields, kw_only=True):
     """prompt: string, list of strings, list of token ids, or list of lists of token ids."""
 
     prompt: msgspec.Raw
+    logprobs: int | bool | None = None
+    echo: bool | None = None
 
 
 class ContentPart(msgspec.Struct):
@@ -105,13 +110,61 @@ class ChatMessage(msgspec.Struct):
 class ChatCompletionRequest(GenerationFields, kw_only=True):
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
     add_generation_prompt: bool | None = None
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """cached_tokens: those of the prompt that the prefill worker found in its prefix cache."""
+
+    cached_tokens: int
 
 
 class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Of each token. The first of an echoed prompt has none. text_offset: in characters, from the text's beginning."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """As vLLM tells it. rank: 1 is the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id, as a string: the prompt's own token and the most likely ones. None for the first."""
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
@@ -119,9 +172,10 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
     index: int
     text: str
-    logprobs: None = None
+    logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
     token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct, frozen=True):
@@ -145,7 +199,7 @@ class ChatChoice(msgspec.Struct, frozen=True):
     index: int
     message: AssistantMessage
     finish_reason: FinishReason | None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 
@@ -155,6 +209,7 @@ class ChatCompletionResponse(msgspec.Struct, frozen=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
     object: Literal["chat.completion"] = "chat.completion"
 
 
@@ -167,7 +222,7 @@ class ChatChunkChoice(msgspec.Struct, frozen=True):
     index: int
     delta: ChatDelta
     finish_reason: FinishReason | None = None
-    logprobs: None = None
+    logprobs: ChatLogprobs | None = None
     token_ids: list[int] | UnsetType = UNSET
 
 

@@ -35,16 +35,18 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):
-    """messages: as the template takes them, content flattened to text."""
+    """messages: as the template takes them, content flattened to text. The template writes its own special tokens."""
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
+    add_special_tokens: bool = False
 
 
 class CompletionPrompt(msgspec.Struct, frozen=True):
     """json: the request's `prompt` as it came. It may hold a million ids, so that decoding it is left to a thread."""
 
     json: msgspec.Raw
+    add_special_tokens: bool = True
 
 
 class Renderer:
@@ -52,14 +54,23 @@ class Renderer:
         self._text = text
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="render")
 
-    async def render(self, prompt: ChatPrompt | CompletionPrompt, limits: ModelLimits) -> list[Prompt]:
-        """One prompt for a chat, one or more for a completion. Raises InvalidRequest."""
+    async def render(
+        self, prompt: ChatPrompt | CompletionPrompt, limits: ModelLimits, max_tokens: int | None = None
+    ) -> list[Prompt]:
+        """One prompt for a chat, one or more for a completion.
+
+        max_tokens: longer prompts lose their beginning; None refuses those that do not fit. Raises InvalidRequest.
+        """
         loop = asyncio.get_running_loop()
+        add_special_tokens = prompt.add_special_tokens
         if isinstance(prompt, ChatPrompt):
-            return [await loop.run_in_executor(self._threads, self._render_chat, prompt, limits)]
+            return [await loop.run_in_executor(self._threads, self._render_chat, prompt, limits, max_tokens)]
         items = await loop.run_in_executor(self._threads, split_prompt, prompt.json)
         # One job each, so that a list of prompts uses all threads and lets others in between.
-        jobs = [loop.run_in_executor(self._threads, self._render_item, item, limits) for item in items]
+        jobs = [
+            loop.run_in_executor(self._threads, self._render_item, item, limits, max_tokens, add_special_tokens)
+            for item in items
+        ]
         try:
             return [await job for job in jobs]
         finally:
@@ -67,24 +78,34 @@ class Renderer:
                 job.cancel()
             await asyncio.gather(*jobs, return_exceptions=True)
 
+    async def text_of(self, token_ids: list[int]) -> str:
+        """What a prompt says, special tokens left out."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._text.tokenizer.decode, token_ids)
+
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # ---- on the threads
 
-    def _render_chat(self, prompt: ChatPrompt, limits: ModelLimits) -> Prompt:
+    def _render_chat(self, prompt: ChatPrompt, limits: ModelLimits, max_tokens: int | None) -> Prompt:
         text = self._text.render_chat(prompt.messages, prompt.add_generation_prompt)
-        return self._tokenize(text, limits, "messages", add_special_tokens=False)  # the template writes its own
+        return self._tokenize(text, limits, max_tokens, prompt.add_special_tokens, "messages")
 
-    def _render_item(self, item: str | list[int], limits: ModelLimits) -> Prompt:
+    def _render_item(
+        self, item: str | list[int], limits: ModelLimits, max_tokens: int | None, add_special_tokens: bool
+    ) -> Prompt:
         if isinstance(item, str):
-            return self._tokenize(item, limits, "prompt", add_special_tokens=True)
+            return self._tokenize(item, limits, max_tokens, add_special_tokens, "prompt")
+        if max_tokens is not None:
+            item = item[-max_tokens:]
         check_prompt_length(len(item), limits, "prompt")
         return _pack(item, limits)
 
-    def _tokenize(self, text: str, limits: ModelLimits, param: str, *, add_special_tokens: bool) -> Prompt:
+    def _tokenize(
+        self, text: str, limits: ModelLimits, max_tokens: int | None, add_special_tokens: bool, param: str
+    ) -> Prompt:
         probe = limits.max_model_len * _PROBE_CHARACTERS_PER_TOKEN
-        if len(text) > 2 * probe:
+        if len(text) > 2 * probe and max_tokens is None:
             num_tokens = self._num_tokens(text[:probe])
             if num_tokens > limits.max_model_len + _PROBE_SLACK_TOKENS:
                 raise ContextLengthExceeded(
@@ -98,8 +119,9 @@ class Renderer:
         except UnicodeEncodeError as error:
             raise InvalidRequest(f"The prompt is not valid Unicode: {error.reason}.", param) from error
         # Its length is asked before its ids: a list of them need not be made for a prompt that is refused.
-        check_prompt_length(len(encoding), limits, param)
-        return _pack(encoding.ids, limits)
+        check_prompt_length(min(len(encoding), max_tokens or len(encoding)), limits, param)
+        # Cut here, and not by the tokeniser's own truncation, which is state that all threads share.
+        return _pack(encoding.ids if max_tokens is None else encoding.ids[-max_tokens:], limits)
 
     def _num_tokens(self, text: str) -> int:
         [encoding] = self._text.tokenizer.encode_batch_fast([text], add_special_tokens=False)

@@ -25,6 +25,7 @@ from proxy.model_text import ModelText
 from proxy.registry import Registry
 from proxy.rendering import Renderer
 from proxy.router import Router
+from proxy.token_text import TokenText
 from proxy.worker_pool import WorkerPool
 from telemetry.metrics import ProxyMetrics
 
@@ -77,6 +78,7 @@ async def serve(config: ProxyConfig, text: ModelText) -> None:
         raise ConfigError(f"cannot bind the control endpoint {config.control_endpoint}: {error}") from error
     door = FrontDoor(
         text,
+        TokenText(text.tokenizer),
         renderer,
         registry,
         Admission(config.max_waiting_requests),

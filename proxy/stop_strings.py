@@ -8,10 +8,12 @@ from collections.abc import Sequence
 class StopStrings:
     """One sequence's. The match that is complete first wins, however the text is cut into pieces."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], is_shown: bool = False) -> None:
+        """is_shown: the text ends with the stop string, not before it."""
         assert all(stops), "validation refuses empty stop strings"
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
+        self._is_shown = is_shown
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
@@ -22,7 +24,8 @@ class StopStrings:
         matches = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if matches:
             self._held = ""
-            return text[: min(matches)[1]], True
+            end, start = min(matches)
+            return text[: end if self._is_shown else start], True
         num_held = self._num_held(text)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held], False

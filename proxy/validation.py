@@ -13,6 +13,7 @@ from protocol.generation import SamplingParams, StopConditions
 from proxy.openai_schema import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationFields, NotServedYet
 from proxy.registry import ModelLimits
 from proxy.rendering import ChatPrompt, CompletionPrompt, ContextLengthExceeded
+from proxy.sampling_fields import num_prompt_logprobs, require, sampling_params
 
 MAX_N = 128
 MAX_STOP_STRINGS = 16
@@ -20,20 +21,11 @@ MAX_STOP_STRING_CHARACTERS = 1024
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "echo": (False,),
     "suffix": ("",),
     "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
     "bad_words": ([],),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "functions": ([],),
@@ -41,10 +33,7 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "priority": (0,),
-    "add_special_tokens": (),
-    "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
     "documents": ([],),
@@ -59,29 +48,51 @@ class ModelNotFound(InvalidRequest):
 
 
 class GenerationRequest(msgspec.Struct, frozen=True):
-    """One HTTP request for generation, checked. max_tokens: None takes `default_max_tokens`, or all that fits."""
+    """One HTTP request for generation, checked.
+
+    max_tokens: None takes `default_max_tokens`, or all that fits. base_sampling: without a seed. seed: of the first of
+    the n sequences of a prompt. prompt_logprobs: how many top tokens the client wants to see for each of the prompt;
+    num_prompt_logprobs: how many to ask prefill for, which an echo may need too.
+    """
 
     prompt: ChatPrompt | CompletionPrompt
     max_tokens: int | None
     default_max_tokens: int | None
     max_tokens_param: str
     n: int
-    temperature: float
-    top_p: float
-    top_k: int
+    base_sampling: SamplingParams
     seed: int | None
     stop: list[str]
     stop_token_ids: frozenset[int]
+    min_tokens: int
     ignore_eos: bool
+    num_prompt_logprobs: int | None
+    prompt_logprobs: int | None
+    echo: bool
+    skip_special_tokens: bool
+    include_stop_string: bool
+    truncate_prompt_tokens: int | None
+    cache_salt: str
     stream: bool
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
 
-    def sampling(self, index: int) -> SamplingParams:
-        """Of the `index`-th of the n sequences of one prompt. The seed stays in [0, 2**63)."""
-        seed = secrets.randbits(63) if self.seed is None else (self.seed + index) % 2**63
-        return SamplingParams(self.temperature, self.top_p, self.top_k, seed=seed)
+    def samplings(self) -> list[SamplingParams]:
+        """Of the n sequences of one prompt. The seeds stay in [0, 2**63)."""
+        first = secrets.randbits(63) if self.seed is None else self.seed
+        return [msgspec.structs.replace(self.base_sampling, seed=(first + i) % 2**63) for i in range(self.n)]
+
+    def check_vocabulary(self, limits: ModelLimits) -> None:
+        """Raises InvalidRequest when the client biases tokens that the model does not have."""
+        largest = max((token_id for token_id, _ in self.base_sampling.logit_bias), default=0)
+        require(largest < limits.vocab_size, "logit_bias", f"a map from ids below {limits.vocab_size}", largest)
+
+    def max_prompt_tokens(self, limits: ModelLimits) -> int | None:
+        """What a longer prompt is cut to, from its beginning, or None where it is refused."""
+        if self.truncate_prompt_tokens == -1:
+            return max(1, limits.max_model_len - (self.max_tokens or 1))
+        return self.truncate_prompt_tokens
 
     def stop_conditions(
         self, num_prompt_tokens: int, limits: ModelLimits, eos_token_ids: frozenset[int]
@@ -95,7 +106,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
                 self.max_tokens_param,
             )
         max_tokens = self.max_tokens or min(room, self.default_max_tokens or room)
-        return StopConditions(max_tokens, self.stop_token_ids | (frozenset() if self.ignore_eos else eos_token_ids))
+        stop_token_ids = self.stop_token_ids | (frozenset() if self.ignore_eos else eos_token_ids)
+        return StopConditions(max_tokens, stop_token_ids, self.min_tokens)
 
 
 R = TypeVar("R")
@@ -111,7 +123,7 @@ class BodyDecoder:
 
     def completion(self, body: bytes) -> GenerationRequest:
         request = _decode(self._completion, body)
-        prompt = CompletionPrompt(msgspec.Raw(bytes(request.prompt)))
+        prompt = CompletionPrompt(msgspec.Raw(bytes(request.prompt)), request.add_special_tokens is not False)
         return self._check(request, prompt, request.max_tokens, "max_tokens", COMPLETION_DEFAULT_MAX_TOKENS)
 
     def chat(self, body: bytes) -> GenerationRequest:
@@ -119,7 +131,7 @@ class BodyDecoder:
         if not request.messages:
             raise InvalidRequest("messages must hold at least one message.", "messages")
         messages = [_message(number, message) for number, message in enumerate(request.messages)]
-        prompt = ChatPrompt(messages, request.add_generation_prompt is not False)
+        prompt = ChatPrompt(messages, request.add_generation_prompt is not False, bool(request.add_special_tokens))
         if request.max_completion_tokens is not None:
             return self._check(request, prompt, request.max_completion_tokens, "max_completion_tokens", None)
         return self._check(request, prompt, request.max_tokens, "max_tokens", None)
@@ -139,28 +151,29 @@ class BodyDecoder:
         _refuse_what_is_not_served(request)
         if max_tokens is not None and max_tokens < 1:
             raise InvalidRequest(f"{max_tokens_param} must be at least 1, not {max_tokens}.", max_tokens_param)
-        temperature = 1.0 if request.temperature is None else request.temperature
-        _require(0 <= temperature <= 2, "temperature", "in [0, 2]", temperature)
-        top_p = 1.0 if request.top_p is None else request.top_p
-        _require(0 < top_p <= 1, "top_p", "in (0, 1]", top_p)
-        top_k = 0 if request.top_k in (None, -1) else request.top_k  # -1 keeps all, as in vLLM
-        assert top_k is not None
-        _require(0 <= top_k < 2**31, "top_k", "0 or -1 (keep all) or more, below 2**31", top_k)
         n = 1 if request.n is None else request.n
-        _require(1 <= n <= MAX_N, "n", f"from 1 to {MAX_N}", n)
+        require(1 <= n <= MAX_N, "n", f"from 1 to {MAX_N}", n)
         if request.seed is not None:
-            _require(-(2**63) <= request.seed < 2**63, "seed", "a 64-bit integer", request.seed)
+            require(-(2**63) <= request.seed < 2**63, "seed", "a 64-bit integer", request.seed)
         stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-        _require(len(stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", len(stop))
+        require(len(stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", len(stop))
         for text in stop:
-            _require(0 < len(text) <= MAX_STOP_STRING_CHARACTERS, "stop", "strings of 1 to 1024 characters", text[:20])
+            require(0 < len(text) <= MAX_STOP_STRING_CHARACTERS, "stop", "strings of 1 to 1024 characters", text[:20])
         stop_token_ids = frozenset(request.stop_token_ids or ())
-        _require(
+        require(
             all(0 <= i < 2**31 for i in stop_token_ids) and len(stop_token_ids) <= 1024,
             "stop_token_ids",
             "at most 1024 token ids",
             f"{len(stop_token_ids)} numbers",
         )
+        min_tokens = request.min_tokens or 0
+        most = 2**31 if max_tokens is None else max_tokens
+        require(0 <= min_tokens <= most, "min_tokens", f"from 0 to {max_tokens_param}", min_tokens)
+        truncate = request.truncate_prompt_tokens
+        require(
+            truncate is None or truncate == -1 or truncate >= 1, "truncate_prompt_tokens", "1 or more, or -1", truncate
+        )
+        sampling = sampling_params(request)
         options = request.stream_options
         if options is not None and not request.stream:
             raise InvalidRequest("stream_options is only allowed together with stream.", "stream_options")
@@ -170,13 +183,19 @@ class BodyDecoder:
             default_max_tokens=default_max_tokens,
             max_tokens_param=max_tokens_param,
             n=n,
-            temperature=temperature,
-            top_p=top_p,
-            top_k=top_k,
+            base_sampling=sampling,
             seed=request.seed,
             stop=stop,
             stop_token_ids=stop_token_ids,
+            min_tokens=min_tokens,
             ignore_eos=bool(request.ignore_eos),
+            num_prompt_logprobs=num_prompt_logprobs(request, sampling.logprobs),
+            prompt_logprobs=request.prompt_logprobs,
+            echo=isinstance(request, CompletionRequest) and bool(request.echo),
+            skip_special_tokens=request.skip_special_tokens is not False,
+            include_stop_string=bool(request.include_stop_str_in_output),
+            truncate_prompt_tokens=truncate,
+            cache_salt=request.cache_salt or "",
             stream=bool(request.stream),
             include_usage=options is not None and bool(options.include_usage),
             continuous_usage=options is not None and bool(options.continuous_usage_stats),
@@ -214,11 +233,6 @@ def _refuse_what_is_not_served(request: NotServedYet) -> None:
         neutral = NEUTRAL_VALUES.get(field, ())
         if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
             raise InvalidRequest(f"{field} is not supported yet with this value; leave it out.", field)
-
-
-def _require(holds: bool, param: str, what: str, value: object) -> None:
-    if not holds:
-        raise InvalidRequest(f"{param} must be {what}, not {value!r}.", param)
 
 
 def _message(number: int, message: ChatMessage) -> dict[str, Any]:

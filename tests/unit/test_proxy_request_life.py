@@ -43,6 +43,7 @@ from proxy.model_text import ModelText
 from proxy.registry import Registry
 from proxy.rendering import Renderer
 from proxy.router import Router
+from proxy.token_text import TokenText
 from proxy.validation import BodyDecoder
 from telemetry.metrics import ProxyMetrics
 
@@ -100,7 +101,14 @@ class Cluster:
         self.admission = Admission(8)
         self.renderer = Renderer(text, 1)
         self.door = FrontDoor(
-            text, self.renderer, self.registry, self.admission, self.dispatcher, self.metrics, request_timeout_s=60
+            text,
+            TokenText(self.text.tokenizer),
+            self.renderer,
+            self.registry,
+            self.admission,
+            self.dispatcher,
+            self.metrics,
+            request_timeout_s=60,
         )
 
     async def generate(self, max_tokens: int = 10, deadline_s: float = 60) -> AsyncGenerator[TokenDelta, None]:
@@ -421,7 +429,10 @@ def test_usage_counts_the_stop_token_but_does_not_show_it() -> None:
         num_tokens = len("né 👩".encode()) + 1
         assert body["choices"][0]["text"] == "né 👩"
         assert body["choices"][0]["finish_reason"] == "stop"
-        assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": num_tokens, "total_tokens": 3 + num_tokens}
+        assert body["usage"] == {
+            "prompt_tokens": 3, "completion_tokens": num_tokens, "total_tokens": 3 + num_tokens,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }  # fmt: skip
         assert outcomes(cluster.metrics.registry) == {"stop": 1.0}
 
     play(test)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import InvalidRequest
+from protocol.generation import SamplingParams
 from proxy.http_errors import error_body, status_of
 from proxy.registry import ModelLimits
 from proxy.rendering import ChatPrompt, check_prompt_length, split_prompt
@@ -37,15 +38,46 @@ def test_defaults() -> None:
     assert request.stop_conditions(10, LIMITS, EOS).stop_token_ids == EOS
     assert request.stop_conditions(2040, LIMITS, EOS).max_tokens == 8, "a default shrinks to what fits"
     assert chat().stop_conditions(10, LIMITS, EOS).max_tokens == 2038, "chat takes all that fits"
-    sampling = request.sampling(0)
-    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
-    assert 0 <= sampling.seed < 2**63 and sampling.seed != request.sampling(0).seed
+    [sampling] = request.samplings()
+    assert sampling == SamplingParams(seed=sampling.seed)
+    assert 0 <= sampling.seed < 2**63 and sampling.seed != request.samplings()[0].seed
 
 
 def test_seeds_of_n_sequences() -> None:
     request = completion(n=3, seed=7)
-    assert [request.sampling(i).seed for i in range(3)] == [7, 8, 9]
-    assert completion(seed=-1).sampling(0).seed == 2**63 - 1
+    assert [sampling.seed for sampling in request.samplings()] == [7, 8, 9]
+    assert completion(seed=-1).samplings()[0].seed == 2**63 - 1
+
+
+def test_sampling_fields_reach_the_workers() -> None:
+    request = completion(
+        temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, repetition_penalty=1.2, presence_penalty=-1,
+        frequency_penalty=2, logit_bias={"3": -100, "12": 5.5}, seed=1, logprobs=4, min_tokens=2, cache_salt="me",
+    )  # fmt: skip
+    assert request.samplings() == [
+        SamplingParams(0.5, 0.9, 7, 0.1, 1.2, -1.0, 2.0, ((3, -100.0), (12, 5.5)), seed=1, logprobs=4)
+    ]
+    stop = request.stop_conditions(1, LIMITS, EOS)
+    assert stop.banned(1) == EOS and not stop.banned(2)
+    assert request.cache_salt == "me"
+    with pytest.raises(InvalidRequest, match="below"):
+        completion(logit_bias={str(LIMITS.vocab_size): 1}).check_vocabulary(LIMITS)
+
+
+def test_what_prefill_is_asked_of_the_prompt() -> None:
+    assert completion(logprobs=3).num_prompt_logprobs is None
+    assert completion(logprobs=3, echo=True).num_prompt_logprobs == 3
+    assert completion(logprobs=3, echo=True, prompt_logprobs=5).num_prompt_logprobs == 5
+    assert completion(echo=True).num_prompt_logprobs is None
+    assert chat(prompt_logprobs=0).num_prompt_logprobs == 0
+    assert chat(logprobs=True).base_sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=2).base_sampling.logprobs == 2
+
+
+def test_truncation() -> None:
+    assert completion().max_prompt_tokens(LIMITS) is None
+    assert completion(truncate_prompt_tokens=9).max_prompt_tokens(LIMITS) == 9
+    assert completion(truncate_prompt_tokens=-1, max_tokens=48).max_prompt_tokens(LIMITS) == LIMITS.max_model_len - 48
 
 
 def test_stop_conditions() -> None:
@@ -103,10 +135,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"logprobs": 0}, "logprobs"),
-    ({"logprobs": 5}, "logprobs"),
-    ({"echo": True}, "echo"),
-    ({"presence_penalty": 0.5}, "presence_penalty"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"best_of": 2}, "best_of"),
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"response_format": {"type": "json_object"}}, "response_format"),
