@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from decode_worker.config import DecodeConfig
 from deploy.config import ClusterConfig
+from deploy.gpus import share_out, visible_gpus
 from deploy.processes import ChildProcess
 from deploy.runtime_dir import create_runtime_dir, log_dir
 from engine.config import EngineConfig
@@ -109,6 +111,9 @@ class Launcher:
                 log_level=config.log_level,
             )
             self._add(name, "proxy", proxy, folder, logs)
+        gpus = visible_gpus(config.device, os.environ)
+        num_ranks = [config.num_ranks("prefill")] * config.prefill + [config.num_ranks("decode")] * config.decode
+        shares = share_out(gpus, num_ranks)
         for i in range(config.prefill):
             name = f"prefill-{i}"
             prefill = PrefillConfig(
@@ -121,7 +126,7 @@ class Launcher:
                 max_num_seqs=config.max_num_seqs,
                 log_level=config.log_level,
             )
-            self._add(name, "prefill_worker", prefill, folder, logs)
+            self._add(name, "prefill_worker", prefill, folder, logs, shares[i])
         for i in range(config.decode):
             name = f"decode-{i}"
             decode = DecodeConfig(
@@ -133,7 +138,7 @@ class Launcher:
                 max_num_seqs=config.max_num_seqs,
                 log_level=config.log_level,
             )
-            self._add(name, "decode_worker", decode, folder, logs)
+            self._add(name, "decode_worker", decode, folder, logs, shares[config.prefill + i])
 
     def _engine(self, role: Role) -> EngineConfig:
         config = self._config
@@ -150,7 +155,15 @@ class Launcher:
             tensor_parallel_size=config.num_ranks(role),
         )
 
-    def _add(self, name: str, module: str, config: msgspec.Struct, folder: Path, logs: Path) -> None:
+    def _add(
+        self,
+        name: str,
+        module: str,
+        config: msgspec.Struct,
+        folder: Path,
+        logs: Path,
+        gpus: Sequence[str] = (),
+    ) -> None:
         config_file = folder / f"{name}.json"
         config_file.touch(mode=0o600)
         config_file.write_bytes(msgspec.json.encode(config))
@@ -162,6 +175,7 @@ class Launcher:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "PYTHONUNBUFFERED": "1",
+            "CUDA_VISIBLE_DEVICES": ",".join(gpus),
             "GLOO_SOCKET_IFNAME": "lo",  # among a worker's ranks, which are on this host; pairs name their own address
         }
         self._children[name] = ChildProcess(name, module, config_file, logs / f"{name}.log", env, self._on_exit)
