@@ -32,7 +32,8 @@ def visible_gpus(device: Device, environment: Mapping[str, str]) -> list[str] | 
 def share_out(gpus: Sequence[str] | None, num_ranks: Sequence[int]) -> list[list[str] | None]:
     """For each worker as many GPUs as it has ranks: in turn, and from the first again when they do not suffice.
 
-    None for each when it is not known which there are, nothing for anybody when there are none. Raises ConfigError for a worker with more ranks than there are GPUs.
+    None for each when it is not known which there are, and nothing when there are none.
+    Raises ConfigError for a worker with more ranks than there are GPUs.
     """
     if not gpus:
         return [None if gpus is None else [] for _ in num_ranks]

@@ -162,7 +162,7 @@ class Launcher:
         config: msgspec.Struct,
         folder: Path,
         logs: Path,
-        gpus: Sequence[str] = (),
+        gpus: Sequence[str] | None = (),
     ) -> None:
         config_file = folder / f"{name}.json"
         config_file.touch(mode=0o600)
@@ -175,9 +175,10 @@ class Launcher:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "PYTHONUNBUFFERED": "1",
-            "CUDA_VISIBLE_DEVICES": ",".join(gpus),
             "GLOO_SOCKET_IFNAME": "lo",  # among a worker's ranks, which are on this host; pairs name their own address
         }
+        if gpus is not None:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._children[name] = ChildProcess(name, module, config_file, logs / f"{name}.log", env, self._on_exit)
 
     # ---- while it runs

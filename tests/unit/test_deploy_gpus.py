@@ -19,7 +19,7 @@ def test_each_rank_has_a_gpu_of_its_own_while_they_suffice(num_gpus: int, num_ra
         with pytest.raises(ConfigError, match=f"and {num_gpus} can be seen"):
             share_out(gpus, num_ranks)
         return
-    shares = share_out(gpus, num_ranks)
+    shares = [share or [] for share in share_out(gpus, num_ranks)]
     assert [len(set(share)) for share in shares] == num_ranks
     used = [gpu for share in shares for gpu in share]
     assert max(map(used.count, used), default=0) == -(-len(used) // num_gpus)
@@ -27,6 +27,7 @@ def test_each_rank_has_a_gpu_of_its_own_while_they_suffice(num_gpus: int, num_ra
 
 def test_without_gpus_nobody_gets_any() -> None:
     assert share_out([], [2, 1]) == [[], []]
+    assert share_out(None, [2, 1]) == [None, None]
 
 
 def test_cpu_sees_none_and_the_environment_has_the_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -34,10 +35,9 @@ def test_cpu_sees_none_and_the_environment_has_the_say(monkeypatch: pytest.Monke
     assert visible_gpus("auto", {"CUDA_VISIBLE_DEVICES": "2, GPU-ab"}) == ["2", "GPU-ab"]
     assert visible_gpus("cuda", {"CUDA_VISIBLE_DEVICES": ""}) == []
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert visible_gpus("auto", {}) == []
+    assert visible_gpus("auto", {}) is None
     driver = tmp_path / "nvidia-smi"
-    driver.write_text(
-        "#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: GPU-12-ab)'\necho 'GPU 1: NVIDIA H200 (UUID: GPU-34)'\n"
-    )
+    lines = ["GPU 0: NVIDIA H200 (UUID: GPU-12-ab)", "GPU 1: NVIDIA H200 (UUID: GPU-34)"]
+    driver.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
     driver.chmod(0o755)
     assert visible_gpus("auto", {}) == ["GPU-12-ab", "GPU-34"]
