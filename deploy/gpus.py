@@ -26,6 +26,8 @@ def visible_gpus(device: Device, environment: Mapping[str, str]) -> list[str] | 
         told = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
+    if told.returncode != 0 or "MIG-" in told.stdout:  # slices of a GPU are the operator's to name
+        return None
     return re.findall(r"UUID: (GPU-[0-9a-f-]+)", told.stdout)
 
 

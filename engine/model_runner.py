@@ -31,11 +31,12 @@ class ModelRunner:
         self._pool = pool
         self._device = loaded.device
         self._max_model_len = loaded.max_model_len
-        # A shard's layers stay as the plan has hooked them, and graphs would have to be captured by all ranks at once.
+        # Ranks have collectives inside their layers, and graphs would have to be captured by all of them at once.
         self._is_whole = loaded.layout.tensor_parallel_size == 1
-        if loaded.device.type == "cpu" and self._is_whole:
+        if loaded.device.type == "cpu":
             with torch.inference_mode():
-                fuse_layers(self._model)
+                if self._is_whole:
+                    fuse_layers(self._model)
                 pack_linears(self._model)
         self._make_attention = attention_maker(pool, self._model.config.get_text_config(decoder=True))
         self._graphs: DecodeGraphs | None = None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -40,16 +42,17 @@ def config(request: pytest.FixtureRequest, tmp_path: Path) -> EngineConfig:
 
 
 @pytest.fixture
-def group(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[TensorParallelGroup]:
+def group_and_lost(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[TensorParallelGroup, list[str]]]:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     split = msgspec.structs.replace(config, tensor_parallel_size=2)
     lost: list[str] = []
     group = TensorParallelGroup("worker", split, "127.0.0.1", "info", lambda reason, code: lost.append(reason))
-    yield group
+    yield group, lost
     group.close()
     if dist.is_initialized():
         dist.destroy_process_group()
-    assert not lost
 
 
 def greedy(runner: ModelRunner, pool: KVPool) -> list[list[int]]:
@@ -75,7 +78,8 @@ def greedy(runner: ModelRunner, pool: KVPool) -> list[list[int]]:
     return [t[length:] for t, length in zip(tokens, PROMPT_LENGTHS, strict=True)]
 
 
-def test_two_ranks_equal_one(config: EngineConfig, group: TensorParallelGroup) -> None:
+def test_two_ranks_equal_one(config: EngineConfig, group_and_lost: tuple[TensorParallelGroup, list[str]]) -> None:
+    group, lost = group_and_lost
     loaded = group.load()
     pool = KVPool(loaded, config)
     assert loaded.layout.num_kv_heads == COMMON["num_key_value_heads"] // 2
@@ -88,6 +92,14 @@ def test_two_ranks_equal_one(config: EngineConfig, group: TensorParallelGroup) -
     whole_pool = KVPool(whole, config)
     assert split == greedy(ModelRunner(whole, whole_pool), whole_pool)
     whole_pool.close()
+    assert not lost
+
+    # A rank that freezes: the collectives' deadline ends the step, and with it the worker.
+    dist.set_timeout(timedelta(seconds=0.5))
+    os.kill(group.pids[1], signal.SIGSTOP)
+    with pytest.raises(RuntimeError):
+        runner.warm_up()
+    assert len(lost) == 1 and "out of step" in lost[0]
 
 
 def test_followers_get_the_batch_without_the_choosing() -> None:
