@@ -14,7 +14,7 @@ import torch
 from engine.config import EngineConfig
 from engine.model_loader import LoadedModel
 from protocol.errors import ConfigError
-from protocol.transfer import KVLayout
+from protocol.transfer import ConnectorParams, KVLayout
 
 
 class KVPool:
@@ -64,6 +64,10 @@ class KVPool:
     def as_blocks(self) -> torch.Tensor:
         """The pool as bytes, uint8 [num_blocks, block_bytes]."""
         return self.tensor.view(self.num_blocks, -1).view(torch.uint8)
+
+    def location(self) -> ConnectorParams:
+        """Where a peer on this host finds the pool's file."""
+        return ConnectorParams(pid=os.getpid(), fd=self.fd or 0, num_bytes=self.num_bytes, num_blocks=self.num_blocks)
 
     def close(self) -> None:
         """Give up the file; the memory lives on while this process or a peer has it mapped."""

@@ -15,6 +15,7 @@ from engine.attention import ATTENTION_NAME
 from engine.attention_check import why_not_served
 from engine.config import EngineConfig
 from engine.dummy_weights import make_dummy_model
+from engine.sharding import check_shards, shard_arguments, unwrap_linears
 from protocol.errors import ConfigError
 from protocol.transfer import KVLayout
 
@@ -36,9 +37,7 @@ class LoadedModel:
 def load_model(config: EngineConfig) -> LoadedModel:
     """Raises ConfigError."""
     device = _resolve_device(config)
-    model_config = _load_config(config)
-    text_config = model_config.get_text_config(decoder=True)
-    _check_supported(config.model, model_config, text_config)
+    model_config, text_config = check_model(config)
     max_model_len = _resolve_max_model_len(config, text_config)
     dtype = _DTYPES.get(config.dtype) or getattr(text_config, "dtype", None) or torch.float32
     options = {"attn_implementation": ATTENTION_NAME, "trust_remote_code": config.trust_remote_code}
@@ -46,26 +45,42 @@ def load_model(config: EngineConfig) -> LoadedModel:
         if config.load_format == "dummy":
             model = make_dummy_model(model_config, dtype, device, **options)
         else:
+            options |= shard_arguments(config.tensor_parallel_size)
             model = AutoModelForCausalLM.from_pretrained(config.model, config=model_config, dtype=dtype, **options)
     except Exception as error:
         # Any of a dozen libraries may refuse a broken checkpoint, each with its own kind of error.
         raise ConfigError(f"the weights of {config.model} cannot be loaded: {_first_line(error)}") from error
     model = model.to(device).eval().requires_grad_(False)
+    unwrap_linears(model)
     head_dim, num_kv_heads = _kv_shape(text_config)
     layout = KVLayout(
         model_id=_model_id(config.model, model_config),
         dtype=str(dtype).removeprefix("torch."),
         num_layers=text_config.num_hidden_layers,
-        num_kv_heads=num_kv_heads,
+        num_kv_heads=num_kv_heads // config.tensor_parallel_size,
         head_dim=head_dim,
         block_size=config.block_size,
+        tensor_parallel_size=config.tensor_parallel_size,
     )
     if (reason := why_not_served(model, text_config, layout)) is not None:
         raise ConfigError(f"{config.model} ({model_config.model_type}) cannot be served: {reason}")
     return LoadedModel(model, max_model_len, text_config.vocab_size, dtype, device, layout)
 
 
+def check_model(config: EngineConfig) -> tuple[Any, Any]:
+    """The model's configuration and that of its decoder, when they can be served. Raises ConfigError."""
+    model_config = _load_config(config)
+    text_config = model_config.get_text_config(decoder=True)
+    _check_supported(config.model, model_config, text_config)
+    if config.load_format == "dummy" and config.tensor_parallel_size > 1:
+        raise ConfigError("--load-format dummy makes whole models only; use --tensor-parallel-size 1")
+    check_shards(config.model, text_config, _kv_shape(text_config)[1], config.tensor_parallel_size)
+    return model_config, text_config
+
+
 def _resolve_device(config: EngineConfig) -> torch.device:
+    if config.tensor_parallel_size > 1 and config.device != "cpu" and torch.cuda.is_available():
+        return torch.device("cuda", torch.distributed.get_rank())
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if config.device == "cuda" and not torch.cuda.is_available():

@@ -31,9 +31,12 @@ class ModelRunner:
         self._pool = pool
         self._device = loaded.device
         self._max_model_len = loaded.max_model_len
+        # Ranks have collectives inside their layers, and graphs would have to be captured by all of them at once.
+        self._is_whole = loaded.layout.tensor_parallel_size == 1
         if loaded.device.type == "cpu":
             with torch.inference_mode():
-                fuse_layers(self._model)
+                if self._is_whole:
+                    fuse_layers(self._model)
                 pack_linears(self._model)
         self._make_attention = attention_maker(pool, self._model.config.get_text_config(decoder=True))
         self._graphs: DecodeGraphs | None = None
@@ -102,7 +105,7 @@ class ModelRunner:
         self.run(Batch([BatchItem([0] * num_tokens, 0, [0])]))
         for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9, top_k=10)):
             self.run(Batch([BatchItem([0], num_tokens - 1, [0], [Sample(params)])]))
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and self._is_whole:
             self._capture_graphs(cuda_capture())
 
     def _capture_graphs(self, capture: Capture) -> None:

@@ -78,8 +78,11 @@ def merge(linears: Sequence[nn.Linear], activation: Activation = "none") -> Pack
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replace every `nn.Linear` of `model` that is faster packed; the embeddings keep a weight that they share."""
+    """Replace every `nn.Linear` of `model` that is faster packed; the embeddings keep a weight that they share.
+
+    One whose `forward` somebody has replaced (a tensor parallel plan, say) stays.
+    """
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and is_packable(child.weight):
+            if type(child) is nn.Linear and "forward" not in vars(child) and is_packable(child.weight):
                 setattr(module, name, PackedLinear(child.weight, child.bias))
