@@ -8,6 +8,7 @@ from engine.batch import Batch, BatchItem, ItemOutput, Sample
 from engine.cpu_attention import PlainAttention
 from engine.fused_layers import fuse_layers
 from engine.kv_pool import KVPool
+from engine.memory import keep_freed_memory
 from engine.model_loader import LoadedModel
 from engine.packed_linear import pack_linears
 from engine.sampler import sample
@@ -22,6 +23,7 @@ class ModelRunner:
         self._pool = pool
         self._device = loaded.device
         if loaded.device.type == "cpu":
+            keep_freed_memory()
             with torch.inference_mode():
                 fuse_layers(self._model)
                 pack_linears(self._model)
