@@ -65,10 +65,8 @@ class PlainAttention:
     def __init__(self, pool: KVPool, items: Sequence[BatchItem]) -> None:
         self.pool = pool
         device = pool.tensor.device
-        _, num_layers, _, num_kv_heads, block_size, _ = pool.tensor.shape
-        # One head's vectors of one block are `block_size` rows; these are the rows from a block to the next.
-        rows_per_block = 2 * num_layers * num_kv_heads * block_size
-        slots: list[torch.Tensor] = []
+        block_size = pool.layout.block_size
+        slots: list[torch.Tensor] = []  # block id * block_size + token of the block
         singles: dict[int, list[tuple[int, BatchItem]]] = {}
         self.chunks: list[_Chunk] = []
         first_token = 0
@@ -78,30 +76,30 @@ class PlainAttention:
             num_blocks = -(-end // block_size)
             if num_tokens == 1:
                 singles.setdefault((num_blocks - 1).bit_length(), []).append((first_token, item))
-                slots.append(
-                    torch.tensor([item.block_table[num_blocks - 1] * rows_per_block + item.start % block_size])
-                )
+                slots.append(torch.tensor([item.block_table[num_blocks - 1] * block_size + item.start % block_size]))
             else:
                 table = torch.tensor(list(item.block_table[:num_blocks]))
                 positions = torch.arange(item.start, end)
-                slots.append(table[positions // block_size] * rows_per_block + positions % block_size)
+                slots.append(table[positions // block_size] * block_size + positions % block_size)
                 context = table.to(device) if item.start else None
                 self.chunks.append(_Chunk(first_token, num_tokens, item.start, context))
             first_token += num_tokens
         self.num_tokens = first_token
-        # Rows of the new vectors within a layer's keys, or values: [num_tokens * num_kv_heads]
-        heads = torch.arange(num_kv_heads, device=device) * block_size
-        self.slots = (torch.cat(slots).to(device)[:, None] + heads).view(-1)
+        slot_mapping = torch.cat(slots).to(device)  # [num_tokens]
+        self.slots = [slot_mapping // block_size, slot_mapping % block_size]
         self.singles = [self._single_tokens(group) for group in singles.values()]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         """See `engine.attention.StepAttention`."""
-        for vectors, new in zip(self.pool.layer_vectors[layer], (key, value), strict=True):
-            vectors.index_copy_(0, self.slots, new[0].transpose(0, 1).reshape(-1, new.shape[-1]))
-        if not self.chunks and len(self.singles) == 1:  # all tokens, in the step's order
+        for tokens, new in zip(self.pool.layer_tokens[layer], (key, value), strict=True):
+            torch.ops.aten.index_put_(tokens, self.slots, new[0].transpose(0, 1))
+        # One group or chunk is all tokens, in the step's order.
+        if not self.chunks and len(self.singles) == 1:
             return _attend_single(self.pool, layer, self.singles[0], query[0].transpose(0, 1), options)
+        if not self.singles and len(self.chunks) == 1:
+            return _attend_chunk(self.pool, layer, self.chunks[0], query, key, value, options)
         output = torch.empty(self.num_tokens, query.shape[1], query.shape[-1], dtype=query.dtype, device=query.device)
         for singles in self.singles:
             heads = query[0].transpose(0, 1).index_select(0, singles.token_rows)
@@ -158,7 +156,9 @@ def _context_view(pool: KVPool, singles: _SingleTokens, num_heads: int, window: 
         max_blocks=max_blocks,
         bags=bags.reshape(-1),
         bag_starts=torch.arange(0, num_seqs * num_heads * max_tokens, max_tokens, device=device),
-        bias=torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))[:, None, None],
+        bias=torch.zeros(seen.shape, dtype=pool.tensor.dtype, device=device).masked_fill_(~seen, float("-inf"))[
+            :, None, None
+        ],
     )
 
 
@@ -188,22 +188,31 @@ def _attend_single(
     view = singles.views.get(options.window)
     if view is None:
         view = singles.views[options.window] = _context_view(pool, singles, num_heads, options.window)
-    num_kv_heads = layout.num_kv_heads
+    num_kv_heads, max_tokens = layout.num_kv_heads, view.bias.shape[-1]
     # [num_seqs * num_kv_heads, head_dim, group]
-    right = (query * options.scale).reshape(num_seqs * num_kv_heads, -1, head_dim).transpose(1, 2)
+    right = query.reshape(num_seqs * num_kv_heads, -1, head_dim).transpose(1, 2)
     num_keys = view.max_blocks * layout.block_size
-    scores = torch.empty(len(right), num_keys, right.shape[2], dtype=query.dtype, device=query.device)
-    first = 0
-    for rows in view.gathers:
-        last = first + len(rows) // view.max_blocks
-        keys = pool.layer_blocks[layer][0].index_select(0, rows).view(-1, num_keys, head_dim)
-        torch.bmm(keys, right[first:last], out=scores[first:last])
-        first = last
+    blocks = pool.layer_blocks[layer][0]
+    if len(view.gathers) == 1:
+        scores = torch.bmm(blocks.index_select(0, view.gathers[0]).view(-1, num_keys, head_dim), right)
+    else:
+        scores = torch.empty(len(right), num_keys, right.shape[2], dtype=query.dtype, device=query.device)
+        first = 0
+        for rows in view.gathers:
+            last = first + len(rows) // view.max_blocks
+            torch.bmm(
+                blocks.index_select(0, rows).view(-1, num_keys, head_dim), right[first:last], out=scores[first:last]
+            )
+            first = last
     # [num_seqs, num_kv_heads, group, max_tokens]
-    by_query = scores[:, : view.bias.shape[-1]].view(num_seqs, num_kv_heads, view.bias.shape[-1], -1).transpose(2, 3)
-    biased = _capped(by_query.float(), options).contiguous() + view.bias
-    sinks = None if options.sinks is None else options.sinks.view(1, num_kv_heads, -1, 1)
-    weights = _softmax(biased, sinks).to(query.dtype)
+    by_query = scores.view(num_seqs, num_kv_heads, num_keys, -1)[:, :, :max_tokens].transpose(2, 3)
+    if options.softcap or options.sinks is not None:
+        capped = _capped(by_query.float() * options.scale, options).contiguous() + view.bias
+        sinks = None if options.sinks is None else options.sinks.view(1, num_kv_heads, -1, 1)
+        weights = _softmax(capped, sinks).to(query.dtype)
+    else:
+        biased = torch.empty(by_query.shape, dtype=query.dtype, device=query.device)
+        weights = torch.add(view.bias, by_query, alpha=options.scale, out=biased).softmax(-1)
     mixed = torch.embedding_bag(
         pool.layer_vectors[layer][1], view.bags, view.bag_starts, False, _BAG_SUM, False, weights.reshape(-1)
     )[0]

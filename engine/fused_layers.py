@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -104,15 +105,23 @@ class FusedRMSNorm(nn.Module):
         if epsilon is None or [name for name, _ in norm.named_parameters()] != ["weight"]:
             raise NotFusedError(f"{type(norm).__name__} is no RMSNorm")
         self.weight: torch.Tensor = norm.weight
-        self._epsilon = float(epsilon)
+        self._size: int = norm.weight.shape[0]
+        self._epsilon = float(epsilon) * self._size
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        size = inputs.shape[-1]
-        rows = inputs.reshape(1, -1, size)
-        means = torch.linalg.vector_norm(rows[0], 2, -1, dtype=torch.float32).square_().mul_(1 / size)
-        # Inference's batch norm is the one kernel that divides by the root and rounds in one pass; a row is a channel.
-        normed = torch.batch_norm(rows, None, None, torch.zeros_like(means), means, False, 0.0, self._epsilon, False)
+        rows = inputs.reshape(-1, self._size)
+        squares = torch.linalg.vector_norm(rows, 2, -1, dtype=torch.float32).square_()
+        # Inference's batch norm is the one kernel that divides by a root and rounds in one pass; a row is a channel.
+        # Sums of squares stand for means, so the divisor is too large by the root of the size.
+        zeros, roots = _constants(len(rows), self._size**0.5, inputs.device)
+        normed = torch.batch_norm(rows[None], roots, None, zeros, squares, False, 0.0, self._epsilon, False)
         return normed.mul_(self.weight).view(inputs.shape)
+
+
+@lru_cache(maxsize=256)
+def _constants(num_rows: int, value: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """[num_rows] zeros, and as many times `value`. Kept: making them costs as much as the norm itself."""
+    return torch.zeros(num_rows, device=device), torch.full((num_rows,), value, device=device)
 
 
 class _Rotations:

@@ -54,6 +54,10 @@ class KVPool:
         self.layer_vectors = self._layer_rows(layout.head_dim)
         self.layer_blocks = self._layer_rows(layout.block_size * layout.head_dim)
 
+        # By layer, keys and values: [num_blocks, block_size, num_kv_heads, head_dim]
+        by_layer = self.tensor.permute(1, 2, 0, 4, 3, 5)
+        self.layer_tokens = [(keys, values) for keys, values in by_layer]
+
     def _layer_rows(self, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
         rows = self.tensor.view(-1, size)
         first = [

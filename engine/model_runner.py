@@ -13,6 +13,7 @@ from engine.cuda_attention import StepTensors, VarlenAttention, attention_maker,
 from engine.decode_graphs import Capture, DecodeGraphs, cuda_capture
 from engine.fused_layers import fuse_layers
 from engine.kv_pool import KVPool
+from engine.memory import keep_freed_memory
 from engine.model_head import ModelHead
 from engine.model_loader import LoadedModel
 from engine.packed_linear import pack_linears
@@ -34,6 +35,7 @@ class ModelRunner:
         # Ranks have collectives inside their layers, and graphs would have to be captured by all of them at once.
         self._is_whole = loaded.layout.tensor_parallel_size == 1
         if loaded.device.type == "cpu":
+            keep_freed_memory()
             with torch.inference_mode():
                 if self._is_whole:
                     fuse_layers(self._model)
