@@ -152,7 +152,7 @@ def _context_view(pool: KVPool, singles: _SingleTokens, num_heads: int, window: 
     bags = vectors[:, :, None].expand(-1, -1, num_heads // num_kv_heads, -1)
     bytes_per_seq = max_blocks * block_size * num_kv_heads * layout.head_dim * pool.tensor.element_size()
     return _ContextView(
-        gathers=[part.reshape(-1) for part in blocks.split(max(1, _GATHER_BYTES // bytes_per_seq))],
+        gathers=[part.reshape(-1) for part in torch.split(blocks, max(1, _GATHER_BYTES // bytes_per_seq))],
         max_blocks=max_blocks,
         bags=bags.reshape(-1),
         bag_starts=torch.arange(0, num_seqs * num_heads * max_tokens, max_tokens, device=device),

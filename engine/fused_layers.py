@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.attention import AttentionOptions, StepAttention
+from engine.attention import AttentionOptions, LayerPlan, StepAttention
 from engine.packed_linear import merge
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -34,11 +34,11 @@ class FusedLayer(nn.Module):
     count. options: what the replaced layer asked of its attention. Raises NotFusedError.
     """
 
-    def __init__(self, layer: nn.Module, options: AttentionOptions, rotations: _Rotations) -> None:
+    def __init__(self, layer: Any, options: AttentionOptions, rotations: _Rotations) -> None:
         super().__init__()
         attention, mlp = _of_known_parts(layer)
         self.attention_type = getattr(layer, "attention_type", None)  # some models ask their layers
-        self._index: int = attention.layer_idx
+        self._plan: LayerPlan = attention.tandem_plan
         self._options = options
         self._rotations = rotations
         self._head_dim: int = attention.head_dim
@@ -50,6 +50,8 @@ class FusedLayer(nn.Module):
             num_kv_heads = attention.k_proj.out_features // self._head_dim
         num_outputs = sum(linear.out_features for linear in projections)
         self._num_kv_heads: int = num_kv_heads
+        if (num_kv_heads, self._head_dim) != (self._plan.num_kv_heads, self._plan.head_dim):
+            raise NotFusedError("its heads are fitted to the KV pool's")
         self._num_heads: int = num_outputs // self._head_dim - 2 * num_kv_heads
         self._input_norm = FusedRMSNorm(layer.input_layernorm)
         self._qkv = merge(projections)
@@ -84,7 +86,7 @@ class FusedLayer(nn.Module):
             )
         rotated = self._rotations.rotate(rotated, position_embeddings)
         attended = tandem.attend(
-            self._index,
+            self._plan.layer,
             rotated[:, :num_heads].transpose(0, 1)[None],
             rotated[:, num_heads:].transpose(0, 1)[None],
             heads[:, num_rotated:].transpose(0, 1)[None],
@@ -99,7 +101,7 @@ class FusedLayer(nn.Module):
 class FusedRMSNorm(nn.Module):
     """RMSNorm (Zhang and Sennrich, NeurIPS 2019), rounded where transformers' Llama rounds. Raises NotFusedError."""
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self, norm: Any) -> None:
         super().__init__()
         epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         if epsilon is None or [name for name, _ in norm.named_parameters()] != ["weight"]:
@@ -142,7 +144,7 @@ class _Rotations:
         return torch.addcmul(heads * self._cos, heads.roll(half, -1), self._sin)
 
 
-def _of_known_parts(layer: nn.Module) -> tuple[Any, Any]:
+def _of_known_parts(layer: Any) -> tuple[Any, Any]:
     """The attention and the MLP of a layer that has exactly the known parts."""
     with_weights = {name for name, child in layer.named_children() if list(child.parameters())}
     if with_weights != _PARTS or list(layer.parameters(recurse=False)):
@@ -191,7 +193,7 @@ class _Probe:
         self.options[layer] = options
         group = query.shape[1] // key.shape[1]
         mixed = torch.tanh(query + 2 * key.repeat_interleave(group, 1)) + value.repeat_interleave(group, 1)
-        return mixed[0].transpose(0, 1)
+        return mixed[0].transpose(0, 1).contiguous()
 
 
 def fuse_layers(model: Any) -> int:

@@ -53,7 +53,7 @@ class MergedLinear(nn.Module):
         return nn.functional.silu(output) if self._activation == "swish" else output
 
     def combined(self, inputs: torch.Tensor, other: torch.Tensor, operation: Literal["add", "mul"]) -> torch.Tensor:
-        output = self(inputs)
+        output: torch.Tensor = self(inputs)
         return output.add_(other) if operation == "add" else output.mul_(other)
 
 
@@ -62,7 +62,7 @@ def is_packable(weight: torch.Tensor) -> bool:
     return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _HAS_ONEDNN
 
 
-_HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+_HAS_ONEDNN = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
 
 
 def merge(linears: Sequence[nn.Linear], activation: Activation = "none") -> PackedLinear | MergedLinear:

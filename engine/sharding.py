@@ -18,11 +18,12 @@ from transformers.distributed.parallel_utils import replace_layer_number_by_wild
 from protocol.errors import ConfigError
 
 
-def check_shards(name: str, text_config: Any, num_kv_heads: int, size: int) -> None:
+def check_shards(name: str, text_config: Any, size: int) -> None:
     """Raises ConfigError when `size` ranks cannot share the model's attention heads evenly."""
     if size == 1:
         return
     kind, num_heads = text_config.model_type, text_config.num_attention_heads
+    num_kv_heads = getattr(text_config, "num_key_value_heads", None) or num_heads
     plan = getattr(text_config, "base_model_tp_plan", None) or {}
     if not any(module.endswith("k_proj") and style == "colwise" for module, style in plan.items()):
         raise ConfigError(

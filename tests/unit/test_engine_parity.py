@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -40,6 +41,7 @@ from transformers import (
     T5Config,
 )
 
+from bench.tiny_models import make_tiny_config
 from engine.batch import Batch, BatchItem, Sample
 from engine.block_manager import BlockManager
 from engine.config import EngineConfig
@@ -71,6 +73,25 @@ MODELS = {
         Qwen3MoeConfig,
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
     ),
+    "deepseek_v3": (  # latent attention: keys wider than values, more of them than the config's heads say
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config,
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "head_dim": 8,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "gpt_oss": (
         GptOssForCausalLM,
         GptOssConfig,
@@ -84,7 +105,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     model_class, config_class, extra = MODELS[request.param]
     torch.manual_seed(1)
     path = tmp_path_factory.mktemp(request.param)
-    model_class(config_class(**COMMON, **extra)).save_pretrained(path)
+    model_class(config_class(**COMMON | extra)).save_pretrained(path)
     return path
 
 
@@ -194,7 +215,9 @@ REFUSED = {
     "encoder-decoder": (T5Config(), "encoder-decoder"),
     "state-space": (MambaConfig(num_hidden_layers=2), "other state"),
     "hybrid": (JambaConfig(num_hidden_layers=4), "state"),
-    "latent attention": (DeepseekV3Config(), "latent attention"),
+    "chunked masks": (make_tiny_config("llama4_text"), "masks attention otherwise than causally"),
+    "own positions": (make_tiny_config("roberta"), "positions of its tokens are not 0, 1, 2"),
+    "sparse attention": (make_tiny_config("deepseek_v32"), "asks for indices"),
     "own attention": (BloomConfig(), "attention interface"),
 }
 

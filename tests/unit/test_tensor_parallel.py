@@ -125,14 +125,15 @@ def test_sizes_that_do_not_divide_the_heads_name_those_that_do(
     num_heads: int, num_kv_heads: int, size: int, message: str
 ) -> None:
     plan = {"layers.*.self_attn.k_proj": "colwise"}
-    model = SimpleNamespace(model_type="llama", num_attention_heads=num_heads, base_model_tp_plan=plan)
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
+    model = SimpleNamespace(model_type="llama", base_model_tp_plan=plan, **heads)
     with pytest.raises(ConfigError, match=message):
-        check_shards("some/model", model, num_kv_heads, size)
+        check_shards("some/model", model, size)
 
 
 def test_a_model_whose_plan_keeps_attention_whole_is_refused() -> None:
     plan = {"layers.*.self_attn.qkv_proj": "colwise_gather_output"}
     model = SimpleNamespace(model_type="phi3", num_attention_heads=4, base_model_tp_plan=plan)
     with pytest.raises(ConfigError, match="does not share out its attention heads"):
-        check_shards("some/model", model, 4, 2)
-    check_shards("some/model", model, 4, 1)
+        check_shards("some/model", model, 2)
+    check_shards("some/model", model, 1)
