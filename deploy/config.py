@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.config import Device, Dtype, LoadFormat
-from kv_transfer.handshake import ConnectorName
+from kv_transfer.registry import check_name
 from protocol.errors import ConfigError
 from protocol.membership import Role
 
@@ -31,7 +31,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Annotated[str, Meta(description="address that the HTTP endpoint binds")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535, description="port of the HTTP endpoint")] = 8000
     device: Annotated[Device, Meta(description="where the model runs")] = "auto"
-    kv_connector: Annotated[ConnectorName, Meta(description="how KV caches move from prefill to decode")] = "auto"
+    kv_connector: Annotated[
+        str, Meta(description="how KV caches move from prefill to decode: auto, ipc, gloo, nccl or an installed one")
+    ] = "auto"
     dtype: Annotated[Dtype, Meta(description="type of weights and KV cache; auto takes the checkpoint's")] = "auto"
     load_format: Annotated[
         LoadFormat, Meta(description="auto loads the checkpoint; dummy makes random weights from its config alone")
@@ -110,9 +112,14 @@ def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
     if unknown:
         raise ConfigError(f"unknown key {unknown[0]!r} in {file}; known are {', '.join(known)}")
     try:
-        return msgspec.convert({**values, **overrides}, ClusterConfig, strict=True)
+        config = msgspec.convert({**values, **overrides}, ClusterConfig, strict=True)
     except msgspec.ValidationError as error:
         raise ConfigError(_readable(error)) from error
+    try:
+        check_name(config.kv_connector)
+    except ConfigError as error:
+        raise ConfigError(f"kv_connector: {error.message}") from error
+    return config
 
 
 def _readable(error: msgspec.ValidationError) -> str:

@@ -10,9 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import torch
+from torch._C._distributed_c10d import Store
+
 from protocol.errors import KVTransferFailed
 
 OnDone = Callable[[KVTransferFailed | None], None]
+OpenStore = Callable[[], Store]
+"""Gives a store of the path's own, in which its two ends can find each other; it may block, so not on the loop."""
 
 
 class KVSender(Protocol):
@@ -46,3 +51,31 @@ class KVReceiver(Protocol):
 
     def close(self) -> None:
         """As for the sender; that nothing writes any more shows in the last `on_done`."""
+
+
+class KVConnector(Protocol):
+    """A way to make the two ends of one path. `kv_transfer.registry` finds those that other packages bring.
+
+    devices: torch device types of the pools that it moves blocks between. crosses_hosts: whether it also joins workers
+    on different hosts. blocks: own pool as uint8 [num_blocks, ...], the same shape but for num_blocks on both sides.
+    host: own address on the network of the data path. Neither method blocks; `on_ready` is called once, from some
+    thread, when the path can be used or cannot be.
+    """
+
+    @property
+    def devices(self) -> Sequence[str]: ...
+
+    @property
+    def crosses_hosts(self) -> bool: ...
+
+    def open_sender(
+        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, host: str, on_ready: OnDone
+    ) -> KVSender:
+        """The prefill end. Raises KVTransferFailed."""
+        ...
+
+    def open_receiver(
+        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, host: str, on_ready: OnDone
+    ) -> KVReceiver:
+        """The decode end. Raises KVTransferFailed."""
+        ...

@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import Store
 from kv_transfer.connector import KVReceiver, KVSender, OnDone
 from kv_transfer.mapped_memory import MappedMemoryReceiver, MappedMemorySender
 from kv_transfer.process_group import ProcessGroupReceiver, ProcessGroupSender, connect_store
+from kv_transfer.registry import BUILT_IN, load_connector
 from protocol.transfer import ConnectorParams
 
 
@@ -32,6 +33,10 @@ def open_sender(
         sender = MappedMemorySender(f"ship-{path_id}", blocks, params, peer_view)
         on_ready(None)
         return sender
+    if connector not in BUILT_IN:
+        return load_connector(connector).open_sender(
+            path_id, lambda: connect_store(path_id, params), blocks, host, on_ready
+        )
     return ProcessGroupSender(
         f"ship-{path_id}", connector, lambda: connect_store(path_id, params), host, blocks, on_ready
     )
@@ -45,9 +50,11 @@ def open_receiver(
     host: str,
     on_ready: OnDone,
 ) -> KVReceiver:
-    """The decode end. Does not block. `open_store` is needed by the process-group connectors; blocks as above."""
+    """The decode end. Does not block. All connectors but `ipc` need `open_store`; blocks as above."""
     if connector == "ipc":
         on_ready(None)
         return MappedMemoryReceiver()
     assert open_store is not None
+    if connector not in BUILT_IN:
+        return load_connector(connector).open_receiver(path_id, open_store, blocks, host, on_ready)
     return ProcessGroupReceiver(f"take-{path_id}", connector, open_store, host, blocks, on_ready)

@@ -159,8 +159,10 @@ def test_handshake_refuses_other_versions_and_no_common_connector() -> None:
 
 
 def test_unknown_connectors_list_the_known() -> None:
-    with pytest.raises(ConfigError, match="gloo"):
-        offered_connectors("pigeon", "cpu")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unknown connector 'pigeon'; known are auto, ipc, gloo, nccl"):
+        offered_connectors("pigeon", "cpu")
+    with pytest.raises(ConfigError, match="nccl"):
+        offered_connectors("gloo", "cuda")
 
 
 ids = st.lists(st.integers(0, 30), unique=True, max_size=30)
