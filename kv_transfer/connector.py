@@ -8,7 +8,7 @@ to their loop. Every `send` and `receive` ends with exactly one `on_done`, also 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -23,8 +23,10 @@ OpenStore = Callable[[], Store]
 class KVSender(Protocol):
     """The prefill side's end. Jobs are carried out in the order they were handed in."""
 
-    announces_first: ClassVar[bool]
-    """True: ShipKV goes out before `send`, because the peer must receive. False: after it, because it writes itself."""
+    @property
+    def announces_first(self) -> bool:
+        """True: ShipKV goes out before `send`, for the peer must receive. False: after it, as we write."""
+        ...
 
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
         """Move own blocks `src_block_ids` to the peer's blocks `dst_block_ids` (equally many)."""
@@ -39,8 +41,10 @@ class KVSender(Protocol):
 class KVReceiver(Protocol):
     """The decode side's end."""
 
-    peer_writes: ClassVar[bool]
-    """True: the peer writes into our pool by itself, and only its word or its death shows that it has stopped."""
+    @property
+    def peer_writes(self) -> bool:
+        """True: the peer writes into our pool by itself, and only its word or its death shows that it has stopped."""
+        ...
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
         """Take the blocks that the peer announced into own blocks `block_ids`."""

@@ -1,13 +1,14 @@
-"""The `gloo` and `nccl` connectors: a two-rank process group per pair, without a default group or a world.
+"""The `gloo` and `nccl` connectors: a two-rank process group per path, without a default group or a world.
 
-A pair's group hangs on a PrefixStore (its pair id) over a TCPStore that the decode worker owns, so pairs come and go
-alone: one group for all would let a frozen peer take down healthy pairs at its time-out. Rank 0 sends, rank 1
-receives. A wait that runs out closes the pair for good; a new pair id starts afresh.
+A path leads from one rank of a prefill worker to one of a decode worker; here its two ends are ranks 0 and 1.
+
+A group hangs on a PrefixStore (its path id: pair and ranks) over a TCPStore that the decode worker owns, so paths come
+and go alone: one group for all would let a frozen peer take down healthy pairs at its time-out. A wait that runs out
+closes the path for good; a new pair id starts afresh.
 """
 
 from __future__ import annotations
 
-import socket
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from kv_transfer.job_thread import JobThread
 from kv_transfer.runs import is_run, pieces
 from kv_transfer.staging import copy_blocks
 from protocol.errors import KVTransferFailed
+from protocol.sockets import listen_on_free_port
 from protocol.transfer import ConnectorParams
 
 CONNECT_TIMEOUT_S = 20.0
@@ -45,24 +47,19 @@ class StoreServer:
     """The TCPStore at which a decode worker's pairs meet, on a free port of `host` only."""
 
     def __init__(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.bind((host, 0))
-            listener.listen(128)
-            port = listener.getsockname()[1]
-            fd = listener.detach()  # the store closes it
+        fd, port = listen_on_free_port(host)  # the store closes it
         self._store = TCPStore(host, port, None, True, timedelta(seconds=CONNECT_TIMEOUT_S), False, master_listen_fd=fd)
         self.host = host
         self.port: int = port
 
-    def store(self, pair_id: str) -> Store:
-        return PrefixStore(pair_id, self._store)
+    def store(self, path_id: str) -> Store:
+        return PrefixStore(path_id, self._store)
 
 
-def connect_store(pair_id: str, params: ConnectorParams) -> Store:
+def connect_store(path_id: str, params: ConnectorParams) -> Store:
     """The decode worker's store, as the prefill worker sees it."""
     client = TCPStore(params.store_host, params.store_port, None, False, timedelta(seconds=CONNECT_TIMEOUT_S), False)
-    return PrefixStore(pair_id, client)
+    return PrefixStore(path_id, client)
 
 
 def _new_group(backend: str, store: Store, rank: int, host: str) -> ProcessGroup:
@@ -105,7 +102,7 @@ class _ProcessGroupEnd:
         blocks: torch.Tensor,
         on_ready: OnDone,
     ) -> None:
-        self._blocks = blocks  # uint8 [num_blocks, ...]
+        self._blocks = blocks  # uint8 [num_blocks, ...]: whole blocks, or some heads of each
         self._block_bytes = blocks[0].numel()
         self._buffers: torch.Tensor | None = None  # made when first needed
         self._backend = backend
