@@ -36,9 +36,9 @@ from protocol.transfer import ConnectorParams
 CONNECT_TIMEOUT_S = 20.0
 TRANSFER_TIMEOUT_S = 5.0
 """Deadline of one message: a peer that does not take or give one in this time is taken for dead."""
-MESSAGE_BYTES = {"gloo": 1024 * 1024, "nccl": 16 * 1024 * 1024}
-"""Blocks that travel in one message, but always a whole one. Gloo's: staging buffers of this size stay in the cache."""
-NUM_MESSAGES_UNDER_WAY = 4
+MESSAGE_BYTES = {"gloo": 4 * 1024 * 1024, "nccl": 16 * 1024 * 1024}
+"""Blocks that travel in one message, but always a whole one. Smaller ones wake threads more often than they gain."""
+NUM_MESSAGES_UNDER_WAY = 2
 """So that blocks are gathered or scattered while others are on the wire."""
 _SENDER, _RECEIVER = 0, 1
 
