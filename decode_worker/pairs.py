@@ -49,6 +49,7 @@ class IncomingPairs:
         pools: WorkerPools,
         device: str,
         connectors: list[str],
+        checksums: bool,
         send: Callable[[str, PairAccepted | PairRefused | ClosePair], None],
         on_pair_lost: Callable[[str, str, bool], None],
         on_prefill_lost: Callable[[str], None],
@@ -57,6 +58,7 @@ class IncomingPairs:
         self._pools = pools
         self._device = device
         self._connectors = connectors
+        self._checksums = checksums
         self._send = send
         self._on_pair_lost = on_pair_lost
         self._on_prefill_lost = on_prefill_lost
@@ -93,7 +95,8 @@ class IncomingPairs:
             )
         pidfds = self._watch_processes(pair_id, message) if message.host_id == host_id() else set()
         self._by_id[pair_id] = IncomingPair(pair_id, message.prefill_worker_id, message.prefill_epoch, receiver, pidfds)
-        self._send(pair_id, PairAccepted(pair_id, self._epoch, connector, params))
+        checksums = self._checksums or message.checksums
+        self._send(pair_id, PairAccepted(pair_id, self._epoch, connector, params, checksums))
 
     def _watch_processes(self, pair_id: str, message: OpenPair) -> set[int]:
         pidfds = set()

@@ -23,6 +23,7 @@ from engine.engine_thread import EngineThread
 from engine.kv_pool import KVPool
 from engine.model_loader import LoadedModel
 from engine.tensor_parallel import TensorParallelGroup
+from kv_transfer.checksums import corrupt_blocks
 from kv_transfer.handshake import offered_connectors
 from kv_transfer.rank_pool import RankPool
 from kv_transfer.worker_pools import WorkerPools
@@ -55,7 +56,7 @@ class DecodeWorker:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._step_time_s = 0.0
-        self._num_transferred_bytes = 0
+        self._num_transferred_bytes = self._num_compared_blocks = self._num_corrupt_blocks = 0
         self._stepping = False
 
     def stop(self) -> None:
@@ -89,11 +90,13 @@ class DecodeWorker:
             num_ranks=self._config.engine.tensor_parallel_size,
         )
         device = loaded.device.type
+        self._pools = pools
         self._pairs = IncomingPairs(
             epoch=self._info.epoch,
             pools=pools,
             device=device,
             connectors=offered_connectors(self._config.kv_connector, device),
+            checksums=self._config.kv_checksums,
             send=self._send_to_prefill,
             on_pair_lost=self._on_pair_lost,
             on_prefill_lost=lambda epoch: self._perform(self._scheduler.on_prefill_lost(epoch)),
@@ -146,6 +149,8 @@ class DecodeWorker:
             step_time_s=self._step_time_s,
             num_finished=scheduler.num_finished,
             num_transferred_bytes=self._num_transferred_bytes,
+            num_compared_blocks=self._num_compared_blocks,
+            num_corrupt_blocks=self._num_corrupt_blocks,
         )
         return WorkerStatus(self._info.worker_id, self._info.epoch, load)
 
@@ -182,6 +187,32 @@ class DecodeWorker:
     def _on_received(self, action: Receive, error: KVTransferFailed | None) -> None:
         if error is None:
             self._num_transferred_bytes += len(action.block_ids) * self._block_bytes
+            if action.checksums:
+                self._pools.checksums(
+                    action.block_ids,
+                    lambda arrived: self._loop.call_soon_threadsafe(self._on_compared, action, arrived),  # type: ignore[arg-type]
+                )
+                return
+        self._end_receive(action, error)
+
+    def _on_compared(self, action: Receive, arrived: list[int] | KVTransferFailed) -> None:
+        if isinstance(arrived, KVTransferFailed):
+            self._end_receive(action, arrived)
+            return
+        corrupt = corrupt_blocks(action.block_ids, action.checksums, arrived)
+        self._num_compared_blocks += len(action.block_ids)
+        self._num_corrupt_blocks += len(corrupt)
+        if not corrupt:
+            self._end_receive(action, None)
+            return
+        error = KVTransferFailed(
+            f"{len(corrupt)} of {len(action.block_ids)} KV blocks came through pair {action.pair_id} with other bytes "
+            f"than were sent, the first to block {corrupt[0]}"
+        )
+        log.error("transfer %s: %s", action.transfer_id, error)
+        self._perform(self._scheduler.on_corrupt(action.transfer_id, error))
+
+    def _end_receive(self, action: Receive, error: KVTransferFailed | None) -> None:
         self._perform(self._scheduler.on_received(action.transfer_id, error))
         if error is not None:
             self._pairs.fail(action.pair_id, error.message)

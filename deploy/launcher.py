@@ -122,6 +122,7 @@ class Launcher:
                 proxy_endpoints=proxies,
                 engine=self._engine("prefill"),
                 kv_connector=config.kv_connector,
+                kv_checksums=config.kv_checksums,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_num_seqs=config.max_num_seqs,
                 log_level=config.log_level,
@@ -135,6 +136,7 @@ class Launcher:
                 proxy_endpoints=proxies,
                 engine=self._engine("decode"),
                 kv_connector=config.kv_connector,
+                kv_checksums=config.kv_checksums,
                 max_num_seqs=config.max_num_seqs,
                 log_level=config.log_level,
             )

@@ -50,6 +50,7 @@ class Pair:
     connector: str = ""
     reason: str = ""
     sender: KVSender | None = None
+    checksums: bool = False  # either side wants them
     failed_at: float = 0.0
     closed: bool = False  # nothing can be written any more, and the peer has been told
     dropped: bool = False
@@ -66,6 +67,7 @@ class Pairs:
         pools: WorkerPools,
         device: str,
         connectors: list[str],
+        checksums: bool,
         on_message: Callable[[KVReserved | KVRefused], None],
         on_pair_lost: Callable[[str, str], None],
     ) -> None:
@@ -75,6 +77,7 @@ class Pairs:
         self._pools = pools
         self._device = device
         self._connectors = connectors
+        self._checksums = checksums
         self._on_message = on_message
         self._on_pair_lost = on_pair_lost
         self._codec: Codec[ToPrefillPeer] = Codec(ToPrefillPeer)
@@ -133,6 +136,7 @@ class Pairs:
                 host_id=host_id(),
                 device=self._device,
                 connectors=self._connectors,
+                checksums=self._checksums,
             )
         )
 
@@ -164,7 +168,7 @@ class Pairs:
         if message.decode_epoch != pair.peer.epoch:
             self._fail(pair, "another process answers at its address")
             return
-        pair.connector = message.connector
+        pair.connector, pair.checksums = message.connector, message.checksums
 
         def on_ready(error: KVTransferFailed | None) -> None:
             self._post(self._on_ready, pair, error)

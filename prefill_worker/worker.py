@@ -81,6 +81,7 @@ class PrefillWorker:
             num_ranks=self._config.engine.tensor_parallel_size,
         )
         device = loaded.device.type
+        self._pools = pools
         self._pairs = Pairs(
             context=context,
             worker=self._info,
@@ -88,6 +89,7 @@ class PrefillWorker:
             pools=pools,
             device=device,
             connectors=offered_connectors(self._config.kv_connector, device),
+            checksums=self._config.kv_checksums,
             on_message=self._on_decode_answer,
             on_pair_lost=lambda pair_id, reason: self._perform(self._scheduler.on_pair_lost(pair_id, reason)),
         )
@@ -172,11 +174,11 @@ class PrefillWorker:
             case KVRefused():
                 self._perform(self._scheduler.on_refused(message.transfer_id, message.error))
 
-    def _on_shipped(self, action: Ship, announce: bool, error: KVTransferFailed | None) -> None:
+    def _on_shipped(self, action: Ship, announcement: ShipKV | None, error: KVTransferFailed | None) -> None:
         if error is None:
             self._num_transferred_bytes += len(action.src_block_ids) * self._block_bytes
-            if announce:
-                self._announce(action)
+            if announcement is not None:
+                self._pairs.send(action.pair_id, announcement)
         self._perform(self._scheduler.on_shipped(action.transfer_id, error))
         if error is not None:
             self._pairs.fail(action.pair_id, error.message)
@@ -200,24 +202,32 @@ class PrefillWorker:
 
     def _ship(self, action: Ship) -> None:
         pair = self._pairs.get(action.pair_id)
-        if pair is None or pair.sender is None:
-            # The pair went in this very turn; the scheduler hears of each ship all the same.
-            self._loop.call_soon(self._on_shipped, action, False, KVTransferFailed("the pair is closed"))
+        if pair is None or not pair.checksums:
+            self._send_blocks(action, [])
+        else:
+            self._pools.checksums(
+                action.src_block_ids,
+                lambda checksums: self._loop.call_soon_threadsafe(self._send_blocks, action, checksums),  # type: ignore[arg-type]
+            )
+
+    def _send_blocks(self, action: Ship, checksums: list[int] | KVTransferFailed) -> None:
+        pair = self._pairs.get(action.pair_id)
+        if isinstance(checksums, KVTransferFailed) or pair is None or pair.sender is None:
+            error = checksums if isinstance(checksums, KVTransferFailed) else KVTransferFailed("the pair is closed")
+            # It went in this very turn; the scheduler hears of each ship all the same.
+            self._loop.call_soon(self._on_shipped, action, None, error)
             return
+        announcement = ShipKV(
+            action.pair_id, action.transfer_id, action.first_block, len(action.src_block_ids), checksums
+        )
         announces_first = pair.sender.announces_first
         if announces_first:
-            self._announce(action)
+            self._pairs.send(action.pair_id, announcement)
 
         def done(error: KVTransferFailed | None) -> None:
-            self._loop.call_soon_threadsafe(self._on_shipped, action, not announces_first, error)
+            self._loop.call_soon_threadsafe(self._on_shipped, action, None if announces_first else announcement, error)
 
         pair.sender.send(action.src_block_ids, action.dst_block_ids, done)
-
-    def _announce(self, action: Ship) -> None:
-        self._pairs.send(
-            action.pair_id,
-            ShipKV(action.pair_id, action.transfer_id, action.first_block, len(action.src_block_ids)),
-        )
 
     def _start_step(self) -> None:
         if self._stepping:
