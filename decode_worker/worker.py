@@ -15,6 +15,7 @@ import msgspec
 
 from decode_worker.actions import Action, Receive, SendToPrefill, SendToProxy
 from decode_worker.config import DecodeConfig
+from decode_worker.pair_table import IncomingPairTable
 from decode_worker.pairs import IncomingPairs
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import ItemOutput
@@ -25,11 +26,12 @@ from engine.model_loader import LoadedModel
 from engine.tensor_parallel import TensorParallelGroup
 from kv_transfer.checksums import corrupt_blocks
 from kv_transfer.handshake import offered_connectors
+from kv_transfer.mapped_memory import host_id
 from kv_transfer.rank_pool import RankPool
 from kv_transfer.worker_pools import WorkerPools
 from protocol.codec import Codec
 from protocol.dispatch import AbortRequest, PrepareDecode, ToDecode
-from protocol.errors import KVTransferFailed
+from protocol.errors import ErrorInfo, KVTransferFailed
 from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
 from protocol.registration import Registration
 from protocol.sockets import RouterSocket, new_context
@@ -37,6 +39,7 @@ from protocol.transfer import (
     ClosePair,
     CloseTransfer,
     FinishTransfer,
+    KVRefused,
     OpenPair,
     ReserveKV,
     ShipKV,
@@ -93,10 +96,14 @@ class DecodeWorker:
         self._pools = pools
         self._pairs = IncomingPairs(
             epoch=self._info.epoch,
+            table=IncomingPairTable(
+                layout=pools.layout,
+                host_id=host_id(),
+                device=device,
+                connectors=offered_connectors(self._config.kv_connector, device),
+                checksums=self._config.kv_checksums,
+            ),
             pools=pools,
-            device=device,
-            connectors=offered_connectors(self._config.kv_connector, device),
-            checksums=self._config.kv_checksums,
             send=self._send_to_prefill,
             on_pair_lost=self._on_pair_lost,
             on_prefill_lost=lambda epoch: self._perform(self._scheduler.on_prefill_lost(epoch)),
@@ -166,7 +173,7 @@ class DecodeWorker:
             case OpenPair():
                 self._pairs.on_open(message)
             case ReserveKV():
-                self._perform(scheduler.on_reserve(now, message))
+                self._reserve(now, message)
             case ShipKV():
                 self._on_ship(message)
             case FinishTransfer():
@@ -175,6 +182,13 @@ class DecodeWorker:
                 self._perform(scheduler.on_close_transfer(message.transfer_id))
             case ClosePair():
                 self._pairs.on_close(message.pair_id, message.reason)
+
+    def _reserve(self, now: float, message: ReserveKV) -> None:
+        if self._pairs.is_open(message.pair_id):
+            self._perform(self._scheduler.on_reserve(now, message))
+        else:  # nobody would tell us when its peer has stopped
+            error = ErrorInfo.of(KVTransferFailed("the pair is closed"))
+            self._send_to_prefill(message.pair_id, KVRefused(message.transfer_id, error))
 
     def _on_ship(self, message: ShipKV) -> None:
         try:

@@ -18,10 +18,12 @@ from engine.kv_pool import KVPool
 from engine.model_loader import LoadedModel
 from engine.tensor_parallel import TensorParallelGroup
 from kv_transfer.handshake import offered_connectors
+from kv_transfer.mapped_memory import host_id
 from kv_transfer.rank_pool import RankPool
 from kv_transfer.worker_pools import WorkerPools
 from prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
 from prefill_worker.config import PrefillConfig
+from prefill_worker.pair_table import PairTable
 from prefill_worker.pairs import Pairs
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.codec import Codec
@@ -84,12 +86,16 @@ class PrefillWorker:
         self._pools = pools
         self._pairs = Pairs(
             context=context,
-            worker=self._info,
-            pids=ranks.pids,
+            table=PairTable(
+                worker=self._info,
+                pids=ranks.pids,
+                layout=pools.layout,
+                host_id=host_id(),
+                device=device,
+                connectors=offered_connectors(self._config.kv_connector, device),
+                checksums=self._config.kv_checksums,
+            ),
             pools=pools,
-            device=device,
-            connectors=offered_connectors(self._config.kv_connector, device),
-            checksums=self._config.kv_checksums,
             on_message=self._on_decode_answer,
             on_pair_lost=lambda pair_id, reason: self._perform(self._scheduler.on_pair_lost(pair_id, reason)),
         )
@@ -211,23 +217,23 @@ class PrefillWorker:
             )
 
     def _send_blocks(self, action: Ship, checksums: list[int] | KVTransferFailed) -> None:
-        pair = self._pairs.get(action.pair_id)
-        if isinstance(checksums, KVTransferFailed) or pair is None or pair.sender is None:
+        sender = self._pairs.sender(action.pair_id)
+        if isinstance(checksums, KVTransferFailed) or sender is None:
             error = checksums if isinstance(checksums, KVTransferFailed) else KVTransferFailed("the pair is closed")
-            # It went in this very turn; the scheduler hears of each ship all the same.
+            # The pair went meanwhile, perhaps in this very turn; the scheduler hears of each ship all the same.
             self._loop.call_soon(self._on_shipped, action, None, error)
             return
         announcement = ShipKV(
             action.pair_id, action.transfer_id, action.first_block, len(action.src_block_ids), checksums
         )
-        announces_first = pair.sender.announces_first
+        announces_first = sender.announces_first
         if announces_first:
             self._pairs.send(action.pair_id, announcement)
 
         def done(error: KVTransferFailed | None) -> None:
             self._loop.call_soon_threadsafe(self._on_shipped, action, None if announces_first else announcement, error)
 
-        pair.sender.send(action.src_block_ids, action.dst_block_ids, done)
+        sender.send(action.src_block_ids, action.dst_block_ids, done)
 
     def _start_step(self) -> None:
         if self._stepping:
