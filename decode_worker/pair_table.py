@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import msgspec
 
 from kv_transfer.handshake import agree
-from protocol.errors import KVLayoutMismatch
+from protocol.errors import KVLayoutMismatch, KVTransferFailed
 from protocol.membership import WorkerInfo
-from protocol.transfer import ClosePair, KVLayout, OpenPair, PairRefused
+from protocol.transfer import ClosePair, KVLayout, OpenPair, PairRefused, ShipKV
 
 _NUM_REMEMBERED_PAIRS = 10_000
 
@@ -75,6 +75,7 @@ class IncomingPair:
     prefill_epoch: str
     live_pids: set[int]
     peer_writes: bool = True  # until the receiver says otherwise
+    num_announced: int = 0
     is_broken: bool = False
     out_of_sight: bool = False
 
@@ -116,12 +117,27 @@ class IncomingPairTable:
     def on_opened(self, pair_id: str, peer_writes: bool) -> None:
         self._by_id[pair_id].peer_writes = peer_writes
 
+    def is_next(self, message: ShipKV) -> bool:
+        """False for one that came before, or whose pair is gone. Raises KVTransferFailed when one is missing: the next
+        blocks on the data path are then not those that this message tells of.
+        """
+        pair = self._by_id.get(message.pair_id)
+        if pair is None or message.number < pair.num_announced:
+            return False
+        if message.number > pair.num_announced:
+            raise KVTransferFailed(f"message {pair.num_announced} about shipped blocks was lost on the way")
+        pair.num_announced += 1
+        return True
+
     # ---- ends
 
     def on_close(self, pair_id: str, reason: str) -> list[PairAction]:
         """The peer says that it has stopped."""
         pair = self._by_id.get(pair_id)
-        return self._forget(pair, reason) if pair is not None else []
+        if pair is None:
+            self._remember(pair_id)
+            return []
+        return self._forget(pair, reason)
 
     def on_exit(self, pair_id: str, pid: int) -> list[PairAction]:
         """The peer has stopped when all its ranks are gone: they end together, but not in the same instant."""
@@ -162,7 +178,10 @@ class IncomingPairTable:
 
     def _forget(self, pair: IncomingPair, reason: str) -> list[PairAction]:
         del self._by_id[pair.pair_id]
-        self._gone[pair.pair_id] = None
+        self._remember(pair.pair_id)
+        return [CloseReceiver(pair.pair_id), PairLost(pair.pair_id, reason, True)]
+
+    def _remember(self, pair_id: str) -> None:
+        self._gone[pair_id] = None
         if len(self._gone) > _NUM_REMEMBERED_PAIRS:
             self._gone.popitem(last=False)
-        return [CloseReceiver(pair.pair_id), PairLost(pair.pair_id, reason, True)]

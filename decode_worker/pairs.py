@@ -26,7 +26,7 @@ from kv_transfer.process_group import StoreServer
 from kv_transfer.worker_pools import WorkerPools
 from protocol.errors import KVTransferFailed
 from protocol.membership import WorkerInfo
-from protocol.transfer import ClosePair, ConnectorParams, OpenPair, PairAccepted, PairRefused
+from protocol.transfer import ClosePair, ConnectorParams, OpenPair, PairAccepted, PairRefused, ShipKV
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,9 @@ class IncomingPairs:
 
     def is_open(self, pair_id: str) -> bool:
         return self._table.is_open(pair_id)
+
+    def is_next(self, message: ShipKV) -> bool:
+        return self._table.is_next(message)
 
     def receive(self, pair_id: str, block_ids: Sequence[int], on_done: OnDone) -> None:
         receiver = self._receivers.get(pair_id)

@@ -192,7 +192,7 @@ class DecodeWorker:
 
     def _on_ship(self, message: ShipKV) -> None:
         try:
-            actions = self._scheduler.on_ship(message)
+            actions = self._scheduler.on_ship(message) if self._pairs.is_next(message) else []
         except KVTransferFailed as error:
             self._pairs.fail(message.pair_id, error.message)
         else:
@@ -211,7 +211,7 @@ class DecodeWorker:
 
     def _on_compared(self, action: Receive, arrived: list[int] | KVTransferFailed) -> None:
         if isinstance(arrived, KVTransferFailed):
-            self._end_receive(action, arrived)
+            self._perform(self._scheduler.on_corrupt(action.transfer_id, arrived))  # for all that we know
             return
         corrupt = corrupt_blocks(action.block_ids, action.checksums, arrived)
         self._num_compared_blocks += len(action.block_ids)

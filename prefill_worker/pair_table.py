@@ -23,6 +23,7 @@ from protocol.transfer import (
     OpenPair,
     PairAccepted,
     PairRefused,
+    ShipKV,
 )
 
 OPEN_TIMEOUT_S = 25.0
@@ -84,6 +85,7 @@ class Pair:
     connector: str = ""
     checksums: bool = False  # either side wants them
     reason: str = ""
+    num_announced: int = 0
     failed_at: float = 0.0
     closed: bool = False  # nothing can be written any more, and the peer has been told
     dropped: bool = False
@@ -216,6 +218,14 @@ class PairTable:
         pair = self._by_id[pair_id]
         pair.closed = True
         return [SendClose(ClosePair(pair_id, pair.reason)), *self._forget_if_over(pair)]
+
+    def announcement(
+        self, pair_id: str, transfer_id: str, first_block: int, num_blocks: int, checksums: list[int]
+    ) -> ShipKV:
+        """Make it in the order in which the blocks are handed to the sender: it gets the pair's next number."""
+        pair = self._by_id[pair_id]
+        pair.num_announced += 1
+        return ShipKV(pair_id, pair.num_announced - 1, transfer_id, first_block, num_blocks, checksums)
 
     # ---- ends
 

@@ -48,6 +48,7 @@ class Pairs:
     ) -> None:
         self._context = context
         self._table = table
+        self.announcement = table.announcement
         self._pools = pools
         self._on_message = on_message
         self._on_pair_lost = on_pair_lost

@@ -223,7 +223,7 @@ class PrefillWorker:
             # The pair went meanwhile, perhaps in this very turn; the scheduler hears of each ship all the same.
             self._loop.call_soon(self._on_shipped, action, None, error)
             return
-        announcement = ShipKV(
+        announcement = self._pairs.announcement(
             action.pair_id, action.transfer_id, action.first_block, len(action.src_block_ids), checksums
         )
         announces_first = sender.announces_first

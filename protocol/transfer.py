@@ -130,10 +130,12 @@ class ShipKV(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     For connectors that write by themselves (ipc) it is sent once they are written; for those that need a receiver
     (gloo, nccl) it is sent just before, and the receiver takes them in the order of these messages.
+    number: counts the pair's ShipKVs from 0, so that both sides know when one was lost on the way, or came twice.
     checksums: of each block (`kv_transfer.checksums`) where the pair has agreed on them, else none.
     """
 
     pair_id: str
+    number: int
     transfer_id: str
     first_block: int
     num_blocks: int

@@ -86,7 +86,7 @@ def reserved(scheduler: DecodeScheduler) -> None:
 def test_a_corrupt_block_fails_its_transfer_and_comes_back() -> None:
     scheduler = DecodeScheduler(BlockManager(8, 4), "model", max_num_seqs=2)
     reserved(scheduler)
-    (receive,) = scheduler.on_ship(ShipKV("pair", "t", 0, 2, [17, 18]))
+    (receive,) = scheduler.on_ship(ShipKV("pair", 0, "t", 0, 2, [17, 18]))
     assert isinstance(receive, Receive) and receive.checksums == [17, 18]
     actions = scheduler.on_corrupt("t", KVTransferFailed("other bytes"))
     told, refused = actions
@@ -102,4 +102,4 @@ def test_checksums_must_be_as_many_as_blocks() -> None:
     scheduler = DecodeScheduler(BlockManager(8, 4), "model", max_num_seqs=2)
     reserved(scheduler)
     with pytest.raises(KVTransferFailed, match="1 checksums came for 2 blocks"):
-        scheduler.on_ship(ShipKV("pair", "t", 0, 2, [17]))
+        scheduler.on_ship(ShipKV("pair", 0, "t", 0, 2, [17]))

@@ -1,0 +1,773 @@
+"""Two prefill workers and a decode worker in memory: real schedulers and pair tables, simulated network and processes.
+
+The data paths keep the rules of `kv_transfer.fake`, with a number for the content of a block: one-sided (as `ipc`) or
+two-sided (as `gloo`), block by block, with loss and corruption. A frozen process does nothing until it wakes, and then
+goes on where it was; a killed one is followed by another at the same address. Control messages wait in a queue for each
+connection. Nothing happens by itself: whoever holds the world picks the next event.
+
+Checked at each write: the block belongs to the transfer that it is written for. At each decode step: every block holds
+what was computed for the sequence's own tokens. `check`, after each event: every block has one owner.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from zlib import crc32
+
+from decode_worker.actions import Receive, SendToPrefill
+from decode_worker.pair_table import AcceptPair, CloseReceiver, IncomingPairTable, PrefillLost, RefusePair
+from decode_worker.pair_table import PairLost as IncomingPairLost
+from decode_worker.pair_table import SendClose as SendCloseToPrefill
+from decode_worker.scheduler import DecodeScheduler
+from engine.batch import Batch, ItemOutput
+from engine.block_manager import BlockManager
+from kv_transfer.checksums import corrupt_blocks
+from prefill_worker.actions import SendToDecode, Ship
+from prefill_worker.pair_table import CloseSender, Connect, Disconnect, OpenSender, PairLost, PairTable, SendClose
+from prefill_worker.scheduler import PrefillScheduler
+from protocol.dispatch import (
+    AbortRequest,
+    DecodeReserved,
+    FirstToken,
+    PrepareDecode,
+    RequestFailed,
+    RequestPreempted,
+    StartPrefill,
+    TokenBatch,
+)
+from protocol.errors import ErrorInfo, KVTransferFailed, WorkerLost
+from protocol.generation import SampledToken, SamplingParams, StopConditions
+from protocol.membership import WorkerInfo
+from protocol.token_ids import pack_token_ids
+from protocol.transfer import (
+    ClosePair,
+    CloseTransfer,
+    FinishTransfer,
+    KVLayout,
+    KVRefused,
+    KVReserved,
+    OpenPair,
+    PairAccepted,
+    PairRefused,
+    ReserveKV,
+    ShipKV,
+)
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 9
+DEADLINE_S = 40.0
+LAYOUT = KVLayout("model", "bfloat16", 2, 2, 16, BLOCK_SIZE)
+
+
+def next_token(token_ids: list[int]) -> int:
+    return crc32(bytes(token_ids), 5) % 20
+
+
+def block_content(token_ids: list[int], number: int, num_computed: int) -> int:
+    """Keys and values of block `number` depend on every token up to its last one that is computed."""
+    return crc32(bytes(token_ids[: min(num_computed, (number + 1) * BLOCK_SIZE)]), number)
+
+
+@dataclass(eq=False)
+class Wanted:
+    """One sequence as its client sees it."""
+
+    prompt: list[int]
+    stop: StopConditions
+    request_id: str = ""
+    prefill: Prefill | None = None
+    decode: Decode | None = None
+    tokens: list[int] = field(default_factory=list)
+    ended: str | None = None
+
+
+@dataclass(eq=False)
+class SendJob:
+    ship: Ship
+    announcement: ShipKV
+    num_moved: int = 0
+    stuck_at: int = -1
+    begun: bool = False
+
+    @property
+    def is_stuck(self) -> bool:
+        return self.num_moved == self.stuck_at
+
+
+@dataclass(eq=False)
+class ReceiveJob:
+    receive: Receive
+    num_moved: int = 0
+    begun: bool = False
+
+
+@dataclass(eq=False)
+class Path:
+    """The sending end of one pair, and the incarnation of decode that it leads to."""
+
+    pair_id: str
+    source: Prefill
+    target: Decode
+    jobs: deque[SendJob] = field(default_factory=deque)
+    closed: bool = False
+    broken: bool = False
+    told_closed: bool = False
+
+
+class Process:
+    def __init__(self, world: World, name: str, number: int) -> None:
+        self.world = world
+        self.name = name
+        self.epoch = f"{name}/{number}"
+        self.pid = 1000 + hash_pid(self.epoch)
+        self.frozen = False
+        self.alive = True
+        self.inbox: dict[str, deque[Any]] = defaultdict(deque)  # by connection: "proxy", or a pair
+        self.view: set[str] = set()
+        self.memory = [0] * NUM_BLOCKS
+        self.step: Batch | None = None
+
+    @property
+    def runs(self) -> bool:
+        return self.alive and not self.frozen
+
+
+def hash_pid(epoch: str) -> int:
+    return crc32(epoch.encode()) % 1_000_000
+
+
+class Prefill(Process):
+    def __init__(self, world: World, name: str, number: int) -> None:
+        super().__init__(world, name, number)
+        self.info = WorkerInfo(name, self.epoch, "prefill", name, self.pid)
+        self.scheduler = PrefillScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 6, 4)
+        self.table = PairTable(self.info, [self.pid], LAYOUT, "here", "cpu", [world.connector], True)
+        self.paths: dict[str, Path] = {}
+        self.sockets: set[str] = set()
+
+    def on_message(self, connection: str, message: Any) -> None:
+        now = self.world.now
+        match message:
+            case StartPrefill():
+                pair = self.table.ready_pair(message.decode_epoch or "")
+                if message.decode_epoch is not None and pair is None:
+                    error = ErrorInfo.of(WorkerLost("the pair is not ready"))
+                    self.world.to_proxy(self, RequestFailed(message.request_ids[0], error))
+                else:
+                    self.perform(self.scheduler.on_start(now, message, pair.pair_id if pair else None))
+            case AbortRequest():
+                self.perform(self.scheduler.on_abort(message.proxy_id, message.request_id))
+            case KVReserved():
+                self.perform(self.scheduler.on_reserved(message))
+            case KVRefused():
+                self.perform(self.scheduler.on_refused(message.transfer_id, message.error))
+            case PairAccepted() | PairRefused() | ClosePair():
+                self.perform_pairs(self.table.on_message(now, message))
+
+    def perform(self, actions: list[Any]) -> None:
+        for action in actions:
+            match action:
+                case SendToDecode():
+                    self.send(action.pair_id, action.message)
+                case Ship():
+                    self.ship(action)
+                case _:
+                    self.world.to_proxy(self, action.message)
+
+    def perform_pairs(self, actions: list[Any]) -> None:
+        for action in actions:
+            match action:
+                case Connect():
+                    self.sockets.add(action.pair_id)
+                    self.send(action.pair_id, action.message)
+                case OpenSender():
+                    self.paths[action.pair_id] = Path(action.pair_id, self, self.world.decode_at(action.peers[0].pid))
+                    self.perform_pairs(self.table.on_sender_ready(self.world.now, action.pair_id, None))
+                case CloseSender():
+                    path = self.paths.get(action.pair_id)
+                    if path is None:
+                        self.perform_pairs(self.table.on_sender_closed(action.pair_id))
+                    else:
+                        path.closed = True
+                case SendClose():
+                    self.send(action.message.pair_id, action.message)
+                case Disconnect():
+                    self.sockets.discard(action.pair_id)
+                    self.inbox.pop(action.pair_id, None)
+                case PairLost():
+                    self.perform(self.scheduler.on_pair_lost(action.pair_id, action.reason))
+
+    def send(self, pair_id: str, message: Any) -> None:
+        if pair_id in self.sockets:
+            self.world.decode.inbox[pair_id].append(message)
+
+    def ship(self, ship: Ship) -> None:
+        path = self.paths.get(ship.pair_id)
+        if path is None or path.closed:
+            self.perform(self.scheduler.on_shipped(ship.transfer_id, KVTransferFailed("the pair is closed")))
+            return
+        checksums = [self.memory[block_id] for block_id in ship.src_block_ids]
+        announcement = self.table.announcement(
+            ship.pair_id, ship.transfer_id, ship.first_block, len(ship.src_block_ids), checksums
+        )
+        job = SendJob(ship, announcement)
+        if self.world.rng.random() < self.world.loss:
+            job.stuck_at = self.world.rng.randrange(len(ship.src_block_ids))
+        path.jobs.append(job)
+        if not self.world.one_sided:
+            self.send(ship.pair_id, announcement)
+
+    def end_job(self, path: Path, error: KVTransferFailed | None) -> None:
+        job = path.jobs.popleft()
+        if error is None and self.world.one_sided:
+            self.send(path.pair_id, job.announcement)
+        self.perform(self.scheduler.on_shipped(job.ship.transfer_id, error))
+        if error is not None:
+            self.perform_pairs(self.table.fail(self.world.now, path.pair_id, error.message))
+
+
+class Decode(Process):
+    def __init__(self, world: World, number: int) -> None:
+        super().__init__(world, "decode-0", number)
+        self.info = WorkerInfo(self.name, self.epoch, "decode", self.name, self.pid)
+        self.scheduler = DecodeScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 3)
+        self.table = IncomingPairTable(LAYOUT, "here", "cpu", [world.connector], False)
+        self.receives: dict[str, deque[ReceiveJob]] = defaultdict(deque)
+        self.receivers: set[str] = set()
+
+    def on_message(self, connection: str, message: Any) -> None:
+        match message:
+            case PrepareDecode():
+                self.perform(self.scheduler.on_prepare(self.world.now, message))
+            case AbortRequest():
+                self.perform(self.scheduler.on_abort(message.proxy_id, message.request_id))
+            case OpenPair():
+                self.perform_pairs(self.table.on_open(message))
+            case ReserveKV() if self.table.is_open(message.pair_id):
+                self.perform(self.scheduler.on_reserve(self.world.now, message))
+            case ReserveKV():
+                error = ErrorInfo.of(KVTransferFailed("the pair is closed"))
+                self.send(message.pair_id, KVRefused(message.transfer_id, error))
+            case ShipKV():
+                try:
+                    if self.table.is_next(message):
+                        self.perform(self.scheduler.on_ship(message))
+                except KVTransferFailed as error:
+                    self.perform_pairs(self.table.fail(message.pair_id, error.message))
+            case FinishTransfer():
+                self.perform(self.scheduler.on_finish_transfer(message))
+            case CloseTransfer():
+                self.perform(self.scheduler.on_close_transfer(message.transfer_id))
+            case ClosePair():
+                self.perform_pairs(self.table.on_close(message.pair_id, message.reason))
+
+    def perform(self, actions: list[Any]) -> None:
+        for action in actions:
+            match action:
+                case SendToPrefill():
+                    self.send(action.pair_id, action.message)
+                case Receive():
+                    self.receives[action.pair_id].append(ReceiveJob(action))
+                case _:
+                    self.world.to_proxy(self, action.message)
+
+    def perform_pairs(self, actions: list[Any]) -> None:
+        for action in actions:
+            match action:
+                case RefusePair() | SendCloseToPrefill():
+                    self.send(action.message.pair_id, action.message)
+                case AcceptPair():
+                    self.receivers.add(action.pair_id)
+                    self.table.on_opened(action.pair_id, self.world.one_sided)
+                    params = [self.world.params_of(self)]
+                    self.send(
+                        action.pair_id,
+                        PairAccepted(action.pair_id, self.epoch, action.connector, params, action.checksums),
+                    )
+                    for pid in action.pids:
+                        if not self.world.is_running(pid):
+                            self.perform_pairs(self.table.on_exit(action.pair_id, pid))
+                case CloseReceiver():
+                    self.receivers.discard(action.pair_id)
+                case IncomingPairLost():
+                    self.perform(self.scheduler.on_pair_lost(action.pair_id, action.reason, action.peer_stopped))
+                case PrefillLost():
+                    self.perform(self.scheduler.on_prefill_lost(action.prefill_epoch))
+
+    def send(self, pair_id: str, message: Any) -> None:
+        for prefill in self.world.prefills:
+            if pair_id in prefill.sockets:
+                prefill.inbox[pair_id].append(message)
+
+    def write(self, job: SendJob, dst_block_id: int) -> None:
+        transfer = self.scheduler._transfers.get(job.ship.transfer_id)
+        assert transfer is not None and dst_block_id in transfer.written_block_ids, "a write to a block that was reused"
+        content = job.ship.src_block_ids[job.num_moved]
+        value = self.world.owner_memory(job)[content]
+        if self.world.rng.random() < self.world.corruption:
+            self.world.num_corrupted += 1
+            value ^= self.world.rng.randrange(1, 2**32)
+        self.memory[dst_block_id] = value
+        job.num_moved += 1
+
+    def end_receive(self, pair_id: str, error: KVTransferFailed | None) -> None:
+        receive = self.receives[pair_id].popleft().receive
+        if error is not None:
+            self.perform(self.scheduler.on_received(receive.transfer_id, error))
+            self.perform_pairs(self.table.fail(pair_id, error.message))
+            return
+        arrived = [self.memory[block_id] for block_id in receive.block_ids]
+        if corrupt_blocks(receive.block_ids, receive.checksums, arrived):
+            self.world.num_found_corrupt += 1
+            self.perform(self.scheduler.on_corrupt(receive.transfer_id, KVTransferFailed("other bytes")))
+        else:
+            self.perform(self.scheduler.on_received(receive.transfer_id, None))
+
+
+Event = tuple[float, Callable[[], None]]
+"""Weight and what happens."""
+
+
+class World:
+    """Holds the proxy too. visible: epochs of the workers that it knows."""
+
+    def __init__(self, seed: int, one_sided: bool, loss: float = 0.0, corruption: float = 0.0) -> None:
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.one_sided = one_sided
+        self.connector = "ipc" if one_sided else "gloo"
+        self.loss, self.corruption = loss, corruption
+        self.num_started = 0
+        self.decode = self._new_decode()
+        self.prefills = [self._new_prefill(i) for i in range(2)]
+        self.visible = {process.epoch for process in self.processes()}
+        self.exits: deque[int] = deque()  # of processes that have ended, which the kernel has yet to report
+        self.wanted: list[Wanted] = []
+        self.attempts: dict[str, Wanted] = {}
+        self.terminals: Counter[tuple[str, str]] = Counter()
+        self.num_corrupted = self.num_found_corrupt = self.num_late_writes = self.num_duplicated = 0
+
+    # ---- processes
+
+    def _new_decode(self) -> Decode:
+        self.num_started += 1
+        return Decode(self, self.num_started)
+
+    def _new_prefill(self, index: int) -> Prefill:
+        self.num_started += 1
+        return Prefill(self, f"prefill-{index}", self.num_started)
+
+    def processes(self) -> list[Process]:
+        return [self.decode, *self.prefills]
+
+    def is_running(self, pid: int) -> bool:
+        return any(process.pid == pid for process in self.processes())
+
+    def decode_at(self, pid: int) -> Decode:
+        """The incarnation whose pool a path leads to; another may have its address by now."""
+        return self.decode if self.decode.pid == pid else Decode(self, 0)
+
+    def params_of(self, decode: Decode) -> Any:
+        from protocol.transfer import ConnectorParams
+
+        return ConnectorParams(pid=decode.pid)
+
+    def owner_memory(self, job: SendJob) -> list[int]:
+        return next(p.memory for p in self.prefills if any(job in path.jobs for path in p.paths.values()))
+
+    def freeze(self, process: Process) -> None:
+        process.frozen = True
+
+    def thaw(self, process: Process) -> None:
+        """It goes on, and registers again if it was taken for lost."""
+        process.frozen = False
+        self.visible.add(process.epoch)
+
+    def notice_silence(self, process: Process) -> None:
+        """The proxy has not heard of a frozen worker for too long."""
+        self.visible.discard(process.epoch)
+        self._lose(process)
+
+    def restart(self, process: Process) -> None:
+        """It is killed, and another starts at its address. What it sent last may be lost on the way."""
+        process.alive = False
+        self.exits.append(process.pid)
+        self.visible.discard(process.epoch)
+        if isinstance(process, Prefill):
+            for pair_id in process.sockets:
+                sent = self.decode.inbox[pair_id]
+                for _ in range(self.rng.randint(0, len(sent))):
+                    sent.pop()
+            self.prefills[self.prefills.index(process)] = new = self._new_prefill(int(process.name[-1]))
+            self.visible.add(new.epoch)
+        else:
+            self.decode = self._new_decode()
+            self.visible.add(self.decode.epoch)
+        self._lose(process)
+
+    def _lose(self, process: Process) -> None:
+        for sequence in self.wanted:
+            if sequence.ended is None and process in (sequence.prefill, sequence.decode):
+                self._end(sequence, "worker_lost")
+
+    # ---- the proxy
+
+    def start(self) -> None:
+        able = [p for p in self.prefills if p.epoch in self.visible and p.table.ready_pair(self.decode.epoch)]
+        if not able or self.decode.epoch not in self.visible:
+            return
+        length = self.rng.choice([1, 4, 9, 15])
+        prompt = [self.rng.randrange(3)] * min(8, length) + [self.rng.randrange(23) for _ in range(length - 8)]
+        sequence = Wanted(prompt, StopConditions(self.rng.choice([2, 6]), frozenset()))
+        self.wanted.append(sequence)
+        self._dispatch(sequence, self.rng.choice(able))
+
+    def _dispatch(self, sequence: Wanted, prefill: Prefill) -> None:
+        request_id = f"r{len(self.attempts)}"
+        self.attempts[request_id] = sequence
+        sequence.request_id, sequence.prefill, sequence.decode = request_id, prefill, self.decode
+        num_generated = len(sequence.tokens)
+        alone = sequence.stop.max_tokens - num_generated == 1
+        packed = pack_token_ids(sequence.prompt + sequence.tokens)
+        prefill.inbox["proxy"].append(
+            StartPrefill(
+                "proxy", [request_id], f"t-{request_id}", packed, SamplingParams(), [1], sequence.stop,
+                None if alone else self.decode.name, None if alone else self.decode.epoch, DEADLINE_S,
+                num_generated=num_generated,
+            )
+        )  # fmt: skip
+        if not alone:
+            self.decode.inbox["proxy"].append(
+                PrepareDecode(
+                    "proxy", [request_id], f"t-{request_id}", packed, SamplingParams(), [1], sequence.stop,
+                    prefill.name, prefill.epoch, DEADLINE_S, num_generated=num_generated,
+                )
+            )  # fmt: skip
+
+    def abort(self, sequence: Wanted) -> None:
+        if sequence.ended is None:
+            self._end(sequence, "aborted")
+
+    def _end(self, sequence: Wanted, reason: str) -> None:
+        assert sequence.ended is None
+        sequence.ended = reason
+        for process in (sequence.prefill, sequence.decode):
+            if process is not None and process.alive:
+                process.inbox["proxy"].append(AbortRequest("proxy", sequence.request_id))
+
+    def to_proxy(self, process: Process, message: Any) -> None:
+        match message:
+            case FirstToken():
+                self._on_token(process, message.request_id, message.token, message.finish_reason)
+            case TokenBatch():
+                for token in message.tokens:
+                    self._on_token(process, token.request_id, token.token, token.finish_reason)
+            case RequestPreempted():
+                self._count_terminal(process, message.request_id)
+                sequence = self.attempts[message.request_id]
+                if sequence.ended is None and sequence.request_id == message.request_id:
+                    assert sequence.prefill is not None
+                    able = [p for p in self.prefills if p.epoch in self.visible]
+                    if able:
+                        self._dispatch(sequence, self.rng.choice(able))
+                    else:
+                        self._end(sequence, "worker_lost")
+            case RequestFailed():
+                self._count_terminal(process, message.request_id)
+                sequence = self.attempts[message.request_id]
+                if sequence.ended is None and sequence.request_id == message.request_id:
+                    self._end(sequence, message.error.code)
+            case DecodeReserved():
+                pass
+
+    def _count_terminal(self, process: Process, request_id: str) -> None:
+        self.terminals[process.epoch, request_id] += 1
+        assert self.terminals[process.epoch, request_id] == 1, f"{process.epoch} ended {request_id} twice"
+
+    def _on_token(self, process: Process, request_id: str, token: SampledToken, reason: str | None) -> None:
+        if reason is not None:
+            self._count_terminal(process, request_id)
+        sequence = self.attempts[request_id]
+        if sequence.ended is not None or sequence.request_id != request_id:
+            return  # the client has gone, or the proxy has given up the worker
+        assert token.token_id == next_token(sequence.prompt + sequence.tokens), "a token that is not the model's"
+        sequence.tokens.append(token.token_id)
+        if reason is not None:
+            assert len(sequence.tokens) == sequence.stop.max_tokens
+            sequence.ended = reason
+
+    # ---- what may happen next
+
+    def events(self) -> list[Event]:
+        """All that can happen of itself, that is without a further fault."""
+        events: list[Event] = []
+        for process in self.processes():
+            if not process.runs:
+                continue
+            for connection, queue in process.inbox.items():
+                if queue:
+                    events.append((4.0, lambda p=process, c=connection: self.deliver(p, c)))  # type: ignore[misc]
+            if process.view != self.visible:
+                events.append((1.0, lambda p=process: self.show_view(p)))  # type: ignore[misc]
+        if self.exits and self.decode.runs:
+            events.append((1.0, self.report_exit))
+        for prefill in self.prefills:
+            if prefill.runs:
+                for path in list(prefill.paths.values()):
+                    events += self._sender_events(path)
+        if self.decode.runs:
+            for pair_id, jobs in self.decode.receives.items():
+                if jobs:
+                    events += self._receiver_events(pair_id, jobs[0])
+        return events
+
+    def step_events(self) -> list[Event]:
+        return [(3.0, lambda p=process: self.run_step(p)) for process in self.processes() if process.runs]  # type: ignore[misc]
+
+    def fault_events(self) -> list[Event]:
+        events: list[Event] = [(0.5, self.tick)]
+        for process in self.processes():
+            if process.frozen:
+                events.append((0.3, lambda p=process: self.thaw(p)))  # type: ignore[misc]
+                if process.epoch in self.visible:
+                    events.append((0.3, lambda p=process: self.notice_silence(p)))  # type: ignore[misc]
+            else:
+                events.append((0.08, lambda p=process: self.freeze(p)))  # type: ignore[misc]
+                for connection, queue in process.inbox.items():
+                    if queue and connection != "proxy":
+                        events.append((0.05, lambda p=process, c=connection: self.duplicate(p, c)))  # type: ignore[misc]
+                        if len(queue) > 1:
+                            events.append((0.05, lambda q=queue: q.rotate(1)))  # type: ignore[misc]
+            events.append((0.04, lambda p=process: self.restart(p)))  # type: ignore[misc]
+        if len(self.wanted) < 12:
+            events.append((4.0, self.start))
+        open_ones = [sequence for sequence in self.wanted if sequence.ended is None]
+        if open_ones:
+            events.append((0.5, lambda: self.abort(self.rng.choice(open_ones))))
+        return events
+
+    def deliver(self, process: Process, connection: str) -> None:
+        process.on_message(connection, process.inbox[connection].popleft())  # type: ignore[attr-defined]
+
+    def duplicate(self, process: Process, connection: str) -> None:
+        self.num_duplicated += 1
+        process.inbox[connection].appendleft(process.inbox[connection][0])
+
+    def show_view(self, process: Process) -> None:
+        process.view = set(self.visible)
+        workers = [p.info for p in self.processes() if p.epoch in self.visible]  # type: ignore[attr-defined]
+        if isinstance(process, Prefill):
+            process.perform_pairs(process.table.on_view(self.now, workers))
+        elif isinstance(process, Decode):
+            process.perform_pairs(process.table.on_view(workers))
+
+    def report_exit(self) -> None:
+        pid = self.exits.popleft()
+        for pair in list(self.decode.table.pairs()):
+            if pid in pair.live_pids:
+                self.decode.perform_pairs(self.decode.table.on_exit(pair.pair_id, pid))
+
+    def tick(self) -> None:
+        self.now += self.rng.choice([0.1, 1.0, 3.0, 15.0])
+        self.wake_clocks()
+
+    def wake_clocks(self) -> None:
+        for process in self.processes():
+            if process.runs and isinstance(process, Prefill):
+                process.perform_pairs(process.table.on_tick(self.now))
+                process.perform(process.scheduler.on_tick(self.now))
+            elif process.runs and isinstance(process, Decode):
+                process.perform(process.scheduler.on_tick(self.now))
+
+    # ---- data paths
+
+    def _sender_events(self, path: Path) -> list[Event]:
+        if not path.jobs:
+            if path.closed and not path.told_closed:
+                return [(2.0, lambda: self.tell_closed(path))]
+            return []
+        job = path.jobs[0]
+        if path.broken or (path.closed and not job.begun):
+            return [(2.0, lambda: path.source.end_job(path, KVTransferFailed("the pair is closed")))]
+        if self.one_sided:
+            if job.is_stuck:
+                return [(1.0, lambda: self.break_sender(path))]
+            return [(3.0, lambda: self.write(path))]
+        receives = path.target.receives.get(path.pair_id)
+        take = receives[0] if receives else None
+        if take is None or job.is_stuck or not path.target.runs or self._may_not_begin(path, take):
+            return [(0.3, lambda: self.break_sender(path))]
+        return [(3.0, lambda: self.move(path, take))]
+
+    def _may_not_begin(self, path: Path, take: ReceiveJob) -> bool:
+        return path.pair_id not in path.target.receivers and not take.begun
+
+    def _receiver_events(self, pair_id: str, job: ReceiveJob) -> list[Event]:
+        decode = self.decode
+        if self.one_sided:
+            return [(3.0, lambda: decode.end_receive(pair_id, None))]  # it was written before it was announced
+        if pair_id not in decode.receivers and not job.begun:
+            return [(2.0, lambda: decode.end_receive(pair_id, KVTransferFailed("the pair is closed")))]
+        path = next((p.paths[pair_id] for p in self.prefills if pair_id in p.paths), None)
+        waits = path is None or not path.source.runs or path.broken or path.closed or not path.jobs
+        if waits or (path is not None and path.jobs and path.jobs[0].is_stuck):
+            return [(0.3, lambda: self.break_receiver(pair_id))]
+        return []
+
+    def tell_closed(self, path: Path) -> None:
+        path.told_closed = True
+        del path.source.paths[path.pair_id]
+        path.source.perform_pairs(path.source.table.on_sender_closed(path.pair_id))
+
+    def break_sender(self, path: Path) -> None:
+        path.broken = True
+        path.source.end_job(path, KVTransferFailed("nothing moves"))
+
+    def break_receiver(self, pair_id: str) -> None:
+        """The connection breaks at this end, so it breaks at the other."""
+        for prefill in self.prefills:
+            if pair_id in prefill.paths:
+                prefill.paths[pair_id].broken = True
+        self.decode.end_receive(pair_id, KVTransferFailed("nothing moves"))
+
+    def write(self, path: Path) -> None:
+        """One-sided: nobody on the other side is asked."""
+        job = path.jobs[0]
+        job.begun = True
+        dst = job.ship.dst_block_ids[job.num_moved]
+        if path.target is self.decode:
+            transfer = self.decode.scheduler._transfers.get(job.ship.transfer_id)
+            self.num_late_writes += transfer is None or transfer.transfer_id not in self.decode.scheduler._by_transfer
+            path.target.write(job, dst)
+        else:  # the memory of a process that is gone
+            job.num_moved += 1
+        if job.num_moved == len(job.ship.dst_block_ids):
+            path.source.end_job(path, None)
+
+    def move(self, path: Path, take: ReceiveJob) -> None:
+        """Two-sided: a block that both ends have come to."""
+        job = path.jobs[0]
+        job.begun = take.begun = True
+        assert job.ship.transfer_id == take.receive.transfer_id
+        transfer = self.decode.scheduler._transfers.get(job.ship.transfer_id)
+        self.num_late_writes += transfer is None or transfer.transfer_id not in self.decode.scheduler._by_transfer
+        path.target.write(job, take.receive.block_ids[take.num_moved])
+        take.num_moved += 1
+        if job.num_moved == len(job.ship.dst_block_ids):
+            path.target.end_receive(path.pair_id, None)
+            path.source.end_job(path, None)
+
+    # ---- steps
+
+    def run_step(self, process: Process) -> None:
+        """A step begins, or the one under way ends."""
+        if isinstance(process, Prefill):
+            self._prefill_step(process)
+        elif isinstance(process, Decode):
+            self._decode_step(process)
+
+    def _prefill_step(self, prefill: Prefill) -> None:
+        batch, prefill.step = prefill.step, None
+        if batch is None:
+            batch, actions = prefill.scheduler.schedule(self.now)
+            prefill.step = batch if batch.items else None
+            prefill.perform(actions)
+            return
+        outputs = []
+        for item, (prompt, _) in zip(batch.items, prefill.scheduler._step, strict=True):
+            end = item.start + len(item.token_ids)
+            self._check_memory(prefill.memory, prompt.token_ids, prompt.block_table, item.start)
+            self._compute(prefill.memory, prompt.token_ids, prompt.block_table, item.start, end)
+            outputs.append(ItemOutput([SampledToken(next_token(prompt.token_ids)) for _ in item.samples]))
+        prefill.perform(prefill.scheduler.on_step(self.now, outputs))
+
+    def _decode_step(self, decode: Decode) -> None:
+        batch, decode.step = decode.step, None
+        if batch is None:
+            batch, actions = decode.scheduler.schedule()
+            decode.step = batch if batch.items else None
+            decode.perform(actions)
+            return
+        outputs = []
+        for item, sequence in zip(batch.items, decode.scheduler._step, strict=True):
+            token_ids = self.attempts[sequence.request_id].prompt + sequence.output_token_ids
+            self._check_memory(decode.memory, token_ids, sequence.block_table, item.start)
+            self._compute(decode.memory, token_ids, sequence.block_table, item.start, item.start + 1)
+            outputs.append(ItemOutput([SampledToken(next_token(token_ids))]))
+        decode.perform(decode.scheduler.on_step(outputs))
+
+    @staticmethod
+    def _check_memory(memory: list[int], token_ids: list[int], block_table: list[int], num_computed: int) -> None:
+        for number in range(-(-num_computed // BLOCK_SIZE)):
+            expected = block_content(token_ids, number, num_computed)
+            assert memory[block_table[number]] == expected, f"block {number} holds what is not its own"
+
+    @staticmethod
+    def _compute(memory: list[int], token_ids: list[int], block_table: list[int], start: int, end: int) -> None:
+        for number in range(start // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
+            memory[block_table[number]] = block_content(token_ids, number, end)
+
+    # ---- what must hold
+
+    def check(self) -> None:
+        """Every block has one owner, and none is owned by two transfers or by a transfer and a sequence."""
+        for prefill in self.prefills:
+            prefill.scheduler.blocks.check()
+        self.decode.scheduler.blocks.check()
+        owners: Counter[int] = Counter()
+        for transfer in self.decode.scheduler._transfers.values():
+            owners.update(transfer.written_block_ids)
+        in_tables = {block_id for s in self.decode.scheduler._running for block_id in s.block_table}
+        assert all(count == 1 for count in owners.values()), "a block in two hands"
+        assert not in_tables & owners.keys(), "a block of a running sequence may still be written by a peer"
+
+    def settle(self) -> None:
+        """No more faults: everything comes to its end, every block comes back, every pair is ready again."""
+        self.loss = self.corruption = 0.0
+        for process in self.processes():
+            if process.frozen:
+                self.thaw(process)
+        for _ in range(60):
+            self._run_to_rest()
+            if self._is_at_rest():
+                break
+            self.now += 3.0  # retries of pairs, then deadlines
+            self.wake_clocks()
+        assert self._is_at_rest(), self._why_not_at_rest()
+
+    def _run_to_rest(self) -> None:
+        for _ in range(2000):
+            if events := self.events():
+                events[0][1]()
+                continue
+            for _, act in self.step_events():
+                act()
+            if not self.events() and not any(process.step for process in self.processes()):
+                return
+        raise AssertionError("it does not come to rest")
+
+    def _why_not_at_rest(self) -> str:
+        return next((why for why, is_so in self._at_rest_conditions() if not is_so), "")
+
+    def _is_at_rest(self) -> bool:
+        return not self._why_not_at_rest()
+
+    def _at_rest_conditions(self) -> list[tuple[str, bool]]:
+        decode = self.decode.scheduler
+        pairs = [p.table.ready_pair(self.decode.epoch) for p in self.prefills]
+        conditions = [(f"{s} hangs", s.ended is not None) for s in self.wanted]
+        for process in (*self.prefills, self.decode):
+            blocks = process.scheduler.blocks  # type: ignore[attr-defined]
+            conditions.append((f"blocks of {process.epoch} are lost", blocks.num_free == blocks.num_blocks))
+        conditions += [
+            ("decode remembers transfers", not decode._transfers),
+            ("decode remembers requests", not decode._by_request and not decode._by_transfer),
+            ("prefill remembers prompts", not any(p.scheduler._by_transfer for p in self.prefills)),
+            ("a pair is not ready", all(pair is not None for pair in pairs)),
+            ("decode keeps pairs that are gone", len(list(self.decode.table.pairs())) == len(self.prefills)),
+        ]
+        return conditions
