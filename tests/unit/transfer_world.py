@@ -46,6 +46,7 @@ from protocol.token_ids import pack_token_ids
 from protocol.transfer import (
     ClosePair,
     CloseTransfer,
+    ConnectorParams,
     FinishTransfer,
     KVLayout,
     KVRefused,
@@ -303,11 +304,10 @@ class Decode(Process):
             if pair_id in prefill.sockets:
                 prefill.inbox[pair_id].append(message)
 
-    def write(self, job: SendJob, dst_block_id: int) -> None:
+    def write(self, source: Prefill, job: SendJob, dst_block_id: int) -> None:
         transfer = self.scheduler._transfers.get(job.ship.transfer_id)
         assert transfer is not None and dst_block_id in transfer.written_block_ids, "a write to a block that was reused"
-        content = job.ship.src_block_ids[job.num_moved]
-        value = self.world.owner_memory(job)[content]
+        value = source.memory[job.ship.src_block_ids[job.num_moved]]
         if self.world.rng.random() < self.world.corruption:
             self.world.num_corrupted += 1
             value ^= self.world.rng.randrange(1, 2**32)
@@ -371,13 +371,8 @@ class World:
         """The incarnation whose pool a path leads to; another may have its address by now."""
         return self.decode if self.decode.pid == pid else Decode(self, 0)
 
-    def params_of(self, decode: Decode) -> Any:
-        from protocol.transfer import ConnectorParams
-
+    def params_of(self, decode: Decode) -> ConnectorParams:
         return ConnectorParams(pid=decode.pid)
-
-    def owner_memory(self, job: SendJob) -> list[int]:
-        return next(p.memory for p in self.prefills if any(job in path.jobs for path in p.paths.values()))
 
     def freeze(self, process: Process) -> None:
         process.frozen = True
@@ -529,7 +524,7 @@ class World:
         return [(3.0, lambda p=process: self.run_step(p)) for process in self.processes() if process.runs]  # type: ignore[misc]
 
     def fault_events(self) -> list[Event]:
-        events: list[Event] = [(0.5, self.tick)]
+        events: list[Event] = [(0.5, lambda: self.pass_time(self.rng.choice([0.1, 1.0, 3.0, 15.0, 45.0])))]
         for process in self.processes():
             if process.frozen:
                 events.append((0.3, lambda p=process: self.thaw(p)))  # type: ignore[misc]
@@ -539,7 +534,7 @@ class World:
                 events.append((0.08, lambda p=process: self.freeze(p)))  # type: ignore[misc]
                 for connection, queue in process.inbox.items():
                     if queue and connection != "proxy":
-                        events.append((0.05, lambda p=process, c=connection: self.duplicate(p, c)))  # type: ignore[misc]
+                        events.append((0.1, lambda p=process, c=connection: self.duplicate(p, c)))  # type: ignore[misc]
                         if len(queue) > 1:
                             events.append((0.05, lambda q=queue: q.rotate(1)))  # type: ignore[misc]
             events.append((0.04, lambda p=process: self.restart(p)))  # type: ignore[misc]
@@ -571,11 +566,8 @@ class World:
             if pid in pair.live_pids:
                 self.decode.perform_pairs(self.decode.table.on_exit(pair.pair_id, pid))
 
-    def tick(self) -> None:
-        self.now += self.rng.choice([0.1, 1.0, 3.0, 15.0])
-        self.wake_clocks()
-
-    def wake_clocks(self) -> None:
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
         for process in self.processes():
             if process.runs and isinstance(process, Prefill):
                 process.perform_pairs(process.table.on_tick(self.now))
@@ -642,7 +634,7 @@ class World:
         if path.target is self.decode:
             transfer = self.decode.scheduler._transfers.get(job.ship.transfer_id)
             self.num_late_writes += transfer is None or transfer.transfer_id not in self.decode.scheduler._by_transfer
-            path.target.write(job, dst)
+            path.target.write(path.source, job, dst)
         else:  # the memory of a process that is gone
             job.num_moved += 1
         if job.num_moved == len(job.ship.dst_block_ids):
@@ -655,7 +647,7 @@ class World:
         assert job.ship.transfer_id == take.receive.transfer_id
         transfer = self.decode.scheduler._transfers.get(job.ship.transfer_id)
         self.num_late_writes += transfer is None or transfer.transfer_id not in self.decode.scheduler._by_transfer
-        path.target.write(job, take.receive.block_ids[take.num_moved])
+        path.target.write(path.source, job, take.receive.block_ids[take.num_moved])
         take.num_moved += 1
         if job.num_moved == len(job.ship.dst_block_ids):
             path.target.end_receive(path.pair_id, None)
@@ -732,14 +724,13 @@ class World:
             if process.frozen:
                 self.thaw(process)
         for _ in range(60):
-            self._run_to_rest()
+            self.run_to_rest()
             if self._is_at_rest():
                 break
-            self.now += 3.0  # retries of pairs, then deadlines
-            self.wake_clocks()
+            self.pass_time(3.0)  # retries of pairs, then deadlines
         assert self._is_at_rest(), self._why_not_at_rest()
 
-    def _run_to_rest(self) -> None:
+    def run_to_rest(self) -> None:
         for _ in range(2000):
             if events := self.events():
                 events[0][1]()
@@ -750,24 +741,23 @@ class World:
                 return
         raise AssertionError("it does not come to rest")
 
-    def _why_not_at_rest(self) -> str:
-        return next((why for why, is_so in self._at_rest_conditions() if not is_so), "")
-
     def _is_at_rest(self) -> bool:
-        return not self._why_not_at_rest()
+        return self._why_not_at_rest() is None
 
-    def _at_rest_conditions(self) -> list[tuple[str, bool]]:
-        decode = self.decode.scheduler
-        pairs = [p.table.ready_pair(self.decode.epoch) for p in self.prefills]
-        conditions = [(f"{s} hangs", s.ended is not None) for s in self.wanted]
-        for process in (*self.prefills, self.decode):
+    def _why_not_at_rest(self) -> str | None:
+        if hanging := [sequence for sequence in self.wanted if sequence.ended is None]:
+            return f"{hanging[0]} hangs"
+        for process in self.processes():
             blocks = process.scheduler.blocks  # type: ignore[attr-defined]
-            conditions.append((f"blocks of {process.epoch} are lost", blocks.num_free == blocks.num_blocks))
-        conditions += [
-            ("decode remembers transfers", not decode._transfers),
-            ("decode remembers requests", not decode._by_request and not decode._by_transfer),
-            ("prefill remembers prompts", not any(p.scheduler._by_transfer for p in self.prefills)),
-            ("a pair is not ready", all(pair is not None for pair in pairs)),
-            ("decode keeps pairs that are gone", len(list(self.decode.table.pairs())) == len(self.prefills)),
-        ]
-        return conditions
+            if blocks.num_free != blocks.num_blocks:
+                return f"{blocks.num_blocks - blocks.num_free} blocks of {process.epoch} are lost"
+        decode = self.decode.scheduler
+        if decode._transfers or decode._by_request or decode._by_transfer:
+            return "decode remembers what has ended"
+        if any(prefill.scheduler._by_transfer for prefill in self.prefills):
+            return "prefill remembers what has ended"
+        if not all(prefill.table.ready_pair(self.decode.epoch) for prefill in self.prefills):
+            return "a pair is not ready"
+        if len(list(self.decode.table.pairs())) != len(self.prefills):
+            return "decode keeps pairs that are gone"
+        return None
