@@ -12,23 +12,14 @@ what was computed for the sequence's own tokens. `check`, after each event: ever
 from __future__ import annotations
 
 import random
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from zlib import crc32
 
-from decode_worker.actions import Receive, SendToPrefill
-from decode_worker.pair_table import AcceptPair, CloseReceiver, IncomingPairTable, PrefillLost, RefusePair
-from decode_worker.pair_table import PairLost as IncomingPairLost
-from decode_worker.pair_table import SendClose as SendCloseToPrefill
-from decode_worker.scheduler import DecodeScheduler
-from engine.batch import Batch, ItemOutput
-from engine.block_manager import BlockManager
-from kv_transfer.checksums import corrupt_blocks
-from prefill_worker.actions import SendToDecode, Ship
-from prefill_worker.pair_table import CloseSender, Connect, Disconnect, OpenSender, PairLost, PairTable, SendClose
-from prefill_worker.scheduler import PrefillScheduler
+from engine.batch import ItemOutput
 from protocol.dispatch import (
     AbortRequest,
     DecodeReserved,
@@ -39,29 +30,15 @@ from protocol.dispatch import (
     StartPrefill,
     TokenBatch,
 )
-from protocol.errors import ErrorInfo, KVTransferFailed, WorkerLost
+from protocol.errors import KVTransferFailed
 from protocol.generation import SampledToken, SamplingParams, StopConditions
-from protocol.membership import WorkerInfo
 from protocol.token_ids import pack_token_ids
 from protocol.transfer import (
-    ClosePair,
-    CloseTransfer,
     ConnectorParams,
-    FinishTransfer,
-    KVLayout,
-    KVRefused,
-    KVReserved,
-    OpenPair,
-    PairAccepted,
-    PairRefused,
-    ReserveKV,
-    ShipKV,
 )
+from tests.unit.simulated_workers import BLOCK_SIZE, Decode, Path, Prefill, Process, ReceiveJob
 
-BLOCK_SIZE = 4
-NUM_BLOCKS = 9
 DEADLINE_S = 40.0
-LAYOUT = KVLayout("model", "bfloat16", 2, 2, 16, BLOCK_SIZE)
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -86,248 +63,6 @@ class Wanted:
     ended: str | None = None
 
 
-@dataclass(eq=False)
-class SendJob:
-    ship: Ship
-    announcement: ShipKV
-    num_moved: int = 0
-    stuck_at: int = -1
-    begun: bool = False
-
-    @property
-    def is_stuck(self) -> bool:
-        return self.num_moved == self.stuck_at
-
-
-@dataclass(eq=False)
-class ReceiveJob:
-    receive: Receive
-    num_moved: int = 0
-    begun: bool = False
-
-
-@dataclass(eq=False)
-class Path:
-    """The sending end of one pair, and the incarnation of decode that it leads to."""
-
-    pair_id: str
-    source: Prefill
-    target: Decode
-    jobs: deque[SendJob] = field(default_factory=deque)
-    closed: bool = False
-    broken: bool = False
-    told_closed: bool = False
-
-
-class Process:
-    def __init__(self, world: World, name: str, number: int) -> None:
-        self.world = world
-        self.name = name
-        self.epoch = f"{name}/{number}"
-        self.pid = 1000 + hash_pid(self.epoch)
-        self.frozen = False
-        self.alive = True
-        self.inbox: dict[str, deque[Any]] = defaultdict(deque)  # by connection: "proxy", or a pair
-        self.view: set[str] = set()
-        self.memory = [0] * NUM_BLOCKS
-        self.step: Batch | None = None
-
-    @property
-    def runs(self) -> bool:
-        return self.alive and not self.frozen
-
-
-def hash_pid(epoch: str) -> int:
-    return crc32(epoch.encode()) % 1_000_000
-
-
-class Prefill(Process):
-    def __init__(self, world: World, name: str, number: int) -> None:
-        super().__init__(world, name, number)
-        self.info = WorkerInfo(name, self.epoch, "prefill", name, self.pid)
-        self.scheduler = PrefillScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 6, 4)
-        self.table = PairTable(self.info, [self.pid], LAYOUT, "here", "cpu", [world.connector], True)
-        self.paths: dict[str, Path] = {}
-        self.sockets: set[str] = set()
-
-    def on_message(self, connection: str, message: Any) -> None:
-        now = self.world.now
-        match message:
-            case StartPrefill():
-                pair = self.table.ready_pair(message.decode_epoch or "")
-                if message.decode_epoch is not None and pair is None:
-                    error = ErrorInfo.of(WorkerLost("the pair is not ready"))
-                    self.world.to_proxy(self, RequestFailed(message.request_ids[0], error))
-                else:
-                    self.perform(self.scheduler.on_start(now, message, pair.pair_id if pair else None))
-            case AbortRequest():
-                self.perform(self.scheduler.on_abort(message.proxy_id, message.request_id))
-            case KVReserved():
-                self.perform(self.scheduler.on_reserved(message))
-            case KVRefused():
-                self.perform(self.scheduler.on_refused(message.transfer_id, message.error))
-            case PairAccepted() | PairRefused() | ClosePair():
-                self.perform_pairs(self.table.on_message(now, message))
-
-    def perform(self, actions: list[Any]) -> None:
-        for action in actions:
-            match action:
-                case SendToDecode():
-                    self.send(action.pair_id, action.message)
-                case Ship():
-                    self.ship(action)
-                case _:
-                    self.world.to_proxy(self, action.message)
-
-    def perform_pairs(self, actions: list[Any]) -> None:
-        for action in actions:
-            match action:
-                case Connect():
-                    self.sockets.add(action.pair_id)
-                    self.send(action.pair_id, action.message)
-                case OpenSender():
-                    self.paths[action.pair_id] = Path(action.pair_id, self, self.world.decode_at(action.peers[0].pid))
-                    self.perform_pairs(self.table.on_sender_ready(self.world.now, action.pair_id, None))
-                case CloseSender():
-                    path = self.paths.get(action.pair_id)
-                    if path is None:
-                        self.perform_pairs(self.table.on_sender_closed(action.pair_id))
-                    else:
-                        path.closed = True
-                case SendClose():
-                    self.send(action.message.pair_id, action.message)
-                case Disconnect():
-                    self.sockets.discard(action.pair_id)
-                    self.inbox.pop(action.pair_id, None)
-                case PairLost():
-                    self.perform(self.scheduler.on_pair_lost(action.pair_id, action.reason))
-
-    def send(self, pair_id: str, message: Any) -> None:
-        if pair_id in self.sockets:
-            self.world.decode.inbox[pair_id].append(message)
-
-    def ship(self, ship: Ship) -> None:
-        path = self.paths.get(ship.pair_id)
-        if path is None or path.closed:
-            self.perform(self.scheduler.on_shipped(ship.transfer_id, KVTransferFailed("the pair is closed")))
-            return
-        checksums = [self.memory[block_id] for block_id in ship.src_block_ids]
-        announcement = self.table.announcement(
-            ship.pair_id, ship.transfer_id, ship.first_block, len(ship.src_block_ids), checksums
-        )
-        job = SendJob(ship, announcement)
-        if self.world.rng.random() < self.world.loss:
-            job.stuck_at = self.world.rng.randrange(len(ship.src_block_ids))
-        path.jobs.append(job)
-        if not self.world.one_sided:
-            self.send(ship.pair_id, announcement)
-
-    def end_job(self, path: Path, error: KVTransferFailed | None) -> None:
-        job = path.jobs.popleft()
-        if error is None and self.world.one_sided:
-            self.send(path.pair_id, job.announcement)
-        self.perform(self.scheduler.on_shipped(job.ship.transfer_id, error))
-        if error is not None:
-            self.perform_pairs(self.table.fail(self.world.now, path.pair_id, error.message))
-
-
-class Decode(Process):
-    def __init__(self, world: World, number: int) -> None:
-        super().__init__(world, "decode-0", number)
-        self.info = WorkerInfo(self.name, self.epoch, "decode", self.name, self.pid)
-        self.scheduler = DecodeScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 3)
-        self.table = IncomingPairTable(LAYOUT, "here", "cpu", [world.connector], False)
-        self.receives: dict[str, deque[ReceiveJob]] = defaultdict(deque)
-        self.receivers: set[str] = set()
-
-    def on_message(self, connection: str, message: Any) -> None:
-        match message:
-            case PrepareDecode():
-                self.perform(self.scheduler.on_prepare(self.world.now, message))
-            case AbortRequest():
-                self.perform(self.scheduler.on_abort(message.proxy_id, message.request_id))
-            case OpenPair():
-                self.perform_pairs(self.table.on_open(message))
-            case ReserveKV() if self.table.is_open(message.pair_id):
-                self.perform(self.scheduler.on_reserve(self.world.now, message))
-            case ReserveKV():
-                error = ErrorInfo.of(KVTransferFailed("the pair is closed"))
-                self.send(message.pair_id, KVRefused(message.transfer_id, error))
-            case ShipKV():
-                try:
-                    if self.table.is_next(message):
-                        self.perform(self.scheduler.on_ship(message))
-                except KVTransferFailed as error:
-                    self.perform_pairs(self.table.fail(message.pair_id, error.message))
-            case FinishTransfer():
-                self.perform(self.scheduler.on_finish_transfer(message))
-            case CloseTransfer():
-                self.perform(self.scheduler.on_close_transfer(message.transfer_id))
-            case ClosePair():
-                self.perform_pairs(self.table.on_close(message.pair_id, message.reason))
-
-    def perform(self, actions: list[Any]) -> None:
-        for action in actions:
-            match action:
-                case SendToPrefill():
-                    self.send(action.pair_id, action.message)
-                case Receive():
-                    self.receives[action.pair_id].append(ReceiveJob(action))
-                case _:
-                    self.world.to_proxy(self, action.message)
-
-    def perform_pairs(self, actions: list[Any]) -> None:
-        for action in actions:
-            match action:
-                case RefusePair() | SendCloseToPrefill():
-                    self.send(action.message.pair_id, action.message)
-                case AcceptPair():
-                    self.receivers.add(action.pair_id)
-                    self.table.on_opened(action.pair_id, self.world.one_sided)
-                    params = [self.world.params_of(self)]
-                    self.send(
-                        action.pair_id,
-                        PairAccepted(action.pair_id, self.epoch, action.connector, params, action.checksums),
-                    )
-                    for pid in action.pids:
-                        if not self.world.is_running(pid):
-                            self.perform_pairs(self.table.on_exit(action.pair_id, pid))
-                case CloseReceiver():
-                    self.receivers.discard(action.pair_id)
-                case IncomingPairLost():
-                    self.perform(self.scheduler.on_pair_lost(action.pair_id, action.reason, action.peer_stopped))
-                case PrefillLost():
-                    self.perform(self.scheduler.on_prefill_lost(action.prefill_epoch))
-
-    def send(self, pair_id: str, message: Any) -> None:
-        for prefill in self.world.prefills:
-            if pair_id in prefill.sockets:
-                prefill.inbox[pair_id].append(message)
-
-    def write(self, source: Prefill, job: SendJob, dst_block_id: int) -> None:
-        transfer = self.scheduler._transfers.get(job.ship.transfer_id)
-        assert transfer is not None and dst_block_id in transfer.written_block_ids, "a write to a block that was reused"
-        value = source.memory[job.ship.src_block_ids[job.num_moved]]
-        if self.world.rng.random() < self.world.corruption:
-            self.world.num_corrupted += 1
-            value ^= self.world.rng.randrange(1, 2**32)
-        self.memory[dst_block_id] = value
-        job.num_moved += 1
-
-    def end_receive(self, pair_id: str, error: KVTransferFailed | None) -> None:
-        receive = self.receives[pair_id].popleft().receive
-        if error is not None:
-            self.perform(self.scheduler.on_received(receive.transfer_id, error))
-            self.perform_pairs(self.table.fail(pair_id, error.message))
-            return
-        arrived = [self.memory[block_id] for block_id in receive.block_ids]
-        if corrupt_blocks(receive.block_ids, receive.checksums, arrived):
-            self.world.num_found_corrupt += 1
-            self.perform(self.scheduler.on_corrupt(receive.transfer_id, KVTransferFailed("other bytes")))
-        else:
-            self.perform(self.scheduler.on_received(receive.transfer_id, None))
-
-
 Event = tuple[float, Callable[[], None]]
 """Weight and what happens."""
 
@@ -341,6 +76,8 @@ class World:
         self.one_sided = one_sided
         self.connector = "ipc" if one_sided else "gloo"
         self.loss, self.corruption = loss, corruption
+        self.data_pace, self.message_pace = self.rng.choice([0.3, 3.0]), self.rng.choice([0.8, 4.0])
+        self.disorder = self.rng.choice([0.02, 0.4])
         self.num_started = 0
         self.decode = self._new_decode()
         self.prefills = [self._new_prefill(i) for i in range(2)]
@@ -498,51 +235,65 @@ class World:
     # ---- what may happen next
 
     def events(self) -> list[Event]:
-        """All that can happen of itself, that is without a further fault."""
-        events: list[Event] = []
-        for process in self.processes():
-            if not process.runs:
-                continue
-            for connection, queue in process.inbox.items():
-                if queue:
-                    events.append((4.0, lambda p=process, c=connection: self.deliver(p, c)))  # type: ignore[misc]
-            if process.view != self.visible:
-                events.append((1.0, lambda p=process: self.show_view(p)))  # type: ignore[misc]
-        if self.exits and self.decode.runs:
-            events.append((1.0, self.report_exit))
-        for prefill in self.prefills:
-            if prefill.runs:
-                for path in list(prefill.paths.values()):
-                    events += self._sender_events(path)
-        if self.decode.runs:
-            for pair_id, jobs in self.decode.receives.items():
+        """All that can happen of itself, that is without a further fault, but for steps."""
+        return [event for process in self.processes() for event in self.events_of(process)]
+
+    def events_of(self, process: Process) -> list[Event]:
+        """Messages, news of membership and exits, blocks that move, callbacks."""
+        if not process.runs:
+            return []
+        events: list[Event] = [
+            (self.message_pace, partial(self.deliver, process, connection))
+            for connection, queue in process.inbox.items()
+            if queue
+        ]
+        if process.view != self.visible:
+            events.append((1.0, partial(self.show_view, process)))
+        if isinstance(process, Prefill):
+            for path in process.paths.values():
+                events += self._sender_events(path)
+        elif isinstance(process, Decode):
+            if self.exits:
+                events.append((1.0, self.report_exit))
+            for pair_id, jobs in process.receives.items():
                 if jobs:
                     events += self._receiver_events(pair_id, jobs[0])
         return events
 
-    def step_events(self) -> list[Event]:
-        return [(3.0, lambda p=process: self.run_step(p)) for process in self.processes() if process.runs]  # type: ignore[misc]
+    def random_event(self, rng: random.Random) -> Callable[[], None]:
+        """With faults, and clients that come and go."""
+        which = rng.randrange(4)
+        if which == 3:
+            events = self._outside_events()
+        else:
+            process = self.processes()[which]
+            events = self.events_of(process) + self._faults_of(process)
+            if process.runs:
+                events.append((3.0, partial(self.run_step, process)))
+        return rng.choices([act for _, act in events], [weight for weight, _ in events])[0]
 
-    def fault_events(self) -> list[Event]:
-        events: list[Event] = [(0.5, lambda: self.pass_time(self.rng.choice([0.1, 1.0, 3.0, 15.0, 45.0])))]
-        for process in self.processes():
-            if process.frozen:
-                events.append((0.3, lambda p=process: self.thaw(p)))  # type: ignore[misc]
-                if process.epoch in self.visible:
-                    events.append((0.3, lambda p=process: self.notice_silence(p)))  # type: ignore[misc]
-            else:
-                events.append((0.08, lambda p=process: self.freeze(p)))  # type: ignore[misc]
-                for connection, queue in process.inbox.items():
-                    if queue and connection != "proxy":
-                        events.append((0.1, lambda p=process, c=connection: self.duplicate(p, c)))  # type: ignore[misc]
-                        if len(queue) > 1:
-                            events.append((0.05, lambda q=queue: q.rotate(1)))  # type: ignore[misc]
-            events.append((0.04, lambda p=process: self.restart(p)))  # type: ignore[misc]
+    def _outside_events(self) -> list[Event]:
+        events: list[Event] = [(0.4, lambda: self.pass_time(self.rng.choice([0.1, 1.0, 3.0, 15.0, 45.0])))]
         if len(self.wanted) < 12:
-            events.append((4.0, self.start))
+            events.append((2.0, self.start))
         open_ones = [sequence for sequence in self.wanted if sequence.ended is None]
         if open_ones:
             events.append((0.5, lambda: self.abort(self.rng.choice(open_ones))))
+        return events
+
+    def _faults_of(self, process: Process) -> list[Event]:
+        events: list[Event] = [(0.05, partial(self.restart, process))]
+        if process.frozen:
+            events.append((0.4, partial(self.thaw, process)))
+            if process.epoch in self.visible:
+                events.append((0.4, partial(self.notice_silence, process)))
+            return events
+        events += [(0.1, partial(self.freeze, process)), (0.1, partial(self.give_up_pair, process))]
+        for connection, queue in process.inbox.items():
+            if queue and connection != "proxy":
+                events.append((self.disorder, partial(self.duplicate, process, connection)))
+                if len(queue) > 1:
+                    events.append((self.disorder, partial(queue.rotate, 1)))
         return events
 
     def deliver(self, process: Process, connection: str) -> None:
@@ -551,6 +302,13 @@ class World:
     def duplicate(self, process: Process, connection: str) -> None:
         self.num_duplicated += 1
         process.inbox[connection].appendleft(process.inbox[connection][0])
+
+    def give_up_pair(self, process: Process) -> None:
+        """For a reason of its own: a clogged connection, a message that breaks the rules."""
+        if isinstance(process, Prefill) and (pairs := list(process.table.pairs())):
+            process.perform_pairs(process.table.fail(self.now, self.rng.choice(pairs).pair_id, "clogged"))
+        elif isinstance(process, Decode) and (incoming := list(process.table.pairs())):
+            process.perform_pairs(process.table.fail(self.rng.choice(incoming).pair_id, "broke the rules"))
 
     def show_view(self, process: Process) -> None:
         process.view = set(self.visible)
@@ -588,12 +346,12 @@ class World:
         if self.one_sided:
             if job.is_stuck:
                 return [(1.0, lambda: self.break_sender(path))]
-            return [(3.0, lambda: self.write(path))]
+            return [(self.data_pace, lambda: self.write(path))]
         receives = path.target.receives.get(path.pair_id)
         take = receives[0] if receives else None
         if take is None or job.is_stuck or not path.target.runs or self._may_not_begin(path, take):
             return [(0.3, lambda: self.break_sender(path))]
-        return [(3.0, lambda: self.move(path, take))]
+        return [(self.data_pace, lambda: self.move(path, take))]
 
     def _may_not_begin(self, path: Path, take: ReceiveJob) -> bool:
         return path.pair_id not in path.target.receivers and not take.begun
@@ -735,8 +493,8 @@ class World:
             if events := self.events():
                 events[0][1]()
                 continue
-            for _, act in self.step_events():
-                act()
+            for process in self.processes():
+                self.run_step(process)
             if not self.events() and not any(process.step for process in self.processes()):
                 return
         raise AssertionError("it does not come to rest")
