@@ -17,6 +17,7 @@ import pytest
 
 from decode_worker.config import DecodeConfig
 from deploy.runtime_dir import runtime_dir
+from protocol.membership import WorkerReport
 from tests.cluster import MODEL, Cluster
 
 RNG = random.Random(3)
@@ -66,10 +67,12 @@ def ask(cluster: Cluster, count: int, num_prompt_tokens: int) -> list[Future[int
     return futures
 
 
-def is_reserved(cluster: Cluster, *decode_ids: str) -> bool:
-    """Whether transfers to each of these are under way: their blocks are set aside before the prompt is computed."""
-    loads = [cluster.worker(worker_id).load for worker_id in decode_ids]
-    return all(load.num_free_blocks < load.num_blocks for load in loads)
+def ask_until_shipping(cluster: Cluster, worker_id: str) -> list[Future[int]]:
+    """Long prompts, enough for seconds, the first of which this prefill worker has begun to ship."""
+    num_bytes = cluster.worker(worker_id).load.num_transferred_bytes
+    answers = ask(cluster, 24, 1590)
+    cluster.wait_for(lambda: cluster.worker(worker_id).load.num_transferred_bytes > num_bytes, 10)
+    return answers
 
 
 def pair_failures(cluster: Cluster) -> int:
@@ -82,21 +85,21 @@ def test_pairs_are_made_before_traffic(cluster: Cluster) -> None:
 
 
 def test_decode_out_of_blocks_makes_prompts_wait_and_nothing_fails(cluster: Cluster) -> None:
-    """Forty prompts of 25 blocks; two decode workers hold far fewer."""
-    num_blocks = cluster.worker("decode-0").load.num_blocks
-    answers = ask(cluster, 40, 1590)
-    assert 40 * 25 > 4 * num_blocks
-    assert [answer.result(60) for answer in answers] == [200] * 40
+    """Prompts of 25 blocks, one and a half times as many as both decode workers hold."""
+    num_blocks = 2 * cluster.worker("decode-0").load.num_blocks
+    count = num_blocks * 3 // 2 // 25 + 1
+    assert [answer.result(60) for answer in ask(cluster, count, 1590)] == [200] * count
     loads = [cluster.worker(worker_id).load for worker_id in ("decode-0", "decode-1")]
-    assert sum(load.num_compared_blocks for load in loads) >= 40 * 25 and not any(x.num_corrupt_blocks for x in loads)
+    assert sum(load.num_compared_blocks for load in loads) >= 25 * count and not any(
+        x.num_corrupt_blocks for x in loads
+    )
 
 
 def test_a_frozen_prefill_worker_keeps_what_it_may_still_write(cluster: Cluster) -> None:
     """It is out of the cluster until it wakes; then its blocks come back, and nobody restarts."""
     before, failures = ready_pairs(cluster), pair_failures(cluster)
-    answers = ask(cluster, 6, 1590)
-    cluster.wait_for(lambda: is_reserved(cluster, "decode-0", "decode-1"), 10)
     frozen = cluster.worker("prefill-0").worker
+    answers = ask_until_shipping(cluster, "prefill-0")
     os.kill(frozen.pid, signal.SIGSTOP)
     try:
         cluster.wait_for(lambda: frozen.epoch not in {r.worker.epoch for r in cluster.status().workers}, 10)
@@ -123,8 +126,7 @@ def test_a_frozen_decode_worker_cannot_keep_blocks_of_prefill(cluster: Cluster) 
     """The heartbeat is the lease: prompts that wait for it are given up when it ends, while it is still frozen."""
     before = ready_pairs(cluster)
     frozen = cluster.worker("decode-0").worker
-    answers = ask(cluster, 6, 1590)
-    cluster.wait_for(lambda: is_reserved(cluster, "decode-0", "decode-1"), 10)
+    answers = ask_until_shipping(cluster, "prefill-0")
     os.kill(frozen.pid, signal.SIGSTOP)
     try:
         codes = [answer.result(30) for answer in answers]
@@ -140,8 +142,7 @@ def test_a_frozen_decode_worker_cannot_keep_blocks_of_prefill(cluster: Cluster) 
 def test_a_prefill_worker_that_restarts_at_its_address_has_new_pairs(cluster: Cluster) -> None:
     before = ready_pairs(cluster)
     gone = cluster.worker("prefill-1").worker
-    answers = ask(cluster, 6, 1590)
-    cluster.wait_for(lambda: is_reserved(cluster, "decode-0", "decode-1"), 10)
+    answers = ask_until_shipping(cluster, "prefill-1")
     os.kill(gone.pid, signal.SIGKILL)
     codes = [answer.result(30) for answer in answers]
     assert set(codes) == {200, 503}, codes
@@ -189,35 +190,38 @@ def test_another_layout_is_refused_by_name_and_nobody_else_notices(cluster: Clus
 
 def pool_file(pid: int) -> Path:
     links = Path(f"/proc/{pid}/fd").iterdir()
-    return next(link for link in links if "tandem-kv-pool" in os.readlink(link))
+    return next(link for link in links if "tandem-kv-pool" in str(link.readlink()))
+
+
+def change_every_block(worker: WorkerReport) -> None:
+    """One byte of each."""
+    with pool_file(worker.worker.pid).open("r+b") as pool:
+        block_bytes = os.fstat(pool.fileno()).st_size // worker.load.num_blocks
+        for block_id in range(worker.load.num_blocks):
+            at = block_id * block_bytes
+            byte = os.pread(pool.fileno(), 1, at)[0]
+            os.pwrite(pool.fileno(), bytes([byte ^ 1]), at)
 
 
 def test_a_byte_that_changes_on_the_way_fails_its_transfer(cluster: Cluster) -> None:
-    """Both decode workers are stopped while prefill writes; every block of theirs is changed before they look."""
-    answers = ask(cluster, 4, 1590)
-    decodes = [cluster.worker(worker_id).worker for worker_id in ("decode-0", "decode-1")]
-    cluster.wait_for(lambda: is_reserved(cluster, "decode-0", "decode-1"), 10)
-    for worker in decodes:
-        os.kill(worker.pid, signal.SIGSTOP)
-    try:
-        shipped = [cluster.worker(worker_id).load.num_transferred_bytes for worker_id in ("prefill-0", "prefill-1")]
-        # Each has written more since, which decode has not looked at.
-        for worker_id, num_bytes in zip(("prefill-0", "prefill-1"), shipped, strict=True):
-            cluster.wait_for(lambda w=worker_id, n=num_bytes: cluster.worker(w).load.num_transferred_bytes > n, 2)  # type: ignore[misc]
-        for worker in decodes:
-            num_blocks = cluster.worker(worker.worker_id).load.num_blocks
-            with pool_file(worker.pid).open("r+b") as pool:
-                block_bytes = os.fstat(pool.fileno()).st_size // num_blocks
-                for block_id in range(num_blocks):
-                    pool.seek(block_id * block_bytes)
-                    byte = pool.read(1)
-                    pool.seek(block_id * block_bytes)
-                    pool.write(bytes([byte[0] ^ 1]))
-    finally:
-        for worker in decodes:
-            os.kill(worker.pid, signal.SIGCONT)
+    """Decode is stopped for moments, in which prefill writes on and every block changes, until decode has noticed."""
+    decodes = [cluster.worker(worker_id) for worker_id in ("decode-0", "decode-1")]
+    answers = ask_until_shipping(cluster, "prefill-0")
+
+    def is_noticed() -> bool:
+        for report in decodes:
+            os.kill(report.worker.pid, signal.SIGSTOP)
+        try:
+            cluster.status()  # takes a moment
+            for report in decodes:
+                change_every_block(report)
+        finally:
+            for report in decodes:
+                os.kill(report.worker.pid, signal.SIGCONT)
+        return any(cluster.worker(report.worker.worker_id).load.num_corrupt_blocks for report in decodes)
+
+    cluster.wait_for(is_noticed, 20)
     codes = [answer.result(30) for answer in answers]
     assert set(codes) <= {200, 503} and 503 in codes, codes
-    assert sum(cluster.worker(w.worker_id).load.num_corrupt_blocks for w in decodes) > 0
     assert "with other bytes than were sent" in cluster.logs()
     assert len(ready_pairs(cluster)) == 4, "the pairs go on"
