@@ -51,8 +51,8 @@ class CPUAttention:
         output = torch.empty(self._num_tokens, num_heads, head_dim, dtype=query.dtype)
         if self._chunks is not None:
             rows = torch.from_numpy(self._chunk_rows)
-            parts = (states.index_select(2, rows) for states in (query, key, value))
-            output[rows] = self._chunks.attend(layer, *parts, options)
+            chunks = [states.index_select(2, rows) for states in (query, key, value)]
+            output[rows] = self._chunks.attend(layer, chunks[0], chunks[1], chunks[2], options)
         pool, layout = self._pool, self._pool.layout
         attend = cpu_kernels.single_token_attention(
             pool.tensor.dtype, num_heads // layout.num_kv_heads, layout.block_size, head_dim

@@ -219,30 +219,34 @@ def single_token_attention(dtype: torch.dtype, group: int, block_size: int, head
 
                 for g in range(0, padded, width):
                     t = first
-                    while t + 2 <= stop:
-                        a0, a1 = weights[g, t], weights[g, t + 1]
-                        b0 = b1 = c0 = c1 = d0 = d1 = _F32(0)
+                    while t + 4 <= stop:
+                        a0, a1, a2, a3 = weights[g, t], weights[g, t + 1], weights[g, t + 2], weights[g, t + 3]
+                        b0 = b1 = b2 = b3 = c0 = c1 = c2 = c3 = d0 = d1 = d2 = d3 = _F32(0)
                         if width > 1:
-                            b0, b1 = weights[g + 1, t], weights[g + 1, t + 1]
+                            h = g + 1
+                            b0, b1, b2, b3 = weights[h, t], weights[h, t + 1], weights[h, t + 2], weights[h, t + 3]
                         if width > 2:
-                            c0, c1 = weights[g + 2, t], weights[g + 2, t + 1]
+                            h = g + 2
+                            c0, c1, c2, c3 = weights[h, t], weights[h, t + 1], weights[h, t + 2], weights[h, t + 3]
                         if width > 3:
-                            d0, d1 = weights[g + 3, t], weights[g + 3, t + 1]
+                            h = g + 3
+                            d0, d1, d2, d3 = weights[h, t], weights[h, t + 1], weights[h, t + 2], weights[h, t + 3]
                         for d in range(head_dim):
-                            v0 = _as_float(values[t, d])
-                            v1 = _as_float(values[t + 1, d])
-                            mixed[g, d] += a0 * v0 + a1 * v1
+                            v0, v1 = _as_float(values[t, d]), _as_float(values[t + 1, d])
+                            v2, v3 = _as_float(values[t + 2, d]), _as_float(values[t + 3, d])
+                            mixed[g, d] += a0 * v0 + a1 * v1 + a2 * v2 + a3 * v3
                             if width > 1:
-                                mixed[g + 1, d] += b0 * v0 + b1 * v1
+                                mixed[g + 1, d] += b0 * v0 + b1 * v1 + b2 * v2 + b3 * v3
                             if width > 2:
-                                mixed[g + 2, d] += c0 * v0 + c1 * v1
+                                mixed[g + 2, d] += c0 * v0 + c1 * v1 + c2 * v2 + c3 * v3
                             if width > 3:
-                                mixed[g + 3, d] += d0 * v0 + d1 * v1
-                        t += 2
-                    if t < stop:
+                                mixed[g + 3, d] += d0 * v0 + d1 * v1 + d2 * v2 + d3 * v3
+                        t += 4
+                    while t < stop:
                         for i in range(width):
                             for d in range(head_dim):
                                 mixed[g + i, d] += weights[g + i, t] * _as_float(values[t, d])
+                        t += 1
 
             like = pool[0, 0, 0]
             for g in range(group):
