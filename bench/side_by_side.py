@@ -45,6 +45,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.num_prompts = 8
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     rates = [float(rate) for rate in options.rates.split(",")]
     peer = [str(options.vllm), str(options.model), str(options.port)]
     commands = {
