@@ -1,0 +1,134 @@
+"""Keeps bodies that take long to read off the event loop: JSON, templates and tokenising, in processes of their own.
+
+Processes and not threads: under the interpreter's lock a thread that decodes a megabyte of JSON holds up the loop for
+as long as that takes, and many such threads for a multiple (docs/adr/0006-reader-processes.md). They are forked before
+the loop and any thread exists, and so share the tokeniser's memory; the bodies and the packed token ids are all that
+travels. A process that is lost takes the pool with it: what was in it fails, and a new one, spawned, takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import logging
+import multiprocessing
+import signal
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import BaseContext
+from typing import TypeVar
+
+from protocol.errors import InternalError, Overloaded
+from protocol.lifetime import die_with_parent
+from proxy.body_reader import BodyKind, BodyReader
+from proxy.registry import ModelLimits
+from proxy.validation import GenerationRequest
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_INLINE_BYTES = 2048
+"""Bodies up to that are read on the loop: 0.6 ms at most (measured), where the way to a process and back takes 0.5."""
+MAX_INLINE_TOKENS = 1024
+"""The same for turning tokens into text."""
+MAX_WAITING_BYTES = 1 << 30
+"""Of bodies that wait for a process. Beyond that, large bodies are refused."""
+
+
+class ReaderPool:
+    """make_reader: makes a reader from nothing, in a process that inherits none; so it must pickle."""
+
+    def __init__(self, reader: BodyReader, make_reader: Callable[[], BodyReader], num_processes: int) -> None:
+        self._reader = reader
+        self._make_reader = make_reader
+        self._num_processes = num_processes
+        self._executor: ProcessPoolExecutor | None = None
+        self._num_waiting_bytes = 0
+
+    def fork(self) -> None:
+        """Call it while the process has one thread and no loop; without it, processes are spawned when first needed."""
+        gc.freeze()  # the children's collector need not touch, and so copy, what they inherit
+        self._executor = self._start(multiprocessing.get_context("fork"), lambda: self._reader)
+
+    async def read(self, kind: BodyKind, body: bytes, limits: ModelLimits) -> GenerationRequest:
+        """With its prompts tokenised. Raises InvalidRequest, Overloaded, or InternalError when a process was lost."""
+        if is_small(body):
+            return self._reader.read(kind, body, limits)
+        if self._num_waiting_bytes + len(body) > MAX_WAITING_BYTES:
+            raise Overloaded("too many large requests are waiting to be tokenised; try again later")
+        self._num_waiting_bytes += len(body)
+        try:
+            return await self._run(_read, kind, body, limits)
+        finally:
+            self._num_waiting_bytes -= len(body)
+
+    async def text_of(self, token_ids: list[int]) -> str:
+        """What a prompt says, special tokens left out."""
+        if len(token_ids) <= MAX_INLINE_TOKENS:
+            return self._reader.text_of(token_ids)
+        return await self._run(_text_of, token_ids)
+
+    async def _run(self, job: Callable[..., T], *arguments: object) -> T:
+        if self._executor is None:
+            self._executor = self._start(multiprocessing.get_context("spawn"), self._make_reader)
+        executor = self._executor
+        try:
+            return await asyncio.wrap_future(executor.submit(job, *arguments))
+        except BrokenProcessPool as error:
+            if self._executor is executor:
+                log.error("a tokenising process was lost; starting new ones")
+                self._executor = None
+                executor.shutdown(wait=False)
+            raise InternalError("the process that read the request was lost") from error
+
+    def _start(self, context: BaseContext, make_reader: Callable[[], BodyReader]) -> ProcessPoolExecutor:
+        executor = ProcessPoolExecutor(self._num_processes, context, _begin, (make_reader,))
+        executor.submit(_nothing)  # under fork this starts all of them, now
+        return executor
+
+    def close(self) -> None:
+        """What has not begun is given up. A process in the middle of a prompt ends with this one."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+def is_small(body: bytes) -> bool:
+    """Small enough to be read on the loop."""
+    return len(body) <= MAX_INLINE_BYTES
+
+
+# ---- in the processes
+
+_reader: BodyReader
+
+
+def _begin(make_reader: Callable[[], BodyReader]) -> None:
+    global _reader
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    _reader = make_reader()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _read(kind: BodyKind, body: bytes, limits: ModelLimits) -> GenerationRequest:
+    try:
+        return _reader.read(kind, body, limits)
+    finally:
+        _give_memory_back()
+
+
+def _text_of(token_ids: list[int]) -> str:
+    return _reader.text_of(token_ids)
+
+
+def _give_memory_back() -> None:
+    """A long prompt takes a hundred times its size while it is tokenised, of which glibc would keep most."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
