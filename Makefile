@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: setup serve test check format lock clean
+.PHONY: setup serve test check gpu-check format lock clean
 
 setup: $(VENV)/.installed
 
@@ -29,6 +29,11 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/unit
+
+# On a machine with a GPU, its own torch and perhaps no network: wheels of what it lacks are taken from .whl/.
+gpu-check:
+	@if ls .whl/*.whl >/dev/null 2>&1; then $(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target .gpu-site .whl/*.whl; fi
+	PYTHONPATH=$(CURDIR):$(CURDIR)/.gpu-site $(PYTHON) -m bench.gpu_check --json $(or $(OUT),bench/results)/gpu_check.json $(ARGS)
 
 format: setup
 	$(BIN)/ruff format .

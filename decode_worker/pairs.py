@@ -1,6 +1,6 @@
 """Pairs with prefill workers, as their decode side sees them: accepted or refused, and proof of their end.
 
-A pair ends when the peer says so (ClosePair), when its process exits (a pidfd on the same host), when no proxy knows
+A pair ends when the peer says so (ClosePair), when its processes exit (pidfds on the same host), when no proxy knows
 it any more, or when its data path breaks. Only the first two, or a connector through which we alone write, show that
 no more writes can come; see `decode_worker.transfer`.
 """
@@ -13,29 +13,27 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from kv_transfer.connector import KVReceiver, OnDone
-from kv_transfer.connectors import open_receiver
 from kv_transfer.handshake import agree
-from kv_transfer.mapped_memory import host_id
+from kv_transfer.mapped_memory import MappedMemoryReceiver, host_id
 from kv_transfer.process_group import StoreServer
+from kv_transfer.worker_pools import WorkerPools
 from protocol.errors import KVLayoutMismatch, KVTransferFailed
 from protocol.membership import WorkerInfo
-from protocol.transfer import ClosePair, ConnectorParams, KVLayout, OpenPair, PairAccepted, PairRefused
+from protocol.transfer import ClosePair, ConnectorParams, OpenPair, PairAccepted, PairRefused
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class IncomingPair:
-    """One prefill process that may ship to us."""
+    """One prefill worker that may ship to us. pidfds: of those of its ranks that are not known to have exited."""
 
     pair_id: str
     prefill_worker_id: str
     prefill_epoch: str
     receiver: KVReceiver
-    pidfd: int | None
+    pidfds: set[int]
     lost: bool = False
 
 
@@ -48,22 +46,16 @@ class IncomingPairs:
     def __init__(
         self,
         epoch: str,
-        layout: KVLayout,
-        blocks: torch.Tensor,
-        pool_params: ConnectorParams,
+        pools: WorkerPools,
         device: str,
-        host: str,
         connectors: list[str],
         send: Callable[[str, PairAccepted | PairRefused | ClosePair], None],
         on_pair_lost: Callable[[str, str, bool], None],
         on_prefill_lost: Callable[[str], None],
     ) -> None:
         self._epoch = epoch
-        self._layout = layout
-        self._blocks = blocks
-        self._pool_params = pool_params
+        self._pools = pools
         self._device = device
-        self._host = host
         self._connectors = connectors
         self._send = send
         self._on_pair_lost = on_pair_lost
@@ -76,31 +68,43 @@ class IncomingPairs:
         if message.pair_id in self._by_id:
             return
         try:
-            connector = agree(message, self._layout, host_id(), self._device, self._connectors)
+            connector = agree(message, self._pools.layout, host_id(), self._device, self._connectors)
         except KVLayoutMismatch as mismatch:
             log.error("refused the pair with %s: %s", message.prefill_worker_id, mismatch)
             self._send(message.pair_id, PairRefused(message.pair_id, mismatch.message))
             return
-        params = self._pool_params
-        if connector != "ipc":
-            if self._store_server is None:
-                self._store_server = StoreServer(self._host)
-            params = ConnectorParams(store_host=self._host, store_port=self._store_server.port)
         pair_id = message.pair_id
-        receiver = open_receiver(
-            connector, pair_id, self._store_server, self._blocks, self._host, lambda error: self._ready(pair_id, error)
-        )
-        pidfd = self._watch_process(pair_id, message) if message.host_id == host_id() else None
-        self._by_id[pair_id] = IncomingPair(pair_id, message.prefill_worker_id, message.prefill_epoch, receiver, pidfd)
+        num_senders = message.layout.tensor_parallel_size
+        if connector == "ipc":
+            params = self._pools.params
+            receiver: KVReceiver = MappedMemoryReceiver()  # whatever the peer's ranks, they write by themselves
+        else:
+            if self._store_server is None:
+                self._store_server = StoreServer(self._pools.host)
+            store = ConnectorParams(store_host=self._pools.host, store_port=self._store_server.port)
+            params = [store] * len(self._pools.params)
+            receiver = self._pools.open_receiver(
+                connector,
+                pair_id,
+                num_senders,
+                self._store_server.store,
+                store,
+                lambda error: self._ready(pair_id, error),
+            )
+        pidfds = self._watch_processes(pair_id, message) if message.host_id == host_id() else set()
+        self._by_id[pair_id] = IncomingPair(pair_id, message.prefill_worker_id, message.prefill_epoch, receiver, pidfds)
         self._send(pair_id, PairAccepted(pair_id, self._epoch, connector, params))
 
-    def _watch_process(self, pair_id: str, message: OpenPair) -> int | None:
-        try:
-            pidfd = os.pidfd_open(message.prefill_pid)
-        except ProcessLookupError:
-            return None
-        self._loop.add_reader(pidfd, self._on_exit, pair_id)
-        return pidfd
+    def _watch_processes(self, pair_id: str, message: OpenPair) -> set[int]:
+        pidfds = set()
+        for pid in message.prefill_pids:
+            try:
+                pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                continue
+            self._loop.add_reader(pidfd, self._on_exit, pair_id, pidfd)
+            pidfds.add(pidfd)
+        return pidfds
 
     def _ready(self, pair_id: str, error: KVTransferFailed | None) -> None:
         if error is not None and not self._loop.is_closed():
@@ -122,9 +126,13 @@ class IncomingPairs:
             self._forget(pair)
             self._on_pair_lost(pair_id, reason, True)
 
-    def _on_exit(self, pair_id: str) -> None:
+    def _on_exit(self, pair_id: str, pidfd: int) -> None:
+        """The peer has stopped when all its ranks are gone: they end together, but not in the same instant."""
         pair = self._by_id.get(pair_id)
-        if pair is not None:
+        if pair is None:
+            return
+        self._unwatch(pair, pidfd)
+        if not pair.pidfds:
             self._forget(pair)
             self._on_pair_lost(pair_id, f"{pair.prefill_worker_id} exited", True)
             self._on_prefill_lost(pair.prefill_epoch)
@@ -159,9 +167,13 @@ class IncomingPairs:
     def _forget(self, pair: IncomingPair) -> None:
         del self._by_id[pair.pair_id]
         pair.receiver.close()
-        if pair.pidfd is not None:
-            self._loop.remove_reader(pair.pidfd)
-            os.close(pair.pidfd)
+        for pidfd in list(pair.pidfds):
+            self._unwatch(pair, pidfd)
+
+    def _unwatch(self, pair: IncomingPair, pidfd: int) -> None:
+        pair.pidfds.discard(pidfd)
+        self._loop.remove_reader(pidfd)
+        os.close(pidfd)
 
     def close(self) -> None:
         for pair in list(self._by_id.values()):

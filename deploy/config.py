@@ -12,9 +12,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.config import Device, Dtype
-from kv_transfer.handshake import ConnectorName
+from engine.config import Device, Dtype, LoadFormat
+from kv_transfer.registry import check_name
 from protocol.errors import ConfigError
+from protocol.membership import Role
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -30,29 +31,57 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: Annotated[str, Meta(description="address that the HTTP endpoint binds")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535, description="port of the HTTP endpoint")] = 8000
     device: Annotated[Device, Meta(description="where the model runs")] = "auto"
-    kv_connector: Annotated[ConnectorName, Meta(description="how KV caches move from prefill to decode")] = "auto"
+    kv_connector: Annotated[
+        str, Meta(description="how KV caches move from prefill to decode: auto, ipc, gloo, nccl or an installed one")
+    ] = "auto"
     dtype: Annotated[Dtype, Meta(description="type of weights and KV cache; auto takes the checkpoint's")] = "auto"
+    load_format: Annotated[
+        LoadFormat, Meta(description="auto loads the checkpoint; dummy makes random weights from its config alone")
+    ] = "auto"
     max_model_len: Annotated[
         int, Meta(ge=0, description="tokens per sequence, prompt and output together; 0 takes the model's limit")
     ] = 0
     api_key: Annotated[str, Meta(description="key that clients must send; empty lets everyone in")] = ""
-    kv_cache_gib: Annotated[float, Meta(gt=0, description="GiB of KV cache per worker")] = 1.0
+    kv_cache_gib: Annotated[float, Meta(gt=0, description="GiB of KV cache per worker, in each rank of it")] = 1.0
     block_size: Annotated[int, Meta(ge=8, le=512, description="tokens per KV block")] = 64
     max_num_batched_tokens: Annotated[
         int, Meta(ge=16, le=65536, description="prompt tokens that a prefill worker computes per step")
     ] = 512
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="sequences that a worker runs at once")] = 64
+    tensor_parallel_size: Annotated[
+        int, Meta(ge=1, le=64, description="processes (on GPUs: devices) that share the model in each worker")
+    ] = 1
+    prefill_tensor_parallel_size: Annotated[
+        int, Meta(ge=0, le=64, description="the same for prefill workers; 0 takes --tensor-parallel-size")
+    ] = 0
+    decode_tensor_parallel_size: Annotated[
+        int, Meta(ge=0, le=64, description="the same for decode workers; 0 takes --tensor-parallel-size")
+    ] = 0
     threads_per_worker: Annotated[
-        int, Meta(ge=0, le=256, description="CPU threads of each worker's model; 0 shares the cores out")
+        int,
+        Meta(
+            ge=0,
+            le=256,
+            description="CPU threads of each worker's model, split among its ranks; 0 shares the cores out",
+        ),
     ] = 0
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64, description="tokenising threads of each proxy")] = 2
     request_timeout_s: Annotated[float, Meta(gt=0, description="seconds after which a request is given up")] = 600.0
     trust_remote_code: Annotated[bool, Meta(description="run model code that comes with the checkpoint")] = False
     log_level: Annotated[LogLevel, Meta(description="how much every process logs")] = "info"
 
-    def num_threads(self) -> int:
-        """Threads per worker: as told, or an equal share of the cores (two workers on a core each beat two on both)."""
-        return self.threads_per_worker or max(1, _num_cores() // (self.prefill + self.decode))
+    def num_ranks(self, role: Role) -> int:
+        """How many processes share the model in each worker of this role."""
+        of_role = self.prefill_tensor_parallel_size if role == "prefill" else self.decode_tensor_parallel_size
+        return of_role or self.tensor_parallel_size
+
+    def num_threads(self, role: Role) -> int:
+        """Threads per rank: as told, or an equal share of the cores (two workers on a core each beat two on both)."""
+        num_ranks = self.num_ranks(role)
+        if self.threads_per_worker:
+            return max(1, self.threads_per_worker // num_ranks)
+        all_ranks = self.prefill * self.num_ranks("prefill") + self.decode * self.num_ranks("decode")
+        return max(1, _num_cores() // all_ranks)
 
 
 def _num_cores() -> int:
@@ -83,9 +112,14 @@ def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
     if unknown:
         raise ConfigError(f"unknown key {unknown[0]!r} in {file}; known are {', '.join(known)}")
     try:
-        return msgspec.convert({**values, **overrides}, ClusterConfig, strict=True)
+        config = msgspec.convert({**values, **overrides}, ClusterConfig, strict=True)
     except msgspec.ValidationError as error:
         raise ConfigError(_readable(error)) from error
+    try:
+        check_name(config.kv_connector)
+    except ConfigError as error:
+        raise ConfigError(f"kv_connector: {error.message}") from error
+    return config
 
 
 def _readable(error: msgspec.ValidationError) -> str:

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import shutil
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
 
 from decode_worker.config import DecodeConfig
 from deploy.config import ClusterConfig
+from deploy.gpus import share_out, visible_gpus
 from deploy.processes import ChildProcess
 from deploy.runtime_dir import create_runtime_dir, log_dir
 from engine.config import EngineConfig
 from prefill_worker.config import PrefillConfig
 from protocol.codec import Codec
 from protocol.errors import ConfigError, InternalError
-from protocol.membership import FromProxyControl, GetStatus, StatusReport, WorkerExited
+from protocol.membership import FromProxyControl, GetStatus, Role, StatusReport, WorkerExited
 from protocol.sockets import DealerSocket, new_context
 from proxy.config import ProxyConfig
 
@@ -93,16 +95,6 @@ class Launcher:
     def _make_children(self, folder: Path, logs: Path) -> None:
         config = self._config
         proxies = self._control_endpoints(folder)
-        engine = EngineConfig(
-            model=self._model,
-            dtype=config.dtype,
-            device=config.device,
-            max_model_len=config.max_model_len,
-            block_size=config.block_size,
-            kv_cache_bytes=int(config.kv_cache_gib * (1 << 30)),
-            num_threads=config.num_threads(),
-            trust_remote_code=config.trust_remote_code,
-        )
         for i, control in enumerate(proxies):
             name = f"proxy-{i}"
             proxy = ProxyConfig(
@@ -119,37 +111,63 @@ class Launcher:
                 log_level=config.log_level,
             )
             self._add(name, "proxy", proxy, folder, logs)
+        gpus = visible_gpus(config.device, os.environ)
+        num_ranks = [config.num_ranks("prefill")] * config.prefill + [config.num_ranks("decode")] * config.decode
+        shares = share_out(gpus, num_ranks)
         for i in range(config.prefill):
             name = f"prefill-{i}"
             prefill = PrefillConfig(
                 worker_id=name,
                 endpoint=f"ipc://{folder}/{name}.sock",
                 proxy_endpoints=proxies,
-                engine=engine,
+                engine=self._engine("prefill"),
                 kv_connector=config.kv_connector,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_num_seqs=config.max_num_seqs,
                 log_level=config.log_level,
             )
-            self._add(name, "prefill_worker", prefill, folder, logs)
+            self._add(name, "prefill_worker", prefill, folder, logs, shares[i])
         for i in range(config.decode):
             name = f"decode-{i}"
             decode = DecodeConfig(
                 worker_id=name,
                 endpoint=f"ipc://{folder}/{name}.sock",
                 proxy_endpoints=proxies,
-                engine=engine,
+                engine=self._engine("decode"),
                 kv_connector=config.kv_connector,
                 max_num_seqs=config.max_num_seqs,
                 log_level=config.log_level,
             )
-            self._add(name, "decode_worker", decode, folder, logs)
+            self._add(name, "decode_worker", decode, folder, logs, shares[config.prefill + i])
 
-    def _add(self, name: str, module: str, config: msgspec.Struct, folder: Path, logs: Path) -> None:
+    def _engine(self, role: Role) -> EngineConfig:
+        config = self._config
+        return EngineConfig(
+            model=self._model,
+            dtype=config.dtype,
+            load_format=config.load_format,
+            device=config.device,
+            max_model_len=config.max_model_len,
+            block_size=config.block_size,
+            kv_cache_bytes=int(config.kv_cache_gib * (1 << 30)),
+            num_threads=config.num_threads(role),
+            trust_remote_code=config.trust_remote_code,
+            tensor_parallel_size=config.num_ranks(role),
+        )
+
+    def _add(
+        self,
+        name: str,
+        module: str,
+        config: msgspec.Struct,
+        folder: Path,
+        logs: Path,
+        gpus: Sequence[str] | None = (),
+    ) -> None:
         config_file = folder / f"{name}.json"
         config_file.touch(mode=0o600)
         config_file.write_bytes(msgspec.json.encode(config))
-        threads = str(self._config.num_threads() if module != "proxy" else 1)
+        threads = str(config.engine.num_threads if isinstance(config, PrefillConfig | DecodeConfig) else 1)
         env = {
             "OMP_NUM_THREADS": threads,
             "MKL_NUM_THREADS": threads,
@@ -157,7 +175,10 @@ class Launcher:
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_DISABLE_TELEMETRY": "1",
             "PYTHONUNBUFFERED": "1",
+            "GLOO_SOCKET_IFNAME": "lo",  # among a worker's ranks, which are on this host; pairs name their own address
         }
+        if gpus is not None:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._children[name] = ChildProcess(name, module, config_file, logs / f"{name}.log", env, self._on_exit)
 
     # ---- while it runs

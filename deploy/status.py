@@ -62,13 +62,14 @@ def _print_tables(reports: list[StatusReport]) -> None:
     state = "[green]ready[/]" if all(report.ready for report in reports) else "[red]not ready[/]"
     requests = sum(report.num_requests for report in reports)
     console.print(f"{first.model}: {state}, {len(reports)} proxies, {requests} requests under way")
-    workers = Table("worker", "pid", "running", "waiting", "free blocks", "quarantined", "step ms", "heard")
+    workers = Table("worker", "pid", "ranks", "running", "waiting", "free blocks", "quarantined", "step ms", "heard")
     pairs = Table("prefill", "decode", "state", "connector", "reason")
     for report in first.workers:
         load = report.load
         workers.add_row(
             report.worker.worker_id,
             str(report.worker.pid),
+            str(report.worker.num_ranks),
             str(load.num_running),
             str(load.num_waiting),
             f"{load.num_free_blocks}/{load.num_blocks}",

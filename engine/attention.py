@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface
+import torch.nn.functional as F
+from transformers import AttentionInterface
 
 ATTENTION_NAME = "tandem_paged"
 NO_WINDOW = 0
@@ -29,6 +30,20 @@ class AttentionOptions:
     window: int = NO_WINDOW
     softcap: float = 0.0
     sinks: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """What `engine.model_probe` found out about one attention module.
+
+    layer: which layer of the KV pool is its own. window: as in AttentionOptions, read off the mask that the model asks
+    for. num_kv_heads, head_dim: the pool's, which may be larger than the layer's own.
+    """
+
+    layer: int
+    window: int
+    num_kv_heads: int
+    head_dim: int
 
 
 class StepAttention(Protocol):
@@ -51,27 +66,36 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     tandem: StepAttention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in each layer; the result is [1, num_tokens, num_heads, head_dim]."""
+    """What transformers calls in each layer; the result is [1, num_tokens, num_heads, head_dim of the values]."""
     assert tandem is not None, "the model does not hand our metadata on to its attention"
-    layer: int = module.layer_idx  # type: ignore[assignment]
+    plan: LayerPlan = module.tandem_plan  # type: ignore[assignment]
     options = AttentionOptions(
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
-        window=sliding_window or NO_WINDOW,
+        window=plan.window,
         softcap=softcap or 0.0,
         sinks=s_aux,
     )
-    return tandem.attend(layer, query, key, value, options)[None], None
+    value_dim = value.shape[-1]
+    if not (query.shape[-1] == value_dim == plan.head_dim and key.shape[1] == plan.num_kv_heads):
+        query, key, value = _fitted(plan, query, key, value)
+    # Contiguous, as transformers' own: models take views of it.
+    return tandem.attend(plan.layer, query, key, value, options)[None, ..., :value_dim].contiguous(), None
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Masks are ours to make: transformers builds none."""
+def _fitted(plan: LayerPlan, *states: torch.Tensor) -> list[torch.Tensor]:
+    """Query, key and value with as many heads and dimensions as the pool has: heads repeated, zeros behind each.
+
+    Zeros change no product. A key head repeated serves its group of query heads in parts.
+    """
+    query, key, value = (F.pad(state, (0, plan.head_dim - state.shape[-1])) for state in states)
+    repeats = plan.num_kv_heads // key.shape[1]
+    return [query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)]
 
 
+# No mask is registered under this name, so that transformers makes none.
 AttentionInterface.register(ATTENTION_NAME, paged_attention)
-AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+LoadFormat = Literal["auto", "dummy"]
 Device = Literal["auto", "cpu", "cuda"]
 
 
@@ -15,14 +16,18 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     model: a folder or a hub id. dtype: "auto" takes the checkpoint's. max_model_len: tokens a sequence may have,
     prompt and output together; 0 takes the model's own limit. block_size: tokens per KV block.
-    kv_cache_bytes: size of the KV pool. num_threads: torch's intra-op threads.
+    kv_cache_bytes: size of the KV pool of each rank. num_threads: torch's intra-op threads in each rank.
+    load_format: "dummy" makes random weights from the config alone. tensor_parallel_size: how many ranks, a process
+    each, share the worker's model.
     """
 
     model: str
     dtype: Dtype = "auto"
+    load_format: LoadFormat = "auto"
     device: Device = "auto"
     max_model_len: int = 0
     block_size: int = 64
     kv_cache_bytes: int = 1 << 30
     num_threads: int = 1
     trust_remote_code: bool = False
+    tensor_parallel_size: int = 1

@@ -14,7 +14,7 @@ import torch
 from engine.config import EngineConfig
 from engine.model_loader import LoadedModel
 from protocol.errors import ConfigError
-from protocol.transfer import KVLayout
+from protocol.transfer import ConnectorParams, KVLayout
 
 
 class KVPool:
@@ -48,13 +48,30 @@ class KVPool:
             self.tensor = raw.view(loaded.dtype).view(shape)
         else:
             self.tensor = torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)
-        vector = layout.head_dim
-        self.vectors = self.tensor.view(-1, vector)  # [.., head_dim]: single heads of single tokens
-        self.rows = self.tensor.view(-1, layout.num_kv_heads * layout.block_size * vector)  # a block's keys, or values
+        # By layer, keys and values: the pool from that layer's first row on, so that a block's or token's row number is
+        # the same in all of them. layer_vectors: [.., head_dim], one head of one token; layer_blocks: [.., block_size *
+        # head_dim], one head of one block.
+        self.layer_vectors = self._layer_rows(layout.head_dim)
+        self.layer_blocks = self._layer_rows(layout.block_size * layout.head_dim)
+
+        # By layer, keys and values: [num_blocks, block_size, num_kv_heads, head_dim]
+        by_layer = self.tensor.permute(1, 2, 0, 4, 3, 5)
+        self.layer_tokens = [(keys, values) for keys, values in by_layer]
+
+    def _layer_rows(self, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        rows = self.tensor.view(-1, size)
+        first = [
+            self.tensor[0, layer, i].storage_offset() // size for layer in range(len(self.tensor[0])) for i in (0, 1)
+        ]
+        return [(rows[keys:], rows[values:]) for keys, values in zip(first[::2], first[1::2], strict=True)]
 
     def as_blocks(self) -> torch.Tensor:
         """The pool as bytes, uint8 [num_blocks, block_bytes]."""
         return self.tensor.view(self.num_blocks, -1).view(torch.uint8)
+
+    def location(self) -> ConnectorParams:
+        """Where a peer on this host finds the pool's file."""
+        return ConnectorParams(pid=os.getpid(), fd=self.fd or 0, num_bytes=self.num_bytes, num_blocks=self.num_blocks)
 
     def close(self) -> None:
         """Give up the file; the memory lives on while this process or a peer has it mapped."""

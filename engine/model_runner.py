@@ -11,7 +11,9 @@ import torch
 from engine.batch import Batch, BatchItem, ItemOutput, Sample
 from engine.cuda_attention import StepTensors, VarlenAttention, attention_maker, find_varlen_attn
 from engine.decode_graphs import Capture, DecodeGraphs, cuda_capture
+from engine.fused_layers import fuse_layers
 from engine.kv_pool import KVPool
+from engine.memory import keep_freed_memory
 from engine.model_head import ModelHead
 from engine.model_loader import LoadedModel
 from engine.packed_linear import pack_linears
@@ -30,8 +32,14 @@ class ModelRunner:
         self._pool = pool
         self._device = loaded.device
         self._max_model_len = loaded.max_model_len
-        if loaded.device.type == "cpu" and loaded.dtype == torch.bfloat16:
-            pack_linears(self._model)
+        # Ranks have collectives inside their layers, and graphs would have to be captured by all of them at once.
+        self._is_whole = loaded.layout.tensor_parallel_size == 1
+        if loaded.device.type == "cpu":
+            keep_freed_memory()
+            with torch.inference_mode():
+                if self._is_whole:
+                    fuse_layers(self._model)
+                pack_linears(self._model)
         self._make_attention = attention_maker(pool, self._model.config.get_text_config(decoder=True))
         self._graphs: DecodeGraphs | None = None
 
@@ -99,7 +107,7 @@ class ModelRunner:
         self.run(Batch([BatchItem([0] * num_tokens, 0, [0])]))
         for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9, top_k=10)):
             self.run(Batch([BatchItem([0], num_tokens - 1, [0], [Sample(params)])]))
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and self._is_whole:
             self._capture_graphs(cuda_capture())
 
     def _capture_graphs(self, capture: Capture) -> None:

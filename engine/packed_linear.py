@@ -2,32 +2,87 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 import torch
 from torch import nn
 
+Activation = Literal["none", "swish"]
+
 
 class PackedLinear(nn.Module):
-    """Computes what the `nn.Linear` it replaces did. The packed weight is opaque: it cannot be saved or moved."""
+    """Computes what `nn.Linear` would with this weight. The packed weight is opaque: it cannot be saved or moved.
 
-    def __init__(self, linear: nn.Linear) -> None:
+    activation: applied to the result, which is not yet rounded.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation = "none") -> None:
         super().__init__()
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
-        self.bias = linear.bias
+        self.out_features, self.in_features = weight.shape
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self._activation = activation
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._weight, self.bias, "none", [], "")
+        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            inputs, self._weight, self.bias, self._activation, [], ""
+        )
+        return output
+
+    def combined(self, inputs: torch.Tensor, other: torch.Tensor, operation: Literal["add", "mul"]) -> torch.Tensor:
+        """The result, not yet rounded, plus or times `other` (of the result's shape)."""
+        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
+            inputs, other, self._weight, self.bias, operation
+        )
         return output
 
 
-def pack_linears(model: nn.Module) -> None:
-    """Replace every bfloat16 `nn.Linear` of `model`, except those that share their weight with the embeddings'.
+class MergedLinear(nn.Module):
+    """Linear layers over the same input as one; in plain torch, so for every dtype and build."""
 
-    Does nothing where this build of torch has no oneDNN.
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation = "none") -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.weight = nn.Parameter(weight.detach(), requires_grad=False)
+        self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
+        self._activation = activation
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        output = nn.functional.linear(inputs, self.weight, self.bias)
+        return nn.functional.silu(output) if self._activation == "swish" else output
+
+    def combined(self, inputs: torch.Tensor, other: torch.Tensor, operation: Literal["add", "mul"]) -> torch.Tensor:
+        output: torch.Tensor = self(inputs)
+        return output.add_(other) if operation == "add" else output.mul_(other)
+
+
+def is_packable(weight: torch.Tensor) -> bool:
+    """Whether this build of torch has oneDNN, and oneDNN is faster with this weight packed."""
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _HAS_ONEDNN
+
+
+_HAS_ONEDNN = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+
+
+def merge(linears: Sequence[nn.Linear], activation: Activation = "none") -> PackedLinear | MergedLinear:
+    """One layer that gives the outputs of `linears` side by side, packed where that is faster."""
+    weights = [linear.weight.detach() for linear in linears]
+    weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+    bias = None
+    if any(linear.bias is not None for linear in linears):
+        bias = torch.cat(
+            [weight.new_zeros(len(w)) if m.bias is None else m.bias for m, w in zip(linears, weights, strict=True)]
+        )
+    return (PackedLinear if is_packable(weight) else MergedLinear)(weight, bias, activation)
+
+
+def pack_linears(model: nn.Module) -> None:
+    """Replace every `nn.Linear` of `model` that is faster packed; the embeddings keep a weight that they share.
+
+    One whose `forward` somebody has replaced (a tensor parallel plan, say) stays.
     """
-    if not hasattr(torch.ops.mkldnn, "_reorder_linear_weight"):
-        return
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype == torch.bfloat16:
-                setattr(module, name, PackedLinear(child))
+            if type(child) is nn.Linear and "forward" not in vars(child) and is_packable(child.weight):
+                setattr(module, name, PackedLinear(child.weight, child.bias))

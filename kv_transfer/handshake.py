@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
-
+from kv_transfer.registry import AUTO, BUILT_IN, check_name, reach_of
 from protocol.errors import ConfigError, KVLayoutMismatch
 from protocol.membership import PROTOCOL_VERSION
 from protocol.transfer import KVLayout, OpenPair
 
-ConnectorName = Literal["auto", "gloo", "nccl", "ipc"]
 
+def offered_connectors(wanted: str, device: str) -> list[str]:
+    """The connectors that a worker can use, by preference. wanted: a connector's name, or `auto`.
 
-def offered_connectors(wanted: ConnectorName, device: str) -> list[str]:
-    """The connectors that a worker can use, by preference. Raises ConfigError for one that its device rules out."""
-    if wanted not in get_args(ConnectorName):
-        raise ConfigError(f"unknown connector {wanted!r}; known are {', '.join(get_args(ConnectorName))}")
-    able = ["ipc", "gloo"] if device == "cpu" else ["nccl"]
-    if wanted == "auto":
+    Raises ConfigError for a name that nobody knows, and for a connector that the device rules out.
+    """
+    check_name(wanted)
+    able = [name for name, reach in BUILT_IN.items() if device in reach.devices]
+    if wanted == AUTO:
         return able
-    if wanted not in able:
+    if device not in reach_of(wanted).devices:
         raise ConfigError(
             f"connector {wanted!r} does not work on {device}; use {' or '.join(able)} (--kv-connector auto chooses)"
         )
@@ -37,7 +36,7 @@ def agree(message: OpenPair, layout: KVLayout, host_id: str, device: str, connec
         field, ours, theirs = difference
         raise KVLayoutMismatch(f"KV layout differs in {field}: prefill has {theirs}, decode has {ours}")
     same_host = message.host_id == host_id
-    usable = [name for name in message.connectors if name in connectors and (same_host or name != "ipc")]
+    usable = [name for name in message.connectors if name in connectors and (same_host or reach_of(name).crosses_hosts)]
     if not usable:
         where = "on the same host" if same_host else "on different hosts"
         raise KVLayoutMismatch(

@@ -40,15 +40,27 @@ def map_peer_pool(params: ConnectorParams) -> torch.Tensor:
 
 
 class MappedMemorySender:
-    """Prefill side. `blocks`: own pool as uint8 [num_blocks, block_bytes]."""
+    """Prefill side. See `kv_transfer.connectors.open_sender`."""
 
     announces_first: ClassVar[bool] = False
 
-    def __init__(self, name: str, blocks: torch.Tensor, params: ConnectorParams) -> None:
+    def __init__(
+        self,
+        name: str,
+        blocks: torch.Tensor,
+        params: ConnectorParams,
+        peer_view: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
         self._src = blocks
-        self._dst = map_peer_pool(params)
-        if self._dst.shape[1] != blocks.shape[1]:
-            raise KVTransferFailed(f"blocks of {blocks.shape[1]} bytes do not fit the peer's of {self._dst.shape[1]}")
+        mapped = map_peer_pool(params)
+        try:
+            self._dst = peer_view(mapped)
+        except RuntimeError as error:
+            raise KVTransferFailed(f"the peer's blocks of {mapped.shape[1]} bytes have other heads: {error}") from error
+        if self._dst.shape[1:] != blocks.shape[1:]:
+            raise KVTransferFailed(
+                f"blocks of {list(blocks.shape[1:])} bytes do not fit the peer's of {list(self._dst.shape[1:])}"
+            )
         self._thread = JobThread(name)
 
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:

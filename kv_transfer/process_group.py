@@ -1,13 +1,14 @@
-"""The `gloo` and `nccl` connectors: a two-rank process group per pair, without a default group or a world.
+"""The `gloo` and `nccl` connectors: a two-rank process group per path, without a default group or a world.
 
-A pair's group hangs on a PrefixStore (its pair id) over a TCPStore that the decode worker owns, so pairs come and go
-alone: one group for all would let a frozen peer take down healthy pairs at its time-out. Rank 0 sends, rank 1
-receives. A wait that runs out closes the pair for good; a new pair id starts afresh.
+A path leads from one rank of a prefill worker to one of a decode worker; here its two ends are ranks 0 and 1.
+
+A group hangs on a PrefixStore (its path id: pair and ranks) over a TCPStore that the decode worker owns, so paths come
+and go alone: one group for all would let a frozen peer take down healthy pairs at its time-out. A wait that runs out
+closes the path for good; a new pair id starts afresh.
 """
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ClassVar, cast
@@ -25,6 +26,7 @@ from kv_transfer.connector import OnDone
 from kv_transfer.job_thread import JobThread
 from kv_transfer.runs import is_run, pieces
 from protocol.errors import KVTransferFailed
+from protocol.sockets import listen_on_free_port
 from protocol.transfer import ConnectorParams
 
 CONNECT_TIMEOUT_S = 20.0
@@ -38,24 +40,19 @@ class StoreServer:
     """The TCPStore at which a decode worker's pairs meet, on a free port of `host` only."""
 
     def __init__(self, host: str) -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as listener:
-            listener.bind((host, 0))
-            listener.listen(128)
-            port = listener.getsockname()[1]
-            fd = listener.detach()  # the store closes it
+        fd, port = listen_on_free_port(host)  # the store closes it
         self._store = TCPStore(host, port, None, True, timedelta(seconds=CONNECT_TIMEOUT_S), False, master_listen_fd=fd)
         self.host = host
         self.port: int = port
 
-    def store(self, pair_id: str) -> Store:
-        return PrefixStore(pair_id, self._store)
+    def store(self, path_id: str) -> Store:
+        return PrefixStore(path_id, self._store)
 
 
-def connect_store(pair_id: str, params: ConnectorParams) -> Store:
+def connect_store(path_id: str, params: ConnectorParams) -> Store:
     """The decode worker's store, as the prefill worker sees it."""
     client = TCPStore(params.store_host, params.store_port, None, False, timedelta(seconds=CONNECT_TIMEOUT_S), False)
-    return PrefixStore(pair_id, client)
+    return PrefixStore(path_id, client)
 
 
 def _new_group(backend: str, store: Store, rank: int, host: str) -> ProcessGroup:
@@ -89,7 +86,8 @@ class _ProcessGroupEnd:
         blocks: torch.Tensor,
         on_ready: OnDone,
     ) -> None:
-        self._blocks = blocks  # uint8 [num_blocks, block_bytes]
+        self._blocks = blocks  # uint8 [num_blocks, ...]: whole blocks, or some heads of each
+        self._block_bytes = blocks[0].numel()
         self._backend = backend
         self._thread = JobThread(name)
         self._group: ProcessGroup | None = None
@@ -129,10 +127,10 @@ class ProcessGroupSender(_ProcessGroupEnd):
         self._thread.submit(lambda: self._send(src), on_done)
 
     def _send(self, src: list[int]) -> None:
-        for piece in pieces(len(src), self._blocks.shape[1], PIECE_BYTES):
+        for piece in pieces(len(src), self._block_bytes, PIECE_BYTES):
             ids = src[piece.start : piece.stop]
             if is_run(ids):
-                data = self._blocks[ids[0] : ids[0] + len(ids)]
+                data = self._blocks[ids[0] : ids[0] + len(ids)].contiguous()
             else:
                 data = self._blocks.index_select(0, torch.tensor(ids, device=self._blocks.device))
             if self._group is None:
@@ -151,13 +149,13 @@ class ProcessGroupReceiver(_ProcessGroupEnd):
         self._thread.submit(lambda: self._receive(dst), on_done)
 
     def _receive(self, dst: list[int]) -> None:
-        for piece in pieces(len(dst), self._blocks.shape[1], PIECE_BYTES):
+        for piece in pieces(len(dst), self._block_bytes, PIECE_BYTES):
             ids = dst[piece.start : piece.stop]
-            direct = is_run(ids)
+            direct = is_run(ids) and self._blocks.is_contiguous()
             data = (
                 self._blocks[ids[0] : ids[0] + len(ids)]
                 if direct
-                else self._blocks.new_empty((len(ids), self._blocks.shape[1]))
+                else self._blocks.new_empty((len(ids), *self._blocks.shape[1:]))
             )
             if self._group is None:
                 raise KVTransferFailed("the pair was closed")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import msgspec
 
 from engine.config import EngineConfig
-from kv_transfer.handshake import ConnectorName
 
 
 class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -18,7 +17,7 @@ class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: str
     proxy_endpoints: list[str]
     engine: EngineConfig
-    kv_connector: ConnectorName = "auto"
+    kv_connector: str = "auto"
     host: str = "127.0.0.1"
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64

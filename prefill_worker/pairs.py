@@ -8,25 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
-import torch
 
 from kv_transfer.connector import KVSender
-from kv_transfer.connectors import open_sender
 from kv_transfer.mapped_memory import host_id
+from kv_transfer.worker_pools import WorkerPools
 from protocol.codec import Codec
 from protocol.errors import KVTransferFailed, TandemError
 from protocol.membership import PROTOCOL_VERSION, PairStatus, WorkerInfo
 from protocol.sockets import DealerSocket
 from protocol.transfer import (
     ClosePair,
-    KVLayout,
     KVRefused,
     KVReserved,
     OpenPair,
@@ -65,20 +62,18 @@ class Pairs:
         self,
         context: Any,
         worker: WorkerInfo,
-        layout: KVLayout,
-        blocks: torch.Tensor,
+        pids: list[int],
+        pools: WorkerPools,
         device: str,
-        host: str,
         connectors: list[str],
         on_message: Callable[[KVReserved | KVRefused], None],
         on_pair_lost: Callable[[str, str], None],
     ) -> None:
         self._context = context
         self._worker = worker
-        self._layout = layout
-        self._blocks = blocks
+        self._pids = pids
+        self._pools = pools
         self._device = device
-        self._host = host
         self._connectors = connectors
         self._on_message = on_message
         self._on_pair_lost = on_pair_lost
@@ -132,9 +127,9 @@ class Pairs:
                 version=PROTOCOL_VERSION,
                 prefill_worker_id=self._worker.worker_id,
                 prefill_epoch=self._worker.epoch,
-                prefill_pid=os.getpid(),
+                prefill_pids=self._pids,
                 pair_id=pair_id,
-                layout=self._layout,
+                layout=self._pools.layout,
                 host_id=host_id(),
                 device=self._device,
                 connectors=self._connectors,
@@ -175,9 +170,7 @@ class Pairs:
             self._post(self._on_ready, pair, error)
 
         try:
-            pair.sender = open_sender(
-                message.connector, pair.pair_id, message.params, self._blocks, self._host, on_ready
-            )
+            pair.sender = self._pools.open_sender(message.connector, pair.pair_id, message.params, on_ready)
         except KVTransferFailed as error:
             if "ipc" in self._connectors and len(self._connectors) > 1:
                 # The handshake believed in mapped memory, the kernel did not allow it: take the next best.

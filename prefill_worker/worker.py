@@ -15,9 +15,11 @@ from engine.batch import ItemOutput
 from engine.block_manager import BlockManager
 from engine.engine_thread import EngineThread
 from engine.kv_pool import KVPool
-from engine.model_loader import LoadedModel, load_model
-from engine.model_runner import ModelRunner
+from engine.model_loader import LoadedModel
+from engine.tensor_parallel import TensorParallelGroup
 from kv_transfer.handshake import offered_connectors
+from kv_transfer.rank_pool import RankPool
+from kv_transfer.worker_pools import WorkerPools
 from prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
 from prefill_worker.config import PrefillConfig
 from prefill_worker.pairs import Pairs
@@ -50,17 +52,23 @@ class PrefillWorker:
         self._stopping.set()
 
     async def run(self) -> None:
-        loaded: LoadedModel = await self._loop.run_in_executor(None, load_model, self._config.engine)
+        ranks = TensorParallelGroup(
+            self._config.worker_id, self._config.engine, self._config.host, self._config.log_level
+        )
+        loaded: LoadedModel = await self._loop.run_in_executor(None, ranks.load)
         pool = KVPool(loaded, self._config.engine)
         blocks = BlockManager(pool.num_blocks, self._config.engine.block_size)
-        self._block_bytes = pool.block_bytes
+        self._block_bytes = pool.block_bytes * self._config.engine.tensor_parallel_size
         self._scheduler = PrefillScheduler(
             blocks, loaded.layout.model_id, self._config.max_num_batched_tokens, self._config.max_num_seqs
         )
         self._engine = EngineThread(
-            lambda: ModelRunner(loaded, pool), self._loop.call_soon_threadsafe, self._config.engine.num_threads
+            lambda: ranks.make_runner(loaded, pool), self._loop.call_soon_threadsafe, self._config.engine.num_threads
         )
         await self._engine_ready()
+        own_pool = RankPool(0, loaded.layout, pool.as_blocks(), self._config.host)
+        pools = WorkerPools(own_pool, pool.location(), ranks.transfer_connections)
+        await self._loop.run_in_executor(None, pools.wait_until_ready)
         context = new_context()
         codec: Codec[ToPrefill] = Codec(ToPrefill)
         self._router = RouterSocket(context, self._config.endpoint, codec, self._on_command)
@@ -70,15 +78,15 @@ class PrefillWorker:
             role="prefill",
             endpoint=self._router.endpoint,
             pid=os.getpid(),
+            num_ranks=self._config.engine.tensor_parallel_size,
         )
         device = loaded.device.type
         self._pairs = Pairs(
             context=context,
             worker=self._info,
-            layout=loaded.layout,
-            blocks=pool.as_blocks(),
+            pids=ranks.pids,
+            pools=pools,
             device=device,
-            host=self._config.host,
             connectors=offered_connectors(self._config.kv_connector, device),
             on_message=self._on_decode_answer,
             on_pair_lost=lambda pair_id, reason: self._perform(self._scheduler.on_pair_lost(pair_id, reason)),
@@ -100,7 +108,8 @@ class PrefillWorker:
             self._pairs.close()
             self._router.close()
             context.term()
-            self._engine.stop(timeout_s=2.0)
+            self._engine.stop(timeout_s=1.5)
+            ranks.close()
 
     async def _engine_ready(self) -> None:
         ready: asyncio.Future[None] = self._loop.create_future()

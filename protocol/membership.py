@@ -10,20 +10,24 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Raised by every change to a message; unequal versions refuse each other when they register or pair."""
 
 Role = Literal["prefill", "decode"]
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who a worker is. `worker_id` survives a restart ("decode-0"), `epoch` does not."""
+    """Who a worker is. `worker_id` survives a restart ("decode-0"), `epoch` does not.
+
+    pid: of rank 0, which speaks for all num_ranks processes that share the worker's model.
+    """
 
     worker_id: str
     epoch: str
     role: Role
     endpoint: str
     pid: int
+    num_ranks: int = 1
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -30,17 +30,32 @@ def run_process(name: str, log_level: str, make: Callable[[], Service]) -> NoRet
 
     Leaves by os._exit: a thread that still waits for a dead peer must not hold up the end of the process.
     """
+    run_to_exit(name, log_level, lambda: uvloop.run(_serve(make)))
+
+
+def run_to_exit(name: str, log_level: str, main: Callable[[], None]) -> NoReturn:
+    """Run `main()` and leave by os._exit with 0, with 2 for a ConfigError, with 1 for any other error."""
     die_with_parent()
     setup_logging(name, log_level)
     exit_code = 0
     try:
-        uvloop.run(_serve(make))
+        main()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         exit_code = 2
     except BaseException:
         logging.getLogger(name).exception("the process fails")
         exit_code = 1
+    _leave(exit_code)
+
+
+def end_process(reason: str, exit_code: int = 1) -> NoReturn:
+    """From any thread: say why and leave at once, when what the process stands on is gone."""
+    logging.getLogger(__name__).critical(reason)
+    _leave(exit_code)
+
+
+def _leave(exit_code: int) -> NoReturn:
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -157,6 +158,16 @@ class DealerSocket(_MessageSocket[M]):
     def send(self, message: msgspec.Struct) -> bool:
         """Queue `message`; False when the queue is full, that is when the peer has not read for long."""
         return self._send_frames([self._codec.encode(message)])
+
+
+def listen_on_free_port(host: str) -> tuple[int, int]:
+    """(file descriptor, port) of a listening TCP socket on `host` only; the descriptor is the caller's to close."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.bind((host, 0))
+        listener.listen(128)
+        port: int = listener.getsockname()[1]
+        return listener.detach(), port
 
 
 def new_context() -> zmq.Context[Any]:

@@ -11,7 +11,10 @@ from protocol.errors import ErrorInfo
 
 
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The shape of one KV block: [num_layers, 2, num_kv_heads, block_size, head_dim] of `dtype`, contiguous."""
+    """The shape of one KV block: [num_layers, 2, num_kv_heads, block_size, head_dim] of `dtype`, contiguous.
+
+    num_kv_heads: those of one rank; each of the worker's tensor_parallel_size ranks has as many.
+    """
 
     model_id: str
     dtype: str
@@ -21,9 +24,17 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block_size: int
     tensor_parallel_size: int = 1
 
+    @property
+    def total_kv_heads(self) -> int:
+        """The whole model's."""
+        return self.num_kv_heads * self.tensor_parallel_size
+
     def first_difference(self, other: KVLayout) -> tuple[str, str, str] | None:
-        """(field, own value, other's value) of the first field that differs, or None when they agree."""
-        for field in self.__struct_fields__:
+        """(field, own value, other's value) of the first that differs, or None when blocks can be moved between them.
+
+        The number of ranks may differ, for heads are moved one by one; then it is the model's heads that must agree.
+        """
+        for field in ("model_id", "dtype", "num_layers", "total_kv_heads", "head_dim", "block_size"):
             ours, theirs = getattr(self, field), getattr(other, field)
             if ours != theirs:
                 return field, str(ours), str(theirs)
@@ -31,7 +42,7 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ConnectorParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a pair's data path is reached: the pool's file (ipc) or the store's address (gloo, nccl)."""
+    """How one rank of a decode worker is reached: its pool's file (ipc) or the store's address (gloo, nccl)."""
 
     pid: int = 0
     fd: int = 0
@@ -42,12 +53,15 @@ class ConnectorParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Prefill to decode. connectors: by preference. host_id: equal on processes that can map each other's memory."""
+    """Prefill to decode. connectors: by preference. host_id: equal on processes that can map each other's memory.
+
+    prefill_pids: of all its ranks, each of which may write to the decode worker's pools.
+    """
 
     version: int
     prefill_worker_id: str
     prefill_epoch: str
-    prefill_pid: int
+    prefill_pids: list[int]
     pair_id: str
     layout: KVLayout
     host_id: str
@@ -56,12 +70,15 @@ class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class PairAccepted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Decode to prefill: connect by `connector` now; the pair may be used once both sides are connected."""
+    """Decode to prefill: connect by `connector` now; the pair may be used once both sides are connected.
+
+    params: one for each of the decode worker's ranks, in order.
+    """
 
     pair_id: str
     decode_epoch: str
     connector: str
-    params: ConnectorParams
+    params: list[ConnectorParams]
 
 
 class PairRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -101,8 +101,7 @@ class Cluster:
     def pids(self) -> list[int]:
         """Of the launcher's children."""
         assert self._process is not None
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text()
-        return [int(pid) for pid in children.split()]
+        return children_of(self._process.pid)
 
     def all_blocks_free(self) -> bool:
         report = self.status()
@@ -120,6 +119,11 @@ class Cluster:
         while not condition():
             assert time.monotonic() < deadline, f"{condition} did not come true within {timeout_s} s"
             time.sleep(0.1)
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that this one's main thread started."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_alive(pid: int) -> bool:

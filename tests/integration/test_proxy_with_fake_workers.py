@@ -257,7 +257,10 @@ def test_whole_and_streamed_text_agree(proxy: Proxy, workers: FakeWorkers) -> No
     whole = post(proxy, prompt=TEXT, max_tokens=NUM_TOKENS).json()
     assert whole["choices"][0]["text"] == TEXT
     assert whole["choices"][0]["finish_reason"] == "length"
-    usage = {"prompt_tokens": NUM_TOKENS, "completion_tokens": NUM_TOKENS, "total_tokens": 2 * NUM_TOKENS}
+    usage = {
+        "prompt_tokens": NUM_TOKENS, "completion_tokens": NUM_TOKENS, "total_tokens": 2 * NUM_TOKENS,
+        "prompt_tokens_details": {"cached_tokens": 0},
+    }  # fmt: skip
     assert whole["usage"] == usage
     fields = {"prompt": TEXT, "max_tokens": NUM_TOKENS, "stream": True, "stream_options": {"include_usage": True}}
     with httpx.stream("POST", f"{proxy.url}/v1/completions", json=fields) as response:

@@ -61,7 +61,9 @@ def open_pair(connector: str, pool_file: tuple[int, torch.Tensor]) -> tuple[Any,
     if server is not None:
         params = ConnectorParams(store_host=server.host, store_port=server.port)
     ready = Outcomes()
-    receiver = open_receiver(connector, "pair", server, destination, "127.0.0.1", ready)
+    receiver = open_receiver(
+        connector, "pair", server and (lambda: server.store("pair")), destination, "127.0.0.1", ready
+    )
     sender = open_sender(connector, "pair", params, source, "127.0.0.1", ready)
     assert ready.next() is None and ready.next() is None
     return sender, receiver, source, destination
@@ -122,7 +124,7 @@ def test_mapping_refuses_a_pool_that_is_too_small(pool_file: tuple[int, torch.Te
 
 
 def offer(**changes: Any) -> OpenPair:
-    base = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", 1, "pair", LAYOUT, host_id(), "cpu", ["ipc", "gloo"])
+    base = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", [1], "pair", LAYOUT, host_id(), "cpu", ["ipc", "gloo"])
     return msgspec.structs.replace(base, **changes)
 
 
@@ -137,9 +139,16 @@ def test_handshake_chooses() -> None:
 def test_handshake_names_the_field_that_differs(field: str) -> None:
     value = getattr(LAYOUT, field)
     other = msgspec.structs.replace(LAYOUT, **{field: value + "x" if isinstance(value, str) else value + 1})
-    with pytest.raises(KVLayoutMismatch, match=field) as caught:
+    told = "total_kv_heads" if field in ("num_kv_heads", "tensor_parallel_size") else field
+    with pytest.raises(KVLayoutMismatch, match=told) as caught:
         agree(offer(layout=other), LAYOUT, host_id(), "cpu", ["ipc"])
-    assert str(value) in caught.value.message and str(getattr(other, field)) in caught.value.message
+    assert str(getattr(LAYOUT, told)) in caught.value.message and str(getattr(other, told)) in caught.value.message
+
+
+def test_handshake_lets_workers_of_different_numbers_of_ranks_pair() -> None:
+    split = msgspec.structs.replace(LAYOUT, num_kv_heads=1, tensor_parallel_size=2)
+    assert agree(offer(layout=split), LAYOUT, host_id(), "cpu", ["ipc"]) == "ipc"
+    assert agree(offer(), split, host_id(), "cpu", ["gloo"]) == "gloo"
 
 
 def test_handshake_refuses_other_versions_and_no_common_connector() -> None:
@@ -150,8 +159,10 @@ def test_handshake_refuses_other_versions_and_no_common_connector() -> None:
 
 
 def test_unknown_connectors_list_the_known() -> None:
-    with pytest.raises(ConfigError, match="gloo"):
-        offered_connectors("pigeon", "cpu")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="unknown connector 'pigeon'; known are auto, ipc, gloo, nccl"):
+        offered_connectors("pigeon", "cpu")
+    with pytest.raises(ConfigError, match="nccl"):
+        offered_connectors("gloo", "cuda")
 
 
 ids = st.lists(st.integers(0, 30), unique=True, max_size=30)

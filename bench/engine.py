@@ -1,0 +1,191 @@
+"""One engine on one CPU thread: whole steps against the linear layers and attention products that they cannot avoid.
+
+CPU time of the one thread, so a busy machine disturbs little; variants are interleaved and medians compared, so what
+disturbs them disturbs all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from bench.report import Aim, Report, add_common_options, finish
+from engine.batch import Batch, BatchItem, Sample
+from engine.config import EngineConfig
+from engine.kv_pool import KVPool
+from engine.model_loader import LoadedModel, load_model
+from engine.model_runner import ModelRunner
+from engine.packed_linear import MergedLinear, PackedLinear
+from protocol.generation import SamplingParams
+
+CONTEXT = 300  # tokens a decoding sequence has
+PROMPT = 1024
+NUM_SEQS = (1, 8, 32)
+CHUNKS = (256, 512, 1024)
+GREEDY = Sample(SamplingParams(temperature=0.0))
+
+
+def make_model(folder: Path) -> Path:
+    """A Llama of 100 M random bfloat16 parameters (12 layers of 768, 12 heads over 4 KV heads of 64)."""
+    if not (folder / "config.json").is_file():
+        config = LlamaConfig(
+            vocab_size=32000, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,
+            head_dim=64, intermediate_size=2048, max_position_embeddings=8192, tie_word_embeddings=True,
+        )  # fmt: skip
+        torch.manual_seed(0)
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    return folder
+
+
+class Parts:
+    """The parts of a model's step that no engine can leave out, each by itself, on inputs of the step's shapes."""
+
+    def __init__(self, loaded: LoadedModel) -> None:
+        self._loaded = loaded
+        head: Any = loaded.model.get_output_embeddings()
+        self._head = head
+        self._layers = [
+            m
+            for m in loaded.model.modules()
+            if isinstance(m, PackedLinear | MergedLinear | nn.Linear) and m is not head
+        ]
+
+    def linears(self, num_tokens: int, num_sampled: int) -> Callable[[], None]:
+        """Every linear layer once, the output embedding on the sampled rows only."""
+        widths = {layer.in_features for layer in (*self._layers, self._head)}
+        dtype = self._loaded.dtype
+        inputs = {width: torch.randn(num_tokens, width, dtype=dtype) for width in widths}
+
+        def run() -> None:
+            for layer in self._layers:
+                layer(inputs[layer.in_features])
+            self._head(inputs[self._head.in_features][:num_sampled])
+
+        return run
+
+    def products(self, num_tokens: int) -> Callable[[], None]:
+        """The causal attention of one whole prompt in all layers, heads laid out ready, on torch's flash kernel."""
+        config = self._loaded.model.config
+        layout = self._loaded.layout
+        shape = (1, config.num_attention_heads, num_tokens, layout.head_dim)
+        query, key, value = (torch.randn(shape, dtype=self._loaded.dtype) for _ in range(3))
+
+        def run() -> None:
+            for _ in range(layout.num_layers):
+                F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+        return run
+
+
+def decode_step(runner: ModelRunner, num_seqs: int, block_size: int) -> Callable[[], None]:
+    blocks = -(-CONTEXT // block_size)
+    items = [
+        BatchItem([i + 1], CONTEXT - 1, list(range(i * blocks, (i + 1) * blocks)), [GREEDY]) for i in range(num_seqs)
+    ]
+    return lambda: void(runner.run(Batch(items)))
+
+
+def prefill(runner: ModelRunner, chunk: int, block_size: int) -> Callable[[], None]:
+    """One prompt in chunks."""
+    table = list(range(-(-PROMPT // block_size)))
+    tokens = [i % 1000 + 1 for i in range(PROMPT)]
+
+    def run() -> None:
+        for start in range(0, PROMPT, chunk):
+            end = start + chunk
+            runner.run(Batch([BatchItem(tokens[start:end], start, table, [GREEDY] if end == PROMPT else [])]))
+
+    return run
+
+
+def void(_: object) -> None:
+    """Measured functions give nothing."""
+
+
+def measure(variants: dict[str, Callable[[], None]], repetitions: int) -> dict[str, dict[str, float]]:
+    """Milliseconds of this thread's CPU time, one call of each variant in turn: median, least and largest."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for run in variants.values():
+        run()
+    for _ in range(repetitions):
+        for name, run in variants.items():
+            start = time.thread_time_ns()
+            run()
+            times[name].append((time.thread_time_ns() - start) / 1e6)
+    return {
+        name: {"median": statistics.median(values), "min": min(values), "max": max(values)}
+        for name, values in times.items()
+    }
+
+
+@torch.inference_mode()
+def measure_engine(folder: Path, repetitions: int) -> dict[str, dict[str, float]]:
+    torch.set_num_threads(1)
+    config = EngineConfig(model=str(folder), dtype="bfloat16", device="cpu", kv_cache_bytes=1 << 29)
+    loaded = load_model(config)
+    pool = KVPool(loaded, config)
+    block_size = loaded.layout.block_size
+    runner = ModelRunner(loaded, pool)
+    runner.warm_up()
+    parts = Parts(loaded)
+    figures: dict[str, dict[str, float]] = {}
+    for num_seqs in NUM_SEQS:
+        variants = {
+            f"decode {num_seqs}": decode_step(runner, num_seqs, block_size),
+            f"decode {num_seqs}, linears alone": parts.linears(num_seqs, num_seqs),
+        }
+        figures |= measure(variants, repetitions)
+    variants = {f"prefill {PROMPT} in chunks of {chunk}": prefill(runner, chunk, block_size) for chunk in CHUNKS}
+    variants[f"prefill {PROMPT}, linears alone"] = parts.linears(PROMPT, 1)
+    variants[f"prefill {PROMPT}, attention products alone"] = parts.products(PROMPT)
+    figures |= measure(variants, max(3, repetitions // 4))
+    pool.close()
+    return figures
+
+
+def aims_of(figures: dict[str, dict[str, float]]) -> list[Aim]:
+    def ms(name: str) -> float:
+        return figures[name]["median"]
+
+    aims = [
+        Aim.of(
+            f"decode step of {num_seqs} at {CONTEXT} tokens over its linears alone",
+            ms(f"decode {num_seqs}") / ms(f"decode {num_seqs}, linears alone"),
+            aim,
+            "lower",
+        )
+        for num_seqs, aim in ((8, 1.6), (32, 2.0))
+    ]
+    unavoidable = ms(f"prefill {PROMPT}, linears alone") + ms(f"prefill {PROMPT}, attention products alone")
+    name = f"prefill of {PROMPT} tokens over its linears and attention products alone"
+    return [*aims, Aim.of(name, ms(f"prefill {PROMPT} in chunks of {PROMPT}") / unavoidable, 1.25, "lower")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
+    parser.add_argument("--model", type=Path, help="a model's folder (default: a Llama of 100 M random weights)")
+    add_common_options(parser)
+    arguments = parser.parse_args()
+    folder = arguments.model or make_model(Path(tempfile.gettempdir()) / "tandem-bench" / "llama100m")
+    figures = measure_engine(folder, repetitions=5 if arguments.quick else 40)
+    table = Table("", "median ms", "min ms", "max ms")
+    for name, values in figures.items():
+        table.add_row(name, *(f"{values[key]:.2f}" for key in ("median", "min", "max")))
+    Console().print(table)
+    finish(Report.of("engine", {"milliseconds": figures}, aims_of(figures)), arguments.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,412 @@
+"""KV connectors between two real processes against their raw transport, in the same run and by turns.
+
+    python -m bench.kv_transfer [--quick] [--json FILE]
+
+Raw for `ipc` is a plain copy into the peer's mapped memory (memmove, one range per pair); raw for `gloo` and `nccl` is
+one bare send and recv of the whole size. The connectors move the same bytes as blocks, once side by side ("adjacent")
+and once each on its own ("scattered"), and every transfer is announced to the receiving process, as the workers do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import multiprocessing
+import os
+import random
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Literal
+
+import msgspec
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.report import Aim, Report, add_common_options, finish
+from kv_transfer.connectors import open_receiver, open_sender
+from kv_transfer.mapped_memory import map_peer_pool
+from kv_transfer.process_group import ProcessGroupReceiver, ProcessGroupSender, StoreServer, connect_store
+from protocol.errors import KVTransferFailed
+from protocol.transfer import ConnectorParams
+
+HOST = "127.0.0.1"
+KIB, MIB = 2**10, 2**20
+SIZES = (64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+PAIR_COUNTS = (1, 4)
+BLOCK_BYTES = 64 * KIB  # small: 16 tokens of a model with 4 KiB of keys and values per token
+ROUND_BYTES = 64 * MIB  # small transfers are repeated until a round moves so much per pair
+STEADY_BYTES = 16 * MIB  # the aims hold from this size on
+NUM_ROUNDS = 7
+AIMS = {"ipc": 0.7, "gloo": 0.85, "nccl": 0.85}
+TIMEOUT_S = 120.0
+
+Mode = Literal["raw", "adjacent", "scattered"]
+MODES: tuple[Mode, ...] = ("raw", "adjacent", "scattered")
+
+
+class Round(msgspec.Struct, frozen=True):
+    """Sending to receiving process: `count` transfers of `num_blocks` over each pair begin."""
+
+    mode: Mode
+    num_blocks: int
+    count: int
+
+
+class Announcement(msgspec.Struct, frozen=True):
+    """One transfer over one pair is on the data path, or already there; None ends the process."""
+
+    pair: int
+    block_ids: list[int]
+
+
+class RoundDone(msgspec.Struct, frozen=True):
+    """Receiving to sending process. at: clock of both processes, in seconds. cpu_s: what the round cost here."""
+
+    at: float
+    cpu_s: float
+    correct: bool
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """gb_per_s: medians of all rounds. ratio: median over the rounds of connector / raw of the same round."""
+
+    connector: str
+    pairs: int
+    size_bytes: int
+    gb_per_s: dict[Mode, float]
+    ratio: dict[Mode, float]
+    receiver_cpu_ms_per_gib: dict[Mode, float]
+
+
+class Countdown:
+    """Set when `done` was called so often; keeps the first error."""
+
+    def __init__(self, count: int) -> None:
+        self._left = count
+        self._lock = threading.Lock()
+        self._event = threading.Event()
+        self._error: KVTransferFailed | None = None
+
+    def done(self, error: KVTransferFailed | None) -> None:
+        with self._lock:
+            self._error = self._error or error
+            self._left -= 1
+            if self._left == 0 or error is not None:
+                self._event.set()
+
+    def wait(self) -> None:
+        if not self._event.wait(TIMEOUT_S):
+            raise KVTransferFailed(f"no end of the transfers within {TIMEOUT_S:.0f} s")
+        if self._error is not None:
+            raise self._error
+
+
+def in_threads(jobs: list[Callable[[], None]]) -> None:
+    """All at once, each on a thread of its own, as pairs are."""
+    countdown = Countdown(len(jobs))
+
+    def run(job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:
+            countdown.done(KVTransferFailed(str(error)))
+        else:
+            countdown.done(None)
+
+    for job in jobs:
+        threading.Thread(target=run, args=(job,), daemon=True).start()
+    countdown.wait()
+
+
+def block_ids(mode: Mode, num_blocks: int, of: Literal["source", "destination"]) -> list[int]:
+    """Blocks of one pair's part of the pool: a run, or no two neighbours side by side. The same in every process."""
+    ids = list(range(num_blocks))
+    if mode == "scattered":
+        random.Random(f"{of} {num_blocks}").shuffle(ids)
+    return ids
+
+
+def device_of(connector: str, side: Literal["prefill", "decode"]) -> torch.device:
+    if connector != "nccl":
+        return torch.device("cpu")
+    return torch.device("cuda", 0 if side == "prefill" else 1)  # two ranks cannot share a GPU
+
+
+# ---- the receiving process
+
+
+class DecodeSide:
+    """Owns the pool that is written, one part of it per pair, and serves rounds until it is told to end."""
+
+    def __init__(self, peer: Connection, connector: str, num_pairs: int, pair_bytes: int) -> None:
+        self._peer = peer
+        self._connector = connector
+        num_bytes = num_pairs * pair_bytes
+        params = ConnectorParams()
+        server: StoreServer | None = None
+        if connector == "ipc":
+            fd = os.memfd_create("bench-kv-pool", os.MFD_CLOEXEC)
+            os.ftruncate(fd, num_bytes)
+            pool = torch.from_file(f"/proc/self/fd/{fd}", shared=True, size=num_bytes, dtype=torch.uint8)
+            params = ConnectorParams(os.getpid(), fd, num_bytes, num_bytes // BLOCK_BYTES)
+        else:
+            pool = torch.zeros(num_bytes, dtype=torch.uint8, device=device_of(connector, "decode"))
+            server = StoreServer(HOST)
+            params = ConnectorParams(store_host=HOST, store_port=server.port)
+        self._parts = pool.view(num_pairs, -1, BLOCK_BYTES)
+        peer.send(params)
+        self._blocks = pool.view(-1, BLOCK_BYTES)
+        ready = Countdown(num_pairs)
+        self._receivers = [
+            open_receiver(connector, f"pair-{i}", server, self._blocks, HOST, ready.done) for i in range(num_pairs)
+        ]
+        ready.wait()
+        self._bare = (
+            []
+            if server is None
+            else [RawReceiver(connector, server.store(f"raw-{i}"), part) for i, part in enumerate(self._parts)]
+        )
+
+    def serve(self) -> None:
+        while (message := self._peer.recv()) is not None:
+            self._run(message)
+
+    def _run(self, round_: Round) -> None:
+        num_transfers = round_.count * len(self._parts)
+        cpu = time.process_time()
+        if round_.mode != "raw":
+            countdown = Countdown(num_transfers)
+            for _ in range(num_transfers):
+                announcement = self._peer.recv()
+                self._receivers[announcement.pair].receive(announcement.block_ids, countdown.done)
+            countdown.wait()
+        elif self._connector == "ipc":
+            self._peer.recv()  # the sender says when it has written all
+        else:
+            in_threads([lambda raw=raw: raw.receive(round_.num_blocks, round_.count) for raw in self._bare])  # type: ignore[misc]
+        done = RoundDone(time.perf_counter(), time.process_time() - cpu, self._is_correct(round_))
+        self._peer.send(done)
+
+    def _is_correct(self, round_: Round) -> bool:
+        """Each block begins with its number at the source, in 8 bytes; looked at after the clock has stopped."""
+        source = block_ids(round_.mode, round_.num_blocks, "source")
+        destination = block_ids(round_.mode, round_.num_blocks, "destination")
+        heads = self._parts[:, destination, :8].cpu().view(torch.int64)[..., 0]  # [num_pairs, num_blocks]
+        offsets = torch.arange(len(self._parts))[:, None] * self._parts.shape[1]
+        correct = torch.equal(heads, torch.tensor(source)[None] + offsets)
+        self._parts[:, destination, :8] = 0xFF
+        return correct
+
+
+class RawReceiver(ProcessGroupReceiver):
+    """One bare process group: built as the connector builds its own, used without anything around it."""
+
+    def __init__(self, backend: str, store: Any, part: torch.Tensor) -> None:
+        ready = Countdown(1)
+        super().__init__("raw", backend, lambda: store, HOST, part, ready.done)
+        ready.wait()
+
+    def receive(self, num_blocks: int, count: int) -> None:  # type: ignore[override]
+        assert self._group is not None
+        for _ in range(count):
+            self._move(self._group, self._blocks[:num_blocks], TIMEOUT_S)
+
+
+def decode_side(peer: Connection, connector: str, num_pairs: int, pair_bytes: int) -> None:
+    torch.set_num_threads(1)
+    DecodeSide(peer, connector, num_pairs, pair_bytes).serve()
+
+
+# ---- the sending process
+
+
+class PrefillSide:
+    """The process that runs the benchmark: owns the source pool, and times the rounds."""
+
+    def __init__(self, peer: Connection, connector: str, num_pairs: int, pair_bytes: int) -> None:
+        self._peer = peer
+        self._connector = connector
+        num_bytes = num_pairs * pair_bytes
+        pool = torch.full((num_bytes,), 1, dtype=torch.uint8, device=device_of(connector, "prefill"))
+        self._blocks = pool.view(-1, BLOCK_BYTES)
+        self._blocks[:, :8] = torch.arange(len(self._blocks))[:, None].view(torch.uint8).to(pool.device)
+        self._parts = pool.view(num_pairs, -1, BLOCK_BYTES)
+        params: ConnectorParams = peer.recv()
+        ready = Countdown(num_pairs)
+        self._senders = [
+            open_sender(connector, f"pair-{i}", params, self._blocks, HOST, ready.done) for i in range(num_pairs)
+        ]
+        ready.wait()
+        if connector == "ipc":
+            mapped = map_peer_pool(params).view(num_pairs, -1, BLOCK_BYTES)
+            self._raw: list[Callable[[int, int], None]] = [
+                copier(source, destination) for source, destination in zip(self._parts, mapped, strict=True)
+            ]
+        else:
+            self._raw = [
+                RawSender(connector, connect_store(f"raw-{i}", params), part).send_all
+                for i, part in enumerate(self._parts)
+            ]
+
+    def run(self, mode: Mode, num_blocks: int, count: int) -> tuple[float, float]:
+        """(seconds until all is there and both sides know it, CPU seconds of the receiving process)."""
+        self._peer.send(Round(mode, num_blocks, count))
+        started = time.perf_counter()
+        if mode == "raw":
+            in_threads([lambda raw=raw: raw(num_blocks, count) for raw in self._raw])  # type: ignore[misc]
+            if self._connector == "ipc":
+                self._peer.send(None)
+        else:
+            self._ship(mode, num_blocks, count)
+        ended = time.perf_counter()
+        done: RoundDone = self._peer.recv()
+        if not done.correct:
+            sys.exit(f"error: {self._connector} delivered other bytes than were sent ({mode}, {num_blocks} blocks)")
+        return max(ended, done.at) - started, done.cpu_s
+
+    def _ship(self, mode: Mode, num_blocks: int, count: int) -> None:
+        countdown = Countdown(count * len(self._senders))
+        source, destination = block_ids(mode, num_blocks, "source"), block_ids(mode, num_blocks, "destination")
+        lock = threading.Lock()  # the pipe's
+        for _ in range(count):
+            for pair, sender in enumerate(self._senders):
+                first = pair * self._parts.shape[1]
+                dst = [first + i for i in destination]
+                announcement = Announcement(pair, dst)
+
+                def done(
+                    error: KVTransferFailed | None, announcement: Announcement = announcement, sender: Any = sender
+                ) -> None:
+                    if error is None and not sender.announces_first:
+                        with lock:
+                            self._peer.send(announcement)
+                    countdown.done(error)
+
+                if sender.announces_first:
+                    self._peer.send(announcement)
+                sender.send([first + i for i in source], dst, done)
+        countdown.wait()
+
+
+class RawSender(ProcessGroupSender):
+    """See RawReceiver."""
+
+    def __init__(self, backend: str, store: Any, part: torch.Tensor) -> None:
+        ready = Countdown(1)
+        super().__init__("raw", backend, lambda: store, HOST, part, ready.done)
+        ready.wait()
+
+    def send_all(self, num_blocks: int, count: int) -> None:
+        assert self._group is not None
+        for _ in range(count):
+            self._move(self._group, self._blocks[:num_blocks], TIMEOUT_S)
+
+
+def copier(source: torch.Tensor, destination: torch.Tensor) -> Callable[[int, int], None]:
+    """memmove, which lets go of the GIL when it is called through ctypes."""
+
+    def copy(num_blocks: int, count: int) -> None:
+        for _ in range(count):
+            ctypes.memmove(destination.data_ptr(), source.data_ptr(), num_blocks * BLOCK_BYTES)
+
+    return copy
+
+
+# ---- the run
+
+
+def measure(connector: str, num_pairs: int, sizes: list[int], num_rounds: int) -> list[Figure]:
+    pair_bytes = max(sizes)
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=decode_side, args=(theirs, connector, num_pairs, pair_bytes), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        side = PrefillSide(ours, connector, num_pairs, pair_bytes)
+        figures = [measure_size(side, connector, num_pairs, size, num_rounds) for size in sizes]
+        ours.send(None)
+        process.join(TIMEOUT_S)
+    finally:
+        process.kill()
+    return figures
+
+
+def measure_size(side: PrefillSide, connector: str, num_pairs: int, size: int, num_rounds: int) -> Figure:
+    num_blocks, count = size // BLOCK_BYTES, max(1, ROUND_BYTES // size)
+    num_bytes = size * count * num_pairs
+    rates: dict[Mode, list[float]] = {mode: [] for mode in MODES}
+    cpu: dict[Mode, list[float]] = {mode: [] for mode in MODES}
+    for index in range(num_rounds + 1):
+        turn = index % len(MODES)  # nobody always comes after the same other
+        for mode in MODES[turn:] + MODES[:turn]:
+            elapsed_s, cpu_s = side.run(mode, num_blocks, count)
+            if index:  # the first round touches the memory for the first time
+                rates[mode].append(num_bytes / elapsed_s / 1e9)
+                cpu[mode].append(1000 * cpu_s / (num_bytes / 2**30))
+    return Figure(
+        connector,
+        num_pairs,
+        size,
+        gb_per_s={mode: statistics.median(rates[mode]) for mode in MODES},
+        ratio={
+            mode: statistics.median(a / b for a, b in zip(rates[mode], rates["raw"], strict=True)) for mode in MODES[1:]
+        },
+        receiver_cpu_ms_per_gib={mode: statistics.median(cpu[mode]) for mode in MODES},
+    )
+
+
+def aims(figures: list[Figure]) -> list[Aim]:
+    return [
+        Aim.of(
+            f"{f.connector}, {f.pairs} pair(s), {mode} blocks, {f.size_bytes // MIB} MiB: rate / raw",
+            f.ratio[mode],
+            AIMS[f.connector],
+            "higher",
+        )
+        for f in figures
+        if f.size_bytes >= STEADY_BYTES
+        for mode in MODES[1:]
+    ]
+
+
+def print_table(figures: list[Figure]) -> None:
+    table = Table("connector", "pairs", "KiB", "raw GB/s", "adjacent", "scattered", "receiver CPU ms/GiB")
+    for f in figures:
+        table.add_row(
+            f.connector,
+            str(f.pairs),
+            str(f.size_bytes // KIB),
+            f"{f.gb_per_s['raw']:.2f}",
+            *(f"{f.gb_per_s[mode]:.2f} ({f.ratio[mode]:.2f})" for mode in MODES[1:]),
+            " / ".join(f"{f.receiver_cpu_ms_per_gib[mode]:.0f}" for mode in MODES),
+        )
+    Console().print(table)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.kv_transfer", description=__doc__)
+    parser.add_argument("--connectors", default="", help="comma-separated; default: all that this machine can run")
+    add_common_options(parser)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    able = ["ipc", "gloo"] + (["nccl"] if torch.cuda.device_count() >= 2 else [])
+    connectors = options.connectors.split(",") if options.connectors else able
+    if unknown := set(connectors) - set(able):
+        sys.exit(f"error: cannot run {', '.join(sorted(unknown))} here; use {', '.join(able)} (nccl needs two GPUs)")
+    sizes = [size for size in SIZES if not options.quick or size <= STEADY_BYTES]
+    figures = []
+    for connector in connectors:
+        for num_pairs in PAIR_COUNTS:
+            figures += measure(connector, num_pairs, sizes, 2 if options.quick else NUM_ROUNDS)
+    print_table(figures)
+    finish(Report.of("kv_transfer", {"block_bytes": BLOCK_BYTES, "transfers": figures}, aims(figures)), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,206 @@
+"""The ranks of one worker: rank 0 is the worker's process, each other rank a follower process on the same host.
+
+Rank 0 alone has a scheduler. It sends each batch to the followers and all run it in step, each on its own heads and
+its own KV pool, with the same block ids; the collectives of the model keep them together, and rank 0 samples.
+A rank that fails leaves the others out of step for good, so it ends the worker, which the launcher starts again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore  # typed here, not where it is exported
+
+from engine.batch import Batch, ItemOutput, Sample
+from engine.config import EngineConfig
+from engine.kv_pool import KVPool
+from engine.model_loader import LoadedModel, check_model, load_model
+from engine.model_runner import ModelRunner
+from protocol.codec import Codec
+from protocol.generation import SamplingParams
+from protocol.process import end_process
+from protocol.rank_channel import RankChannel, open_channel
+from protocol.sockets import listen_on_free_port
+
+log = logging.getLogger(__name__)
+
+LOAD_TIMEOUT_S = 600.0
+"""How far apart the ranks may be while they load."""
+STEP_TIMEOUT_S = 60.0
+"""How long a rank waits for the others within a step; a dead one is noticed at once, this is for a frozen one."""
+STOP_TIMEOUT_S = 1.0
+_HOST = "127.0.0.1"
+_GREEDY = Sample(SamplingParams(temperature=0.0))
+
+
+class FollowerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One follower's part. steps_fd, transfers_fd: its ends of the channels from rank 0, inherited.
+
+    host: own address for KV data. store_port: where the ranks meet, on loopback.
+    """
+
+    name: str
+    rank: int
+    engine: EngineConfig
+    host: str
+    log_level: str
+    store_port: int
+    steps_fd: int
+    transfers_fd: int
+
+
+class TensorParallelGroup:
+    """Rank 0's hold on its followers; with one rank there are none and everything is as if this were not here.
+
+    Must be made on the main thread: a follower ends with the thread that started it.
+    on_lost(reason, exit code) is called on a thread when a follower has died; it ends the process by default.
+    Raises ConfigError for a model that so many ranks cannot share.
+    """
+
+    def __init__(
+        self,
+        worker_id: str,
+        engine: EngineConfig,
+        host: str,
+        log_level: str,
+        on_lost: Callable[[str, int], None] = end_process,
+    ) -> None:
+        self._engine = engine
+        self._on_lost = on_lost
+        self._closing = False
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._steps: list[RankChannel[Batch]] = []
+        self.transfer_connections: list[Connection] = []  # one per follower, in order of rank
+        if engine.tensor_parallel_size == 1:
+            return
+        check_model(engine)  # before anybody waits for the other ranks
+        listener, port = listen_on_free_port(_HOST)
+        self._store = TCPStore(
+            _HOST, port, None, True, timedelta(seconds=LOAD_TIMEOUT_S), False, master_listen_fd=listener
+        )
+        for rank in range(1, engine.tensor_parallel_size):
+            self._start(f"{worker_id}/{rank}", rank, host, log_level, port)
+
+    def _start(self, name: str, rank: int, host: str, log_level: str, store_port: int) -> None:
+        steps, follower_steps = open_channel()
+        transfers, follower_transfers = open_channel()
+        fds = (follower_steps.fileno(), follower_transfers.fileno())
+        config = FollowerConfig(name, rank, self._engine, host, log_level, store_port, *fds)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "follower", msgspec.json.encode(config).decode()],
+            stdin=subprocess.DEVNULL,
+            pass_fds=fds,
+            env={**os.environ, "LOCAL_RANK": str(rank)},  # by which transformers chooses a rank's GPU
+        )
+        follower_steps.close()
+        follower_transfers.close()
+        self._processes.append(process)
+        self._steps.append(RankChannel(steps, Codec(Batch)))
+        self.transfer_connections.append(transfers)
+        threading.Thread(target=self._watch, args=(rank, process), name=f"rank-{rank}", daemon=True).start()
+
+    def _watch(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        returncode = process.wait()
+        if not self._closing:
+            reason = f"rank {rank} (process {process.pid}) exited with {returncode}; the worker ends with it"
+            self._on_lost(reason, returncode if returncode > 0 else 1)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of all ranks, in order."""
+        return [os.getpid(), *(process.pid for process in self._processes)]
+
+    def load(self) -> LoadedModel:
+        """The whole model, or rank 0's share of it; blocks until every rank has loaded. Raises ConfigError."""
+        if not self._processes:
+            return load_model(self._engine)
+        return load_share(self._engine, 0, self._store)
+
+    def make_runner(self, loaded: LoadedModel, pool: KVPool) -> ModelRunner:
+        return LeadingRunner(loaded, pool, self._steps, self._on_lost) if self._steps else ModelRunner(loaded, pool)
+
+    def close(self) -> None:
+        """End the followers, which hold nothing that outlives them."""
+        self._closing = True
+        for process in self._processes:
+            process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        for channel in self._steps:
+            channel.close()
+
+
+class LeadingRunner(ModelRunner):
+    """Rank 0's runner: every batch goes to the followers first."""
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        pool: KVPool,
+        followers: list[RankChannel[Batch]],
+        on_lost: Callable[[str, int], None],
+    ) -> None:
+        super().__init__(loaded, pool)
+        self._followers = followers
+        self._on_lost = on_lost
+
+    def run(self, batch: Batch) -> list[ItemOutput]:
+        """See `ModelRunner`; an error ends the worker, for nobody knows how far the other ranks have come."""
+        shared = without_sampling(batch)
+        try:
+            for follower in self._followers:
+                follower.send(shared)
+            return super().run(batch)
+        except Exception as error:
+            log.exception("a step of several ranks failed")
+            self._on_lost(f"the ranks are out of step ({error}); the worker ends", 1)
+            raise
+
+
+def without_sampling(batch: Batch) -> Batch:
+    """What followers need: as many rows of logits, since those are gathered from all ranks, but rank 0 chooses."""
+    items = [msgspec.structs.replace(item, samples=[_GREEDY] * len(item.samples)) for item in batch.items]
+    return Batch(items, batch.block_copies)
+
+
+def load_share(engine: EngineConfig, rank: int, store: Store) -> LoadedModel:
+    """Join the other ranks and load this rank's share of the model. Raises ConfigError."""
+    on_gpu = engine.device != "cpu" and torch.cuda.is_available()
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=engine.tensor_parallel_size,
+        timeout=timedelta(seconds=LOAD_TIMEOUT_S),
+        device_id=torch.device("cuda", rank) if on_gpu else None,
+    )
+    loaded = load_model(engine)
+    dist.barrier()
+    dist.set_timeout(timedelta(seconds=STEP_TIMEOUT_S))
+    return loaded
+
+
+def join_as_follower(config: FollowerConfig) -> LoadedModel:
+    """Raises ConfigError."""
+    store = TCPStore(_HOST, config.store_port, None, False, timedelta(seconds=LOAD_TIMEOUT_S), False)
+    return load_share(config.engine, config.rank, store)
+
+
+def follow(steps: Connection, runner: ModelRunner) -> None:
+    """Run every batch that rank 0 sends, until rank 0 is gone."""
+    channel: RankChannel[Batch] = RankChannel(steps, Codec(Batch))
+    while (batch := channel.receive()) is not None:
+        runner.run(batch)

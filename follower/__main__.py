@@ -1,0 +1,35 @@
+"""Entry point: `python -m follower CONFIG`, started by rank 0 alone; CONFIG is JSON, and two channels are inherited."""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing.connection import Connection
+
+import msgspec
+import torch
+
+from engine.kv_pool import KVPool
+from engine.model_runner import ModelRunner
+from engine.tensor_parallel import FollowerConfig, follow, join_as_follower
+from kv_transfer.rank_pool import RankPool
+from kv_transfer.remote_rank import TransferServer
+from protocol.process import run_to_exit
+
+
+def main() -> None:
+    config = msgspec.json.decode(sys.argv[1], type=FollowerConfig)
+    run_to_exit(config.name, config.log_level, lambda: serve(config))
+
+
+def serve(config: FollowerConfig) -> None:
+    """Load, then run batches on this thread, and transfers on others, until rank 0 is gone."""
+    torch.set_num_threads(config.engine.num_threads)
+    loaded = join_as_follower(config)
+    pool = KVPool(loaded, config.engine)
+    rank_pool = RankPool(config.rank, loaded.layout, pool.as_blocks(), config.host)
+    TransferServer(Connection(config.transfers_fd), rank_pool, pool.location()).start()
+    follow(Connection(config.steps_fd), ModelRunner(loaded, pool))
+
+
+if __name__ == "__main__":
+    main()

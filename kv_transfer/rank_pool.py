@@ -1,0 +1,72 @@
+"""One rank's KV pool as the data paths see it: what it sends to, or takes from, each rank of a peer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from kv_transfer.connector import KVReceiver, KVSender, OnDone
+from kv_transfer.connectors import open_receiver, open_sender
+from kv_transfer.fan_out import FanOutReceiver, FanOutSender, when_all
+from kv_transfer.head_slices import head_routes
+from protocol.errors import KVTransferFailed
+from protocol.transfer import ConnectorParams, KVLayout
+
+
+@dataclass(frozen=True)
+class RankPool:
+    """blocks: uint8 [num_blocks, block_bytes]. host: own address on the network of the data paths."""
+
+    rank: int
+    layout: KVLayout
+    blocks: torch.Tensor
+    host: str
+
+    def open_sender(self, connector: str, pair_id: str, peers: list[ConnectorParams], on_ready: OnDone) -> KVSender:
+        """To the decode worker's ranks, one ConnectorParams each. See `kv_transfer.connectors.open_sender`."""
+        layout = self.layout
+        routes = head_routes(layout.total_kv_heads, layout.tensor_parallel_size, len(peers))
+        routes = [route for route in routes if route.src_rank == self.rank]
+        ready = when_all(len(routes), on_ready)
+        senders: list[KVSender] = []
+        try:
+            for route in routes:
+                senders.append(
+                    open_sender(
+                        connector,
+                        _path_id(pair_id, self.rank, route.dst_rank),
+                        peers[route.dst_rank],
+                        route.src.of(self.blocks, layout.num_layers),
+                        self.host,
+                        ready,
+                        partial(route.dst.of, num_layers=layout.num_layers),
+                    )
+                )
+        except KVTransferFailed:
+            for sender in senders:
+                sender.close(lambda: None)
+            raise
+        return FanOutSender(senders)
+
+    def open_receiver(
+        self, connector: str, pair_id: str, num_senders: int, open_store: Callable[[str], Store], on_ready: OnDone
+    ) -> KVReceiver:
+        """From the `num_senders` ranks of a prefill worker; open_store gives the store of a path."""
+        layout = self.layout
+        routes = head_routes(layout.total_kv_heads, num_senders, layout.tensor_parallel_size)
+        routes = [route for route in routes if route.dst_rank == self.rank]
+        ready = when_all(len(routes), on_ready)
+        receivers: list[KVReceiver] = []
+        for route in routes:
+            path_id = _path_id(pair_id, route.src_rank, self.rank)
+            blocks = route.dst.of(self.blocks, layout.num_layers)
+            receivers.append(open_receiver(connector, path_id, partial(open_store, path_id), blocks, self.host, ready))
+        return FanOutReceiver(receivers)
+
+
+def _path_id(pair_id: str, src_rank: int, dst_rank: int) -> str:
+    return f"{pair_id}/{src_rank}-{dst_rank}"

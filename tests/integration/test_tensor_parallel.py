@@ -1,0 +1,81 @@
+"""Workers of several ranks, in real clusters: greedy output equals transformers' generate in float32."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.cluster import MODEL, Cluster, children_of, free_port, is_alive, tandem
+
+NUM_NEW_TOKENS = 16
+LENGTHS = [1, 63, 64, 129, 300, 700]
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(11)
+    return [[rng.randrange(4, 2048) for _ in range(length)] for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def expected(demo_model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    outputs = []
+    for prompt in prompts:
+        inputs = torch.tensor([prompt])
+        ids = model.generate(
+            inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=NUM_NEW_TOKENS, do_sample=False
+        )
+        outputs.append(ids[0, len(prompt) :].tolist())
+    return outputs
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(("prefill_size", "decode_size", "connector"), [(2, 2, "ipc"), (1, 2, "gloo"), (2, 1, "gloo")])
+def test_greedy_equals_generate(
+    prefill_size: int, decode_size: int, connector: str, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    arguments = [
+        "--prefill-tensor-parallel-size", str(prefill_size), "--decode-tensor-parallel-size", str(decode_size),
+        "--kv-connector", connector, "--dtype", "float32", "--threads-per-worker", "1", "--kv-cache-gib", "0.1",
+    ]  # fmt: skip
+    with Cluster(*arguments, "--max-num-batched-tokens", "256") as cluster, httpx.Client(timeout=60) as client:
+
+        def complete(prompt: list[int]) -> list[int]:
+            body = {
+                "model": MODEL, "prompt": prompt, "max_tokens": NUM_NEW_TOKENS, "temperature": 0, "ignore_eos": True,
+                "return_token_ids": True,
+            }  # fmt: skip
+            answer = client.post(f"{cluster.url}/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
+            return token_ids
+
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            assert list(pool.map(complete, prompts)) == expected
+        pairs = [pair for report in cluster.status().workers for pair in report.pairs]
+        assert [(pair.connector, pair.state) for pair in pairs] == [(connector, "ready")]
+        sizes = {report.worker.role: report.worker.num_ranks for report in cluster.status().workers}
+        assert sizes == {"prefill": prefill_size, "decode": decode_size}
+        followers = [pid for report in cluster.status().workers for pid in children_of(report.worker.pid)]
+        assert len(followers) == prefill_size + decode_size - 2
+        cluster.wait_for(cluster.all_blocks_free, 5)
+    assert not [pid for pid in followers if is_alive(pid)], "a follower was left behind"
+
+
+@pytest.mark.timeout(120)
+def test_a_size_that_does_not_fit_the_model_ends_the_start_with_one_line() -> None:
+    """The demo model has 4 attention heads and 2 key-value heads."""
+    command = tandem("up", "--port", str(free_port()), "--decode-tensor-parallel-size", "3")
+    result = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert result.returncode == 2
+    message = result.stderr.strip().splitlines()[-1]
+    assert message.startswith("tandem: ") and message.endswith("--tensor-parallel-size may be 1 or 2")

@@ -1,0 +1,95 @@
+"""Connectors of other packages, found the way that installed packages are: by their metadata on the path."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from deploy.config import load_config
+from kv_transfer.connectors import open_receiver, open_sender
+from kv_transfer.fake import FakeReceiver, FakeSender
+from kv_transfer.handshake import agree, offered_connectors
+from kv_transfer.process_group import StoreServer
+from kv_transfer.registry import load_connector
+from protocol.errors import ConfigError, KVLayoutMismatch
+from protocol.membership import PROTOCOL_VERSION
+from protocol.transfer import ConnectorParams, KVLayout, OpenPair
+
+Install = Callable[[str], None]
+
+MEMORY = """
+    from kv_transfer.fake import FakeNetwork
+    network = FakeNetwork(lambda: 0.0)
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Puts a package on the path whose entry points `memory` and `gloo` lead into a module with the given source."""
+
+    def write(source: str) -> None:
+        (tmp_path / "other_connectors.py").write_text(textwrap.dedent(source))
+        metadata = tmp_path / "other_connectors-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-connectors\nVersion: 1.0\n")
+        points = "memory = other_connectors:network\ngloo = other_connectors:network\n"
+        (metadata / "entry_points.txt").write_text(f"[tandem.kv_connectors]\n{points}")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    yield write
+    load_connector.cache_clear()
+    sys.modules.pop("other_connectors", None)
+
+
+def test_an_installed_connector_is_known_by_its_name(install: Install) -> None:
+    with pytest.raises(ConfigError, match=r"unknown connector 'memory'; known are auto, ipc, gloo, nccl$"):
+        offered_connectors("memory", "cpu")
+    install(MEMORY)
+    assert offered_connectors("memory", "cpu") == ["memory"]
+    assert offered_connectors("auto", "cpu") == ["ipc", "gloo"], "it must be asked for"
+    with pytest.raises(ConfigError, match=r"unknown connector 'pigeon'; known are auto, ipc, gloo, nccl, memory$"):
+        offered_connectors("pigeon", "cpu")
+    assert load_config(None, {"kv_connector": "memory"}).kv_connector == "memory"
+
+
+def test_it_moves_blocks(install: Install) -> None:
+    install(MEMORY)
+    server = StoreServer("127.0.0.1")
+    source, target = torch.arange(32, dtype=torch.uint8).view(4, 8), torch.zeros(4, 8, dtype=torch.uint8)
+    params = ConnectorParams(store_host=server.host, store_port=server.port)
+    outcomes: list[object] = []
+    receiver = open_receiver("memory", "pair", server, target, "127.0.0.1", outcomes.append)
+    sender = open_sender("memory", "pair", params, source, "127.0.0.1", outcomes.append)
+    assert isinstance(receiver, FakeReceiver) and isinstance(sender, FakeSender)
+    sender.send([1, 2], [3, 0], outcomes.append)
+    sender.network.run_due()
+    assert outcomes == [None, None, None]
+    assert torch.equal(target[[3, 0]], source[[1, 2]])
+
+
+def test_the_handshake_respects_its_reach(install: Install) -> None:
+    install(MEMORY)
+    layout = KVLayout("model", "bfloat16", 2, 2, 16, 16)
+    offer = OpenPair(PROTOCOL_VERSION, "prefill-0", "epoch", 1, "pair", layout, "here", "cpu", ["memory"])
+    assert agree(offer, layout, "here", "cpu", ["memory"]) == "memory"
+    with pytest.raises(KVLayoutMismatch, match="different hosts"):
+        agree(offer, layout, "there", "cpu", ["memory"])
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import no_such_module", "'memory' of other-connectors cannot be loaded: No module named 'no_such_module'"),
+        ("network = 3", "'memory' of other-connectors has no devices"),
+    ],
+)
+def test_a_broken_one_is_refused_by_name(install: Install, source: str, words: str) -> None:
+    install(source)
+    with pytest.raises(ConfigError, match=words):
+        offered_connectors("memory", "cpu")
+    assert offered_connectors("gloo", "cpu") == ["gloo"], "our own names cannot be taken over"
