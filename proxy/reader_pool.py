@@ -1,7 +1,7 @@
 """Keeps bodies that take long to read off the event loop: JSON, templates and tokenising, in processes of their own.
 
 Processes and not threads: under the interpreter's lock a thread that decodes a megabyte of JSON holds up the loop for
-as long as that takes, and many such threads for a multiple (docs/adr/0006-reader-processes.md). They are forked before
+as long as that takes, and many such threads for a multiple (docs/adr/0007-reader-processes.md). They are forked before
 the loop and any thread exists, and so share the tokeniser's memory; the bodies and the packed token ids are all that
 travels. A process that is lost takes the pool with it: what was in it fails, and a new one, spawned, takes its place.
 """

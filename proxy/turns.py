@@ -1,4 +1,4 @@
-"""Fairness on the event loop: work that comes for hundreds of streams at once is done a few streams per iteration.
+"""Turns on the event loop: work that comes for hundreds of streams at once is done a few streams per iteration.
 
 A decode step wakes every stream. Done in one go that is tens of milliseconds in which nothing else is answered; with
 turns, sockets and other requests are served in between.
@@ -11,7 +11,8 @@ from collections import deque
 
 
 class Turns:
-    """At most `num_per_iteration` callers of `take` go on per iteration of the loop, in the order in which they came."""
+    """At most `num_per_iteration` callers of `take` go on per iteration of the loop, in the order in which they
+    came."""
 
     def __init__(self, num_per_iteration: int) -> None:
         self._num_per_iteration = num_per_iteration
