@@ -29,6 +29,7 @@ def main(arguments: list[str]) -> int:
         setup_logging(config.proxy_id, config.log_level)
         # Imported late: they cost 2 s, and a wrong config should be told sooner.
         from proxy.body_reader import BodyReader
+        from proxy.heap import give_back_large_blocks
         from proxy.model_text import ModelText
         from proxy.reader_pool import ReaderPool
         from proxy.server import serve
@@ -40,6 +41,7 @@ def main(arguments: list[str]) -> int:
             config.tokenizer_threads,
         )
         readers.fork()
+        give_back_large_blocks()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         uvloop.run(serve(config, text, readers))
     except ConfigError as error:

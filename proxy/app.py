@@ -30,7 +30,7 @@ from proxy.http_errors import (
     unexpected_error_response,
 )
 from proxy.openai_schema import HealthResponse, ModelCard, ModelList
-from proxy.reader_pool import is_small
+from proxy.request_body import SpooledBody
 from proxy.validation import GenerationRequest
 from telemetry.metrics import CONTENT_TYPE
 
@@ -68,8 +68,7 @@ def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
 
     @get("/metrics")
     async def metrics() -> Response[bytes]:
-        # Over a millisecond of Python; a thread lets the loop in between.
-        return Response(await asyncio.to_thread(door.metrics.render), media_type=CONTENT_TYPE)
+        return Response(await door.scrapes.render(), media_type=CONTENT_TYPE)
 
     return Litestar(
         route_handlers=[completions, chat_completions, models, health, metrics],
@@ -79,7 +78,7 @@ def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
             HTTPException: http_exception_response,
             Exception: unexpected_error_response,
         },
-        request_max_body_size=config.max_body_bytes,
+        request_max_body_size=None,  # `RequestBodies` reads them
         openapi_config=None,
         logging_config=None,
     )
@@ -93,21 +92,21 @@ async def _serve(
     model: str,
 ) -> Response[Any]:
     arrived_at = time.monotonic()
-    body = await request.body()
-    reading = _read(door, kind, body)
-    asked = await (reading if is_small(body) else unless_disconnected(request.receive, reading))
+    async with door.bodies.receive(request.receive, request.headers) as body:
+        reading = _read(door, kind, body)
+        asked = await (reading if isinstance(body, bytes) else unless_disconnected(request.receive, reading))
     generation = Generation(door, asked, arrived_at)
     answers = make_answers(generation, asked, model)
     if not asked.stream:
-        body = await unless_disconnected(request.receive, answers.whole())
-        return Response(body, media_type=_JSON)
+        whole = await unless_disconnected(request.receive, answers.whole())
+        return Response(whole, media_type=_JSON)
     events = stream_events(generation, asked, answers)
     # The first event decides between an error's status and a stream; until then nothing is sent.
     first = await unless_disconnected(request.receive, _next(events))
     return Stream(_resume(first, events), media_type="text/event-stream", headers=_STREAM_HEADERS)
 
 
-async def _read(door: FrontDoor, kind: BodyKind, body: bytes) -> GenerationRequest:
+async def _read(door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody) -> GenerationRequest:
     try:
         door.admission.check(1)  # before the work of tokenising
         async with asyncio.timeout(door.request_timeout_s):

@@ -22,6 +22,8 @@ from proxy.model_text import ModelText
 from proxy.reader_pool import ReaderPool
 from proxy.registry import Registry
 from proxy.rendering import RenderedPrompts
+from proxy.request_body import RequestBodies
+from proxy.scrapes import Scrapes
 from proxy.stop_strings import StopStrings
 from proxy.token_text import TokenText
 from proxy.turns import Turns
@@ -62,11 +64,13 @@ class FrontDoor:
 
     text: ModelText
     token_text: TokenText
+    bodies: RequestBodies
     readers: ReaderPool
     registry: Registry
     admission: Admission
     dispatcher: Dispatcher
     metrics: ProxyMetrics
+    scrapes: Scrapes
     turns: Turns
     request_timeout_s: float
 

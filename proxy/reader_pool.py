@@ -2,14 +2,13 @@
 
 Processes and not threads: under the interpreter's lock a thread that decodes a megabyte of JSON holds up the loop for
 as long as that takes, and many such threads for a multiple (docs/adr/0007-reader-processes.md). They are forked before
-the loop and any thread exists, and so share the tokeniser's memory; the bodies and the packed token ids are all that
-travels. A process that is lost takes the pool with it: what was in it fails, and a new one, spawned, takes its place.
+the loop and any thread exists, and so share the tokeniser's memory; packed token ids are all that travels. A process
+that is lost takes the pool with it: what was in it fails, and a new one, spawned, takes its place.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import logging
 import multiprocessing
@@ -19,25 +18,23 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import BaseContext
+from pathlib import Path
 from typing import TypeVar
 
-from protocol.errors import InternalError, Overloaded
+from protocol.errors import InternalError
 from protocol.lifetime import die_with_parent
 from proxy.body_reader import BodyKind, BodyReader
+from proxy.heap import trim
 from proxy.registry import ModelLimits
+from proxy.request_body import SpooledBody
 from proxy.validation import GenerationRequest
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_INLINE_BYTES = 2048
-"""Bodies up to that are read on the loop: 0.6 ms at most (measured), where the way to a process and back takes 0.5."""
 MAX_INLINE_TOKENS = 1024
-"""The same for turning tokens into text."""
-MAX_WAITING_BYTES = 1 << 30
-"""Of bodies that wait for a process. Beyond that, large bodies are refused."""
-
+"""More are turned into text in a process."""
 _NICENESS = 10
 """Of the processes: where cores are short, the loop that wakes beside them waits a third as long (measured)."""
 
@@ -50,24 +47,17 @@ class ReaderPool:
         self._make_reader = make_reader
         self._num_processes = num_processes
         self._executor: ProcessPoolExecutor | None = None
-        self._num_waiting_bytes = 0
 
     def fork(self) -> None:
         """Call it while the process has one thread and no loop; without it, processes are spawned when first needed."""
         gc.freeze()  # the children's collector need not touch, and so copy, what they inherit
         self._executor = self._start(multiprocessing.get_context("fork"), lambda: self._reader)
 
-    async def read(self, kind: BodyKind, body: bytes, limits: ModelLimits) -> GenerationRequest:
-        """With its prompts tokenised. Raises InvalidRequest, Overloaded, or InternalError when a process was lost."""
-        if is_small(body):
+    async def read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
+        """With its prompts tokenised. Raises InvalidRequest, or InternalError when a process was lost."""
+        if isinstance(body, bytes):
             return self._reader.read(kind, body, limits)
-        if self._num_waiting_bytes + len(body) > MAX_WAITING_BYTES:
-            raise Overloaded("too many large requests are waiting to be tokenised; try again later")
-        self._num_waiting_bytes += len(body)
-        try:
-            return await self._run(_read, kind, body, limits)
-        finally:
-            self._num_waiting_bytes -= len(body)
+        return await self._run(_read, kind, body.path, limits)
 
     async def text_of(self, token_ids: list[int]) -> str:
         """What a prompt says, special tokens left out."""
@@ -99,11 +89,6 @@ class ReaderPool:
             self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def is_small(body: bytes) -> bool:
-    """Small enough to be read on the loop."""
-    return len(body) <= MAX_INLINE_BYTES
-
-
 # ---- in the processes
 
 _reader: BodyReader
@@ -121,19 +106,12 @@ def _nothing() -> None:
     pass
 
 
-def _read(kind: BodyKind, body: bytes, limits: ModelLimits) -> GenerationRequest:
+def _read(kind: BodyKind, path: str, limits: ModelLimits) -> GenerationRequest:
     try:
-        return _reader.read(kind, body, limits)
+        return _reader.read(kind, Path(path).read_bytes(), limits)
     finally:
-        _give_memory_back()
+        trim()  # a long prompt takes a hundred times its size while it is tokenised
 
 
 def _text_of(token_ids: list[int]) -> str:
     return _reader.text_of(token_ids)
-
-
-def _give_memory_back() -> None:
-    """A long prompt takes a hundred times its size while it is tokenised, of which glibc would keep most."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

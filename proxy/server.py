@@ -24,7 +24,9 @@ from proxy.generation import FrontDoor
 from proxy.model_text import ModelText
 from proxy.reader_pool import ReaderPool
 from proxy.registry import Registry
+from proxy.request_body import RequestBodies
 from proxy.router import Router
+from proxy.scrapes import Scrapes
 from proxy.slow_readers import make_protocol
 from proxy.token_text import TokenText
 from proxy.turns import Turns
@@ -54,6 +56,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     # Unique for each start, so that workers tell a restarted proxy, whose requests are gone, from its predecessor.
     proxy_id = f"{config.proxy_id}-{secrets.token_hex(4)}"
     metrics = ProxyMetrics()
+    scrapes = Scrapes(metrics)
     registry = Registry(config.worker_silence_s)
     router = Router(registry)
     dispatcher = Dispatcher(proxy_id, router, metrics)
@@ -82,11 +85,13 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     door = FrontDoor(
         text,
         TokenText(text.tokenizer),
+        RequestBodies(config.max_body_bytes),
         readers,
         registry,
         Admission(config.max_waiting_requests),
         dispatcher,
         metrics,
+        scrapes,
         Turns(_STREAMS_PER_ITERATION),
         config.request_timeout_s,
     )
@@ -118,11 +123,13 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         loop.add_signal_handler(number, stop)
     log.info("proxy %s serves %s on %s:%d", proxy_id, config.served_model_name, config.host, config.port)
     try:
+        await scrapes.start()
         await server.serve(sockets=[listener])
     finally:
         pool.close_all()
         control.close()
         readers.close()
+        scrapes.close()
         context.destroy(linger=300)
 
 

@@ -44,7 +44,9 @@ from proxy.http_errors import ClientDisconnected
 from proxy.model_text import ModelText
 from proxy.reader_pool import ReaderPool
 from proxy.registry import Registry
+from proxy.request_body import RequestBodies
 from proxy.router import Router
+from proxy.scrapes import Scrapes
 from proxy.token_text import TokenText
 from proxy.turns import Turns
 from telemetry.metrics import ProxyMetrics
@@ -106,11 +108,13 @@ class Cluster:
         self.door = FrontDoor(
             text,
             TokenText(self.text.tokenizer),
+            RequestBodies(1 << 20),
             readers,
             self.registry,
             self.admission,
             self.dispatcher,
             self.metrics,
+            Scrapes(self.metrics),
             Turns(4),
             request_timeout_s=60,
         )
