@@ -7,9 +7,12 @@ and a watch on a full one.
 
 from __future__ import annotations
 
+import array
 import asyncio
+import fcntl
 import logging
 import socket
+import termios
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -31,8 +34,8 @@ def make_protocol(timeout_s: float) -> type[HttpToolsProtocol]:
         _watch: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-            connection: Any = transport.get_extra_info("socket")
-            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BUFFER_BYTES)
+            self._socket: Any = transport.get_extra_info("socket")
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BUFFER_BYTES)
             super().connection_made(transport)
 
         def pause_writing(self) -> None:
@@ -49,7 +52,10 @@ def make_protocol(timeout_s: float) -> type[HttpToolsProtocol]:
 
         def _watch_buffer(self) -> None:
             # Nothing is added while writing is paused, so what it shrinks by is what the client took.
-            self._watch = self.loop.call_later(timeout_s, self._check, self.transport.get_write_buffer_size())
+            self._watch = self.loop.call_later(timeout_s, self._check, self._num_bytes_to_take())
+
+        def _num_bytes_to_take(self) -> int:
+            return self.transport.get_write_buffer_size() + _num_bytes_in_kernel(self._socket)
 
         def _unwatch(self) -> None:
             if self._watch is not None:
@@ -57,10 +63,17 @@ def make_protocol(timeout_s: float) -> type[HttpToolsProtocol]:
                 self._watch = None
 
         def _check(self, num_bytes_before: int) -> None:
-            if num_bytes_before - self.transport.get_write_buffer_size() >= _MIN_PROGRESS_BYTES:
+            if num_bytes_before - self._num_bytes_to_take() >= _MIN_PROGRESS_BYTES:
                 self._watch_buffer()
                 return
             log.warning("cut off a client that has not read for %.0f s", timeout_s)
             self.transport.abort()
 
     return HttpProtocol
+
+
+def _num_bytes_in_kernel(connection: Any) -> int:
+    """Sent, but not yet acknowledged by the client's side. The kernel asks for more only when a third of it is free."""
+    count = array.array("i", [0])
+    fcntl.ioctl(connection.fileno(), termios.TIOCOUTQ, count)
+    return count[0]
