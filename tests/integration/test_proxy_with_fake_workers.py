@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -250,3 +251,22 @@ def test_what_the_operator_can_mend_is_one_line_and_exit_code_2(
     done = subprocess.run([sys.executable, "-m", "proxy", str(file)], capture_output=True, text=True, timeout=30)
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+
+
+def test_large_bodies_are_read_in_processes_that_may_be_lost(proxy: Proxy, workers: FakeWorkers) -> None:
+    """Kept large by what is ignored, so that small and large are the same prompt."""
+    fields = {"prompt": TEXT, "max_tokens": NUM_TOKENS, "user": "x" * 3000}
+    large = post(proxy, **fields).json()
+    assert large["choices"][0]["text"] == TEXT
+    children = Path(f"/proc/{proxy.process.pid}/task/{proxy.process.pid}/children")
+    readers = children.read_text().split()
+    assert len(readers) == 2, "as many as tokenizer_threads"
+    for reader in readers:
+        os.kill(int(reader), signal.SIGKILL)
+    wait_until(lambda: not set(readers) & set(children.read_text().split()))
+    assert post(proxy, prompt="abc", max_tokens=3).json()["choices"][0]["text"] == "abc", "small ones need none"
+    lost = post(proxy, **fields)
+    if lost.status_code != 200:  # whether the loss is noticed before the request or by it
+        assert lost.json()["error"]["code"] == "internal_error"
+    again = post(proxy, **fields)
+    assert again.status_code == 200 and again.json()["choices"][0]["text"] == TEXT
