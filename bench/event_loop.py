@@ -171,9 +171,7 @@ def cluster(num_threads: int, num_streams: int) -> Iterator[tuple[int, int]]:
     """`tandem up`; yields its port and the proxy's process id."""
     with tempfile.TemporaryDirectory() as scratch:
         model = stretched_demo_model(Path(scratch) / "model")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         command = [
             sys.executable, "-m", "deploy.cli", "up", "--model", str(model), "--served-model-name", MODEL,
             "--port", str(port), "--tokenizer-threads", str(num_threads), "--max-num-seqs", str(max(64, num_streams)),
@@ -190,6 +188,13 @@ def cluster(num_threads: int, num_streams: int) -> Iterator[tuple[int, int]]:
         finally:
             launcher.send_signal(signal.SIGTERM)
             launcher.wait(30)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def stretched_demo_model(folder: Path) -> Path:

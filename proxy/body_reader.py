@@ -34,7 +34,10 @@ class BodyReader:
 
     def read(self, kind: BodyKind, body: bytes, limits: ModelLimits) -> GenerationRequest:
         """With `RenderedPrompts`. Raises InvalidRequest."""
-        request = self.decode(kind, body)
+        return self.render(self.decode(kind, body), limits)
+
+    def render(self, request: GenerationRequest, limits: ModelLimits) -> GenerationRequest:
+        """The second half of `read`. Raises InvalidRequest."""
         prompts = self._renderer.render(request.prompt, limits, request.max_prompt_tokens(limits))
         return msgspec.structs.replace(request, prompt=RenderedPrompts(prompts))
 

@@ -26,6 +26,7 @@ from protocol.lifetime import die_with_parent
 from proxy.body_reader import BodyKind, BodyReader
 from proxy.heap import trim
 from proxy.registry import ModelLimits
+from proxy.rendering import has_token_ids
 from proxy.request_body import SpooledBody
 from proxy.validation import GenerationRequest
 
@@ -33,6 +34,9 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+MAX_INLINE_BYTES = 2048
+"""Bodies up to that are read on the loop: 0.6 ms at most (measured), where the way to a process and back takes 0.5. Up
+to `MAX_UNSPOOLED_BYTES` those whose prompts are token ids are, too: 0.2 ms."""
 MAX_INLINE_TOKENS = 1024
 """More are turned into text in a process."""
 _NICENESS = 10
@@ -55,9 +59,14 @@ class ReaderPool:
 
     async def read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
         """With its prompts tokenised. Raises InvalidRequest, or InternalError when a process was lost."""
-        if isinstance(body, bytes):
+        if isinstance(body, SpooledBody):
+            return await self._run(_read_spooled, kind, body.path, limits)
+        if len(body) <= MAX_INLINE_BYTES:
             return self._reader.read(kind, body, limits)
-        return await self._run(_read, kind, body.path, limits)
+        request = self._reader.decode(kind, body)
+        if has_token_ids(request.prompt):
+            return self._reader.render(request, limits)
+        return await self._run(_read, kind, body, limits)
 
     async def text_of(self, token_ids: list[int]) -> str:
         """What a prompt says, special tokens left out."""
@@ -106,7 +115,11 @@ def _nothing() -> None:
     pass
 
 
-def _read(kind: BodyKind, path: str, limits: ModelLimits) -> GenerationRequest:
+def _read(kind: BodyKind, body: bytes, limits: ModelLimits) -> GenerationRequest:
+    return _reader.read(kind, body, limits)
+
+
+def _read_spooled(kind: BodyKind, path: str, limits: ModelLimits) -> GenerationRequest:
     try:
         return _reader.read(kind, Path(path).read_bytes(), limits)
     finally:

@@ -5,6 +5,7 @@ No state of the tokeniser is changed. A prompt that cannot fit is refused before
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 _PROBE_CHARACTERS_PER_TOKEN = 5
 """The first probe of a long text is that much of it times `max_model_len`: few texts have more characters per token."""
+_IDS = re.compile(rb"\s*\[[\s\[]*\d")
 _PROBE_SLACK_TOKENS = 16
 """Cutting a text may change the tokens around the cut, so the probe must be over the limit by more than that."""
 
@@ -152,6 +154,11 @@ def _pack(token_ids: list[int], limits: ModelLimits) -> Prompt:
             f"Token id {largest} is out of range: this model's ids are 0 to {limits.vocab_size - 1}.", "prompt"
         )
     return Prompt(pack_token_ids(token_ids), len(token_ids))
+
+
+def has_token_ids(prompt: ChatPrompt | CompletionPrompt | RenderedPrompts) -> bool:
+    """True where nothing is left to tokenise."""
+    return isinstance(prompt, CompletionPrompt) and _IDS.match(bytes(prompt.json)) is not None
 
 
 def split_prompt(raw: msgspec.Raw) -> Sequence[str | list[int]]:

@@ -255,7 +255,7 @@ def test_what_the_operator_can_mend_is_one_line_and_exit_code_2(
 
 def test_large_bodies_are_read_in_processes_that_may_be_lost(proxy: Proxy, workers: FakeWorkers) -> None:
     """Kept large by what is ignored, so that small and large are the same prompt."""
-    fields = {"prompt": TEXT, "max_tokens": NUM_TOKENS, "user": "x" * 3000}
+    fields = {"prompt": TEXT, "max_tokens": NUM_TOKENS, "user": "x" * 30_000}
     large = post(proxy, **fields).json()
     assert large["choices"][0]["text"] == TEXT
     children = Path(f"/proc/{proxy.process.pid}/task/{proxy.process.pid}/children")

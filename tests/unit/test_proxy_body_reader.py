@@ -16,7 +16,7 @@ from protocol.token_ids import unpack_token_ids
 from proxy.body_reader import BodyReader
 from proxy.model_text import ModelText
 from proxy.registry import ModelLimits
-from proxy.rendering import ContextLengthExceeded, RenderedPrompts
+from proxy.rendering import ContextLengthExceeded, RenderedPrompts, has_token_ids
 from proxy.token_size import max_characters_per_token
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=500)
@@ -82,6 +82,14 @@ def test_every_form_of_prompt() -> None:
     assert read(reader, prompt=[[1, 2], [3]]) == [[1, 2], [3]]
     chat = read(reader, "chat", messages=[{"role": "user", "content": "the fox"}])
     assert chat == [TOKENIZER.encode("the fox|").ids]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "holds"), [([1], True), ([[1, 2], [3]], True), ("[1]", False), (["1"], False), ([], False)]
+)
+def test_what_needs_no_tokenising(prompt: Any, holds: bool) -> None:
+    reader, _ = reader_and_tokenizer()
+    assert has_token_ids(reader.decode("completion", json.dumps({"prompt": prompt}, indent=1).encode()).prompt) == holds
 
 
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised_whole() -> None:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from protocol.errors import Overloaded, TandemError
 from proxy.http_errors import BodyTooLarge, ClientDisconnected
-from proxy.request_body import MAX_INLINE_BYTES, RequestBodies, SpooledBody
+from proxy.request_body import MAX_UNSPOOLED_BYTES, RequestBodies, SpooledBody
 
-BODIES = RequestBodies(10_000, max_spooled_bytes=15_000)
+BODIES = RequestBodies(100_000, max_spooled_bytes=150_000)
 
 
 def feed(pieces: list[bytes], then: dict[str, Any] | None = None) -> Any:
@@ -31,15 +31,15 @@ def feed(pieces: list[bytes], then: dict[str, Any] | None = None) -> Any:
 async def read(pieces: list[bytes], headers: dict[str, str] | None = None) -> bytes:
     async with BODIES.receive(feed(pieces), headers or {}) as body:
         if isinstance(body, bytes):
-            assert len(body) <= MAX_INLINE_BYTES
+            assert len(body) <= MAX_UNSPOOLED_BYTES
             return body
-        assert BODIES.num_spooled_bytes == body.num_bytes > MAX_INLINE_BYTES
+        assert BODIES.num_spooled_bytes == body.num_bytes > MAX_UNSPOOLED_BYTES
         whole = Path(body.path).read_bytes()
     assert not Path(body.path).exists()
     return whole
 
 
-@given(st.lists(st.binary(max_size=1500), max_size=6))
+@given(st.lists(st.binary(max_size=1500).map(lambda piece: piece * 8), max_size=6))
 def test_a_body_arrives_whole(pieces: list[bytes]) -> None:
     assert asyncio.run(read(pieces)) == b"".join(pieces)
     assert BODIES.num_spooled_bytes == 0
@@ -51,10 +51,10 @@ DISCONNECT = {"type": "http.disconnect"}
 @pytest.mark.parametrize(
     ("receive", "headers", "error"),
     [
-        (feed([]), {"content-length": "10001"}, BodyTooLarge),
-        (feed([b"a" * 5000] * 3), {}, BodyTooLarge),
-        (feed([b"a" * 5000] * 3), {"content-length": "7"}, BodyTooLarge),
-        (feed([b"a" * 5000], DISCONNECT), {}, ClientDisconnected),
+        (feed([]), {"content-length": "100001"}, BodyTooLarge),
+        (feed([b"a" * 50_000] * 3), {}, BodyTooLarge),
+        (feed([b"a" * 50_000] * 3), {"content-length": "7"}, BodyTooLarge),
+        (feed([b"a" * 50_000], DISCONNECT), {}, ClientDisconnected),
         (feed([b"a"], DISCONNECT), {}, ClientDisconnected),
     ],
 )
@@ -70,12 +70,12 @@ def test_what_is_refused_leaves_nothing(receive: Any, headers: Any, error: type[
 
 def test_all_large_bodies_together_are_bounded() -> None:
     async def run() -> None:
-        async with BODIES.receive(feed([b"a" * 9000]), {}) as first:
+        async with BODIES.receive(feed([b"a" * 90_000]), {}) as first:
             assert isinstance(first, SpooledBody)
             with pytest.raises(Overloaded):
-                async with BODIES.receive(feed([b"b" * 9000]), {}):
+                async with BODIES.receive(feed([b"b" * 90_000]), {}):
                     pass
             assert await read([b"small"]) == b"small"
-        assert len(await read([b"b" * 9000])) == 9000
+        assert len(await read([b"b" * 90_000])) == 90_000
 
     asyncio.run(run())
