@@ -14,9 +14,11 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
+from prometheus_client.multiprocess import mark_process_dead
 
 from decode_worker.config import DecodeConfig
 from deploy.config import ClusterConfig
@@ -56,7 +58,8 @@ class Launcher:
         self._fatal: Exception | None = None
         self._ready = False
         self._controls: list[DealerSocket[FromProxyControl]] = []
-        self._report: StatusReport | None = None
+        self._reports: dict[int, StatusReport] = {}  # by the proxy's number
+        self._metrics_dir: Path
         self._progress_files: list[Path] = []
 
     def stop(self) -> None:
@@ -76,7 +79,8 @@ class Launcher:
             self._make_children(folder, logs)
             codec: Codec[FromProxyControl] = Codec(FromProxyControl)
             self._controls = [
-                DealerSocket(context, endpoint, codec, self._on_answer) for endpoint in self._control_endpoints(folder)
+                DealerSocket(context, endpoint, codec, partial(self._on_answer, number))
+                for number, endpoint in enumerate(self._control_endpoints(folder))
             ]
             self._tasks = [asyncio.create_task(child.run()) for child in self._children.values()]
             await self._until_ready(on_progress)
@@ -100,6 +104,8 @@ class Launcher:
     def _make_children(self, folder: Path, logs: Path) -> None:
         config = self._config
         proxies = self._control_endpoints(folder)
+        self._metrics_dir = folder / "metrics"
+        self._metrics_dir.mkdir()
         for i, control in enumerate(proxies):
             name = f"proxy-{i}"
             proxy = ProxyConfig(
@@ -190,6 +196,8 @@ class Launcher:
             "PYTHONUNBUFFERED": "1",
             "GLOO_SOCKET_IFNAME": "lo",  # among a worker's ranks, which are on this host; pairs name their own address
         }
+        if isinstance(config, ProxyConfig):
+            env["PROMETHEUS_MULTIPROC_DIR"] = str(self._metrics_dir)  # there the metrics of all proxies add up
         if gpus is not None:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._children[name] = ChildProcess(name, module, config_file, logs / f"{name}.log", env, self._on_exit)
@@ -201,6 +209,7 @@ class Launcher:
         for control in self._controls:
             control.send(WorkerExited(name, pid))
         child = self._children[name]
+        mark_process_dead(pid, str(self._metrics_dir))  # what it had under way is over
         if returncode == EXIT_BAD_CONFIG:
             self._fatal = ConfigError(child.last_error() or f"{name} refused its configuration: see {child.log_file}")
             self.stop()
@@ -212,9 +221,9 @@ class Launcher:
         log.warning("%s (process %d) exited with %d; starting it again", name, pid, returncode)
         return True
 
-    def _on_answer(self, message: FromProxyControl) -> None:
+    def _on_answer(self, proxy: int, message: FromProxyControl) -> None:
         if isinstance(message, StatusReport):
-            self._report = message
+            self._reports[proxy] = message
 
     async def _until_ready(self, on_progress: OnProgress) -> None:
         """Wait until every worker has registered and every pair is open."""
@@ -222,16 +231,18 @@ class Launcher:
         deadline = loop.time() + START_TIMEOUT_S
         config = self._config
         while not self._stopping.is_set():
-            self._controls[0].send(GetStatus())
-            report = self._report
-            if report is not None:
-                roles = [r.worker.role for r in report.workers]
-                pairs = [pair for r in report.workers for pair in r.pairs]
+            for control in self._controls:
+                control.send(GetStatus())
+            reports = list(self._reports.values())
+            if len(reports) == config.proxies:
+                pairs = [pair for report in reports for worker in report.workers for pair in worker.pairs]
                 refused = next((pair for pair in pairs if pair.state == "refused"), None)
                 if refused is not None:
                     self._fatal = ConfigError(f"{refused.decode_worker_id} refused its pair: {refused.reason}")
                     return
-                num_ready = sum(pair.state == "ready" for pair in pairs)
+                last = min(reports, key=_num_ready_pairs)  # of the proxies: all must know of all pairs
+                roles = [worker.worker.role for worker in last.workers]
+                num_ready = _num_ready_pairs(last)
                 on_progress(
                     f"{roles.count('prefill')}/{config.prefill} prefill, "
                     f"{roles.count('decode')}/{config.decode} decode, "
@@ -275,6 +286,10 @@ class Launcher:
         pending = [task for task in tasks if not task.done()]
         if pending:
             await asyncio.wait(pending, timeout=timeout_s)
+
+
+def _num_ready_pairs(report: StatusReport) -> int:
+    return sum(pair.state == "ready" for worker in report.workers for pair in worker.pairs)
 
 
 def _check_port(host: str, port: int) -> None:
