@@ -14,13 +14,16 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
+from prometheus_client.multiprocess import mark_process_dead
 
 from decode_worker.config import DecodeConfig
 from deploy.config import ClusterConfig
 from deploy.gpus import share_out, visible_gpus
+from deploy.loading import fraction_loaded
 from deploy.processes import ChildProcess
 from deploy.runtime_dir import create_runtime_dir, log_dir
 from engine.config import EngineConfig
@@ -38,6 +41,9 @@ PROXY_GRACE_S = 1.5
 STOP_GRACE_S = 2.5
 EXIT_BAD_CONFIG = 2
 
+OnProgress = Callable[[str, float | None], None]
+"""Called with what is up, and with the fraction of the weights that is loaded, None before that is known."""
+
 
 class Launcher:
     """One cluster. `run` returns when the cluster has been stopped; `stop` may be called from a signal handler."""
@@ -52,12 +58,14 @@ class Launcher:
         self._fatal: Exception | None = None
         self._ready = False
         self._controls: list[DealerSocket[FromProxyControl]] = []
-        self._report: StatusReport | None = None
+        self._reports: dict[int, StatusReport] = {}  # by the proxy's number
+        self._metrics_dir: Path
+        self._progress_files: list[Path] = []
 
     def stop(self) -> None:
         self._stopping.set()
 
-    async def run(self, on_progress: Callable[[str], None], on_ready: Callable[[Path], None]) -> None:
+    async def run(self, on_progress: OnProgress, on_ready: Callable[[Path], None]) -> None:
         """Raises ConfigError for what the operator can mend, InternalError when the cluster does not come up."""
         config = self._config
         _check_port(config.host, config.port)
@@ -71,7 +79,8 @@ class Launcher:
             self._make_children(folder, logs)
             codec: Codec[FromProxyControl] = Codec(FromProxyControl)
             self._controls = [
-                DealerSocket(context, endpoint, codec, self._on_answer) for endpoint in self._control_endpoints(folder)
+                DealerSocket(context, endpoint, codec, partial(self._on_answer, number))
+                for number, endpoint in enumerate(self._control_endpoints(folder))
             ]
             self._tasks = [asyncio.create_task(child.run()) for child in self._children.values()]
             await self._until_ready(on_progress)
@@ -95,6 +104,8 @@ class Launcher:
     def _make_children(self, folder: Path, logs: Path) -> None:
         config = self._config
         proxies = self._control_endpoints(folder)
+        self._metrics_dir = folder / "metrics"
+        self._metrics_dir.mkdir()
         for i, control in enumerate(proxies):
             name = f"proxy-{i}"
             proxy = ProxyConfig(
@@ -120,7 +131,7 @@ class Launcher:
                 worker_id=name,
                 endpoint=f"ipc://{folder}/{name}.sock",
                 proxy_endpoints=proxies,
-                engine=self._engine("prefill"),
+                engine=self._engine("prefill", self._progress_file(folder, name)),
                 kv_connector=config.kv_connector,
                 kv_checksums=config.kv_checksums,
                 max_num_batched_tokens=config.max_num_batched_tokens,
@@ -134,7 +145,7 @@ class Launcher:
                 worker_id=name,
                 endpoint=f"ipc://{folder}/{name}.sock",
                 proxy_endpoints=proxies,
-                engine=self._engine("decode"),
+                engine=self._engine("decode", self._progress_file(folder, name)),
                 kv_connector=config.kv_connector,
                 kv_checksums=config.kv_checksums,
                 max_num_seqs=config.max_num_seqs,
@@ -142,7 +153,12 @@ class Launcher:
             )
             self._add(name, "decode_worker", decode, folder, logs, shares[config.prefill + i])
 
-    def _engine(self, role: Role) -> EngineConfig:
+    def _progress_file(self, folder: Path, name: str) -> Path:
+        file = folder / f"{name}.loading"
+        self._progress_files.append(file)
+        return file
+
+    def _engine(self, role: Role, progress_file: Path) -> EngineConfig:
         config = self._config
         return EngineConfig(
             model=self._model,
@@ -155,6 +171,7 @@ class Launcher:
             num_threads=config.num_threads(role),
             trust_remote_code=config.trust_remote_code,
             tensor_parallel_size=config.num_ranks(role),
+            progress_file=str(progress_file),
         )
 
     def _add(
@@ -179,6 +196,8 @@ class Launcher:
             "PYTHONUNBUFFERED": "1",
             "GLOO_SOCKET_IFNAME": "lo",  # among a worker's ranks, which are on this host; pairs name their own address
         }
+        if isinstance(config, ProxyConfig):
+            env["PROMETHEUS_MULTIPROC_DIR"] = str(self._metrics_dir)  # there the metrics of all proxies add up
         if gpus is not None:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         self._children[name] = ChildProcess(name, module, config_file, logs / f"{name}.log", env, self._on_exit)
@@ -190,6 +209,7 @@ class Launcher:
         for control in self._controls:
             control.send(WorkerExited(name, pid))
         child = self._children[name]
+        mark_process_dead(pid, str(self._metrics_dir))  # what it had under way is over
         if returncode == EXIT_BAD_CONFIG:
             self._fatal = ConfigError(child.last_error() or f"{name} refused its configuration: see {child.log_file}")
             self.stop()
@@ -201,30 +221,33 @@ class Launcher:
         log.warning("%s (process %d) exited with %d; starting it again", name, pid, returncode)
         return True
 
-    def _on_answer(self, message: FromProxyControl) -> None:
+    def _on_answer(self, proxy: int, message: FromProxyControl) -> None:
         if isinstance(message, StatusReport):
-            self._report = message
+            self._reports[proxy] = message
 
-    async def _until_ready(self, on_progress: Callable[[str], None]) -> None:
+    async def _until_ready(self, on_progress: OnProgress) -> None:
         """Wait until every worker has registered and every pair is open."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + START_TIMEOUT_S
         config = self._config
         while not self._stopping.is_set():
-            self._controls[0].send(GetStatus())
-            report = self._report
-            if report is not None:
-                roles = [r.worker.role for r in report.workers]
-                pairs = [pair for r in report.workers for pair in r.pairs]
+            for control in self._controls:
+                control.send(GetStatus())
+            reports = list(self._reports.values())
+            if len(reports) == config.proxies:
+                pairs = [pair for report in reports for worker in report.workers for pair in worker.pairs]
                 refused = next((pair for pair in pairs if pair.state == "refused"), None)
                 if refused is not None:
                     self._fatal = ConfigError(f"{refused.decode_worker_id} refused its pair: {refused.reason}")
                     return
-                num_ready = sum(pair.state == "ready" for pair in pairs)
+                last = min(reports, key=_num_ready_pairs)  # of the proxies: all must know of all pairs
+                roles = [worker.worker.role for worker in last.workers]
+                num_ready = _num_ready_pairs(last)
                 on_progress(
                     f"{roles.count('prefill')}/{config.prefill} prefill, "
                     f"{roles.count('decode')}/{config.decode} decode, "
-                    f"{num_ready}/{config.prefill * config.decode} pairs"
+                    f"{num_ready}/{config.prefill * config.decode} pairs",
+                    fraction_loaded(self._progress_files),
                 )
                 if num_ready == config.prefill * config.decode and await self._all_proxies_answer():
                     self._ready = True
@@ -263,6 +286,10 @@ class Launcher:
         pending = [task for task in tasks if not task.done()]
         if pending:
             await asyncio.wait(pending, timeout=timeout_s)
+
+
+def _num_ready_pairs(report: StatusReport) -> int:
+    return sum(pair.state == "ready" for worker in report.workers for pair in worker.pairs)
 
 
 def _check_port(host: str, port: int) -> None:

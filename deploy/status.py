@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from pathlib import Path
 
 import msgspec
 from rich.console import Console
@@ -20,7 +21,7 @@ ANSWER_TIMEOUT_S = 3.0
 
 async def fetch_status(port: int) -> list[StatusReport]:
     """One report per proxy that answers in time, by name. Raises ConfigError when no cluster runs on `port`."""
-    sockets = sorted(runtime_dir(port).glob("proxy-*.sock"))
+    sockets = _proxy_sockets(port)
     if not sockets:
         raise ConfigError(f"no cluster runs on port {port}; start one with `tandem up`, or give its --port")
     context = new_context()
@@ -46,38 +47,50 @@ async def fetch_status(port: int) -> list[StatusReport]:
     return sorted(reports, key=lambda report: report.proxy_id)
 
 
+def _proxy_sockets(port: int) -> list[Path]:
+    return sorted(runtime_dir(port).glob("proxy-*.sock"))
+
+
 def print_status(port: int, as_json: bool) -> int:
-    """Exit code 0 when the cluster is ready, 1 when it runs but cannot serve."""
+    """Exit code 0 when the cluster is ready, 1 when it runs but cannot serve, or a proxy of it does not answer."""
     reports = asyncio.run(fetch_status(port))
+    num_silent = len(_proxy_sockets(port)) - len(reports)
     if as_json:
         sys.stdout.write(msgspec.json.encode(reports).decode() + "\n")
     else:
-        _print_tables(reports)
-    return 0 if all(report.ready for report in reports) else 1
+        _print_tables(reports, num_silent)
+    return 0 if all(report.ready for report in reports) and not num_silent else 1
 
 
-def _print_tables(reports: list[StatusReport]) -> None:
+def _print_tables(reports: list[StatusReport], num_silent: int) -> None:
     console = Console()
     first = reports[0]
-    state = "[green]ready[/]" if all(report.ready for report in reports) else "[red]not ready[/]"
+    is_ready = all(report.ready for report in reports) and not num_silent
+    state = "[green]ready[/]" if is_ready else "[red]not ready[/]"
     requests = sum(report.num_requests for report in reports)
-    console.print(f"{first.model}: {state}, {len(reports)} proxies, {requests} requests under way")
+    silent = f" ([red]{num_silent} more give no answer[/])" if num_silent else ""
+    console.print(f"{first.model}: {state}, {len(reports)} proxies{silent}, {requests} requests under way")
+    proxies = Table("proxy", "state", "requests", "workers")
+    for report in reports:
+        state = "ready" if report.ready else "[red]not ready[/]"
+        proxies.add_row(report.proxy_id, state, str(report.num_requests), str(len(report.workers)))
+    console.print(proxies)
     workers = Table("worker", "pid", "ranks", "running", "waiting", "free blocks", "quarantined", "step ms", "heard")
     pairs = Table("prefill", "decode", "state", "connector", "reason")
-    for report in first.workers:
-        load = report.load
+    for worker in first.workers:
+        load = worker.load
         workers.add_row(
-            report.worker.worker_id,
-            str(report.worker.pid),
-            str(report.worker.num_ranks),
+            worker.worker.worker_id,
+            str(worker.worker.pid),
+            str(worker.worker.num_ranks),
             str(load.num_running),
             str(load.num_waiting),
             f"{load.num_free_blocks}/{load.num_blocks}",
             str(load.num_quarantined_blocks),
             f"{load.step_time_s * 1000:.1f}",
-            f"{report.silence_s:.1f} s ago",
+            f"{worker.silence_s:.1f} s ago",
         )
-        for pair in report.pairs:
-            pairs.add_row(report.worker.worker_id, pair.decode_worker_id, pair.state, pair.connector, pair.reason)
+        for pair in worker.pairs:
+            pairs.add_row(worker.worker.worker_id, pair.decode_worker_id, pair.state, pair.connector, pair.reason)
     console.print(workers)
     console.print(pairs)

@@ -6,6 +6,7 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -17,7 +18,7 @@ def die_with_parent() -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() == 1:  # the parent was gone before we asked; in a container it may itself be process 1
         try:
-            parent = open("/proc/1/cmdline", "rb").read()  # noqa: PTH123, SIM115
+            parent = Path("/proc/1/cmdline").read_bytes()
         except OSError:
             return
         if b"tandem" not in parent and b"python" not in parent:

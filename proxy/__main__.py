@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -13,6 +14,9 @@ from protocol.errors import ConfigError
 from protocol.lifetime import die_with_parent
 from proxy.config import read_config
 from telemetry.logs import setup_logging
+
+_SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may keep the interpreter from the loop; Python's default is ten times that."""
 
 
 def main(arguments: list[str]) -> int:
@@ -24,10 +28,22 @@ def main(arguments: list[str]) -> int:
         config = read_config(Path(arguments[0]))
         setup_logging(config.proxy_id, config.log_level)
         # Imported late: they cost 2 s, and a wrong config should be told sooner.
+        from proxy.body_reader import BodyReader
+        from proxy.heap import give_back_large_blocks
         from proxy.model_text import ModelText
+        from proxy.reader_pool import ReaderPool
         from proxy.server import serve
 
-        uvloop.run(serve(config, ModelText(config.model)))
+        text = ModelText(config.model)
+        readers = ReaderPool(
+            BodyReader.of(text, config.served_model_name),
+            partial(BodyReader.load, config.model, config.served_model_name),
+            config.tokenizer_threads,
+        )
+        readers.fork()
+        give_back_large_blocks()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        uvloop.run(serve(config, text, readers))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -17,8 +17,9 @@ from litestar.handlers import BaseRouteHandler
 from litestar.response import Stream
 from litestar.types import Receive
 
-from protocol.errors import Overloaded, TandemError
+from protocol.errors import Overloaded, RequestAborted, TandemError
 from proxy.answers import Answers, ChatAnswers, CompletionAnswers, stream_events
+from proxy.body_reader import BodyKind
 from proxy.config import ProxyConfig
 from proxy.generation import FrontDoor, Generation
 from proxy.http_errors import (
@@ -29,7 +30,8 @@ from proxy.http_errors import (
     unexpected_error_response,
 )
 from proxy.openai_schema import HealthResponse, ModelCard, ModelList
-from proxy.validation import BodyDecoder, GenerationRequest
+from proxy.request_body import SpooledBody
+from proxy.validation import GenerationRequest
 from telemetry.metrics import CONTENT_TYPE
 
 T = TypeVar("T")
@@ -39,16 +41,15 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # no
 
 
 def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
-    decoder = BodyDecoder(config.served_model_name)
     started_at = int(time.time())
 
     @post("/v1/completions", status_code=200)
     async def completions(request: HttpRequest) -> Response[Any]:
-        return await _serve(request, door, decoder.completion, CompletionAnswers, config.served_model_name)
+        return await _serve(request, door, "completion", CompletionAnswers, config.served_model_name)
 
     @post("/v1/chat/completions", status_code=200)
     async def chat_completions(request: HttpRequest) -> Response[Any]:
-        return await _serve(request, door, decoder.chat, ChatAnswers, config.served_model_name)
+        return await _serve(request, door, "chat", ChatAnswers, config.served_model_name)
 
     @get("/v1/models")
     async def models() -> Response[bytes]:
@@ -67,7 +68,7 @@ def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
 
     @get("/metrics")
     async def metrics() -> Response[bytes]:
-        return Response(door.metrics.render(), media_type=CONTENT_TYPE)
+        return Response(await door.scrapes.render(), media_type=CONTENT_TYPE)
 
     return Litestar(
         route_handlers=[completions, chat_completions, models, health, metrics],
@@ -77,7 +78,7 @@ def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
             HTTPException: http_exception_response,
             Exception: unexpected_error_response,
         },
-        request_max_body_size=config.max_body_bytes,
+        request_max_body_size=None,  # `RequestBodies` reads them
         openapi_config=None,
         logging_config=None,
     )
@@ -86,20 +87,36 @@ def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
 async def _serve(
     request: HttpRequest,
     door: FrontDoor,
-    decode: Callable[[bytes], GenerationRequest],
+    kind: BodyKind,
     make_answers: Callable[[Generation, GenerationRequest, str], Answers],
     model: str,
 ) -> Response[Any]:
-    asked = decode(await request.body())
-    generation = Generation(door, asked)
+    arrived_at = time.monotonic()
+    async with door.bodies.receive(request.receive, request.headers) as body:
+        reading = _read(door, kind, body)
+        asked = await (reading if isinstance(body, bytes) else unless_disconnected(request.receive, reading))
+    generation = Generation(door, asked, arrived_at)
     answers = make_answers(generation, asked, model)
     if not asked.stream:
-        body = await unless_disconnected(request.receive, answers.whole())
-        return Response(body, media_type=_JSON)
+        whole = await unless_disconnected(request.receive, answers.whole())
+        return Response(whole, media_type=_JSON)
     events = stream_events(generation, asked, answers)
     # The first event decides between an error's status and a stream; until then nothing is sent.
     first = await unless_disconnected(request.receive, _next(events))
     return Stream(_resume(first, events), media_type="text/event-stream", headers=_STREAM_HEADERS)
+
+
+async def _read(door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody) -> GenerationRequest:
+    try:
+        door.admission.check(1)  # before the work of tokenising
+        async with asyncio.timeout(door.request_timeout_s):
+            return await door.readers.read(kind, body, door.registry.limits())
+    except TimeoutError:
+        door.metrics.requests.labels(RequestAborted.code).inc()
+        raise RequestAborted("the prompt was not tokenised in time") from None
+    except TandemError as error:
+        door.metrics.requests.labels(error.code).inc()
+        raise
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

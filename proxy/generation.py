@@ -12,19 +12,26 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from protocol.errors import RequestAborted, TandemError
+from protocol.errors import TandemError
 from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions, TokenLogprobs
 from protocol.token_ids import unpack_token_ids
 from proxy.admission import Admission
 from proxy.detokenizer import Detokenizer
 from proxy.dispatcher import DispatchedSequence, Dispatcher, Prompt, TokenDelta
 from proxy.model_text import ModelText
+from proxy.reader_pool import ReaderPool
 from proxy.registry import Registry
-from proxy.rendering import Renderer
+from proxy.rendering import RenderedPrompts
+from proxy.request_body import RequestBodies
+from proxy.scrapes import Scrapes
 from proxy.stop_strings import StopStrings
 from proxy.token_text import TokenText
+from proxy.turns import Turns
 from proxy.validation import GenerationRequest
 from telemetry.metrics import ProxyMetrics, SequenceTimer
+
+TOKENS_PER_TURN = 64
+"""Detokenised in one go; about half a millisecond."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +64,14 @@ class FrontDoor:
 
     text: ModelText
     token_text: TokenText
-    renderer: Renderer
+    bodies: RequestBodies
+    readers: ReaderPool
     registry: Registry
     admission: Admission
     dispatcher: Dispatcher
     metrics: ProxyMetrics
+    scrapes: Scrapes
+    turns: Turns
     request_timeout_s: float
 
 
@@ -77,11 +87,12 @@ class _PlannedPrompt:
 class Generation:
     """`num_prompt_tokens` is right from the first delta on, `num_completion_tokens` counts the deltas seen so far."""
 
-    def __init__(self, door: FrontDoor, request: GenerationRequest) -> None:
+    def __init__(self, door: FrontDoor, request: GenerationRequest, arrived_at: float) -> None:
+        """arrived_at: on the monotonic clock. request: as `ReaderPool.read` gives it, its prompts tokenised."""
         self.token_text = door.token_text
         self._door = door
         self._request = request
-        self._arrived_at = time.monotonic()
+        self._arrived_at = arrived_at
         self.created = int(time.time())
         self.num_sequences = 0
         self.num_prompt_tokens = 0
@@ -92,7 +103,7 @@ class Generation:
         """All sequences' pieces as they come; each ends with one that has a finish_reason. Raises TandemError."""
         outcome = "aborted"  # what it stays when the generator is closed or cancelled
         try:
-            planned = await self._plan()
+            planned = self._plan()
             self.num_sequences = sum(len(p.samplings) for p in planned)
             async with aclosing(self._run(planned)) as deltas:
                 async for delta in deltas:
@@ -110,16 +121,12 @@ class Generation:
         finally:
             self._door.metrics.requests.labels(outcome).inc()
 
-    async def _plan(self) -> list[_PlannedPrompt]:
+    def _plan(self) -> list[_PlannedPrompt]:
         request, door = self._request, self._door
         limits = door.registry.limits()
         request.check_vocabulary(limits)
-        door.admission.check(request.n)  # before the work of tokenising
-        try:
-            async with asyncio.timeout(self._seconds_left()):
-                prompts = await door.renderer.render(request.prompt, limits, request.max_prompt_tokens(limits))
-        except TimeoutError:
-            raise RequestAborted("the prompt was not tokenised in time") from None
+        assert isinstance(request.prompt, RenderedPrompts)
+        prompts = request.prompt.prompts
         self.num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
         return [
             _PlannedPrompt(
@@ -160,6 +167,7 @@ class Generation:
         is_first = True
         async with aclosing(tokens):
             async for delta in tokens:
+                await door.turns.take()
                 timer.on_tokens(time.monotonic(), len(delta.tokens))
                 pieces: list[str] = []
                 prompt: ToldPrompt | None = None
@@ -170,6 +178,8 @@ class Generation:
                 # A stop token ends the text without being part of it, but was generated and counts.
                 num_shown = len(delta.tokens) - (finish_reason == "stop")
                 for number, token in enumerate(delta.tokens[:num_shown], start=1):
+                    if number % TOKENS_PER_TURN == 0:  # many come at once after a pause, to a slow reader above all
+                        await door.turns.take()
                     piece, stopped = stop_strings.push(detokenizer.step(token.token_id))
                     pieces.append(piece)
                     if stopped:
@@ -195,7 +205,7 @@ class Generation:
             return None
         token_ids = unpack_token_ids(sequence.prompt.token_ids)
         if request.echo:
-            pieces.append(await self._door.renderer.text_of(token_ids))
+            pieces.append(await self._door.readers.text_of(token_ids))
         return ToldPrompt(token_ids, delta.prompt_logprobs or [])
 
     def _seconds_left(self) -> float:
@@ -204,16 +214,17 @@ class Generation:
 
 async def merge(streams: list[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[TextDelta, None]:
     """What any of them yields, as it comes. The first error ends all; so does closing."""
-    queue: asyncio.Queue[TextDelta | BaseException | None] = asyncio.Queue()
+    # Bounded: where the reader is slow each stream waits with one delta, and its tokens go on gathering in the request.
+    queue: asyncio.Queue[TextDelta | BaseException | None] = asyncio.Queue(maxsize=len(streams))
 
     async def pump(stream: AsyncGenerator[TextDelta, None]) -> None:
         try:
             async with aclosing(stream):
                 async for delta in stream:
-                    queue.put_nowait(delta)
-            queue.put_nowait(None)
+                    await queue.put(delta)
+            await queue.put(None)
         except Exception as error:
-            queue.put_nowait(error)
+            await queue.put(error)
 
     tasks = [asyncio.create_task(pump(stream)) for stream in streams]
     num_open = len(tasks)

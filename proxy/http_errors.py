@@ -33,6 +33,12 @@ class InvalidApiKey(InvalidRequest):
     code = "invalid_api_key"
 
 
+class BodyTooLarge(InvalidRequest):
+    """The body is larger than this server takes."""
+
+    code = "body_too_large"
+
+
 class ClientDisconnected(RequestAborted):
     """Nobody is left to read an answer."""
 
@@ -42,6 +48,7 @@ _STATUS: dict[type[TandemError], int] = {
     ContextLengthExceeded: 400,
     ModelNotFound: 404,
     InvalidApiKey: 401,
+    BodyTooLarge: 413,
     Overloaded: 503,
     WorkerLost: 503,
     KVTransferFailed: 503,
@@ -65,15 +72,13 @@ def tandem_error_response(_request: Request[Any, Any, Any], error: TandemError) 
 
 
 def http_exception_response(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
-    """What Litestar itself refuses: unknown paths, wrong methods, bodies that are too large."""
+    """What Litestar itself refuses: unknown paths and wrong methods."""
     status = error.status_code
     message, code = error.detail or "The request was refused.", "invalid_request"
     if status == 404:
         message, code = f"There is no {request.scope['path']} here.", "not_found"
     elif status == 405:
         message, code = f"{request.method} is not allowed for {request.scope['path']}.", "method_not_allowed"
-    elif status == 413:
-        message, code = "The request's body is too large for this server.", "body_too_large"
     elif status >= 500:
         log.error("litestar failed: %s", message)
         message, code = "the server failed", "internal_error"

@@ -1,14 +1,12 @@
-"""Prompts to token ids, on a pool of threads: templates, tokenising, checking, packing. Never on the event loop.
+"""Prompts to token ids: templates, tokenising, checking, packing. Pure; `proxy.reader_pool` keeps it off the loop.
 
-`encode_batch_fast` releases the GIL (`encode` holds it throughout). No state of the tokeniser is
-changed, so threads share it.
+No state of the tokeniser is changed. A prompt that cannot fit is refused before it is tokenised whole.
 """
 
 from __future__ import annotations
 
-import asyncio
+import re
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any
 
 import msgspec
@@ -19,11 +17,13 @@ from protocol.token_ids import pack_token_ids
 from proxy.dispatcher import Prompt
 from proxy.model_text import ModelText
 from proxy.registry import ModelLimits
+from proxy.token_size import max_characters_per_token
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
-_PROBE_CHARACTERS_PER_TOKEN = 8
-"""A text over twice `max_model_len` times this is first tried by that much of it: few texts are denser than half."""
+_PROBE_CHARACTERS_PER_TOKEN = 5
+"""The first probe of a long text is that much of it times `max_model_len`: few texts have more characters per token."""
+_IDS = re.compile(rb"\s*\[[\s\[]*\d")
 _PROBE_SLACK_TOKENS = 16
 """Cutting a text may change the tokens around the cut, so the probe must be over the limit by more than that."""
 
@@ -49,47 +49,41 @@ class CompletionPrompt(msgspec.Struct, frozen=True):
     add_special_tokens: bool = True
 
 
-class Renderer:
-    def __init__(self, text: ModelText, num_threads: int) -> None:
-        self._text = text
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="render")
+class RenderedPrompts(msgspec.Struct, frozen=True):
+    """What the two above become."""
 
-    async def render(
-        self, prompt: ChatPrompt | CompletionPrompt, limits: ModelLimits, max_tokens: int | None = None
+    prompts: list[Prompt]
+
+
+class Renderer:
+    def __init__(self, text: ModelText) -> None:
+        self._text = text
+        self._max_characters_per_token = max_characters_per_token(text.tokenizer)
+
+    def render(
+        self,
+        prompt: ChatPrompt | CompletionPrompt | RenderedPrompts,
+        limits: ModelLimits,
+        max_tokens: int | None = None,
     ) -> list[Prompt]:
         """One prompt for a chat, one or more for a completion.
 
         max_tokens: longer prompts lose their beginning; None refuses those that do not fit. Raises InvalidRequest.
         """
-        loop = asyncio.get_running_loop()
-        add_special_tokens = prompt.add_special_tokens
-        if isinstance(prompt, ChatPrompt):
-            return [await loop.run_in_executor(self._threads, self._render_chat, prompt, limits, max_tokens)]
-        items = await loop.run_in_executor(self._threads, split_prompt, prompt.json)
-        # One job each, so that a list of prompts uses all threads and lets others in between.
-        jobs = [
-            loop.run_in_executor(self._threads, self._render_item, item, limits, max_tokens, add_special_tokens)
-            for item in items
-        ]
-        try:
-            return [await job for job in jobs]
-        finally:
-            for job in jobs:
-                job.cancel()
-            await asyncio.gather(*jobs, return_exceptions=True)
+        match prompt:
+            case RenderedPrompts(prompts):
+                return prompts
+            case ChatPrompt(messages, add_generation_prompt, add_special_tokens):
+                text = self._text.render_chat(messages, add_generation_prompt)
+                return [self._tokenize(text, limits, max_tokens, add_special_tokens, "messages")]
+            case CompletionPrompt(json, add_special_tokens):
+                items = split_prompt(json)
+                return [self._render_item(item, limits, max_tokens, add_special_tokens) for item in items]
 
-    async def text_of(self, token_ids: list[int]) -> str:
+    def text_of(self, token_ids: list[int]) -> str:
         """What a prompt says, special tokens left out."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._text.tokenizer.decode, token_ids)
-
-    def close(self) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
-
-    # ---- on the threads
-
-    def _render_chat(self, prompt: ChatPrompt, limits: ModelLimits, max_tokens: int | None) -> Prompt:
-        text = self._text.render_chat(prompt.messages, prompt.add_generation_prompt)
-        return self._tokenize(text, limits, max_tokens, prompt.add_special_tokens, "messages")
+        text: str = self._text.tokenizer.decode(token_ids)
+        return text
 
     def _render_item(
         self, item: str | list[int], limits: ModelLimits, max_tokens: int | None, add_special_tokens: bool
@@ -104,16 +98,8 @@ class Renderer:
     def _tokenize(
         self, text: str, limits: ModelLimits, max_tokens: int | None, add_special_tokens: bool, param: str
     ) -> Prompt:
-        probe = limits.max_model_len * _PROBE_CHARACTERS_PER_TOKEN
-        if len(text) > 2 * probe and max_tokens is None:
-            num_tokens = self._num_tokens(text[:probe])
-            if num_tokens > limits.max_model_len + _PROBE_SLACK_TOKENS:
-                raise ContextLengthExceeded(
-                    f"The prompt has far more than {limits.max_model_len} tokens (its first {probe} of {len(text)} "
-                    f"characters alone have {num_tokens}), but this model's limit is {limits.max_model_len} tokens "
-                    f"for prompt and output together.",
-                    param,
-                )
+        if max_tokens is None:
+            self._refuse_what_cannot_fit(text, limits, param)
         try:
             [encoding] = self._text.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         except UnicodeEncodeError as error:
@@ -122,6 +108,29 @@ class Renderer:
         check_prompt_length(min(len(encoding), max_tokens or len(encoding)), limits, param)
         # Cut here, and not by the tokeniser's own truncation, which is state that all threads share.
         return _pack(encoding.ids if max_tokens is None else encoding.ids[-max_tokens:], limits)
+
+    def _refuse_what_cannot_fit(self, text: str, limits: ModelLimits, param: str) -> None:
+        """Raises ContextLengthExceeded for a text that is too long for sure, at a small part of the cost of tokenising.
+
+        By its length when that alone proves it, else by tokenising a beginning of it, then one of twice the length, and
+        so on: never more than half of the text altogether, so that one which fits in the end costs half more.
+        """
+        limit, most = limits.max_model_len, self._max_characters_per_token
+        reason = ""
+        if most is not None and len(text) > limit * most:
+            reason = f"it has {len(text)} characters, and no token has more than {most}"
+        num_probed = limit * _PROBE_CHARACTERS_PER_TOKEN
+        while not reason and 4 * num_probed <= len(text):
+            num_tokens = self._num_tokens(text[:num_probed])
+            if num_tokens > limit + _PROBE_SLACK_TOKENS:
+                reason = f"the first {num_probed} of its {len(text)} characters have {num_tokens}"
+            num_probed *= 2
+        if reason:
+            raise ContextLengthExceeded(
+                f"The prompt has far more than {limit} tokens ({reason}), but this model's limit is {limit} tokens for "
+                f"prompt and output together.",
+                param,
+            )
 
     def _num_tokens(self, text: str) -> int:
         [encoding] = self._text.tokenizer.encode_batch_fast([text], add_special_tokens=False)
@@ -145,6 +154,11 @@ def _pack(token_ids: list[int], limits: ModelLimits) -> Prompt:
             f"Token id {largest} is out of range: this model's ids are 0 to {limits.vocab_size - 1}.", "prompt"
         )
     return Prompt(pack_token_ids(token_ids), len(token_ids))
+
+
+def has_token_ids(prompt: ChatPrompt | CompletionPrompt | RenderedPrompts) -> bool:
+    """True where nothing is left to tokenise."""
+    return isinstance(prompt, CompletionPrompt) and _IDS.match(bytes(prompt.json)) is not None
 
 
 def split_prompt(raw: msgspec.Raw) -> Sequence[str | list[int]]:

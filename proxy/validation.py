@@ -12,7 +12,7 @@ from protocol.errors import InvalidRequest
 from protocol.generation import SamplingParams, StopConditions
 from proxy.openai_schema import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationFields, NotServedYet
 from proxy.registry import ModelLimits
-from proxy.rendering import ChatPrompt, CompletionPrompt, ContextLengthExceeded
+from proxy.rendering import ChatPrompt, CompletionPrompt, ContextLengthExceeded, RenderedPrompts
 from proxy.sampling_fields import num_prompt_logprobs, require, sampling_params
 
 MAX_N = 128
@@ -55,7 +55,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     num_prompt_logprobs: how many to ask prefill for, which an echo may need too.
     """
 
-    prompt: ChatPrompt | CompletionPrompt
+    prompt: ChatPrompt | CompletionPrompt | RenderedPrompts
     max_tokens: int | None
     default_max_tokens: int | None
     max_tokens_param: str

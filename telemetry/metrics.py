@@ -1,12 +1,16 @@
-"""Prometheus metrics of one proxy. Names follow vLLM's, with `tandem_` in front, so that dashboards carry over.
+"""Prometheus metrics of the proxies. Names follow vLLM's, with `tandem_` in front, so that dashboards carry over.
 
 TTFT: arrival of the HTTP request to the first token. ITL: between two token messages of one sequence. TPOT: mean time
 per output token after the first. E2E: arrival to the last token.
+
+Where PROMETHEUS_MULTIPROC_DIR is set (the launcher does so), prometheus_client keeps all values in files there, one set
+for each process, and `telemetry.scraper` adds them up. Counters of a process that has ended go on counting.
 """
 
 from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.values import MutexValue, ValueClass
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -32,6 +36,11 @@ _STEP_S = (
     2.5,
     10,
 )
+
+
+def are_shared() -> bool:
+    """True where the metrics of several processes add up, in files."""
+    return ValueClass is not MutexValue
 
 
 class ProxyMetrics:
@@ -61,7 +70,9 @@ class ProxyMetrics:
         self.generation_tokens = Counter(
             "tandem_generation_tokens", "Tokens generated for clients.", registry=self.registry
         )
-        self.running = Gauge("tandem_num_requests_running", "Sequences under way.", registry=self.registry)
+        self.running = Gauge(
+            "tandem_num_requests_running", "Sequences under way.", registry=self.registry, multiprocess_mode="livesum"
+        )
         self.ttft = self._histogram("tandem_time_to_first_token_seconds", "TTFT.", _LONG_S)
         self.itl = self._histogram("tandem_inter_token_latency_seconds", "ITL.", _STEP_S)
         self.tpot = self._histogram("tandem_request_time_per_output_token_seconds", "TPOT.", _STEP_S)
@@ -77,7 +88,7 @@ class ProxyMetrics:
         return Histogram(name, documentation, buckets=buckets, registry=self.registry)
 
     def render(self) -> bytes:
-        """The text exposition format."""
+        """The text exposition format; of this process's metrics alone."""
         text: bytes = generate_latest(self.registry)
         return text
 

@@ -1,11 +1,7 @@
-"""A real proxy process, HTTP clients and sockets; the workers are loops in this process that echo the prompt's tokens.
-
-What the fake workers hand each other in memory stands for the KV transfer.
-"""
+"""A real proxy process, HTTP clients and sockets; the workers echo the prompt's tokens, see `tests.fake_workers`."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
@@ -14,204 +10,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
-from protocol.codec import Codec
-from protocol.dispatch import (
-    AbortRequest,
-    DecodeReserved,
-    FirstToken,
-    NewToken,
-    PrepareDecode,
-    StartPrefill,
-    ToDecode,
-    TokenBatch,
-    ToPrefill,
-)
-from protocol.generation import SampledToken
-from protocol.membership import (
-    PROTOCOL_VERSION,
-    PairStatus,
-    RegisterWorker,
-    Role,
-    WorkerInfo,
-    WorkerLoad,
-    WorkerStatus,
-)
-from protocol.registration import Registration
-from protocol.sockets import RouterSocket, new_context
-from protocol.token_ids import unpack_token_ids
-
-MAX_MODEL_LEN = 256
-TEMPLATE = (
-    "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if m is defined %}{{ raise_exception('no') }}{% endif %}"
-)
-STEP_S = 0.002
-
-
-class FakeWorkers:
-    """One prefill and one decode worker on a thread with a loop. "hold" in a prompt: no answer; "stall": 3 tokens."""
-
-    def __init__(self, folder: Path, control: str, hold: list[int], stall: list[int]) -> None:
-        self._folder, self._control, self._hold, self._stall = folder, control, hold, stall
-        self.aborted: dict[str, set[str]] = {"prefill": set(), "decode": set()}
-        self.seen: list[str] = []
-        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
-        self._ready = threading.Event()
-        self._thread.start()
-        assert self._ready.wait(20)
-
-    async def _run(self) -> None:
-        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
-        context = new_context()
-        self._prepared: dict[str, PrepareDecode] = {}
-        self._started: dict[str, StartPrefill] = {}
-        infos = {name: self._info(name, role) for name, role in (("prefill-0", "prefill"), ("decode-0", "decode"))}  # type: ignore[arg-type]
-        self._epochs = {info.epoch for info in infos.values()}
-        self._routers: dict[str, Any] = {
-            "prefill": RouterSocket(context, infos["prefill-0"].endpoint, Codec(ToPrefill), self._on_prefill),
-            "decode": RouterSocket(context, infos["decode-0"].endpoint, Codec(ToDecode), self._on_decode),
-        }
-        pairs = [PairStatus("decode-0", infos["decode-0"].epoch, "ready", "fake")]
-        self._registrations: dict[str, Registration] = {}
-        for name, info in infos.items():
-            status = WorkerStatus(name, info.epoch, WorkerLoad(), pairs if info.role == "prefill" else [])
-            registration = Registration(
-                context,
-                [self._control],
-                RegisterWorker(PROTOCOL_VERSION, info, MAX_MODEL_LEN, 300),
-                lambda status=status: status,  # type: ignore[misc]
-                self._on_view,
-                lambda _proxy_id: None,
-            )
-            registration.start()
-            self._registrations[name] = registration
-        await self._stopped.wait()
-        for thing in (*self._registrations.values(), *self._routers.values()):
-            thing.close()
-        context.destroy(linger=0)
-
-    def _on_view(self, view: list[WorkerInfo]) -> None:
-        if {info.epoch for info in view} == self._epochs:  # and not those of an earlier test
-            self._ready.set()
-
-    def _info(self, name: str, role: Role) -> WorkerInfo:
-        return WorkerInfo(name, f"{name}/{os.urandom(4).hex()}", role, f"ipc://{self._folder}/{name}", os.getpid())
-
-    def _on_prefill(self, _identity: bytes, message: Any) -> None:
-        match message:
-            case StartPrefill():
-                for request_id in message.request_ids:
-                    self.seen.append(request_id)
-                    self._started[request_id] = message
-                    self._advance(request_id)
-            case AbortRequest():
-                self.aborted["prefill"].add(message.request_id)
-
-    def _on_decode(self, _identity: bytes, message: Any) -> None:
-        match message:
-            case PrepareDecode():
-                for request_id in message.request_ids:
-                    self._prepared[request_id] = message
-                    self._advance(request_id)
-            case AbortRequest():
-                self.aborted["decode"].add(message.request_id)
-
-    def _advance(self, request_id: str) -> None:
-        start, prepare = self._started.get(request_id), self._prepared.get(request_id)
-        if start is None or (prepare is None and start.decode_worker_id is not None):
-            return
-        token_ids = unpack_token_ids(start.token_ids)
-        if token_ids[: len(self._hold)] == self._hold:
-            return
-        identity = f"{start.proxy_id}:0".encode()
-        reason = start.stop.check(token_ids[0], 1)
-        self._routers["prefill"].send(identity, FirstToken(request_id, SampledToken(token_ids[0]), reason, 0.0, 0.001))
-        if reason is None:
-            assert prepare is not None and prepare.transfer_id == start.transfer_id
-            self._routers["decode"].send(identity, DecodeReserved(request_id))
-            self._loop.call_later(STEP_S, self._step, request_id, start, token_ids, 1)
-
-    def _step(self, request_id: str, start: StartPrefill, token_ids: list[int], number: int) -> None:
-        if request_id in self.aborted["decode"]:
-            return
-        if number == 3 and token_ids[: len(self._stall)] == self._stall:
-            return
-        token_id = token_ids[number % len(token_ids)]
-        reason = start.stop.check(token_id, number + 1)
-        batch = TokenBatch([NewToken(request_id, SampledToken(token_id), reason)])
-        self._routers["decode"].send(f"{start.proxy_id}:0".encode(), batch)
-        if reason is None:
-            self._loop.call_later(STEP_S, self._step, request_id, start, token_ids, number + 1)
-
-    def silence(self, name: str) -> None:
-        self._loop.call_soon_threadsafe(self._registrations[name].close)
-
-    def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._stopped.set)
-        self._thread.join(5)
-
-
-def make_tokenizer(folder: Path) -> Tokenizer:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({"</s>": 0} | {c: i for i, c in enumerate(alphabet, start=1)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["</s>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-    (folder / "config.json").write_text('{"model_type": "llama", "eos_token_id": 0}')
-    return tokenizer
-
-
-class Proxy:
-    def __init__(self, folder: Path, **config: Any) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
-        self.control = f"ipc://{folder}/control"
-        fields = {
-            "proxy_id": "proxy-0",
-            "control_endpoint": self.control,
-            "model": str(folder),
-            "served_model_name": "echo",
-            "port": self.port,
-            "max_body_bytes": 100_000,
-            **config,
-        }
-        file = folder / "proxy.json"
-        file.write_text(json.dumps(fields))
-        self.process = subprocess.Popen([sys.executable, "-W", "error", "-m", "proxy", str(file)])
-
-    def wait_for(self, status: int) -> None:
-        def answered() -> bool:
-            assert self.process.poll() is None, "the proxy ended"
-            try:
-                return httpx.get(f"{self.url}/health").status_code == status
-            except httpx.TransportError:
-                return False
-
-        wait_until(answered, 60)
-
-    def stop(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(5)
-
-
-def wait_until(holds: Callable[[], bool], seconds: float = 5) -> None:
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
+from tests.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -225,14 +33,14 @@ def proxy(folder: Path) -> Iterator[Proxy]:
     started = Proxy(folder)
     yield started
     assert started.stop() == 0
-    assert not (folder / "control").exists()
+    assert not (folder / "proxy-0.sock").exists()
 
 
 @pytest.fixture
 def workers(proxy: Proxy, folder: Path) -> Iterator[FakeWorkers]:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     hold, stall = (encoding.ids for encoding in tokenizer.encode_batch_fast(["hold", "stall"]))
-    made = FakeWorkers(folder, proxy.control, hold, stall)
+    made = FakeWorkers(folder, [proxy.control], hold, stall)
     proxy.wait_for(200)
     yield made
     made.stop()
@@ -401,7 +209,7 @@ def test_key_and_bounded_stop(tmp_path: Path) -> None:
     try:
         proxy.wait_for(503)
         stall = tokenizer.encode_batch_fast(["stall"])[0].ids
-        workers = FakeWorkers(tmp_path, proxy.control, [-1], stall)
+        workers = FakeWorkers(tmp_path, [proxy.control], [-1], stall)
         proxy.wait_for(200)
         for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"}):
             response = httpx.get(f"{proxy.url}/v1/models", headers=headers)
@@ -443,3 +251,22 @@ def test_what_the_operator_can_mend_is_one_line_and_exit_code_2(
     done = subprocess.run([sys.executable, "-m", "proxy", str(file)], capture_output=True, text=True, timeout=30)
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
+
+
+def test_large_bodies_are_read_in_processes_that_may_be_lost(proxy: Proxy, workers: FakeWorkers) -> None:
+    """Kept large by what is ignored, so that small and large are the same prompt."""
+    fields = {"prompt": TEXT, "max_tokens": NUM_TOKENS, "user": "x" * 30_000}
+    large = post(proxy, **fields).json()
+    assert large["choices"][0]["text"] == TEXT
+    children = Path(f"/proc/{proxy.process.pid}/task/{proxy.process.pid}/children")
+    readers = children.read_text().split()
+    assert len(readers) == 2, "as many as tokenizer_threads"
+    for reader in readers:
+        os.kill(int(reader), signal.SIGKILL)
+    wait_until(lambda: not set(readers) & set(children.read_text().split()))
+    assert post(proxy, prompt="abc", max_tokens=3).json()["choices"][0]["text"] == "abc", "small ones need none"
+    lost = post(proxy, **fields)
+    if lost.status_code != 200:  # whether the loss is noticed before the request or by it
+        assert lost.json()["error"]["code"] == "internal_error"
+    again = post(proxy, **fields)
+    assert again.status_code == 200 and again.json()["choices"][0]["text"] == TEXT

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, cast
@@ -36,15 +37,18 @@ from protocol.token_ids import pack_token_ids, unpack_token_ids
 from proxy.admission import Admission
 from proxy.answers import CompletionAnswers, stream_events
 from proxy.app import unless_disconnected
+from proxy.body_reader import BodyReader
 from proxy.dispatcher import Dispatcher, Prompt, TokenDelta
 from proxy.generation import FrontDoor, Generation
 from proxy.http_errors import ClientDisconnected
 from proxy.model_text import ModelText
+from proxy.reader_pool import ReaderPool
 from proxy.registry import Registry
-from proxy.rendering import Renderer
+from proxy.request_body import RequestBodies
 from proxy.router import Router
+from proxy.scrapes import Scrapes
 from proxy.token_text import TokenText
-from proxy.validation import BodyDecoder
+from proxy.turns import Turns
 from telemetry.metrics import ProxyMetrics
 
 PREFILL = WorkerInfo("prefill-0", "p1", "prefill", "ipc://p", 1)
@@ -99,15 +103,19 @@ class Cluster:
         self.text = FakeText()
         text = cast(ModelText, self.text)
         self.admission = Admission(8)
-        self.renderer = Renderer(text, 1)
+        self.reader = BodyReader.of(text, "m")
+        readers = ReaderPool(self.reader, lambda: self.reader, 1)  # what is small starts no process
         self.door = FrontDoor(
             text,
             TokenText(self.text.tokenizer),
-            self.renderer,
+            RequestBodies(1 << 20),
+            readers,
             self.registry,
             self.admission,
             self.dispatcher,
             self.metrics,
+            Scrapes(self.metrics),
+            Turns(4),
             request_timeout_s=60,
         )
 
@@ -144,11 +152,8 @@ class Cluster:
 @contextmanager
 def _cluster() -> Iterator[Cluster]:
     cluster = Cluster()
-    try:
-        yield cluster
-        cluster.check_nothing_is_left()
-    finally:
-        cluster.renderer.close()
+    yield cluster
+    cluster.check_nothing_is_left()
 
 
 def play(test: Callable[[Cluster], Coroutine[Any, Any, None]]) -> None:
@@ -389,13 +394,14 @@ def test_no_pair_is_refused_before_anything_is_sent() -> None:
 
 
 def generation(cluster: Cluster, **fields: Any) -> tuple[Generation, Any]:
-    request = BodyDecoder("m").completion(json.dumps({"prompt": "abc", "max_tokens": 20, **fields}).encode())
-    made = Generation(cluster.door, request)
+    body = json.dumps({"prompt": "abc", "max_tokens": 20, **fields}).encode()
+    request = cluster.reader.read("completion", body, cluster.registry.limits())
+    made = Generation(cluster.door, request, time.monotonic())
     return made, CompletionAnswers(made, request, "m")
 
 
 async def prefills(cluster: Cluster, number: int) -> list[str]:
-    """Wait (tokenising is on a thread) until so many were started; their request ids."""
+    """Wait until so many were started; their request ids."""
     while len(ids := [i for _, m in cluster.pool.of(StartPrefill) for i in m.request_ids]) < number:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     return ids
@@ -508,9 +514,10 @@ def test_one_failed_sequence_of_several_fails_and_aborts_the_rest() -> None:
 
 def test_an_error_before_the_first_event_is_raised_and_after_it_is_the_last_event() -> None:
     async def test(cluster: Cluster) -> None:
-        request = BodyDecoder("m").completion(b'{"prompt": "abc", "max_tokens": 20, "stream": true}')
+        body = b'{"prompt": "abc", "max_tokens": 20, "stream": true}'
+        request = cluster.reader.read("completion", body, cluster.registry.limits())
         for has_begun in (False, True):
-            made = Generation(cluster.door, request)
+            made = Generation(cluster.door, request, time.monotonic())
             events = stream_events(made, request, CompletionAnswers(made, request, "m"))
             waiting = asyncio.ensure_future(anext(events))
             request_id = (await prefills(cluster, 1 + has_begun))[-1]
@@ -560,18 +567,5 @@ def test_too_many_waiting_are_refused() -> None:
             feed(cluster, request_id, "ab", "length")
         await task
         assert made.num_completion_tokens == 16
-
-    play(test)
-
-
-def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised_whole() -> None:
-    async def test(cluster: Cluster) -> None:
-        with pytest.raises(TandemError, match=r"The prompt has 100 tokens.*limit is 100 ") as caught:
-            await generation(cluster, prompt="a" * 100)[1].whole()
-        assert caught.value.code == "context_length_exceeded"
-        with pytest.raises(TandemError, match="first 800 of 5000 characters alone have 800"):
-            await generation(cluster, prompt="a" * 5000)[1].whole()
-        with pytest.raises(TandemError, match="Token id 500 is out of range"):
-            await generation(cluster, prompt=[500])[1].whole()
 
     play(test)

@@ -1,0 +1,261 @@
+"""How late a proxy answers small requests while it gets 60 prompts of 255,000 tokens at once, alone and beside streams.
+
+A real cluster of the demo model, stretched to a model length of 32,768. The prompts are far too long, as text, as two
+texts per request, as a chat and as token ids, or are to be cut to their last tokens (`truncated`: these must be
+tokenised). Meanwhile another process polls /health, /v1/models and /metrics. Done with one tokenizer thread and two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from bench.latency import Distribution
+from bench.poller import CONTROL, Poller
+from bench.report import Aim, Report, add_common_options, finish
+from deploy.demo_model import ensure_demo_model
+
+MODEL = "m"
+MAX_MODEL_LEN = 32_768
+PATHS = ("/health", "/v1/models", "/metrics")
+BURSTS = ("completions", "two per request", "chat", "token ids", "truncated")
+BURSTS_BESIDE_STREAMS = ("completions", "chat")
+_WORDS_PER_TOKEN = 0.5673  # of the demo model's tokeniser and `long_text`
+_START_TIMEOUT_S = 120.0
+_NICENESS = 10
+"""Of the senders and readers of load, which stand for other machines but run on this one's few cores."""
+
+
+class BurstFigures(msgspec.Struct, frozen=True):
+    """poll_ms: by path, and of the control. duration_s: from the first byte sent to the last answer."""
+
+    statuses: dict[str, int]
+    duration_s: float
+    poll_ms: dict[str, Distribution]
+    rss_mib: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.event_loop", description=__doc__)
+    parser.add_argument("--num-prompts", type=int, default=60)
+    parser.add_argument("--num-tokens", type=int, default=255_000, help="tokens of each prompt")
+    parser.add_argument("--num-streams", type=int, default=256)
+    parser.add_argument("--tokenizer-threads", default="1,2", help="comma-separated; the aims are those of the last")
+    parser.add_argument("--only", choices=BURSTS, action="append", help="these bursts alone")
+    add_common_options(parser)
+    options = parser.parse_args()
+    if options.quick:
+        options.num_prompts, options.num_tokens, options.num_streams = 8, 70_000, 16
+    figures: dict[str, dict[str, Any]] = {}
+    for num_threads in options.tokenizer_threads.split(","):
+        figures[num_threads] = asyncio.run(run(options, int(num_threads)))
+    print_table(figures)
+    finish(Report.of("event_loop", msgspec.to_builtins(figures), aims(figures)), options.json)
+
+
+async def run(options: argparse.Namespace, num_threads: int) -> dict[str, Any]:
+    """All bursts against one cluster."""
+    bursts = options.only or BURSTS
+    os.setpriority(os.PRIO_PROCESS, 0, 0)
+    figures: dict[str, Any] = {}
+    with cluster(num_threads, options.num_streams) as (port, proxy_pid), Poller(port, PATHS) as poller:
+        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
+            figures["rss_mib before"] = rss_mib(proxy_pid)
+            poller.begin()
+            await asyncio.sleep(1 if options.quick else 4)
+            figures["idle"] = BurstFigures({}, 0, poller.end(), rss_mib(proxy_pid))
+            for burst in bursts:
+                bodies = make_bodies(burst, options.num_prompts, options.num_tokens)
+                figures[burst] = await poll_through(client, poller, proxy_pid, burst, bodies)
+            async with streams(port, options.num_streams):
+                poller.begin()
+                await asyncio.sleep(1 if options.quick else 4)
+                figures["streams alone"] = BurstFigures({}, 0, poller.end(), rss_mib(proxy_pid))
+                for burst in BURSTS_BESIDE_STREAMS:
+                    if burst in bursts:
+                        bodies = make_bodies(burst, options.num_prompts, options.num_tokens)
+                        name = f"{burst} beside streams"
+                        figures[name] = await poll_through(client, poller, proxy_pid, burst, bodies)
+    return figures
+
+
+async def poll_through(
+    client: httpx.AsyncClient, poller: Poller, proxy_pid: int, burst: str, bodies: list[bytes]
+) -> BurstFigures:
+    """Send all bodies at once, wait for all answers."""
+    path = "/v1/chat/completions" if burst == "chat" else "/v1/completions"
+    poller.begin()
+    begun = time.perf_counter()
+    answers = await asyncio.gather(*(client.post(path, content=body) for body in bodies))
+    duration_s = time.perf_counter() - begun
+    polled = poller.end()
+    statuses: dict[str, int] = {}
+    for answer in answers:
+        statuses[str(answer.status_code)] = statuses.get(str(answer.status_code), 0) + 1
+    expected = 200 if burst == "truncated" else 400
+    if set(statuses) != {str(expected)}:
+        raise SystemExit(f"{burst}: answers are {statuses}, expected {expected}: {answers[0].text[:300]}")
+    return BurstFigures(statuses, duration_s, polled, rss_mib(proxy_pid))
+
+
+@contextlib.asynccontextmanager
+async def streams(port: int, num_streams: int) -> AsyncGenerator[None, None]:
+    """So many completions, read as they come by a process of its own; each is under way when this is entered."""
+    reader = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "bench.stream_readers", str(port), MODEL, str(num_streams), stdout=subprocess.PIPE
+    )
+    try:
+        assert reader.stdout is not None
+        if not await asyncio.wait_for(reader.stdout.readline(), 120):
+            raise SystemExit("the streams did not begin")
+        yield
+        if reader.returncode is not None:
+            raise SystemExit("a stream ended before its time")
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            reader.kill()
+        await reader.wait()
+
+
+def make_bodies(burst: str, num_prompts: int, num_tokens: int) -> list[bytes]:
+    """Every prompt is another text, so that nothing is found in a cache."""
+    body: dict[str, Any] = {"model": MODEL, "max_tokens": 1}
+    if burst == "token ids":
+        rng = random.Random(0)
+        ids = [rng.randrange(4, 2000) for _ in range(num_tokens)]
+        return [json.dumps({**body, "prompt": [number, *ids]}).encode() for number in range(num_prompts)]
+    texts = [long_text(seed, num_tokens) for seed in range(num_prompts)]
+    match burst:
+        case "chat":
+            bodies = [{**body, "messages": [{"role": "user", "content": text}]} for text in texts]
+        case "two per request":
+            bodies = [{**body, "prompt": list(pair)} for pair in zip(texts[::2], texts[1::2], strict=True)]
+        case "truncated":
+            bodies = [{**body, "prompt": text, "truncate_prompt_tokens": 16} for text in texts]
+        case _:
+            bodies = [{**body, "prompt": text} for text in texts]
+    return [json.dumps(body).encode() for body in bodies]
+
+
+def long_text(seed: int, num_tokens: int) -> str:
+    """Words of Python's documentation, which the demo model's tokeniser has learnt, in random order."""
+    import pydoc_data.topics
+
+    words = " ".join(pydoc_data.topics.topics.values()).split()
+    return " ".join(random.Random(seed).choices(words, k=int(num_tokens * _WORDS_PER_TOKEN)))
+
+
+@contextlib.contextmanager
+def cluster(num_threads: int, num_streams: int) -> Iterator[tuple[int, int]]:
+    """`tandem up`; yields its port and the proxy's process id."""
+    with tempfile.TemporaryDirectory() as scratch:
+        model = stretched_demo_model(Path(scratch) / "model")
+        port = free_port()
+        command = [
+            sys.executable, "-m", "deploy.cli", "up", "--model", str(model), "--served-model-name", MODEL,
+            "--port", str(port), "--tokenizer-threads", str(num_threads), "--max-num-seqs", str(max(64, num_streams)),
+            "--kv-cache-gib", "2",
+        ]  # fmt: skip
+        launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        try:
+            deadline = time.monotonic() + _START_TIMEOUT_S
+            while not _is_up(port):
+                if launcher.poll() is not None or time.monotonic() > deadline:
+                    raise SystemExit("the cluster did not start")
+                time.sleep(0.2)
+            yield port, _proxy_pid(launcher.pid)
+        finally:
+            launcher.send_signal(signal.SIGTERM)
+            launcher.wait(30)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def stretched_demo_model(folder: Path) -> Path:
+    """The demo model with longer positions; it talks noise at any length."""
+    shutil.copytree(ensure_demo_model(lambda text: None), folder)
+    for name, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
+        config = json.loads((folder / name).read_text())
+        config[key] = MAX_MODEL_LEN
+        (folder / name).write_text(json.dumps(config))
+    return folder
+
+
+def _is_up(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def _proxy_pid(launcher_pid: int) -> int:
+    children = Path(f"/proc/{launcher_pid}/task/{launcher_pid}/children").read_text().split()
+    for pid in children:
+        if b"\0-m\0proxy\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            return int(pid)
+    raise SystemExit("the cluster has no proxy process")
+
+
+def rss_mib(pid: int) -> float:
+    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
+
+
+def aims(figures: dict[str, dict[str, Any]]) -> list[Aim]:
+    wanted = []
+    one, last = next(iter(figures)), list(figures)[-1]
+    for name, burst in figures[last].items():
+        if not isinstance(burst, BurstFigures) or name == "idle":
+            continue
+        for path in PATHS:
+            where = f"of {path}, {name}, ms"
+            wanted.append(Aim.of(f"p99 {where}", burst.poll_ms[path].p99, 3.0, "lower"))
+            wanted.append(Aim.of(f"max {where}", burst.poll_ms[path].max, 20.0, "lower"))
+    if len(figures) > 1:
+        for name in ("completions", "chat", "truncated"):
+            if name in figures[last]:
+                ratio = figures[last][name].duration_s / figures[one][name].duration_s
+                wanted.append(Aim.of(f"time of {last} threads / time of {one}, {name}", ratio, 0.55, "lower"))
+    return wanted
+
+
+def print_table(figures: dict[str, dict[str, Any]]) -> None:
+    table = Table("threads", "burst", "s", "RSS MiB", "path", "polls p50 ms", "p99 ms", "max ms")
+    for num_threads, bursts in figures.items():
+        for name, burst in bursts.items():
+            if isinstance(burst, BurstFigures):
+                for path in (*PATHS, CONTROL):
+                    spread = burst.poll_ms[path]
+                    cells = (f"{value:.2f}" for value in (spread.p50, spread.p99, spread.max))
+                    table.add_row(num_threads, name, f"{burst.duration_s:.2f}", f"{burst.rss_mib:.0f}", path, *cells)
+    Console(width=130).print(table)
+
+
+if __name__ == "__main__":
+    main()

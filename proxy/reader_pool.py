@@ -1,0 +1,130 @@
+"""Keeps bodies that take long to read off the event loop: JSON, templates and tokenising, in processes of their own.
+
+Processes and not threads: under the interpreter's lock a thread that decodes a megabyte of JSON holds up the loop for
+as long as that takes, and many such threads for a multiple (docs/adr/0007-reader-processes.md). They are forked before
+the loop and any thread exists, and so share the tokeniser's memory; packed token ids are all that travels. A process
+that is lost takes the pool with it: what was in it fails, and a new one, spawned, takes its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import TypeVar
+
+from protocol.errors import InternalError
+from protocol.lifetime import die_with_parent
+from proxy.body_reader import BodyKind, BodyReader
+from proxy.heap import trim
+from proxy.registry import ModelLimits
+from proxy.rendering import has_token_ids
+from proxy.request_body import SpooledBody
+from proxy.validation import GenerationRequest
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_INLINE_BYTES = 2048
+"""Bodies up to that are read on the loop: 0.6 ms at most (measured), where the way to a process and back takes 0.5. Up
+to `MAX_UNSPOOLED_BYTES` those whose prompts are token ids are, too: 0.2 ms."""
+MAX_INLINE_TOKENS = 1024
+"""More are turned into text in a process."""
+_NICENESS = 10
+"""Of the processes: where cores are short, the loop that wakes beside them waits a third as long (measured)."""
+
+
+class ReaderPool:
+    """make_reader: makes a reader from nothing, in a process that inherits none; so it must pickle."""
+
+    def __init__(self, reader: BodyReader, make_reader: Callable[[], BodyReader], num_processes: int) -> None:
+        self._reader = reader
+        self._make_reader = make_reader
+        self._num_processes = num_processes
+        self._executor: ProcessPoolExecutor | None = None
+
+    def fork(self) -> None:
+        """Call it while the process has one thread and no loop; without it, processes are spawned when first needed."""
+        gc.freeze()  # the children's collector need not touch, and so copy, what they inherit
+        self._executor = self._start(multiprocessing.get_context("fork"), lambda: self._reader)
+
+    async def read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
+        """With its prompts tokenised. Raises InvalidRequest, or InternalError when a process was lost."""
+        if isinstance(body, SpooledBody):
+            return await self._run(_read_spooled, kind, body.path, limits)
+        if len(body) <= MAX_INLINE_BYTES:
+            return self._reader.read(kind, body, limits)
+        request = self._reader.decode(kind, body)
+        if has_token_ids(request.prompt):
+            return self._reader.render(request, limits)
+        return await self._run(_read, kind, body, limits)
+
+    async def text_of(self, token_ids: list[int]) -> str:
+        """What a prompt says, special tokens left out."""
+        if len(token_ids) <= MAX_INLINE_TOKENS:
+            return self._reader.text_of(token_ids)
+        return await self._run(_text_of, token_ids)
+
+    async def _run(self, job: Callable[..., T], *arguments: object) -> T:
+        if self._executor is None:
+            self._executor = self._start(multiprocessing.get_context("spawn"), self._make_reader)
+        executor = self._executor
+        try:
+            return await asyncio.wrap_future(executor.submit(job, *arguments))
+        except BrokenProcessPool as error:
+            if self._executor is executor:
+                log.error("a tokenising process was lost; starting new ones")
+                self._executor = None
+                executor.shutdown(wait=False)
+            raise InternalError("the process that read the request was lost") from error
+
+    def _start(self, context: BaseContext, make_reader: Callable[[], BodyReader]) -> ProcessPoolExecutor:
+        executor = ProcessPoolExecutor(self._num_processes, context, _begin, (make_reader,))
+        executor.submit(_nothing)  # under fork this starts all of them, now
+        return executor
+
+    def close(self) -> None:
+        """What has not begun is given up. A process in the middle of a prompt ends with this one."""
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+# ---- in the processes
+
+_reader: BodyReader
+
+
+def _begin(make_reader: Callable[[], BodyReader]) -> None:
+    global _reader
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    os.nice(_NICENESS)
+    _reader = make_reader()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _read(kind: BodyKind, body: bytes, limits: ModelLimits) -> GenerationRequest:
+    return _reader.read(kind, body, limits)
+
+
+def _read_spooled(kind: BodyKind, path: str, limits: ModelLimits) -> GenerationRequest:
+    try:
+        return _reader.read(kind, Path(path).read_bytes(), limits)
+    finally:
+        trim()  # a long prompt takes a hundred times its size while it is tokenised
+
+
+def _text_of(token_ids: list[int]) -> str:
+    return _reader.text_of(token_ids)

@@ -1,0 +1,91 @@
+"""Bodies as they arrive: small ones as bytes; large ones in a file in memory, for another process to read.
+
+A megabyte that is joined, pickled and sent through a pipe costs the loop milliseconds and the heap its size several
+times over. Written to a memfd as it comes, it costs one copy, never lies in this process's heap, and goes with its last
+descriptor, whoever dies.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from litestar.types import Receive
+
+from protocol.errors import Overloaded
+from proxy.http_errors import BodyTooLarge, ClientDisconnected
+from proxy.turns import Turns
+
+MAX_UNSPOOLED_BYTES = 16 * 1024
+MAX_SPOOLED_BYTES = 1 << 30
+"""Of all large bodies together. Beyond that, large bodies are refused."""
+_PIECES_PER_ITERATION = 2
+"""Of large bodies, 64 to 256 KiB each: sixty clients that upload at once must not fill an iteration of the loop."""
+
+
+class SpooledBody:
+    """path: where any process of this user can read it, until `close`."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("body")
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self.num_bytes = 0
+
+    def write(self, piece: bytes) -> None:
+        self.num_bytes += len(piece)
+        rest = memoryview(piece)
+        while rest:
+            rest = rest[os.write(self._fd, rest) :]
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class RequestBodies:
+    def __init__(self, max_bytes: int, max_spooled_bytes: int = MAX_SPOOLED_BYTES) -> None:
+        """max_bytes: of one body."""
+        self._max_bytes = max_bytes
+        self._max_spooled_bytes = max_spooled_bytes
+        self._turns = Turns(_PIECES_PER_ITERATION)
+        self.num_spooled_bytes = 0
+
+    @asynccontextmanager
+    async def receive(self, receive: Receive, headers: Any) -> AsyncGenerator[bytes | SpooledBody, None]:
+        """The whole body of the request; a large one is there until the context ends.
+
+        Raises BodyTooLarge, Overloaded while too much is being uploaded, ClientDisconnected.
+        """
+        announced = headers.get("content-length", "")
+        if announced.isdecimal():
+            self._check_size(int(announced))
+        spooled: SpooledBody | None = None
+        small = b""
+        try:
+            more = True
+            while more:
+                message: Any = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnected("the client went away in the middle of the body")
+                piece, more = message.get("body", b""), message.get("more_body", False)
+                if spooled is None:
+                    small += piece
+                    if len(small) <= MAX_UNSPOOLED_BYTES:
+                        continue
+                    spooled, piece = SpooledBody(), small
+                self._check_size(spooled.num_bytes + len(piece))
+                if self.num_spooled_bytes + len(piece) > self._max_spooled_bytes:
+                    raise Overloaded("too many large requests are waiting to be read; try again later")
+                self.num_spooled_bytes += len(piece)
+                spooled.write(piece)
+                await self._turns.take()  # the connection is not read from meanwhile
+            yield small if spooled is None else spooled
+        finally:
+            if spooled is not None:
+                self.num_spooled_bytes -= spooled.num_bytes
+                spooled.close()
+
+    def _check_size(self, num_bytes: int) -> None:
+        if num_bytes > self._max_bytes:
+            raise BodyTooLarge(f"The body is larger than this server's limit of {self._max_bytes} bytes.")

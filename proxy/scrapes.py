@@ -1,0 +1,72 @@
+"""Answers to /metrics, made off the loop: rendering takes milliseconds of Python, several where proxies are many.
+
+Where proxies share a folder for their metrics (the launcher names it in PROMETHEUS_MULTIPROC_DIR) any of them answers
+for all. What is in the folder can be read by any process, so one of its own does, and does not compete for this one's
+interpreter. A proxy on its own has its figures in memory, and a thread renders them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+from asyncio.subprocess import PIPE, Process
+
+from protocol.errors import InternalError
+from telemetry.metrics import ProxyMetrics, are_shared
+
+log = logging.getLogger(__name__)
+
+_TIMEOUT_S = 10.0
+
+
+class Scrapes:
+    def __init__(self, metrics: ProxyMetrics) -> None:
+        self._metrics = metrics
+        self._lock = asyncio.Lock()
+        self._scraper: Process | None = None
+
+    async def start(self) -> None:
+        """Not needed, but then the first scrape need not wait for a process to start."""
+        if are_shared():
+            async with self._lock:
+                await self._running()
+
+    async def render(self) -> bytes:
+        """The text exposition format. Raises InternalError when the scraper fails; the next call starts another."""
+        if not are_shared():
+            return await asyncio.to_thread(self._metrics.render)
+        async with self._lock:
+            scraper = await self._running()
+            try:
+                async with asyncio.timeout(_TIMEOUT_S):
+                    return await _ask(scraper)
+            except (OSError, asyncio.IncompleteReadError, TimeoutError) as error:
+                self.close()
+                log.error("the process that renders metrics failed: %r", error)
+                raise InternalError("the metrics could not be rendered; the proxy's log tells more") from error
+            except asyncio.CancelledError:
+                self.close()  # or its answer would be taken for the next one's
+                raise
+
+    async def _running(self) -> Process:
+        if self._scraper is None or self._scraper.returncode is not None:
+            self._scraper = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "telemetry.scraper", stdin=PIPE, stdout=PIPE
+            )
+        return self._scraper
+
+    def close(self) -> None:
+        if self._scraper is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._scraper.kill()
+            self._scraper = None
+
+
+async def _ask(scraper: Process) -> bytes:
+    assert scraper.stdin is not None and scraper.stdout is not None
+    scraper.stdin.write(b"?")
+    await scraper.stdin.drain()
+    num_bytes = int.from_bytes(await scraper.stdout.readexactly(8), "big")
+    return await scraper.stdout.readexactly(num_bytes)

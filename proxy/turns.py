@@ -1,0 +1,43 @@
+"""Turns on the event loop: work that comes for hundreds of streams at once is done a few streams per iteration.
+
+A decode step wakes every stream. Done in one go that is tens of milliseconds in which nothing else is answered; with
+turns, sockets and other requests are served in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+
+class Turns:
+    """At most `num_per_iteration` callers of `take` go on per iteration of the loop, in the order in which they
+    came."""
+
+    def __init__(self, num_per_iteration: int) -> None:
+        self._num_per_iteration = num_per_iteration
+        self._num_left = num_per_iteration
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._is_scheduled = False
+
+    async def take(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._next_iteration)
+        if self._num_left and not self._waiting:
+            self._num_left -= 1
+            return
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        await turn
+
+    def _next_iteration(self) -> None:
+        self._num_left = self._num_per_iteration
+        while self._waiting and self._num_left:
+            turn = self._waiting.popleft()
+            if not turn.done():  # else its caller was cancelled
+                turn.set_result(None)
+                self._num_left -= 1
+        self._is_scheduled = bool(self._waiting) or self._num_left < self._num_per_iteration
+        if self._is_scheduled:
+            asyncio.get_running_loop().call_soon(self._next_iteration)

@@ -1,0 +1,233 @@
+"""A real proxy process whose workers are loops in the test's own, which echo the prompt's tokens.
+
+What the fake workers hand each other in memory stands for the KV transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from protocol.codec import Codec
+from protocol.dispatch import (
+    AbortRequest,
+    DecodeReserved,
+    FirstToken,
+    NewToken,
+    PrepareDecode,
+    StartPrefill,
+    ToDecode,
+    TokenBatch,
+    ToPrefill,
+)
+from protocol.generation import SampledToken
+from protocol.membership import (
+    PROTOCOL_VERSION,
+    PairStatus,
+    RegisterWorker,
+    Role,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerStatus,
+)
+from protocol.registration import Registration
+from protocol.sockets import RouterSocket, new_context
+from protocol.token_ids import unpack_token_ids
+from tests.cluster import free_port
+
+MAX_MODEL_LEN = 256
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if m is defined %}{{ raise_exception('no') }}{% endif %}"
+)
+STEP_S = 0.002
+
+
+class FakeWorkers:
+    """One prefill and one decode worker on a thread with a loop. "hold" in a prompt: no answer; "stall": 3 tokens."""
+
+    def __init__(
+        self,
+        folder: Path,
+        controls: list[str],
+        hold: list[int],
+        stall: list[int],
+        max_model_len: int = MAX_MODEL_LEN,
+        step_s: float = STEP_S,
+    ) -> None:
+        self._folder, self._controls, self._hold, self._stall = folder, controls, hold, stall
+        self._max_model_len, self._step_s = max_model_len, step_s
+        self.aborted: dict[str, set[str]] = {"prefill": set(), "decode": set()}
+        self.seen: list[str] = []
+        self.num_finished = 0
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._ready = threading.Event()
+        self._thread.start()
+        assert self._ready.wait(20)
+
+    async def _run(self) -> None:
+        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        context = new_context()
+        self._prepared: dict[str, PrepareDecode] = {}
+        self._started: dict[str, StartPrefill] = {}
+        infos = {name: self._info(name, role) for name, role in (("prefill-0", "prefill"), ("decode-0", "decode"))}  # type: ignore[arg-type]
+        self._epochs = {info.epoch for info in infos.values()}
+        self._routers: dict[str, Any] = {
+            "prefill": RouterSocket(context, infos["prefill-0"].endpoint, Codec(ToPrefill), self._on_prefill),
+            "decode": RouterSocket(context, infos["decode-0"].endpoint, Codec(ToDecode), self._on_decode),
+        }
+        pairs = [PairStatus("decode-0", infos["decode-0"].epoch, "ready", "fake")]
+        self._registrations: dict[str, Registration] = {}
+        for name, info in infos.items():
+            status = WorkerStatus(name, info.epoch, WorkerLoad(), pairs if info.role == "prefill" else [])
+            registration = Registration(
+                context,
+                self._controls,
+                RegisterWorker(PROTOCOL_VERSION, info, self._max_model_len, 300),
+                lambda status=status: status,  # type: ignore[misc]
+                self._on_view,
+                lambda _proxy_id: None,
+            )
+            registration.start()
+            self._registrations[name] = registration
+        await self._stopped.wait()
+        for thing in (*self._registrations.values(), *self._routers.values()):
+            thing.close()
+        context.destroy(linger=0)
+
+    def _on_view(self, view: list[WorkerInfo]) -> None:
+        if {info.epoch for info in view} == self._epochs:  # and not those of an earlier test
+            self._ready.set()
+
+    def _info(self, name: str, role: Role) -> WorkerInfo:
+        return WorkerInfo(name, f"{name}/{os.urandom(4).hex()}", role, f"ipc://{self._folder}/{name}", os.getpid())
+
+    def _on_prefill(self, _identity: bytes, message: Any) -> None:
+        match message:
+            case StartPrefill():
+                for request_id in message.request_ids:
+                    self.seen.append(request_id)
+                    self._started[request_id] = message
+                    self._advance(request_id)
+            case AbortRequest():
+                self.aborted["prefill"].add(message.request_id)
+
+    def _on_decode(self, _identity: bytes, message: Any) -> None:
+        match message:
+            case PrepareDecode():
+                for request_id in message.request_ids:
+                    self._prepared[request_id] = message
+                    self._advance(request_id)
+            case AbortRequest():
+                self.aborted["decode"].add(message.request_id)
+
+    def _advance(self, request_id: str) -> None:
+        start, prepare = self._started.get(request_id), self._prepared.get(request_id)
+        if start is None or (prepare is None and start.decode_worker_id is not None):
+            return
+        token_ids = unpack_token_ids(start.token_ids)
+        if token_ids[: len(self._hold)] == self._hold:
+            return
+        identity = f"{start.proxy_id}:0".encode()
+        reason = start.stop.check(token_ids[0], 1)
+        self._routers["prefill"].send(identity, FirstToken(request_id, SampledToken(token_ids[0]), reason, 0.0, 0.001))
+        if reason is None:
+            assert prepare is not None and prepare.transfer_id == start.transfer_id
+            self._routers["decode"].send(identity, DecodeReserved(request_id))
+            self._loop.call_later(self._step_s, self._step, request_id, start, token_ids, 1)
+
+    def _step(self, request_id: str, start: StartPrefill, token_ids: list[int], number: int) -> None:
+        if request_id in self.aborted["decode"]:
+            return
+        if number == 3 and token_ids[: len(self._stall)] == self._stall:
+            return
+        token_id = token_ids[number % len(token_ids)]
+        reason = start.stop.check(token_id, number + 1)
+        batch = TokenBatch([NewToken(request_id, SampledToken(token_id), reason)])
+        self._routers["decode"].send(f"{start.proxy_id}:0".encode(), batch)
+        self.num_finished += reason is not None
+        if reason is None:
+            self._loop.call_later(self._step_s, self._step, request_id, start, token_ids, number + 1)
+
+    def silence(self, name: str) -> None:
+        self._loop.call_soon_threadsafe(self._registrations[name].close)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join(5)
+
+
+def make_tokenizer(folder: Path) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({"</s>": 0} | {c: i for i, c in enumerate(alphabet, start=1)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text('{"model_type": "llama", "eos_token_id": 0}')
+    return tokenizer
+
+
+class Proxy:
+    """A context manager, or stopped by `stop`. metrics: the folder that several proxies share for theirs."""
+
+    def __init__(
+        self, folder: Path, *, name: str = "proxy-0", port: int = 0, metrics: Path | None = None, **config: Any
+    ) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.control = f"ipc://{folder}/{name}.sock"
+        fields = {
+            "proxy_id": name,
+            "control_endpoint": self.control,
+            "model": str(folder),
+            "served_model_name": "echo",
+            "port": self.port,
+            "max_body_bytes": 100_000,
+            **config,
+        }
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(fields))
+        env = os.environ | ({"PROMETHEUS_MULTIPROC_DIR": str(metrics)} if metrics else {})
+        self.process = subprocess.Popen([sys.executable, "-W", "error", "-m", "proxy", str(file)], env=env)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def wait_for(self, status: int) -> None:
+        def answered() -> bool:
+            assert self.process.poll() is None, "the proxy ended"
+            try:
+                return httpx.get(f"{self.url}/health").status_code == status
+            except httpx.TransportError:
+                return False
+
+        wait_until(answered, 60)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(5)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 5) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
