@@ -152,10 +152,15 @@ def test_handshake_lets_workers_of_different_numbers_of_ranks_pair() -> None:
 
 
 def test_handshake_refuses_other_versions_and_no_common_connector() -> None:
-    with pytest.raises(KVLayoutMismatch, match="version"):
+    with pytest.raises(KVLayoutMismatch, match="prefill has 99, decode"):
         agree(offer(version=99), LAYOUT, host_id(), "cpu", ["ipc"])
     with pytest.raises(KVLayoutMismatch, match="no connector in common"):
         agree(offer(connectors=["ipc"], host_id="elsewhere"), LAYOUT, host_id(), "cpu", ["ipc", "gloo"])
+
+
+def test_handshake_refuses_another_device_and_names_both() -> None:
+    with pytest.raises(KVLayoutMismatch, match=r"prefill offers nccl on cuda, decode offers ipc, gloo on cpu"):
+        agree(offer(device="cuda", connectors=["nccl"]), LAYOUT, host_id(), "cpu", ["ipc", "gloo"])
 
 
 def test_unknown_connectors_list_the_known() -> None:
