@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import queue
 import random
@@ -111,6 +112,29 @@ def test_a_peer_that_goes_away_fails_the_transfer(pool_file: tuple[int, torch.Te
     sender.send([0], [0], outcomes)
     assert outcomes.next() is not None and outcomes.next() is not None
     sender.close(lambda: None)
+
+
+@pytest.mark.parametrize("connector", ["ipc", "gloo"])
+def test_preparing_changes_nothing_and_takes_pages_where_the_peer_will_write(
+    connector: str, pool_file: tuple[int, torch.Tensor]
+) -> None:
+    sender, receiver, source, destination = open_pair(connector, pool_file)
+    destination[5] = 7  # its page is there already
+    num_before = os.fstat(pool_file[0]).st_blocks
+    sender.prepare([4, 5, 6, 20])
+    sent, received = Outcomes(), Outcomes()
+    if connector == "gloo":
+        receiver.receive([5], received)
+    sender.send([0], [5], sent)
+    assert sent.next() is None
+    if connector == "ipc":
+        num_pages = (os.fstat(pool_file[0]).st_blocks - num_before) * 512 // mmap.PAGESIZE
+        assert num_pages == 3 and not destination[[4, 6, 20]].any()
+    else:
+        assert received.next() is None
+    assert torch.equal(destination[5], source[0])
+    sender.close(lambda: None)
+    receiver.close()
 
 
 def test_mapping_refuses_a_pool_that_is_too_small(pool_file: tuple[int, torch.Tensor]) -> None:
