@@ -32,9 +32,7 @@ def main() -> None:
     parser.add_argument("--output-len", type=int, default=128)
     parser.add_argument("--api", choices=["completions", "chat"], action="append")
     parser.add_argument("--rounds", type=int, default=5, help="figures are medians of so many")
-    parser.add_argument(
-        "--profile", type=Path, metavar="PY_SPY", help="record with it, to proxy_cpu.raw"
-    )
+    parser.add_argument("--profile", type=Path, metavar="PY_SPY", help="record with it, to proxy_cpu.raw")
     add_common_options(parser)
     options = parser.parse_args()
     if options.quick:

@@ -145,11 +145,9 @@ async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
 
 async def _resume(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     async with aclosing(events):
-        if first:
-            yield first
+        yield first
         async for event in events:
-            if event:
-                yield event
+            yield event
 
 
 def _key_guard(api_key: str) -> Callable[[ASGIConnection[Any, Any, Any, Any], BaseRouteHandler], None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
 
 from protocol.errors import TandemError
@@ -165,34 +165,35 @@ class Generation:
         timer = SequenceTimer(door.metrics, self._arrived_at)
         tokens = door.dispatcher.tokens(sequence)
         is_first = True
-        async with aclosing(tokens):
-            async for delta in tokens:
-                await door.turns.take()
-                timer.on_tokens(time.monotonic(), len(delta.tokens))
-                pieces: list[str] = []
-                prompt: ToldPrompt | None = None
-                if is_first:
-                    is_first = False
-                    prompt = await self._on_first(index, sequence, delta, pieces)
-                finish_reason = delta.finish_reason
-                # A stop token ends the text without being part of it, but was generated and counts.
-                num_shown = len(delta.tokens) - (finish_reason == "stop")
-                for number, token in enumerate(delta.tokens[:num_shown], start=1):
-                    if number % TOKENS_PER_TURN == 0:  # many come at once after a pause, to a slow reader above all
-                        await door.turns.take()
-                    piece, stopped = stop_strings.push(detokenizer.step(token.token_id))
-                    pieces.append(piece)
-                    if stopped:
-                        yield TextDelta(index, "".join(pieces), delta.tokens[:number], number, "stop", prompt)
+        with closing(timer):
+            async with aclosing(tokens):
+                async for delta in tokens:
+                    await door.turns.take()
+                    timer.on_tokens(time.monotonic(), len(delta.tokens))
+                    pieces: list[str] = []
+                    prompt: ToldPrompt | None = None
+                    if is_first:
+                        is_first = False
+                        prompt = await self._on_first(index, sequence, delta, pieces)
+                    finish_reason = delta.finish_reason
+                    # A stop token ends the text without being part of it, but was generated and counts.
+                    num_shown = len(delta.tokens) - (finish_reason == "stop")
+                    for number, token in enumerate(delta.tokens[:num_shown], start=1):
+                        if number % TOKENS_PER_TURN == 0:  # many come at once after a pause, to a slow reader above all
+                            await door.turns.take()
+                        piece, stopped = stop_strings.push(detokenizer.step(token.token_id))
+                        pieces.append(piece)
+                        if stopped:
+                            yield TextDelta(index, "".join(pieces), delta.tokens[:number], number, "stop", prompt)
+                            timer.on_finished()
+                            return
+                    if finish_reason is not None:
+                        piece, stopped = stop_strings.push(detokenizer.flush())
+                        pieces += (piece, "" if stopped else stop_strings.flush())
+                        if stopped:
+                            finish_reason = "stop"
                         timer.on_finished()
-                        return
-                if finish_reason is not None:
-                    piece, stopped = stop_strings.push(detokenizer.flush())
-                    pieces += (piece, "" if stopped else stop_strings.flush())
-                    if stopped:
-                        finish_reason = "stop"
-                    timer.on_finished()
-                yield TextDelta(index, "".join(pieces), delta.tokens, num_shown, finish_reason, prompt)
+                    yield TextDelta(index, "".join(pieces), delta.tokens, num_shown, finish_reason, prompt)
 
     async def _on_first(
         self, index: int, sequence: DispatchedSequence, delta: TokenDelta, pieces: list[str]
