@@ -87,12 +87,16 @@ class _PlannedPrompt:
 class Generation:
     """`num_prompt_tokens` is right from the first delta on, `num_completion_tokens` counts the deltas seen so far."""
 
-    def __init__(self, door: FrontDoor, request: GenerationRequest, arrived_at: float) -> None:
-        """arrived_at: on the monotonic clock. request: as `ReaderPool.read` gives it, its prompts tokenised."""
+    def __init__(self, door: FrontDoor, request: GenerationRequest, arrived_at: float, client: str = "") -> None:
+        """arrived_at: on the monotonic clock. client: whose limits it counts towards.
+
+        request: as `ReaderPool.read` gives it, its prompts tokenised.
+        """
         self.token_text = door.token_text
         self._door = door
         self._request = request
         self._arrived_at = arrived_at
+        self._client = client
         self.created = int(time.time())
         self.num_sequences = 0
         self.num_prompt_tokens = 0
@@ -139,9 +143,9 @@ class Generation:
 
     async def _run(self, planned: list[_PlannedPrompt]) -> AsyncGenerator[TextDelta, None]:
         dispatcher = self._door.dispatcher
-        self._door.admission.admit(self.num_sequences)
-        # Each sequence leaves at its first token; whatever has not, leaves when the request ends.
-        waiting = set(range(self.num_sequences))
+        # A prompt is computed once, whatever goes on from it: its first sequence waits for it.
+        prompt_tokens = [0 if i else p.prompt.num_tokens for p in planned for i in range(len(p.samplings))]
+        ticket = self._door.admission.admit(self._client, prompt_tokens)
         sequences: list[DispatchedSequence] = []
         try:
             for p in planned:
@@ -149,14 +153,12 @@ class Generation:
             streams = [self._sequence(index, sequence) for index, sequence in enumerate(sequences)]
             async with aclosing(merge(streams) if len(streams) > 1 else streams[0]) as deltas:
                 async for delta in deltas:
-                    if delta.index in waiting:
-                        waiting.remove(delta.index)
-                        self._door.admission.leave()
+                    ticket.on_first_token(delta.index)
                     yield delta
         finally:
             for sequence in sequences:
                 dispatcher.drop(sequence)
-            self._door.admission.leave(len(waiting))
+            ticket.close()
 
     async def _sequence(self, index: int, sequence: DispatchedSequence) -> AsyncGenerator[TextDelta, None]:
         door, request = self._door, self._request
