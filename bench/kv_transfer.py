@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
@@ -163,7 +164,10 @@ class DecodeSide:
         self._blocks = pool.view(-1, BLOCK_BYTES)
         ready = Countdown(num_pairs)
         self._receivers = [
-            open_receiver(connector, f"pair-{i}", server, self._blocks, HOST, ready.done) for i in range(num_pairs)
+            open_receiver(
+                connector, f"pair-{i}", server and partial(server.store, f"pair-{i}"), self._blocks, HOST, ready.done
+            )
+            for i in range(num_pairs)
         ]
         ready.wait()
         self._bare = (

@@ -32,7 +32,7 @@ from transformers.utils import logging as transformers_logging
 from bench.tiny_models import NotBuiltError, make_tiny_config, randomize
 from engine.batch import BatchItem
 from engine.config import EngineConfig
-from engine.cpu_attention import PlainAttention
+from engine.cpu_attention import CPUAttention
 from engine.kv_pool import KVPool
 from engine.model_loader import load_model
 from engine.model_runner import ModelRunner
@@ -143,7 +143,7 @@ def _in_odd_chunks(loaded: Any, pool: KVPool, sequences: list[list[int]]) -> lis
         positions = [item.start + j for item in items for j in range(len(item.token_ids))]
         logits = loaded.model(
             input_ids=torch.tensor([tokens]), position_ids=torch.tensor([positions]), use_cache=False,
-            logits_to_keep=torch.arange(len(tokens)), tandem=PlainAttention(pool, items),
+            logits_to_keep=torch.arange(len(tokens)), tandem=CPUAttention(pool, items),
         ).logits[0]  # fmt: skip
         for i, item, part in zip(owners, items, logits.split([len(item.token_ids) for item in items]), strict=True):
             done[i] += len(item.token_ids)

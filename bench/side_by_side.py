@@ -1,9 +1,9 @@
-"""Tandem and vLLM's prefill/decode pair on the same cores, one after the other, under vLLM's own client and seed.
+"""Tandem, vLLM's prefill/decode pair and one vLLM on the same cores, in turn, under vLLM's own client and seed.
 
     python -m bench.side_by_side --peers FOLDER --vllm VENV --model FOLDER
 
-FOLDER of --peers holds vllm_pd.sh (VENV MODEL PORT); VENV is a virtual environment with vLLM. Every process started
-here is ended here, by process group.
+FOLDER of --peers holds vllm_pd.sh and vllm_single.sh (VENV MODEL PORT); VENV is a virtual environment with vLLM. Every
+process started here is ended here, by process group.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from rich.table import Table
 from bench.report import Aim, Report, add_common_options, finish
 
 START_TIMEOUT_S = 400.0
+CLIENT_TIMEOUT_S = 240.0
 FIGURES = ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "p99_itl_ms", "output_throughput", "completed")
 
 
@@ -44,9 +45,12 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.num_prompts = 8
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     rates = [float(rate) for rate in options.rates.split(",")]
+    peer = [str(options.vllm), str(options.model), str(options.port)]
     commands = {
-        "vllm_pd": [str(options.peers / "vllm_pd.sh"), str(options.vllm), str(options.model), str(options.port)],
+        "vllm_pd": [str(options.peers / "vllm_pd.sh"), *peer],
+        "vllm_single": [str(options.peers / "vllm_single.sh"), *peer],
         "tandem": [
             sys.executable, "-m", "deploy.cli", "up", "--model", str(options.model), "--served-model-name", "m",
             "--port", str(options.port), "--dtype", "bfloat16", "--max-model-len", "4096", "--kv-cache-gib", "2",
@@ -54,11 +58,20 @@ def main() -> None:
     }  # fmt: skip
     figures: dict[str, dict[str, Any]] = {}
     for name, command in commands.items():
+        say(f"{name}: starting")
         with server(command, options.port):
-            load(options, 4.0, 4)  # warm-up, not counted
-            figures[name] = {f"{rate:g}": load(options, rate, options.num_prompts) for rate in rates}
+            say(f"{name}: warming up")
+            load(options, 4.0, 8)  # not counted
+            figures[name] = {}
+            for rate in rates:
+                say(f"{name}: {options.num_prompts} requests at {rate:g}/s")
+                figures[name][f"{rate:g}"] = load(options, rate, options.num_prompts)
     print_table(figures)
     finish(Report.of("side_by_side", figures, aims(figures)), options.json)
+
+
+def say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -109,13 +122,15 @@ def load(options: argparse.Namespace, rate: float, num_prompts: int) -> dict[str
             "--save-result", "--result-dir", folder, "--result-filename", "result.json",
         ]  # fmt: skip
         env = {**os.environ, "VLLM_TARGET_DEVICE": "cpu"}
-        subprocess.run(command, check=True, env=env, timeout=600, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        subprocess.run(
+            command, check=True, env=env, timeout=CLIENT_TIMEOUT_S, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         result = json.loads((Path(folder) / "result.json").read_text())
     return {name: round(float(result[name]), 2) for name in FIGURES}
 
 
-def ratio(figures: dict[str, dict[str, Any]], rate: str, name: str) -> float:
-    return float(figures["tandem"][rate][name] / figures["vllm_pd"][rate][name])
+def ratio(figures: dict[str, dict[str, Any]], peer: str, rate: str, name: str) -> float:
+    return float(figures["tandem"][rate][name] / figures[peer][rate][name])
 
 
 def aims(figures: dict[str, dict[str, Any]]) -> list[Aim]:
@@ -123,9 +138,15 @@ def aims(figures: dict[str, dict[str, Any]]) -> list[Aim]:
     for rate in figures["tandem"]:
         where = f"at {rate} requests/s, Tandem / vLLM pair"
         wanted += [
-            Aim.of(f"mean TTFT {where}", ratio(figures, rate, "mean_ttft_ms"), 0.3, "lower"),
-            Aim.of(f"mean TPOT {where}", ratio(figures, rate, "mean_tpot_ms"), 0.5, "lower"),
-            Aim.of(f"output tokens/s {where}", ratio(figures, rate, "output_throughput"), 1.0, "higher"),
+            Aim.of(f"mean TTFT {where}", ratio(figures, "vllm_pd", rate, "mean_ttft_ms"), 0.3, "lower"),
+            Aim.of(f"mean TPOT {where}", ratio(figures, "vllm_pd", rate, "mean_tpot_ms"), 0.5, "lower"),
+            Aim.of(f"output tokens/s {where}", ratio(figures, "vllm_pd", rate, "output_throughput"), 1.0, "higher"),
+        ]
+    if "4" in figures["tandem"]:
+        where = "at 4 requests/s, Tandem / one vLLM"
+        wanted += [
+            Aim.of(f"p99 ITL {where}", ratio(figures, "vllm_single", "4", "p99_itl_ms"), 0.4, "lower"),
+            Aim.of(f"mean TTFT {where}", ratio(figures, "vllm_single", "4", "mean_ttft_ms"), 1.2, "lower"),
         ]
     return wanted
 

@@ -19,11 +19,15 @@ class SendToPrefill(msgspec.Struct, frozen=True):
 
 
 class Receive(msgspec.Struct, frozen=True):
-    """Take announced blocks into own blocks through the pair's connector; `on_received` must follow, once."""
+    """Take announced blocks into own blocks through the pair's connector; `on_received` must follow, once.
+
+    checksums: what the blocks must have then, or none; where they have not, `on_corrupt` takes on_received's place.
+    """
 
     pair_id: str
     transfer_id: str
     block_ids: list[int]
+    checksums: list[int] = []
 
 
 Action = SendToProxy | SendToPrefill | Receive

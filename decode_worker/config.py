@@ -10,7 +10,7 @@ from engine.config import EngineConfig
 class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """worker_id survives restarts. endpoint: what its ROUTER binds. host: own address for KV data.
 
-    max_num_seqs: sequences that decode in one step.
+    kv_checksums: compare every block that arrives (debugging). max_num_seqs: sequences that decode in one step.
     """
 
     worker_id: str
@@ -18,6 +18,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     proxy_endpoints: list[str]
     engine: EngineConfig
     kv_connector: str = "auto"
+    kv_checksums: bool = False
     host: str = "127.0.0.1"
     max_num_seqs: int = 64
     log_level: str = "info"

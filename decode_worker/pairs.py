@@ -1,8 +1,6 @@
-"""Pairs with prefill workers, as their decode side sees them: accepted or refused, and proof of their end.
+"""The shell around `decode_worker.pair_table`: receivers of the data paths, and proof that peers are gone (pidfds).
 
-A pair ends when the peer says so (ClosePair), when its processes exit (pidfds on the same host), when no proxy knows
-it any more, or when its data path breaks. Only the first two, or a connector through which we alone write, show that
-no more writes can come; see `decode_worker.transfer`.
+Lives on the loop; callbacks of the receivers, which come on threads of their own, are posted to it.
 """
 
 from __future__ import annotations
@@ -11,34 +9,30 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
+from decode_worker.pair_table import (
+    AcceptPair,
+    CloseReceiver,
+    IncomingPairTable,
+    PairAction,
+    PairLost,
+    PrefillLost,
+    RefusePair,
+    SendClose,
+)
 from kv_transfer.connector import KVReceiver, OnDone
-from kv_transfer.handshake import agree
-from kv_transfer.mapped_memory import MappedMemoryReceiver, host_id
+from kv_transfer.mapped_memory import MappedMemoryReceiver
 from kv_transfer.process_group import StoreServer
 from kv_transfer.worker_pools import WorkerPools
-from protocol.errors import KVLayoutMismatch, KVTransferFailed
+from protocol.errors import KVTransferFailed
 from protocol.membership import WorkerInfo
-from protocol.transfer import ClosePair, ConnectorParams, OpenPair, PairAccepted, PairRefused
+from protocol.transfer import ClosePair, ConnectorParams, OpenPair, PairAccepted, PairRefused, ShipKV
 
 log = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
-class IncomingPair:
-    """One prefill worker that may ship to us. pidfds: of those of its ranks that are not known to have exited."""
-
-    pair_id: str
-    prefill_worker_id: str
-    prefill_epoch: str
-    receiver: KVReceiver
-    pidfds: set[int]
-    lost: bool = False
-
-
 class IncomingPairs:
-    """All pairs of one decode worker. Lives on the loop.
+    """All pairs of one decode worker, carried out.
 
     send: answers the peer by pair id. on_pair_lost(pair_id, reason, peer_stopped). on_prefill_lost(epoch).
     """
@@ -46,36 +40,82 @@ class IncomingPairs:
     def __init__(
         self,
         epoch: str,
+        table: IncomingPairTable,
         pools: WorkerPools,
-        device: str,
-        connectors: list[str],
         send: Callable[[str, PairAccepted | PairRefused | ClosePair], None],
         on_pair_lost: Callable[[str, str, bool], None],
         on_prefill_lost: Callable[[str], None],
     ) -> None:
         self._epoch = epoch
+        self._table = table
         self._pools = pools
-        self._device = device
-        self._connectors = connectors
         self._send = send
         self._on_pair_lost = on_pair_lost
         self._on_prefill_lost = on_prefill_lost
-        self._by_id: dict[str, IncomingPair] = {}
+        self._receivers: dict[str, KVReceiver] = {}
+        self._pidfds: dict[str, set[int]] = {}
         self._loop = asyncio.get_running_loop()
         self._store_server: StoreServer | None = None
 
+    def is_open(self, pair_id: str) -> bool:
+        return self._table.is_open(pair_id)
+
+    def is_next(self, message: ShipKV) -> bool:
+        return self._table.is_next(message)
+
+    def receive(self, pair_id: str, block_ids: Sequence[int], on_done: OnDone) -> None:
+        receiver = self._receivers.get(pair_id)
+        if receiver is None:
+            on_done(KVTransferFailed("the pair is closed"))
+        else:
+            receiver.receive(block_ids, on_done)
+
+    # ---- events
+
     def on_open(self, message: OpenPair) -> None:
-        if message.pair_id in self._by_id:
-            return
-        try:
-            connector = agree(message, self._pools.layout, host_id(), self._device, self._connectors)
-        except KVLayoutMismatch as mismatch:
-            log.error("refused the pair with %s: %s", message.prefill_worker_id, mismatch)
-            self._send(message.pair_id, PairRefused(message.pair_id, mismatch.message))
-            return
-        pair_id = message.pair_id
-        num_senders = message.layout.tensor_parallel_size
-        if connector == "ipc":
+        self._perform(self._table.on_open(message))
+
+    def on_close(self, pair_id: str, reason: str) -> None:
+        self._perform(self._table.on_close(pair_id, reason))
+
+    def on_view(self, workers: list[WorkerInfo]) -> None:
+        self._perform(self._table.on_view(workers))
+
+    def fail(self, pair_id: str, reason: str) -> None:
+        """The data path broke, or the peer breaks the rules."""
+        self._perform(self._table.fail(pair_id, reason))
+
+    def _on_exit(self, pair_id: str, pid: int, pidfd: int) -> None:
+        self._unwatch(pair_id, pidfd)
+        self._perform(self._table.on_exit(pair_id, pid))
+
+    def close(self) -> None:
+        for pair_id in list(self._receivers):
+            self._close_receiver(pair_id)
+
+    # ---- actions
+
+    def _perform(self, actions: list[PairAction]) -> None:
+        for action in actions:
+            match action:
+                case RefusePair():
+                    log.error("refused pair %s: %s", action.message.pair_id, action.message.reason)
+                    self._send(action.message.pair_id, action.message)
+                case AcceptPair():
+                    self._accept(action)
+                case CloseReceiver():
+                    self._close_receiver(action.pair_id)
+                case SendClose():
+                    self._send(action.message.pair_id, action.message)
+                case PairLost():
+                    log.warning("pair %s failed: %s", action.pair_id, action.reason)
+                    self._on_pair_lost(action.pair_id, action.reason, action.peer_stopped)
+                case PrefillLost():
+                    self._on_prefill_lost(action.prefill_epoch)
+
+    def _accept(self, action: AcceptPair) -> None:
+        pair_id = action.pair_id
+        if action.connector == "ipc":
             params = self._pools.params
             receiver: KVReceiver = MappedMemoryReceiver()  # whatever the peer's ranks, they write by themselves
         else:
@@ -84,97 +124,40 @@ class IncomingPairs:
             store = ConnectorParams(store_host=self._pools.host, store_port=self._store_server.port)
             params = [store] * len(self._pools.params)
             receiver = self._pools.open_receiver(
-                connector,
+                action.connector,
                 pair_id,
-                num_senders,
+                action.num_senders,
                 self._store_server.store,
                 store,
-                lambda error: self._ready(pair_id, error),
+                lambda error: self._on_ready(pair_id, error),
             )
-        pidfds = self._watch_processes(pair_id, message) if message.host_id == host_id() else set()
-        self._by_id[pair_id] = IncomingPair(pair_id, message.prefill_worker_id, message.prefill_epoch, receiver, pidfds)
-        self._send(pair_id, PairAccepted(pair_id, self._epoch, connector, params))
+        self._receivers[pair_id] = receiver
+        self._table.on_opened(pair_id, receiver.peer_writes)
+        self._send(pair_id, PairAccepted(pair_id, self._epoch, action.connector, params, action.checksums))
+        self._watch(pair_id, action.pids)
 
-    def _watch_processes(self, pair_id: str, message: OpenPair) -> set[int]:
-        pidfds = set()
-        for pid in message.prefill_pids:
-            try:
-                pidfd = os.pidfd_open(pid)
-            except ProcessLookupError:
-                continue
-            self._loop.add_reader(pidfd, self._on_exit, pair_id, pidfd)
-            pidfds.add(pidfd)
-        return pidfds
-
-    def _ready(self, pair_id: str, error: KVTransferFailed | None) -> None:
+    def _on_ready(self, pair_id: str, error: KVTransferFailed | None) -> None:
         if error is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self.fail, pair_id, error.message)
 
-    def receive(self, pair_id: str, block_ids: Sequence[int], on_done: OnDone) -> None:
-        pair = self._by_id.get(pair_id)
-        if pair is None:
-            on_done(KVTransferFailed("the pair is closed"))
-        else:
-            pair.receiver.receive(block_ids, on_done)
+    def _watch(self, pair_id: str, pids: list[int]) -> None:
+        self._pidfds[pair_id] = set()
+        for pid in pids:
+            try:
+                pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._perform(self._table.on_exit(pair_id, pid))
+                continue
+            self._loop.add_reader(pidfd, self._on_exit, pair_id, pid, pidfd)
+            self._pidfds[pair_id].add(pidfd)
 
-    # ---- ends
-
-    def on_close(self, pair_id: str, reason: str) -> None:
-        """The peer says that it has stopped."""
-        pair = self._by_id.get(pair_id)
-        if pair is not None:
-            self._forget(pair)
-            self._on_pair_lost(pair_id, reason, True)
-
-    def _on_exit(self, pair_id: str, pidfd: int) -> None:
-        """The peer has stopped when all its ranks are gone: they end together, but not in the same instant."""
-        pair = self._by_id.get(pair_id)
-        if pair is None:
-            return
-        self._unwatch(pair, pidfd)
-        if not pair.pidfds:
-            self._forget(pair)
-            self._on_pair_lost(pair_id, f"{pair.prefill_worker_id} exited", True)
-            self._on_prefill_lost(pair.prefill_epoch)
-
-    def on_view(self, workers: list[WorkerInfo]) -> None:
-        """Prefill workers that no proxy knows any more are lost; whether they have stopped is another matter."""
-        present = {worker.epoch for worker in workers if worker.role == "prefill"}
-        for pair in list(self._by_id.values()):
-            if pair.prefill_epoch in present:
-                pair.lost = False  # it was only out of sight
-            elif not pair.lost:
-                pair.lost = True
-                self._on_pair_lost(pair.pair_id, f"{pair.prefill_worker_id} left the cluster", False)
-                self._on_prefill_lost(pair.prefill_epoch)
-                if not pair.receiver.peer_writes:
-                    self.fail(pair.pair_id, "it left the cluster")
-
-    def fail(self, pair_id: str, reason: str) -> None:
-        """The data path broke, or the peer breaks the rules: tell it, and take nothing more."""
-        pair = self._by_id.get(pair_id)
-        if pair is None:
-            return
-        log.warning("pair with %s failed: %s", pair.prefill_worker_id, reason)
-        self._send(pair_id, ClosePair(pair_id, reason))
-        if pair.receiver.peer_writes:
-            pair.lost = True  # its ClosePair or its exit will be the proof
-            self._on_pair_lost(pair_id, reason, False)
-        else:
-            self._forget(pair)
-            self._on_pair_lost(pair_id, reason, True)
-
-    def _forget(self, pair: IncomingPair) -> None:
-        del self._by_id[pair.pair_id]
-        pair.receiver.close()
-        for pidfd in list(pair.pidfds):
-            self._unwatch(pair, pidfd)
-
-    def _unwatch(self, pair: IncomingPair, pidfd: int) -> None:
-        pair.pidfds.discard(pidfd)
+    def _unwatch(self, pair_id: str, pidfd: int) -> None:
+        self._pidfds[pair_id].discard(pidfd)
         self._loop.remove_reader(pidfd)
         os.close(pidfd)
 
-    def close(self) -> None:
-        for pair in list(self._by_id.values()):
-            self._forget(pair)
+    def _close_receiver(self, pair_id: str) -> None:
+        self._receivers.pop(pair_id).close()
+        for pidfd in list(self._pidfds[pair_id]):
+            self._unwatch(pair_id, pidfd)
+        del self._pidfds[pair_id]

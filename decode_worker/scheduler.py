@@ -120,9 +120,12 @@ class DecodeScheduler:
         last = first + message.num_blocks
         if first != transfer.num_received_blocks or last > len(transfer.written_block_ids):
             raise KVTransferFailed(f"{message.num_blocks} blocks from {message.first_block} on came out of order")
+        if message.checksums and len(message.checksums) != message.num_blocks:
+            raise KVTransferFailed(f"{len(message.checksums)} checksums came for {message.num_blocks} blocks")
         transfer.num_received_blocks = last
         transfer.num_receives_in_flight += 1
-        return [Receive(transfer.pair_id, transfer.transfer_id, transfer.written_block_ids[first:last])]
+        block_ids = transfer.written_block_ids[first:last]
+        return [Receive(transfer.pair_id, transfer.transfer_id, block_ids, message.checksums)]
 
     def on_received(self, transfer_id: str, error: TandemError | None) -> list[Action]:
         transfer = self._transfers[transfer_id]
@@ -131,6 +134,13 @@ class DecodeScheduler:
             transfer.peer_stopped = True  # the receiver is broken, and it alone writes
             return self._give_up(transfer, error)
         return self._advance(transfer)
+
+    def on_corrupt(self, transfer_id: str, error: TandemError) -> list[Action]:
+        """Blocks came and are not what was sent. The pair goes on; this transfer's blocks are never used."""
+        transfer = self._transfers[transfer_id]
+        transfer.num_receives_in_flight -= 1
+        transfer.is_corrupt = True
+        return self._give_up(transfer, error)
 
     def on_finish_transfer(self, message: FinishTransfer) -> list[Action]:
         transfer = self._transfers.get(message.transfer_id)

@@ -31,6 +31,7 @@ class IncomingTransfer:
     num_received_blocks: int = 0
     num_receives_in_flight: int = 0
     peer_stopped: bool = False
+    is_corrupt: bool = False
     first_token_ids: list[int] | None = None
 
     def reserve(self, cached: list[int], written: list[int], spare: list[int]) -> None:
@@ -41,6 +42,7 @@ class IncomingTransfer:
     def is_complete(self) -> bool:
         return (
             self.is_reserved
+            and not self.is_corrupt
             and self.num_received_blocks == len(self.written_block_ids)
             and not self.num_receives_in_flight
             and self.first_token_ids is not None

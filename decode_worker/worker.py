@@ -15,6 +15,7 @@ import msgspec
 
 from decode_worker.actions import Action, Receive, SendToPrefill, SendToProxy
 from decode_worker.config import DecodeConfig
+from decode_worker.pair_table import IncomingPairTable
 from decode_worker.pairs import IncomingPairs
 from decode_worker.scheduler import DecodeScheduler
 from engine.batch import ItemOutput
@@ -23,12 +24,14 @@ from engine.engine_thread import EngineThread
 from engine.kv_pool import KVPool
 from engine.model_loader import LoadedModel
 from engine.tensor_parallel import TensorParallelGroup
+from kv_transfer.checksums import corrupt_blocks
 from kv_transfer.handshake import offered_connectors
+from kv_transfer.mapped_memory import host_id
 from kv_transfer.rank_pool import RankPool
 from kv_transfer.worker_pools import WorkerPools
 from protocol.codec import Codec
 from protocol.dispatch import AbortRequest, PrepareDecode, ToDecode
-from protocol.errors import KVTransferFailed
+from protocol.errors import ErrorInfo, KVTransferFailed
 from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
 from protocol.registration import Registration
 from protocol.sockets import RouterSocket, new_context
@@ -36,6 +39,7 @@ from protocol.transfer import (
     ClosePair,
     CloseTransfer,
     FinishTransfer,
+    KVRefused,
     OpenPair,
     ReserveKV,
     ShipKV,
@@ -55,7 +59,7 @@ class DecodeWorker:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._step_time_s = 0.0
-        self._num_transferred_bytes = 0
+        self._num_transferred_bytes = self._num_compared_blocks = self._num_corrupt_blocks = 0
         self._stepping = False
 
     def stop(self) -> None:
@@ -89,11 +93,17 @@ class DecodeWorker:
             num_ranks=self._config.engine.tensor_parallel_size,
         )
         device = loaded.device.type
+        self._pools = pools
         self._pairs = IncomingPairs(
             epoch=self._info.epoch,
+            table=IncomingPairTable(
+                layout=pools.layout,
+                host_id=host_id(),
+                device=device,
+                connectors=offered_connectors(self._config.kv_connector, device),
+                checksums=self._config.kv_checksums,
+            ),
             pools=pools,
-            device=device,
-            connectors=offered_connectors(self._config.kv_connector, device),
             send=self._send_to_prefill,
             on_pair_lost=self._on_pair_lost,
             on_prefill_lost=lambda epoch: self._perform(self._scheduler.on_prefill_lost(epoch)),
@@ -146,6 +156,8 @@ class DecodeWorker:
             step_time_s=self._step_time_s,
             num_finished=scheduler.num_finished,
             num_transferred_bytes=self._num_transferred_bytes,
+            num_compared_blocks=self._num_compared_blocks,
+            num_corrupt_blocks=self._num_corrupt_blocks,
         )
         return WorkerStatus(self._info.worker_id, self._info.epoch, load)
 
@@ -161,7 +173,7 @@ class DecodeWorker:
             case OpenPair():
                 self._pairs.on_open(message)
             case ReserveKV():
-                self._perform(scheduler.on_reserve(now, message))
+                self._reserve(now, message)
             case ShipKV():
                 self._on_ship(message)
             case FinishTransfer():
@@ -171,9 +183,16 @@ class DecodeWorker:
             case ClosePair():
                 self._pairs.on_close(message.pair_id, message.reason)
 
+    def _reserve(self, now: float, message: ReserveKV) -> None:
+        if self._pairs.is_open(message.pair_id):
+            self._perform(self._scheduler.on_reserve(now, message))
+        else:  # nobody would tell us when its peer has stopped
+            error = ErrorInfo.of(KVTransferFailed("the pair is closed"))
+            self._send_to_prefill(message.pair_id, KVRefused(message.transfer_id, error))
+
     def _on_ship(self, message: ShipKV) -> None:
         try:
-            actions = self._scheduler.on_ship(message)
+            actions = self._scheduler.on_ship(message) if self._pairs.is_next(message) else []
         except KVTransferFailed as error:
             self._pairs.fail(message.pair_id, error.message)
         else:
@@ -182,6 +201,32 @@ class DecodeWorker:
     def _on_received(self, action: Receive, error: KVTransferFailed | None) -> None:
         if error is None:
             self._num_transferred_bytes += len(action.block_ids) * self._block_bytes
+            if action.checksums:
+                self._pools.checksums(
+                    action.block_ids,
+                    lambda arrived: self._loop.call_soon_threadsafe(self._on_compared, action, arrived),  # type: ignore[arg-type]
+                )
+                return
+        self._end_receive(action, error)
+
+    def _on_compared(self, action: Receive, arrived: list[int] | KVTransferFailed) -> None:
+        if isinstance(arrived, KVTransferFailed):
+            self._perform(self._scheduler.on_corrupt(action.transfer_id, arrived))  # for all that we know
+            return
+        corrupt = corrupt_blocks(action.block_ids, action.checksums, arrived)
+        self._num_compared_blocks += len(action.block_ids)
+        self._num_corrupt_blocks += len(corrupt)
+        if not corrupt:
+            self._end_receive(action, None)
+            return
+        error = KVTransferFailed(
+            f"{len(corrupt)} of {len(action.block_ids)} KV blocks came through pair {action.pair_id} with other bytes "
+            f"than were sent, the first to block {corrupt[0]}"
+        )
+        log.error("transfer %s: %s", action.transfer_id, error)
+        self._perform(self._scheduler.on_corrupt(action.transfer_id, error))
+
+    def _end_receive(self, action: Receive, error: KVTransferFailed | None) -> None:
         self._perform(self._scheduler.on_received(action.transfer_id, error))
         if error is not None:
             self._pairs.fail(action.pair_id, error.message)

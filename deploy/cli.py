@@ -70,6 +70,7 @@ def _add_config_flags(parser: argparse.ArgumentParser) -> None:
 
 def _up(arguments: argparse.Namespace) -> int:
     from rich.console import Console
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
     from deploy.demo_model import ensure_demo_model
     from deploy.launcher import Launcher
@@ -79,16 +80,20 @@ def _up(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=config.log_level.upper(), format="%(message)s", stream=sys.stderr)
     console = Console(stderr=True, highlight=False)
     model = config.model
-    with console.status("Starting") as progress:
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("Starting", total=None)
         if not model:
-            model = str(ensure_demo_model(lambda text: progress.update(text)))
+            model = str(ensure_demo_model(lambda text: progress.update(task, description=text)))
         served_name = config.served_model_name or (Path(model).name if config.model else "tandem-demo")
 
         async def serve() -> None:
             launcher = Launcher(config, model, served_name)
 
-            def show_progress(text: str) -> None:
-                progress.update(f"Starting {served_name}: {text}")
+            def show_progress(text: str, loaded: float | None) -> None:
+                progress.update(
+                    task, description=f"Starting {served_name}: {text}", total=loaded and 1, completed=loaded
+                )
 
             def show_ready(logs: Path) -> None:
                 progress.stop()

@@ -34,6 +34,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_connector: Annotated[
         str, Meta(description="how KV caches move from prefill to decode: auto, ipc, gloo, nccl or an installed one")
     ] = "auto"
+    kv_checksums: Annotated[
+        bool, Meta(description="compare every KV block at both ends of its transfer (slow; for debugging)")
+    ] = False
     dtype: Annotated[Dtype, Meta(description="type of weights and KV cache; auto takes the checkpoint's")] = "auto"
     load_format: Annotated[
         LoadFormat, Meta(description="auto loads the checkpoint; dummy makes random weights from its config alone")

@@ -23,6 +23,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from decode_worker.config import DecodeConfig
 from deploy.config import ClusterConfig
 from deploy.gpus import share_out, visible_gpus
+from deploy.loading import fraction_loaded
 from deploy.processes import ChildProcess
 from deploy.runtime_dir import create_runtime_dir, log_dir
 from engine.config import EngineConfig
@@ -40,6 +41,9 @@ PROXY_GRACE_S = 1.5
 STOP_GRACE_S = 2.5
 EXIT_BAD_CONFIG = 2
 
+OnProgress = Callable[[str, float | None], None]
+"""Called with what is up, and with the fraction of the weights that is loaded, None before that is known."""
+
 
 class Launcher:
     """One cluster. `run` returns when the cluster has been stopped; `stop` may be called from a signal handler."""
@@ -56,11 +60,12 @@ class Launcher:
         self._controls: list[DealerSocket[FromProxyControl]] = []
         self._reports: dict[int, StatusReport] = {}  # by the proxy's number
         self._metrics_dir: Path
+        self._progress_files: list[Path] = []
 
     def stop(self) -> None:
         self._stopping.set()
 
-    async def run(self, on_progress: Callable[[str], None], on_ready: Callable[[Path], None]) -> None:
+    async def run(self, on_progress: OnProgress, on_ready: Callable[[Path], None]) -> None:
         """Raises ConfigError for what the operator can mend, InternalError when the cluster does not come up."""
         config = self._config
         _check_port(config.host, config.port)
@@ -133,8 +138,9 @@ class Launcher:
                 worker_id=name,
                 endpoint=f"ipc://{folder}/{name}.sock",
                 proxy_endpoints=proxies,
-                engine=self._engine("prefill"),
+                engine=self._engine("prefill", self._progress_file(folder, name)),
                 kv_connector=config.kv_connector,
+                kv_checksums=config.kv_checksums,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_num_seqs=config.max_num_seqs,
                 log_level=config.log_level,
@@ -146,14 +152,20 @@ class Launcher:
                 worker_id=name,
                 endpoint=f"ipc://{folder}/{name}.sock",
                 proxy_endpoints=proxies,
-                engine=self._engine("decode"),
+                engine=self._engine("decode", self._progress_file(folder, name)),
                 kv_connector=config.kv_connector,
+                kv_checksums=config.kv_checksums,
                 max_num_seqs=config.max_num_seqs,
                 log_level=config.log_level,
             )
             self._add(name, "decode_worker", decode, folder, logs, shares[config.prefill + i])
 
-    def _engine(self, role: Role) -> EngineConfig:
+    def _progress_file(self, folder: Path, name: str) -> Path:
+        file = folder / f"{name}.loading"
+        self._progress_files.append(file)
+        return file
+
+    def _engine(self, role: Role, progress_file: Path) -> EngineConfig:
         config = self._config
         return EngineConfig(
             model=self._model,
@@ -166,6 +178,7 @@ class Launcher:
             num_threads=config.num_threads(role),
             trust_remote_code=config.trust_remote_code,
             tensor_parallel_size=config.num_ranks(role),
+            progress_file=str(progress_file),
         )
 
     def _add(
@@ -219,7 +232,7 @@ class Launcher:
         if isinstance(message, StatusReport):
             self._reports[proxy] = message
 
-    async def _until_ready(self, on_progress: Callable[[str], None]) -> None:
+    async def _until_ready(self, on_progress: OnProgress) -> None:
         """Wait until every worker has registered and every pair is open."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + START_TIMEOUT_S
@@ -240,7 +253,8 @@ class Launcher:
                 on_progress(
                     f"{roles.count('prefill')}/{config.prefill} prefill, "
                     f"{roles.count('decode')}/{config.decode} decode, "
-                    f"{num_ready}/{config.prefill * config.decode} pairs"
+                    f"{num_ready}/{config.prefill * config.decode} pairs",
+                    fraction_loaded(self._progress_files),
                 )
                 if num_ready == config.prefill * config.decode and await self._all_proxies_answer():
                     self._ready = True

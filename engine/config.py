@@ -18,7 +18,7 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt and output together; 0 takes the model's own limit. block_size: tokens per KV block.
     kv_cache_bytes: size of the KV pool of each rank. num_threads: torch's intra-op threads in each rank.
     load_format: "dummy" makes random weights from the config alone. tensor_parallel_size: how many ranks, a process
-    each, share the worker's model.
+    each, share the worker's model. progress_file: where loading writes how far it is, from 0 to 1; empty for nowhere.
     """
 
     model: str
@@ -31,3 +31,4 @@ class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_threads: int = 1
     trust_remote_code: bool = False
     tensor_parallel_size: int = 1
+    progress_file: str = ""

@@ -2,7 +2,7 @@
 
 It needs torch 2.13 or newer and one of its backends that takes our pages (cuDNN 9.24 takes powers of two, Flash
 Attention 3 any, Flash Attention 2 multiples of 256). Whether it works here is found out by trying, once, when the
-worker starts (`varlen_problem`); where it does not, `engine.cpu_attention.PlainAttention` is used, which is right on
+worker starts (`varlen_problem`); where it does not, `engine.plain_attention.PlainAttention` is used, which is right on
 any device. So is it for layers with soft caps or sinks, which `varlen_attn` has no way to express.
 """
 
@@ -12,14 +12,14 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 
-from engine.attention import NO_WINDOW, AttentionOptions, StepAttention
+from engine.attention import NO_WINDOW, AttentionOptions
 from engine.batch import BatchItem
-from engine.cpu_attention import PlainAttention
+from engine.plain_attention import PlainAttention
 from engine.step_index import StepIndex
 
 if TYPE_CHECKING:
@@ -154,16 +154,3 @@ def varlen_attention(pool: KVPool, items: Sequence[BatchItem], varlen: VarlenFun
     """For one step, made from its items."""
     step = StepTensors.of(StepIndex.of(items, pool.layout.block_size), pool.tensor.device)
     return VarlenAttention(pool, step, varlen, lambda: PlainAttention(pool, items))
-
-
-def attention_maker(pool: KVPool, model_config: Any) -> Callable[[Sequence[BatchItem]], StepAttention]:
-    """What makes the attention of a step for this pool's device."""
-    if pool.tensor.device.type != "cuda":
-        return lambda items: PlainAttention(pool, items)
-    varlen = find_varlen_attn()
-    windows = {NO_WINDOW, getattr(model_config, "sliding_window", None) or NO_WINDOW}
-    problem = varlen_problem(pool, varlen, model_config.num_attention_heads, sorted(windows))
-    if problem is not None or varlen is None:
-        log.warning("attention by plain operations, which is slower: %s", problem)
-        return lambda items: PlainAttention(pool, items)
-    return lambda items: varlen_attention(pool, items, varlen)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 
 from engine.attention import AttentionOptions, LayerPlan, StepAttention
+from engine.cpu_kernels import DTYPES, as_array, rms_norm, rotation
 from engine.packed_linear import merge
 
 _PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -34,13 +34,12 @@ class FusedLayer(nn.Module):
     count. options: what the replaced layer asked of its attention. Raises NotFusedError.
     """
 
-    def __init__(self, layer: Any, options: AttentionOptions, rotations: _Rotations) -> None:
+    def __init__(self, layer: Any, options: AttentionOptions) -> None:
         super().__init__()
         attention, mlp = _of_known_parts(layer)
         self.attention_type = getattr(layer, "attention_type", None)  # some models ask their layers
         self._plan: LayerPlan = attention.tandem_plan
         self._options = options
-        self._rotations = rotations
         self._head_dim: int = attention.head_dim
         if hasattr(attention, "qkv_proj"):
             projections = [attention.qkv_proj]
@@ -79,12 +78,12 @@ class FusedLayer(nn.Module):
         num_tokens, num_heads, num_rotated = len(residual), self._num_heads, self._num_heads + self._num_kv_heads
         # [num_tokens, heads, head_dim]: the query's, the keys', the values'
         heads = self._qkv(self._input_norm(residual)).view(num_tokens, -1, self._head_dim)
-        rotated = heads[:, :num_rotated]
+        rotated = heads
         if self._query_norm is not None and self._key_norm is not None:
             rotated = torch.cat(
                 (self._query_norm(heads[:, :num_heads]), self._key_norm(heads[:, num_heads:num_rotated])), 1
             )
-        rotated = self._rotations.rotate(rotated, position_embeddings)
+        rotated = _rotated(rotated, num_rotated, *position_embeddings)
         attended = tandem.attend(
             self._plan.layer,
             rotated[:, :num_heads].transpose(0, 1)[None],
@@ -107,41 +106,22 @@ class FusedRMSNorm(nn.Module):
         if epsilon is None or [name for name, _ in norm.named_parameters()] != ["weight"]:
             raise NotFusedError(f"{type(norm).__name__} is no RMSNorm")
         self.weight: torch.Tensor = norm.weight
-        self._size: int = norm.weight.shape[0]
-        self._epsilon = float(epsilon) * self._size
+        self._epsilon = float(epsilon)
+        self._weight_array = as_array(norm.weight.detach())
+        self._normalise = rms_norm(norm.weight.dtype)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        rows = inputs.reshape(-1, self._size)
-        squares = torch.linalg.vector_norm(rows, 2, -1, dtype=torch.float32).square_()
-        # Inference's batch norm is the one kernel that divides by a root and rounds in one pass; a row is a channel.
-        # Sums of squares stand for means, so the divisor is too large by the root of the size.
-        zeros, roots = _constants(len(rows), self._size**0.5, inputs.device)
-        normed = torch.batch_norm(rows[None], roots, None, zeros, squares, False, 0.0, self._epsilon, False)
-        return normed.mul_(self.weight).view(inputs.shape)
+        rows = inputs.reshape(-1, len(self.weight))
+        output = torch.empty(rows.shape, dtype=rows.dtype)
+        self._normalise(as_array(rows), self._weight_array, self._epsilon, as_array(output))
+        return output.view(inputs.shape)
 
 
-@lru_cache(maxsize=256)
-def _constants(num_rows: int, value: float, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """[num_rows] zeros, and as many times `value`. Kept: making them costs as much as the norm itself."""
-    return torch.zeros(num_rows, device=device), torch.full((num_rows,), value, device=device)
-
-
-class _Rotations:
-    """Rotary embeddings (Su et al., RoFormer) of one model, half against half; their factors are made once a step."""
-
-    def __init__(self) -> None:
-        self._source: tuple[torch.Tensor, torch.Tensor] | None = None
-        self._cos = self._sin = torch.empty(0)
-
-    def rotate(self, heads: torch.Tensor, source: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-        """heads: [num_tokens, num_heads, head_dim]."""
-        half = heads.shape[-1] // 2
-        if self._source is not source:
-            # [num_tokens, 1, head_dim]; each half takes the other, the first with the sign changed.
-            cos, sin = source[0][0, :, None], source[1][0, :, None].clone()
-            sin[..., :half].neg_()
-            self._source, self._cos, self._sin = source, cos, sin
-        return torch.addcmul(heads * self._cos, heads.roll(half, -1), self._sin)
+def _rotated(heads: torch.Tensor, num_heads: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The first `num_heads` of heads [num_tokens, any, head_dim], rotated; cos and sin: [1, num_tokens, head_dim]."""
+    output = torch.empty(len(heads), num_heads, heads.shape[2], dtype=heads.dtype)
+    rotation(heads.dtype)(as_array(heads), as_array(cos[0]), as_array(sin[0]), as_array(output))
+    return output
 
 
 def _of_known_parts(layer: Any) -> tuple[Any, Any]:
@@ -199,7 +179,7 @@ class _Probe:
 def fuse_layers(model: Any) -> int:
     """Replace the layers of `model` that can be; returns how many were."""
     layers: nn.ModuleList | None = getattr(model.base_model, "layers", None)
-    if layers is None:
+    if layers is None or model.dtype not in DTYPES:
         return 0
     inputs: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     hooks = []
@@ -218,13 +198,13 @@ def fuse_layers(model: Any) -> int:
     finally:
         for hook in hooks:
             hook.remove()
-    rotations, num_fused = _Rotations(), 0
+    num_fused = 0
     for i, layer in enumerate(layers):
         if i not in inputs or i not in probe.options:
             continue
         try:
             _check_equal(layer, probe.options[i], *inputs[i])
-            layers[i] = FusedLayer(layer, probe.options[i], rotations)
+            layers[i] = FusedLayer(layer, probe.options[i])
         except NotFusedError:
             continue
         num_fused += 1
@@ -234,7 +214,7 @@ def fuse_layers(model: Any) -> int:
 def _check_equal(layer: nn.Module, options: AttentionOptions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     _of_known_parts(layer)
     reference = copy.deepcopy(layer).float()
-    fused = FusedLayer(reference, options, _Rotations())
+    fused = FusedLayer(reference, options)
     args, kwargs = _as_float32(args), _as_float32({**kwargs, "tandem": _Probe()})
     embeddings = kwargs.get("position_embeddings")
     if not isinstance(embeddings, tuple) or embeddings[0].shape[-1] != fused._head_dim:

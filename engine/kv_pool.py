@@ -48,12 +48,9 @@ class KVPool:
             self.tensor = raw.view(loaded.dtype).view(shape)
         else:
             self.tensor = torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)
-        # By layer, keys and values: the pool from that layer's first row on, so that a block's or token's row number is
-        # the same in all of them. layer_vectors: [.., head_dim], one head of one token; layer_blocks: [.., block_size *
-        # head_dim], one head of one block.
-        self.layer_vectors = self._layer_rows(layout.head_dim)
+        # By layer, keys and values: [.., block_size * head_dim], one head of one block in each row, from that layer's
+        # first on, so that a block's row number is the same in all of them.
         self.layer_blocks = self._layer_rows(layout.block_size * layout.head_dim)
-
         # By layer, keys and values: [num_blocks, block_size, num_kv_heads, head_dim]
         by_layer = self.tensor.permute(1, 2, 0, 4, 3, 5)
         self.layer_tokens = [(keys, values) for keys, values in by_layer]

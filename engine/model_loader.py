@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.config import EngineConfig
 from engine.dummy_weights import make_dummy_model
+from engine.loading_progress import told_to
 from engine.model_probe import PROBE_NAME, UnsuitableModelError, probe_model
 from engine.rope import fix_longrope
 from engine.sharding import check_shards, shard_arguments, unwrap_linears
@@ -46,7 +47,8 @@ def load_model(config: EngineConfig) -> LoadedModel:
             model = make_dummy_model(model_config, dtype, device, **options)
         else:
             options |= shard_arguments(config.tensor_parallel_size)
-            model = AutoModelForCausalLM.from_pretrained(config.model, config=model_config, dtype=dtype, **options)
+            with told_to(config.progress_file):
+                model = AutoModelForCausalLM.from_pretrained(config.model, config=model_config, dtype=dtype, **options)
     except Exception as error:
         # Any of a dozen libraries may refuse a broken checkpoint, each with its own kind of error.
         raise ConfigError(f"the weights of {config.model} cannot be loaded: {_first_line(error)}") from error

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from engine.backends import attention_maker
 from engine.batch import Batch, BatchItem, ItemOutput, Sample
-from engine.cuda_attention import StepTensors, VarlenAttention, attention_maker, find_varlen_attn
+from engine.cuda_attention import StepTensors, VarlenAttention, find_varlen_attn
 from engine.decode_graphs import Capture, DecodeGraphs, cuda_capture
-from engine.fused_layers import fuse_layers
 from engine.kv_pool import KVPool
 from engine.memory import keep_freed_memory
 from engine.model_head import ModelHead
@@ -35,6 +35,9 @@ class ModelRunner:
         # Ranks have collectives inside their layers, and graphs would have to be captured by all of them at once.
         self._is_whole = loaded.layout.tensor_parallel_size == 1
         if loaded.device.type == "cpu":
+            # Loads a compiler, which workers with a GPU need not have.
+            from engine.fused_layers import fuse_layers
+
             keep_freed_memory()
             with torch.inference_mode():
                 if self._is_whole:

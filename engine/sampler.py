@@ -24,6 +24,8 @@ _FULL_SORT_VOCAB_SIZE = 4096
 """Up to this, sorting all costs less than looking for a few."""
 _NUM_CANDIDATES = (128, 1024)
 """How many of the most likely tokens are looked at before all are sorted: the fewer for a small top_k."""
+_PART = 512
+"""Of a row, whose largest value is found before its place is."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -42,7 +44,7 @@ def sample(logits: torch.Tensor, samples: Sequence[Sample], positions: Sequence[
     """One token per row of `logits` [num_rows, vocab_size]; `positions` are those of the tokens to be."""
     params = [s.params for s in samples]
     shaped = adjusted(logits, samples)
-    chosen = shaped.max(-1).indices  # argmax takes four times as long on CPU
+    chosen = argmax(shaped)
     # Rows with and without a filter take their numbers through the vocabulary in different orders, so they are apart:
     # a row must not depend on what else is in the batch.
     plain = [i for i, p in enumerate(params) if p.temperature > 0 and not _is_filtered(p)]
@@ -54,6 +56,24 @@ def sample(logits: torch.Tensor, samples: Sequence[Sample], positions: Sequence[
             chosen.index_copy_(0, index, choose(scaled, u, [params[i] for i in rows]))
     logprobs = _logprobs(logits, params, chosen)
     return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(chosen.tolist())]
+
+
+def argmax(rows: torch.Tensor) -> torch.Tensor:
+    """The place of each row's largest value: rows [num_rows, size], the result [num_rows].
+
+    First the part of the row, then the place in it: on CPU torch finds values four times as fast as their places.
+    """
+    size = rows.shape[1]
+    num_parts = size // _PART
+    if num_parts < 2:
+        return rows.argmax(-1)
+    parts = rows[:, : num_parts * _PART].reshape(len(rows), num_parts, _PART)
+    largest, part = parts.amax(-1).max(-1)
+    found: torch.Tensor = parts[torch.arange(len(rows), device=rows.device), part].argmax(-1) + part * _PART
+    if num_parts * _PART == size:
+        return found
+    last = rows[:, num_parts * _PART :].max(-1)
+    return torch.where(last.values > largest, last.indices + num_parts * _PART, found)
 
 
 def _is_filtered(params: SamplingParams) -> bool:

@@ -10,7 +10,10 @@ from protocol.errors import KVTransferFailed
 
 
 class JobThread:
-    def __init__(self, name: str) -> None:
+    """keeps_going: jobs do not depend on each other, so that one that fails is the only one."""
+
+    def __init__(self, name: str, keeps_going: bool = False) -> None:
+        self._keeps_going = keeps_going
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
         self._closed = False
         self._broken: KVTransferFailed | None = None
@@ -31,8 +34,10 @@ class JobThread:
         try:
             job()
         except Exception as error:
-            self._broken = KVTransferFailed(f"the KV transfer broke off: {_first_line(error)}")
-            raise self._broken from error
+            failure = KVTransferFailed(f"the KV transfer broke off: {_first_line(error)}")
+            if not self._keeps_going:
+                self._broken = failure
+            raise failure from error
 
     def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
         """Jobs that wait fail, unrun; the one under way is left to end; then `on_closed` is called on the thread."""

@@ -15,7 +15,7 @@ import torch
 
 from kv_transfer.connector import OnDone
 from kv_transfer.job_thread import JobThread
-from kv_transfer.runs import paired_runs
+from kv_transfer.staging import copy_blocks
 from protocol.errors import KVTransferFailed
 from protocol.transfer import ConnectorParams
 
@@ -68,8 +68,7 @@ class MappedMemorySender:
         self._thread.submit(lambda: self._copy(src, dst), on_done)
 
     def _copy(self, src: list[int], dst: list[int]) -> None:
-        for src_start, dst_start, count in paired_runs(src, dst):
-            self._dst[dst_start : dst_start + count].copy_(self._src[src_start : src_start + count])
+        copy_blocks(self._src, src, self._dst, dst)
 
     def close(self, on_closed: Callable[[], None]) -> None:
         self._thread.close(on_closed)

@@ -9,7 +9,9 @@ closes the path for good; a new pair id starts afresh.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar, cast
 
@@ -19,20 +21,25 @@ from torch._C._distributed_c10d import (
     ProcessGroup,
     Store,
     TCPStore,
+    Work,
 )  # typed here, not where it is exported
 from torch.distributed import ProcessGroupGloo, ProcessGroupNCCL
 
 from kv_transfer.connector import OnDone
 from kv_transfer.job_thread import JobThread
 from kv_transfer.runs import is_run, pieces
+from kv_transfer.staging import copy_blocks
 from protocol.errors import KVTransferFailed
 from protocol.sockets import listen_on_free_port
 from protocol.transfer import ConnectorParams
 
 CONNECT_TIMEOUT_S = 20.0
 TRANSFER_TIMEOUT_S = 5.0
-"""Deadline of one piece: a peer that moves no 16 MiB in this time is taken for dead."""
-PIECE_BYTES = 16 * 1024 * 1024
+"""Deadline of one message: a peer that does not take or give one in this time is taken for dead."""
+MESSAGE_BYTES = {"gloo": 4 * 1024 * 1024, "nccl": 16 * 1024 * 1024}
+"""Blocks that travel in one message, but always a whole one. Smaller ones wake threads more often than they gain."""
+NUM_MESSAGES_UNDER_WAY = 2
+"""So that blocks are gathered or scattered while others are on the wire."""
 _SENDER, _RECEIVER = 0, 1
 
 
@@ -69,6 +76,15 @@ def _new_group(backend: str, store: Store, rank: int, host: str) -> ProcessGroup
     raise KVTransferFailed(f"unknown process group backend {backend!r}; known are gloo and nccl")
 
 
+@dataclass(frozen=True)
+class _Message:
+    """Blocks that travel together. data: they themselves where they lie side by side, else a staging buffer."""
+
+    block_ids: list[int]
+    data: torch.Tensor
+    is_staged: bool
+
+
 class _ProcessGroupEnd:
     """What both ends share: the group, a thread, and the cutting of a job into pieces.
 
@@ -88,6 +104,7 @@ class _ProcessGroupEnd:
     ) -> None:
         self._blocks = blocks  # uint8 [num_blocks, ...]: whole blocks, or some heads of each
         self._block_bytes = blocks[0].numel()
+        self._buffers: torch.Tensor | None = None  # made when first needed
         self._backend = backend
         self._thread = JobThread(name)
         self._group: ProcessGroup | None = None
@@ -103,11 +120,50 @@ class _ProcessGroupEnd:
         byte = torch.zeros(1, dtype=torch.uint8, device=self._blocks.device)
         self._move(group, byte, CONNECT_TIMEOUT_S)
 
+    def _carry(
+        self, block_ids: list[int], before: Callable[[_Message], None], after: Callable[[_Message], None]
+    ) -> None:
+        """Cut the blocks into messages and carry them over, some at a time. `before` and `after` are called for each.
+
+        When a wait runs out, gloo closes the connection, so the messages behind it cannot be written any more either.
+        """
+        under_way: deque[tuple[Work, _Message]] = deque()
+
+        def finish_first() -> None:
+            work, message = under_way.popleft()
+            self._wait(work, TRANSFER_TIMEOUT_S)
+            after(message)
+
+        for index, piece in enumerate(pieces(len(block_ids), self._block_bytes, MESSAGE_BYTES[self._backend])):
+            if len(under_way) == NUM_MESSAGES_UNDER_WAY:
+                finish_first()
+            message = self._message(block_ids[piece.start : piece.stop], index % NUM_MESSAGES_UNDER_WAY)
+            before(message)
+            group = self._group
+            if group is None:
+                raise KVTransferFailed("the pair was closed")
+            under_way.append((self._start(group, message.data), message))
+        while under_way:
+            finish_first()
+
+    def _message(self, block_ids: list[int], buffer: int) -> _Message:
+        if is_run(block_ids) and self._blocks.is_contiguous():
+            return _Message(block_ids, self._blocks[block_ids[0] : block_ids[0] + len(block_ids)], is_staged=False)
+        if self._buffers is None:
+            most = max(1, MESSAGE_BYTES[self._backend] // self._block_bytes)
+            self._buffers = self._blocks.new_empty((NUM_MESSAGES_UNDER_WAY, most, *self._blocks.shape[1:]))
+        return _Message(block_ids, self._buffers[buffer, : len(block_ids)], is_staged=True)
+
     def _move(self, group: ProcessGroup, data: torch.Tensor, timeout_s: float) -> None:
-        work = group.send([data], _RECEIVER, 0) if self._rank == _SENDER else group.recv([data], _SENDER, 0)
+        self._wait(self._start(group, data), timeout_s)
+
+    def _start(self, group: ProcessGroup, data: torch.Tensor) -> Work:
+        return group.send([data], _RECEIVER, 0) if self._rank == _SENDER else group.recv([data], _SENDER, 0)
+
+    def _wait(self, work: Work, timeout_s: float) -> None:
         work.wait(timedelta(seconds=timeout_s))
         if self._backend == "nccl":
-            torch.cuda.current_stream(data.device).synchronize()
+            torch.cuda.current_stream(self._blocks.device).synchronize()
 
     def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
         self._thread.close(on_closed)
@@ -127,15 +183,11 @@ class ProcessGroupSender(_ProcessGroupEnd):
         self._thread.submit(lambda: self._send(src), on_done)
 
     def _send(self, src: list[int]) -> None:
-        for piece in pieces(len(src), self._block_bytes, PIECE_BYTES):
-            ids = src[piece.start : piece.stop]
-            if is_run(ids):
-                data = self._blocks[ids[0] : ids[0] + len(ids)].contiguous()
-            else:
-                data = self._blocks.index_select(0, torch.tensor(ids, device=self._blocks.device))
-            if self._group is None:
-                raise KVTransferFailed("the pair was closed")
-            self._move(self._group, data, TRANSFER_TIMEOUT_S)
+        def gather(message: _Message) -> None:
+            if message.is_staged:
+                copy_blocks(self._blocks, message.block_ids, message.data, range(len(message.block_ids)))
+
+        self._carry(src, before=gather, after=lambda message: None)
 
 
 class ProcessGroupReceiver(_ProcessGroupEnd):
@@ -149,16 +201,8 @@ class ProcessGroupReceiver(_ProcessGroupEnd):
         self._thread.submit(lambda: self._receive(dst), on_done)
 
     def _receive(self, dst: list[int]) -> None:
-        for piece in pieces(len(dst), self._block_bytes, PIECE_BYTES):
-            ids = dst[piece.start : piece.stop]
-            direct = is_run(ids) and self._blocks.is_contiguous()
-            data = (
-                self._blocks[ids[0] : ids[0] + len(ids)]
-                if direct
-                else self._blocks.new_empty((len(ids), *self._blocks.shape[1:]))
-            )
-            if self._group is None:
-                raise KVTransferFailed("the pair was closed")
-            self._move(self._group, data, TRANSFER_TIMEOUT_S)
-            if not direct:
-                self._blocks.index_copy_(0, torch.tensor(ids, device=self._blocks.device), data)
+        def scatter(message: _Message) -> None:
+            if message.is_staged:
+                copy_blocks(message.data, range(len(message.block_ids)), self._blocks, message.block_ids)
+
+        self._carry(dst, before=lambda message: None, after=scatter)

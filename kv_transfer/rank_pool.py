@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch._C._distributed_c10d import Store
 
+from kv_transfer.checksums import rank_checksums
 from kv_transfer.connector import KVReceiver, KVSender, OnDone
 from kv_transfer.connectors import open_receiver, open_sender
 from kv_transfer.fan_out import FanOutReceiver, FanOutSender, when_all
@@ -51,6 +52,10 @@ class RankPool:
                 sender.close(lambda: None)
             raise
         return FanOutSender(senders)
+
+    def checksums(self, block_ids: Sequence[int]) -> list[int]:
+        """Of this rank's heads of each block; see `kv_transfer.checksums`. Takes its time, so not on the loop."""
+        return rank_checksums(self.blocks, block_ids, self.layout, self.rank)
 
     def open_receiver(
         self, connector: str, pair_id: str, num_senders: int, open_store: Callable[[str], Store], on_ready: OnDone

@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from kv_transfer.connector import KVReceiver, KVSender, OnDone
+from kv_transfer.job_thread import JobThread
 from kv_transfer.process_group import connect_store
 from kv_transfer.rank_pool import RankPool
 from protocol.codec import Codec
@@ -72,6 +73,13 @@ class CloseReceiver(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
     pair_id: str
 
 
+class TakeChecksums(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Rank 0 to follower: see `kv_transfer.rank_pool.RankPool.checksums`."""
+
+    job_id: int
+    block_ids: list[int]
+
+
 class PoolReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Follower to rank 0, once: where its pool lies."""
 
@@ -79,13 +87,14 @@ class PoolReady(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
 
 
 class JobDone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Follower to rank 0: error is None when all went well."""
+    """Follower to rank 0: error is None when all went well. checksums: the answer to TakeChecksums."""
 
     job_id: int
     error: str | None
+    checksums: list[int] = []
 
 
-Order = OpenSender | OpenReceiver | SendBlocks | ReceiveBlocks | CloseSender | CloseReceiver
+Order = OpenSender | OpenReceiver | SendBlocks | ReceiveBlocks | CloseSender | CloseReceiver | TakeChecksums
 
 
 class RemoteRank:
@@ -95,6 +104,7 @@ class RemoteRank:
         self._channel: RankChannel[PoolReady | JobDone] = RankChannel(connection, Codec(PoolReady | JobDone))
         self._job_ids = itertools.count()
         self._pending: dict[int, OnDone] = {}
+        self._takers: dict[int, Callable[[list[int]], None]] = {}  # by job id, of those that wait for checksums
         self._lock = threading.Lock()
         self._gone = False
 
@@ -131,9 +141,22 @@ class RemoteRank:
         self.order(lambda job_id: OpenReceiver(job_id, pair_id, connector, num_senders, store), on_ready)
         return _RemoteReceiver(self, pair_id, peer_writes=connector == "ipc")
 
+    def checksums(self, block_ids: Sequence[int], take: Callable[[list[int]], None], on_done: OnDone) -> None:
+        """`take` is called before `on_done` when all goes well."""
+        ids = list(block_ids)
+
+        def make(job_id: int) -> Order:
+            self._takers[job_id] = take
+            return TakeChecksums(job_id, ids)
+
+        self.order(make, on_done)
+
     def _listen(self) -> None:
         while (message := self._channel.receive()) is not None:
             assert isinstance(message, JobDone)
+            take = self._takers.pop(message.job_id, None)
+            if take is not None and message.error is None:
+                take(message.checksums)
             self._finish(message.job_id, message.error)
         with self._lock:
             self._gone = True
@@ -184,6 +207,7 @@ class TransferServer:
         self._params = params
         self._senders: dict[str, KVSender] = {}
         self._receivers: dict[str, KVReceiver] = {}
+        self._checksum_thread = JobThread("checksums", keeps_going=True)
 
     def start(self) -> None:
         """Tell rank 0 where the pool lies, and serve on a thread until rank 0 is gone."""
@@ -229,9 +253,18 @@ class TransferServer:
                 if receiver is not None:
                     receiver.close()
                 done(None)
+            case TakeChecksums():
+                self._take_checksums(order)
 
-    def _answer(self, job_id: int, error: KVTransferFailed | None) -> None:
+    def _take_checksums(self, order: TakeChecksums) -> None:
+        checksums: list[int] = []
+        self._checksum_thread.submit(
+            lambda: checksums.extend(self._pool.checksums(order.block_ids)),
+            lambda error: self._answer(order.job_id, error, checksums),
+        )
+
+    def _answer(self, job_id: int, error: KVTransferFailed | None, checksums: Sequence[int] = ()) -> None:
         try:
-            self._channel.send(JobDone(job_id, None if error is None else error.message))
+            self._channel.send(JobDone(job_id, None if error is None else error.message, list(checksums)))
         except OSError:
             log.debug("rank 0 is gone; its order %d has no answer", job_id)

@@ -7,10 +7,13 @@ from multiprocessing.connection import Connection
 
 from torch._C._distributed_c10d import Store
 
+from kv_transfer.checksums import OnChecksums, combine
 from kv_transfer.connector import KVReceiver, KVSender, OnDone
 from kv_transfer.fan_out import FanOutReceiver, FanOutSender, when_all
+from kv_transfer.job_thread import JobThread
 from kv_transfer.rank_pool import RankPool
 from kv_transfer.remote_rank import RemoteRank
+from protocol.errors import KVTransferFailed
 from protocol.transfer import ConnectorParams
 
 READY_TIMEOUT_S = 60.0
@@ -22,6 +25,7 @@ class WorkerPools:
     def __init__(self, own: RankPool, params: ConnectorParams, followers: Sequence[Connection] = ()) -> None:
         self._own = own
         self._followers = [RemoteRank(connection) for connection in followers]
+        self._checksum_thread = JobThread("checksums", keeps_going=True)
         self.layout = own.layout
         self.host = own.host
         self.params = [params]
@@ -37,6 +41,18 @@ class WorkerPools:
         own = self._own.open_sender(connector, pair_id, peers, ready)
         others = [follower.open_sender(connector, pair_id, peers, ready) for follower in self._followers]
         return FanOutSender([own, *others])
+
+    def checksums(self, block_ids: Sequence[int], on_done: OnChecksums) -> None:
+        """Of whole blocks, all ranks' heads together. Answers come in the order of the calls."""
+        of_ranks: list[list[int]] = []
+
+        def done(error: KVTransferFailed | None) -> None:
+            on_done(error or combine(of_ranks))
+
+        part_done = when_all(1 + len(self._followers), done)
+        self._checksum_thread.submit(lambda: of_ranks.append(self._own.checksums(block_ids)), part_done)
+        for follower in self._followers:
+            follower.checksums(block_ids, of_ranks.append, part_done)
 
     def open_receiver(
         self,

@@ -10,6 +10,7 @@ from engine.config import EngineConfig
 class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """worker_id survives restarts. endpoint: what its ROUTER binds. host: own address for KV data.
 
+    kv_checksums: compare every block that is shipped (debugging).
     max_num_batched_tokens: prompt tokens per step, the size of a chunk. max_num_seqs: prompts under way at once.
     """
 
@@ -18,6 +19,7 @@ class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     proxy_endpoints: list[str]
     engine: EngineConfig
     kv_connector: str = "auto"
+    kv_checksums: bool = False
     host: str = "127.0.0.1"
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64

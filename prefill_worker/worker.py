@@ -18,10 +18,12 @@ from engine.kv_pool import KVPool
 from engine.model_loader import LoadedModel
 from engine.tensor_parallel import TensorParallelGroup
 from kv_transfer.handshake import offered_connectors
+from kv_transfer.mapped_memory import host_id
 from kv_transfer.rank_pool import RankPool
 from kv_transfer.worker_pools import WorkerPools
 from prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
 from prefill_worker.config import PrefillConfig
+from prefill_worker.pair_table import PairTable
 from prefill_worker.pairs import Pairs
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.codec import Codec
@@ -81,13 +83,19 @@ class PrefillWorker:
             num_ranks=self._config.engine.tensor_parallel_size,
         )
         device = loaded.device.type
+        self._pools = pools
         self._pairs = Pairs(
             context=context,
-            worker=self._info,
-            pids=ranks.pids,
+            table=PairTable(
+                worker=self._info,
+                pids=ranks.pids,
+                layout=pools.layout,
+                host_id=host_id(),
+                device=device,
+                connectors=offered_connectors(self._config.kv_connector, device),
+                checksums=self._config.kv_checksums,
+            ),
             pools=pools,
-            device=device,
-            connectors=offered_connectors(self._config.kv_connector, device),
             on_message=self._on_decode_answer,
             on_pair_lost=lambda pair_id, reason: self._perform(self._scheduler.on_pair_lost(pair_id, reason)),
         )
@@ -172,11 +180,11 @@ class PrefillWorker:
             case KVRefused():
                 self._perform(self._scheduler.on_refused(message.transfer_id, message.error))
 
-    def _on_shipped(self, action: Ship, announce: bool, error: KVTransferFailed | None) -> None:
+    def _on_shipped(self, action: Ship, announcement: ShipKV | None, error: KVTransferFailed | None) -> None:
         if error is None:
             self._num_transferred_bytes += len(action.src_block_ids) * self._block_bytes
-            if announce:
-                self._announce(action)
+            if announcement is not None:
+                self._pairs.send(action.pair_id, announcement)
         self._perform(self._scheduler.on_shipped(action.transfer_id, error))
         if error is not None:
             self._pairs.fail(action.pair_id, error.message)
@@ -200,24 +208,32 @@ class PrefillWorker:
 
     def _ship(self, action: Ship) -> None:
         pair = self._pairs.get(action.pair_id)
-        if pair is None or pair.sender is None:
-            # The pair went in this very turn; the scheduler hears of each ship all the same.
-            self._loop.call_soon(self._on_shipped, action, False, KVTransferFailed("the pair is closed"))
+        if pair is None or not pair.checksums:
+            self._send_blocks(action, [])
+        else:
+            self._pools.checksums(
+                action.src_block_ids,
+                lambda checksums: self._loop.call_soon_threadsafe(self._send_blocks, action, checksums),  # type: ignore[arg-type]
+            )
+
+    def _send_blocks(self, action: Ship, checksums: list[int] | KVTransferFailed) -> None:
+        sender = self._pairs.sender(action.pair_id)
+        if isinstance(checksums, KVTransferFailed) or sender is None:
+            error = checksums if isinstance(checksums, KVTransferFailed) else KVTransferFailed("the pair is closed")
+            # The pair went meanwhile, perhaps in this very turn; the scheduler hears of each ship all the same.
+            self._loop.call_soon(self._on_shipped, action, None, error)
             return
-        announces_first = pair.sender.announces_first
+        announcement = self._pairs.announcement(
+            action.pair_id, action.transfer_id, action.first_block, len(action.src_block_ids), checksums
+        )
+        announces_first = sender.announces_first
         if announces_first:
-            self._announce(action)
+            self._pairs.send(action.pair_id, announcement)
 
         def done(error: KVTransferFailed | None) -> None:
-            self._loop.call_soon_threadsafe(self._on_shipped, action, not announces_first, error)
+            self._loop.call_soon_threadsafe(self._on_shipped, action, None if announces_first else announcement, error)
 
-        pair.sender.send(action.src_block_ids, action.dst_block_ids, done)
-
-    def _announce(self, action: Ship) -> None:
-        self._pairs.send(
-            action.pair_id,
-            ShipKV(action.pair_id, action.transfer_id, action.first_block, len(action.src_block_ids)),
-        )
+        sender.send(action.src_block_ids, action.dst_block_ids, done)
 
     def _start_step(self) -> None:
         if self._stepping:

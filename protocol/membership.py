@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Raised by every change to a message; unequal versions refuse each other when they register or pair."""
 
 Role = Literal["prefill", "decode"]
@@ -34,7 +34,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How busy a worker is. Blocks that are neither free nor quarantined belong to running or waiting requests.
 
     num_cached_blocks: of the free ones, those that hold a prefix. num_cached_tokens: prompt tokens that were found in
-    the prefix cache, of num_prompt_tokens, since the start.
+    the prefix cache, of num_prompt_tokens, since the start. num_compared_blocks: those that arrived and whose checksums
+    were looked at; num_corrupt_blocks: of these, those that were not what was sent.
     """
 
     num_running: int = 0
@@ -50,6 +51,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     step_time_s: float = 0.0
     num_finished: int = 0
     num_transferred_bytes: int = 0
+    num_compared_blocks: int = 0
+    num_corrupt_blocks: int = 0
 
 
 class PairStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

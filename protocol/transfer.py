@@ -55,7 +55,8 @@ class ConnectorParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Prefill to decode. connectors: by preference. host_id: equal on processes that can map each other's memory.
 
-    prefill_pids: of all its ranks, each of which may write to the decode worker's pools.
+    prefill_pids: of all its ranks, each of which may write to the decode worker's pools. checksums: whether this side
+    wants every block to be compared.
     """
 
     version: int
@@ -67,18 +68,21 @@ class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     host_id: str
     device: str
     connectors: list[str]
+    checksums: bool = False
 
 
 class PairAccepted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Decode to prefill: connect by `connector` now; the pair may be used once both sides are connected.
 
-    params: one for each of the decode worker's ranks, in order.
+    params: one for each of the decode worker's ranks, in order. checksums: ShipKV must carry them, for one side or the
+    other wants them.
     """
 
     pair_id: str
     decode_epoch: str
     connector: str
     params: list[ConnectorParams]
+    checksums: bool = False
 
 
 class PairRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -126,12 +130,16 @@ class ShipKV(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 
     For connectors that write by themselves (ipc) it is sent once they are written; for those that need a receiver
     (gloo, nccl) it is sent just before, and the receiver takes them in the order of these messages.
+    number: counts the pair's ShipKVs from 0, so that both sides know when one was lost on the way, or came twice.
+    checksums: of each block (`kv_transfer.checksums`) where the pair has agreed on them, else none.
     """
 
     pair_id: str
+    number: int
     transfer_id: str
     first_block: int
     num_blocks: int
+    checksums: list[int] = []
 
 
 class FinishTransfer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

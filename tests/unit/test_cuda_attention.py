@@ -135,7 +135,7 @@ def test_the_probe_knows_right_from_wrong(loaded: tuple[LoadedModel, KVPool]) ->
 
 def test_soft_caps_take_the_plain_way(loaded: tuple[LoadedModel, KVPool]) -> None:
     from engine.attention import AttentionOptions
-    from engine.cpu_attention import PlainAttention
+    from engine.plain_attention import PlainAttention
 
     _, pool = loaded
     items = [BatchItem([1, 2, 3], 0, [5])]

@@ -286,7 +286,7 @@ class Handover(RuleBasedStateMachine):
             return
         for src, dst in zip(ship.src_block_ids, ship.dst_block_ids, strict=True):
             self.decode_memory.blocks[dst] = list(self.prefill_memory.blocks[src])
-        announcement = ShipKV(ship.pair_id, ship.transfer_id, ship.first_block, len(ship.src_block_ids))
+        announcement = ShipKV(ship.pair_id, 0, ship.transfer_id, ship.first_block, len(ship.src_block_ids))
         self.prefill_to_decode.append((ship.pair_id, announcement))
         self._perform(self.prefill.on_shipped(ship.transfer_id, None))
 

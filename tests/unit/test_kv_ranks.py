@@ -110,6 +110,22 @@ def worker_of(size: int) -> Iterator[Worker]:
         os.close(fd)
 
 
+def checksums_of(worker: Worker, block_ids: list[int]) -> list[int]:
+    answers: queue.Queue[list[int] | KVTransferFailed] = queue.Queue()
+    worker.pools.checksums(block_ids, answers.put)
+    answer = answers.get(timeout=30)
+    assert isinstance(answer, list) and len(answer) == len(block_ids)
+    return answer
+
+
+def test_checksums_that_cannot_be_taken_are_an_error_for_that_call_alone() -> None:
+    with worker_of(2) as worker:
+        answers: queue.Queue[list[int] | KVTransferFailed] = queue.Queue()
+        worker.pools.checksums([NUM_BLOCKS], answers.put)
+        assert isinstance(answers.get(timeout=30), KVTransferFailed)
+        assert checksums_of(worker, [NUM_BLOCKS - 1])
+
+
 @pytest.mark.parametrize(
     "sizes", [(2, 2), (1, 2), (2, 1), (2, 3), (6, 3)], ids=lambda sizes: f"{sizes[0]}-to-{sizes[1]}"
 )
@@ -144,6 +160,7 @@ def test_blocks_of_all_ranks_arrive(connector: str, sizes: tuple[int, int]) -> N
             assert received.next() is None
             assert connector == "ipc" or sent.next() is None
             assert torch.equal(decode.heads(), expected)
+            assert checksums_of(prefill, src) == checksums_of(decode, dst)
         closed = Outcomes()
         sender.close(lambda: closed(None))
         closed.next()

@@ -1,0 +1,187 @@
+"""Decides which pairs with prefill workers there are, and when their peers count as stopped; pure.
+
+A pair's life:  open -> gone, or open -> broken -> gone
+A pair goes when the peer says so (ClosePair), when its processes exit, or when its data path breaks. Where the peer
+writes into our pool by itself a broken path, or a peer that no proxy knows any more, proves nothing: a frozen process
+may wake and write. Such a pair is only broken, and goes with the peer's word or its exit (`decode_worker.transfer`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from kv_transfer.handshake import agree
+from protocol.errors import KVLayoutMismatch, KVTransferFailed
+from protocol.membership import WorkerInfo
+from protocol.transfer import ClosePair, KVLayout, OpenPair, PairRefused, ShipKV
+
+_NUM_REMEMBERED_PAIRS = 10_000
+
+
+class RefusePair(msgspec.Struct, frozen=True):
+    message: PairRefused
+
+
+class AcceptPair(msgspec.Struct, frozen=True):
+    """Open the receiver, tell the peer, and watch these processes: `on_exit` must follow when one is gone.
+
+    num_senders: the peer's ranks. After it is open `on_opened` must follow, at once.
+    """
+
+    pair_id: str
+    connector: str
+    num_senders: int
+    checksums: bool
+    pids: list[int]
+
+
+class CloseReceiver(msgspec.Struct, frozen=True):
+    """Close the receiver and watch the peer's processes no longer."""
+
+    pair_id: str
+
+
+class SendClose(msgspec.Struct, frozen=True):
+    message: ClosePair
+
+
+class PairLost(msgspec.Struct, frozen=True):
+    """No transfer of the pair will complete. peer_stopped: nor will anything be written through it."""
+
+    pair_id: str
+    reason: str
+    peer_stopped: bool
+
+
+class PrefillLost(msgspec.Struct, frozen=True):
+    """Requests that count on this prefill worker, whether or not their transfer has begun, have lost it."""
+
+    prefill_epoch: str
+
+
+PairAction = RefusePair | AcceptPair | CloseReceiver | SendClose | PairLost | PrefillLost
+
+
+@dataclass(eq=False)
+class IncomingPair:
+    """One prefill worker that may ship to us. live_pids: of those of its ranks that are not known to have exited."""
+
+    pair_id: str
+    prefill_worker_id: str
+    prefill_epoch: str
+    live_pids: set[int]
+    peer_writes: bool = True  # until the receiver says otherwise
+    num_announced: int = 0
+    is_broken: bool = False
+    out_of_sight: bool = False
+
+
+class IncomingPairTable:
+    """All pairs of one decode worker. host_id: see `kv_transfer.mapped_memory.host_id`."""
+
+    def __init__(self, layout: KVLayout, host_id: str, device: str, connectors: list[str], checksums: bool) -> None:
+        self._layout = layout
+        self._host_id = host_id
+        self._device = device
+        self._connectors = connectors
+        self._checksums = checksums
+        self._by_id: dict[str, IncomingPair] = {}
+        self._gone: OrderedDict[str, None] = OrderedDict()  # ids are never used twice
+
+    def pairs(self) -> Iterable[IncomingPair]:
+        return self._by_id.values()
+
+    def is_open(self, pair_id: str) -> bool:
+        """Whether transfers may begin."""
+        pair = self._by_id.get(pair_id)
+        return pair is not None and not pair.is_broken
+
+    def on_open(self, message: OpenPair) -> list[PairAction]:
+        if message.pair_id in self._by_id or message.pair_id in self._gone:
+            return []
+        try:
+            connector = agree(message, self._layout, self._host_id, self._device, self._connectors)
+        except KVLayoutMismatch as mismatch:
+            return [RefusePair(PairRefused(message.pair_id, mismatch.message))]
+        pids = message.prefill_pids if message.host_id == self._host_id else []
+        self._by_id[message.pair_id] = IncomingPair(
+            message.pair_id, message.prefill_worker_id, message.prefill_epoch, set(pids)
+        )
+        checksums = self._checksums or message.checksums
+        return [AcceptPair(message.pair_id, connector, message.layout.tensor_parallel_size, checksums, pids)]
+
+    def on_opened(self, pair_id: str, peer_writes: bool) -> None:
+        self._by_id[pair_id].peer_writes = peer_writes
+
+    def is_next(self, message: ShipKV) -> bool:
+        """False for one that came before, or whose pair is gone. Raises KVTransferFailed when one is missing: the next
+        blocks on the data path are then not those that this message tells of.
+        """
+        pair = self._by_id.get(message.pair_id)
+        if pair is None or message.number < pair.num_announced:
+            return False
+        if message.number > pair.num_announced:
+            raise KVTransferFailed(f"message {pair.num_announced} about shipped blocks was lost on the way")
+        pair.num_announced += 1
+        return True
+
+    # ---- ends
+
+    def on_close(self, pair_id: str, reason: str) -> list[PairAction]:
+        """The peer says that it has stopped."""
+        pair = self._by_id.get(pair_id)
+        if pair is None:
+            self._remember(pair_id)
+            return []
+        return self._forget(pair, reason)
+
+    def on_exit(self, pair_id: str, pid: int) -> list[PairAction]:
+        """The peer has stopped when all its ranks are gone: they end together, but not in the same instant."""
+        pair = self._by_id.get(pair_id)
+        if pair is None:
+            return []
+        pair.live_pids.discard(pid)
+        if pair.live_pids:
+            return []
+        return [*self._forget(pair, f"{pair.prefill_worker_id} exited"), PrefillLost(pair.prefill_epoch)]
+
+    def on_view(self, workers: list[WorkerInfo]) -> list[PairAction]:
+        """Prefill workers that no proxy knows any more are lost; whether they have stopped is another matter."""
+        present = {worker.epoch for worker in workers if worker.role == "prefill"}
+        actions: list[PairAction] = []
+        for pair in list(self._by_id.values()):
+            was_out_of_sight, pair.out_of_sight = pair.out_of_sight, pair.prefill_epoch not in present
+            if not pair.out_of_sight or was_out_of_sight:
+                continue
+            actions.append(PrefillLost(pair.prefill_epoch))
+            if pair.peer_writes:
+                # It may only be out of sight, and then the pair goes on.
+                actions.append(PairLost(pair.pair_id, f"{pair.prefill_worker_id} left the cluster", False))
+            else:
+                actions += self.fail(pair.pair_id, f"{pair.prefill_worker_id} left the cluster")
+        return actions
+
+    def fail(self, pair_id: str, reason: str) -> list[PairAction]:
+        """The data path broke, or the peer breaks the rules: tell it, and take nothing more."""
+        pair = self._by_id.get(pair_id)
+        if pair is None or pair.is_broken:
+            return []
+        told = SendClose(ClosePair(pair_id, reason))
+        if not pair.peer_writes:
+            return [told, *self._forget(pair, reason)]
+        pair.is_broken = True
+        return [told, PairLost(pair_id, reason, False)]
+
+    def _forget(self, pair: IncomingPair, reason: str) -> list[PairAction]:
+        del self._by_id[pair.pair_id]
+        self._remember(pair.pair_id)
+        return [CloseReceiver(pair.pair_id), PairLost(pair.pair_id, reason, True)]
+
+    def _remember(self, pair_id: str) -> None:
+        self._gone[pair_id] = None
+        if len(self._gone) > _NUM_REMEMBERED_PAIRS:
+            self._gone.popitem(last=False)

@@ -1,0 +1,53 @@
+"""How far a worker's weights are loaded, told through a small file: the worker has no connection to anybody yet."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from transformers.utils.logging import set_tqdm_hook
+
+_PERIOD_S = 0.1
+
+
+class _Told:
+    """An iterable that writes down what part of it has been used; with the methods of tqdm that transformers calls."""
+
+    def __init__(self, bar: Any, file: Path, total: int) -> None:
+        self._bar = bar
+        self._file = file
+        self._total = total
+        self._next_write = 0.0
+
+    def __iter__(self) -> Iterator[Any]:
+        for number, item in enumerate(self._bar):
+            if time.monotonic() >= self._next_write:
+                self._file.write_text(f"{number / self._total:.3f}")
+                self._next_write = time.monotonic() + _PERIOD_S
+            yield item
+        self._file.write_text("1")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._bar, name)
+
+
+@contextlib.contextmanager
+def told_to(file: str) -> Iterator[None]:
+    """transformers' bar over the weights is also written to `file` as a fraction; with "" only shown, in the log."""
+    if not file:
+        yield
+        return
+
+    def make(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bar = factory(*args, **kwargs)
+        total = getattr(bar, "total", None)
+        return _Told(bar, Path(file), total) if kwargs.get("desc") == "Loading weights" and total else bar
+
+    previous = set_tqdm_hook(make)
+    try:
+        yield
+    finally:
+        set_tqdm_hook(previous)

@@ -1,0 +1,255 @@
+"""Decides which pairs with decode workers there are; pure: events and a clock value in, actions out.
+
+A pair's life:  opening -> ready -> failed -> closed, or opening -> refused / failed
+A decode worker, that is each (worker id, epoch), has at most one live pair. One that failed is opened again under
+another id while the decode worker lives. A pair is closed when its sender has stopped for good; the peer is told only
+then, for it takes ClosePair as proof that nothing will be written any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+
+from protocol.errors import TandemError
+from protocol.membership import PROTOCOL_VERSION, PairStatus, WorkerInfo
+from protocol.transfer import (
+    ClosePair,
+    ConnectorParams,
+    KVLayout,
+    OpenPair,
+    PairAccepted,
+    PairRefused,
+    ShipKV,
+)
+
+OPEN_TIMEOUT_S = 25.0
+RETRY_INTERVAL_S = 2.0
+
+
+class Connect(msgspec.Struct, frozen=True):
+    """Make the pair's control connection, and send this on it."""
+
+    pair_id: str
+    endpoint: str
+    message: OpenPair
+
+
+class OpenSender(msgspec.Struct, frozen=True):
+    """`on_sender_ready` must follow, or `on_sender_impossible`."""
+
+    pair_id: str
+    connector: str
+    peers: list[ConnectorParams]
+
+
+class CloseSender(msgspec.Struct, frozen=True):
+    """`on_sender_closed` must follow when nothing can be written any more; at once where there is no sender."""
+
+    pair_id: str
+
+
+class SendClose(msgspec.Struct, frozen=True):
+    """Over the pair's control connection."""
+
+    message: ClosePair
+
+
+class Disconnect(msgspec.Struct, frozen=True):
+    """Close the pair's control connection; what was sent is still delivered."""
+
+    pair_id: str
+
+
+class PairLost(msgspec.Struct, frozen=True):
+    """Requests that count on the pair have lost it."""
+
+    pair_id: str
+    reason: str
+
+
+PairAction = Connect | OpenSender | CloseSender | SendClose | Disconnect | PairLost
+
+
+@dataclass(eq=False)
+class Pair:
+    """This worker and one decode worker, for as long as both live and the data path holds."""
+
+    pair_id: str
+    peer: WorkerInfo
+    opened_at: float
+    state: Literal["opening", "ready", "refused", "failed"] = "opening"
+    connector: str = ""
+    checksums: bool = False  # either side wants them
+    reason: str = ""
+    num_announced: int = 0
+    failed_at: float = 0.0
+    closed: bool = False  # nothing can be written any more, and the peer has been told
+    dropped: bool = False
+
+
+class PairTable:
+    """All pairs of one prefill worker. pids: of all its ranks. host_id: see `kv_transfer.mapped_memory.host_id`."""
+
+    def __init__(
+        self,
+        worker: WorkerInfo,
+        pids: list[int],
+        layout: KVLayout,
+        host_id: str,
+        device: str,
+        connectors: list[str],
+        checksums: bool,
+    ) -> None:
+        self._worker = worker
+        self._pids = pids
+        self._layout = layout
+        self._host_id = host_id
+        self._device = device
+        self._connectors = connectors
+        self._checksums = checksums
+        self._num_opened = 0
+        self._by_epoch: dict[str, Pair] = {}  # by the decode worker's epoch
+        self._by_id: dict[str, Pair] = {}  # also those that are dropped, until they are closed
+
+    def pairs(self) -> Iterable[Pair]:
+        return self._by_epoch.values()
+
+    def get(self, pair_id: str) -> Pair | None:
+        return self._by_id.get(pair_id)
+
+    def ready_pair(self, decode_epoch: str) -> Pair | None:
+        pair = self._by_epoch.get(decode_epoch)
+        return pair if pair is not None and pair.state == "ready" else None
+
+    def status(self) -> list[PairStatus]:
+        return [
+            PairStatus(p.peer.worker_id, p.peer.epoch, p.state, p.connector, p.reason) for p in self._by_epoch.values()
+        ]
+
+    # ---- membership and time
+
+    def on_view(self, now: float, workers: list[WorkerInfo]) -> list[PairAction]:
+        """Open pairs with decode workers that are new, drop those with workers that no proxy knows any more."""
+        present = {worker.epoch: worker for worker in workers if worker.role == "decode"}
+        gone = [pair for epoch, pair in self._by_epoch.items() if epoch not in present]
+        actions = [action for pair in gone for action in self._drop(now, pair, "it left the cluster")]
+        for epoch, worker in present.items():
+            if epoch not in self._by_epoch:
+                actions.append(self._open(now, worker))
+        return actions
+
+    def on_tick(self, now: float) -> list[PairAction]:
+        """Deadlines of opening pairs; another try for those that failed."""
+        actions: list[PairAction] = []
+        for pair in list(self._by_epoch.values()):
+            if pair.state == "opening" and now - pair.opened_at > OPEN_TIMEOUT_S:
+                actions += self.fail(now, pair.pair_id, f"no answer within {OPEN_TIMEOUT_S:.0f} s")
+            elif pair.state == "failed" and pair.closed and now - pair.failed_at > RETRY_INTERVAL_S:
+                actions += [*self._drop(now, pair, "another try"), self._open(now, pair.peer)]
+        return actions
+
+    def _open(self, now: float, peer: WorkerInfo) -> Connect:
+        # Our epoch makes the id unique among all processes, the number among our own tries.
+        pair_id = f"{self._worker.worker_id}-{peer.worker_id}-{self._worker.epoch}-{self._num_opened}"
+        self._num_opened += 1
+        self._by_epoch[peer.epoch] = self._by_id[pair_id] = Pair(pair_id, peer, now)
+        message = OpenPair(
+            version=PROTOCOL_VERSION,
+            prefill_worker_id=self._worker.worker_id,
+            prefill_epoch=self._worker.epoch,
+            prefill_pids=self._pids,
+            pair_id=pair_id,
+            layout=self._layout,
+            host_id=self._host_id,
+            device=self._device,
+            connectors=self._connectors,
+            checksums=self._checksums,
+        )
+        return Connect(pair_id, peer.endpoint, message)
+
+    # ---- what the peer says
+
+    def on_message(self, now: float, message: PairAccepted | PairRefused | ClosePair) -> list[PairAction]:
+        pair = self._by_id.get(message.pair_id)
+        if pair is None:
+            return []
+        match message:
+            case PairAccepted():
+                return self._on_accepted(now, pair, message)
+            case PairRefused():
+                if pair.state == "opening":
+                    pair.state, pair.reason = "refused", message.reason
+                return []
+            case ClosePair():
+                return self.fail(now, pair.pair_id, message.reason)
+
+    def _on_accepted(self, now: float, pair: Pair, message: PairAccepted) -> list[PairAction]:
+        if pair.state != "opening" or pair.connector:
+            return []
+        if message.decode_epoch != pair.peer.epoch:
+            return self.fail(now, pair.pair_id, "another process answers at its address")
+        pair.connector, pair.checksums = message.connector, message.checksums
+        return [OpenSender(pair.pair_id, message.connector, message.params)]
+
+    # ---- what becomes of the sender
+
+    def on_sender_ready(self, now: float, pair_id: str, error: TandemError | None) -> list[PairAction]:
+        pair = self._by_id.get(pair_id)
+        if pair is None or pair.state != "opening":
+            return []
+        if error is not None:
+            return self.fail(now, pair_id, error.message)
+        pair.state = "ready"
+        return []
+
+    def on_sender_impossible(self, now: float, pair_id: str, error: TandemError) -> list[PairAction]:
+        """The handshake believed in the connector, the kernel did not allow it: offer the others next time."""
+        pair = self._by_id.get(pair_id)
+        if pair is not None and len(self._connectors) > 1:
+            self._connectors = [name for name in self._connectors if name != pair.connector]
+        return self.fail(now, pair_id, error.message)
+
+    def on_sender_closed(self, pair_id: str) -> list[PairAction]:
+        """The sender has stopped for good: only now may decode use the pair's blocks again."""
+        pair = self._by_id[pair_id]
+        pair.closed = True
+        return [SendClose(ClosePair(pair_id, pair.reason)), *self._forget_if_over(pair)]
+
+    def announcement(
+        self, pair_id: str, transfer_id: str, first_block: int, num_blocks: int, checksums: list[int]
+    ) -> ShipKV:
+        """Make it in the order in which the blocks are handed to the sender: it gets the pair's next number."""
+        pair = self._by_id[pair_id]
+        pair.num_announced += 1
+        return ShipKV(pair_id, pair.num_announced - 1, transfer_id, first_block, num_blocks, checksums)
+
+    # ---- ends
+
+    def fail(self, now: float, pair_id: str, reason: str) -> list[PairAction]:
+        """The pair's data path or control connection broke: close it, and tell who counts on it."""
+        pair = self._by_id.get(pair_id)
+        if pair is None or pair.state not in ("opening", "ready"):
+            return []
+        pair.state, pair.reason, pair.failed_at = "failed", reason, now
+        return [PairLost(pair_id, reason), CloseSender(pair_id)]
+
+    def _drop(self, now: float, pair: Pair, reason: str) -> list[PairAction]:
+        del self._by_epoch[pair.peer.epoch]
+        actions = self.fail(now, pair.pair_id, reason)
+        pair.dropped = True
+        return actions + self._forget_if_over(pair)
+
+    def _forget_if_over(self, pair: Pair) -> list[PairAction]:
+        if not pair.dropped or not (pair.closed or pair.state == "refused"):
+            return []
+        del self._by_id[pair.pair_id]
+        return [Disconnect(pair.pair_id)]
+
+    def close(self, now: float) -> list[PairAction]:
+        """The worker shuts down."""
+        pairs = list(self._by_epoch.values())
+        return [action for pair in pairs for action in self._drop(now, pair, "the prefill worker shuts down")]

@@ -1,0 +1,227 @@
+"""One end of a KV pair fails in a cluster of two and two: other pairs never notice, and every block comes back."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import msgspec
+import pytest
+
+from decode_worker.config import DecodeConfig
+from deploy.runtime_dir import runtime_dir
+from protocol.membership import WorkerReport
+from tests.cluster import MODEL, Cluster
+
+RNG = random.Random(3)
+WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    # Short chunks, so that transfers last; a small pool, so that decode runs out of blocks.
+    arguments = ["--max-num-batched-tokens", "16", "--kv-cache-gib", "0.02", "--kv-connector", "ipc", "--kv-checksums"]
+    with Cluster("--prefill", "2", "--decode", "2", "--threads-per-worker", "1", *arguments) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(cluster: Cluster) -> Iterator[None]:
+    """After each test every pair is ready again, every block is free, and the cluster serves."""
+    yield
+    cluster.wait_for(lambda: len(ready_pairs(cluster)) == 4, 60)
+    cluster.wait_for(cluster.all_blocks_free, 20)
+    assert [f.result(30) for f in ask(cluster, 4, 100)] == [200] * 4
+    assert "Traceback" not in cluster.logs()
+
+
+def ready_pairs(cluster: Cluster) -> set[tuple[str, str]]:
+    """(prefill epoch, decode epoch)."""
+    present = {report.worker.epoch for report in cluster.status().workers}
+    return {
+        (report.worker.epoch, pair.decode_epoch)
+        for report in cluster.status().workers
+        for pair in report.pairs
+        if pair.state == "ready" and pair.decode_epoch in present
+    }
+
+
+def ask(cluster: Cluster, count: int, num_prompt_tokens: int) -> list[Future[int]]:
+    """HTTP status codes to be, of requests whose prompts share nothing."""
+    pool = ThreadPoolExecutor(count)
+
+    def complete(prompt: list[int]) -> int:
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
+        return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60).status_code
+
+    prompts = [[RNG.randrange(4, 2048) for _ in range(num_prompt_tokens)] for _ in range(count)]
+    futures = [pool.submit(complete, prompt) for prompt in prompts]
+    pool.shutdown(wait=False)
+    return futures
+
+
+def ask_until_shipping(cluster: Cluster, worker_id: str) -> list[Future[int]]:
+    """Long prompts, enough for seconds, the first of which this prefill worker has begun to ship."""
+    num_bytes = cluster.worker(worker_id).load.num_transferred_bytes
+    answers = ask(cluster, 24, 1590)
+    cluster.wait_for(lambda: cluster.worker(worker_id).load.num_transferred_bytes > num_bytes, 10)
+    return answers
+
+
+def pair_failures(cluster: Cluster) -> int:
+    return cluster.logs().count(" failed: ")
+
+
+def test_pairs_are_made_before_traffic(cluster: Cluster) -> None:
+    assert len(ready_pairs(cluster)) == 4
+    assert all(report.load.num_transferred_bytes == 0 for report in cluster.status().workers)
+
+
+def test_decode_out_of_blocks_makes_prompts_wait_and_nothing_fails(cluster: Cluster) -> None:
+    """Prompts of 25 blocks, one and a half times as many as both decode workers hold."""
+    num_blocks = 2 * cluster.worker("decode-0").load.num_blocks
+    count = num_blocks * 3 // 2 // 25 + 1
+    assert [answer.result(60) for answer in ask(cluster, count, 1590)] == [200] * count
+    loads = [cluster.worker(worker_id).load for worker_id in ("decode-0", "decode-1")]
+    assert sum(load.num_compared_blocks for load in loads) >= 25 * count and not any(
+        x.num_corrupt_blocks for x in loads
+    )
+
+
+def test_a_frozen_prefill_worker_keeps_what_it_may_still_write(cluster: Cluster) -> None:
+    """It is out of the cluster until it wakes; then its blocks come back, and nobody restarts."""
+    before, failures = ready_pairs(cluster), pair_failures(cluster)
+    frozen = cluster.worker("prefill-0").worker
+    answers = ask_until_shipping(cluster, "prefill-0")
+    os.kill(frozen.pid, signal.SIGSTOP)
+    try:
+        cluster.wait_for(lambda: frozen.epoch not in {r.worker.epoch for r in cluster.status().workers}, 10)
+        # What went through the other prefill worker succeeds, what was on this one has a clear end.
+        codes = [answer.result(30) for answer in answers]
+        assert set(codes) == {200, 503}, codes
+        assert [answer.result(30) for answer in ask(cluster, 4, 300)] == [200] * 4
+
+        def only_quarantined() -> bool:
+            loads = [cluster.worker(worker_id).load for worker_id in ("decode-0", "decode-1")]
+            held = [load.num_blocks - load.num_free_blocks for load in loads]
+            return held == [load.num_quarantined_blocks for load in loads] and sum(held) > 0
+
+        cluster.wait_for(only_quarantined, 10)
+    finally:
+        os.kill(frozen.pid, signal.SIGCONT)
+    cluster.wait_for(lambda: ready_pairs(cluster) == before, 10)
+    cluster.wait_for(cluster.all_blocks_free, 20)
+    others = {pair for pair in before if pair[0] != frozen.epoch}
+    assert len(others) == 2 and pair_failures(cluster) - failures <= 4, "its own two pairs, as either side saw them"
+
+
+def test_a_frozen_decode_worker_cannot_keep_blocks_of_prefill(cluster: Cluster) -> None:
+    """The heartbeat is the lease: prompts that wait for it are given up when it ends, while it is still frozen."""
+    before = ready_pairs(cluster)
+    frozen = cluster.worker("decode-0").worker
+    answers = ask_until_shipping(cluster, "prefill-0")
+    os.kill(frozen.pid, signal.SIGSTOP)
+    try:
+        codes = [answer.result(30) for answer in answers]
+        assert set(codes) == {200, 503}, codes
+        cluster.wait_for(cluster.all_blocks_free, 10)  # of those that the proxy sees, so not of the frozen one
+        assert len(cluster.status().workers) == 3
+        assert [answer.result(30) for answer in ask(cluster, 4, 300)] == [200] * 4
+    finally:
+        os.kill(frozen.pid, signal.SIGCONT)
+    cluster.wait_for(lambda: ready_pairs(cluster) == before, 20)
+
+
+def test_a_prefill_worker_that_restarts_at_its_address_has_new_pairs(cluster: Cluster) -> None:
+    before = ready_pairs(cluster)
+    gone = cluster.worker("prefill-1").worker
+    answers = ask_until_shipping(cluster, "prefill-1")
+    os.kill(gone.pid, signal.SIGKILL)
+    codes = [answer.result(30) for answer in answers]
+    assert set(codes) == {200, 503}, codes
+    cluster.wait_for(cluster.all_blocks_free, 5)  # at once, for its end is proof
+    cluster.wait_for(lambda: len(ready_pairs(cluster)) == 4, 60)
+    new = cluster.worker("prefill-1").worker
+    assert new.endpoint == gone.endpoint and new.epoch != gone.epoch
+    after = ready_pairs(cluster)
+    assert {pair for pair in before if pair[0] != gone.epoch} == {pair for pair in after if pair[0] != new.epoch}
+
+
+def test_another_layout_is_refused_by_name_and_nobody_else_notices(cluster: Cluster) -> None:
+    """A decode worker of another block size, started by hand."""
+    folder = runtime_dir(cluster.port)
+    config = msgspec.json.decode((folder / "decode-0.json").read_bytes(), type=DecodeConfig)
+    engine = msgspec.structs.replace(config.engine, block_size=32)
+    other = msgspec.structs.replace(
+        config, worker_id="decode-9", endpoint=f"ipc://{folder}/decode-9.sock", engine=engine
+    )
+    file = folder / "decode-9.json"
+    file.write_bytes(msgspec.json.encode(other))
+    before, failures = ready_pairs(cluster), pair_failures(cluster)
+    process = subprocess.Popen([sys.executable, "-m", "decode_worker", str(file)], stderr=subprocess.DEVNULL)
+    try:
+
+        def reasons() -> list[str]:
+            reports = cluster.status().workers
+            return [pair.reason for report in reports for pair in report.pairs if pair.state == "refused"]
+
+        cluster.wait_for(lambda: len(reasons()) == 2, 60)
+        assert set(reasons()) == {"KV layout differs in block_size: prefill has 64, decode has 32"}
+        shown = subprocess.run(
+            [sys.executable, "-m", "deploy.cli", "status", "--port", str(cluster.port)],
+            capture_output=True, text=True, check=False, timeout=30, env={**os.environ, "COLUMNS": "200"},
+        )  # fmt: skip
+        assert "refused" in shown.stdout and "block_size: prefill has 64, decode has 32" in shown.stdout
+        assert [answer.result(30) for answer in ask(cluster, 6, 300)] == [200] * 6
+    finally:
+        process.kill()
+        process.wait()
+        file.unlink()
+    cluster.wait_for(lambda: len(cluster.status().workers) == 4, 10)
+    assert ready_pairs(cluster) == before and pair_failures(cluster) == failures
+
+
+def pool_file(pid: int) -> Path:
+    links = Path(f"/proc/{pid}/fd").iterdir()
+    return next(link for link in links if "tandem-kv-pool" in str(link.readlink()))
+
+
+def change_every_block(worker: WorkerReport) -> None:
+    """One byte of each."""
+    with pool_file(worker.worker.pid).open("r+b") as pool:
+        block_bytes = os.fstat(pool.fileno()).st_size // worker.load.num_blocks
+        for block_id in range(worker.load.num_blocks):
+            at = block_id * block_bytes
+            byte = os.pread(pool.fileno(), 1, at)[0]
+            os.pwrite(pool.fileno(), bytes([byte ^ 1]), at)
+
+
+def test_a_byte_that_changes_on_the_way_fails_its_transfer(cluster: Cluster) -> None:
+    """Decode is stopped for moments, in which prefill writes on and every block changes, until decode has noticed."""
+    decodes = [cluster.worker(worker_id) for worker_id in ("decode-0", "decode-1")]
+    answers = ask_until_shipping(cluster, "prefill-0")
+
+    def is_noticed() -> bool:
+        for report in decodes:
+            os.kill(report.worker.pid, signal.SIGSTOP)
+        try:
+            cluster.status()  # takes a moment
+            for report in decodes:
+                change_every_block(report)
+        finally:
+            for report in decodes:
+                os.kill(report.worker.pid, signal.SIGCONT)
+        return any(cluster.worker(report.worker.worker_id).load.num_corrupt_blocks for report in decodes)
+
+    cluster.wait_for(is_noticed, 20)
+    codes = [answer.result(30) for answer in answers]
+    assert set(codes) <= {200, 503} and 503 in codes, codes
+    assert "with other bytes than were sent" in cluster.logs()
+    assert len(ready_pairs(cluster)) == 4, "the pairs go on"
