@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -70,13 +71,13 @@ def _print_tables(reports: list[StatusReport], num_silent: int) -> None:
     requests = sum(report.num_requests for report in reports)
     silent = f" ([red]{num_silent} more give no answer[/])" if num_silent else ""
     console.print(f"{first.model}: {state}, {len(reports)} proxies{silent}, {requests} requests under way")
-    proxies = Table("proxy", "state", "requests", "workers")
+    proxies = _table(["proxy", "state"], ["requests", "workers"])
     for report in reports:
         state = "ready" if report.ready else "[red]not ready[/]"
         proxies.add_row(report.proxy_id, state, str(report.num_requests), str(len(report.workers)))
-    console.print(proxies)
-    workers = Table("worker", "pid", "ranks", "running", "waiting", "free blocks", "quarantined", "step ms", "heard")
-    pairs = Table("prefill", "decode", "state", "connector", "reason")
+    figures = "pid,ranks,run,wait,free\nblocks,quaran-\ntined,prefix\nhits,pre-\nempted,step\nms,heard\ns ago"
+    workers = _table(["worker"], figures.split(","))
+    pairs = _table(["prefill", "decode", "state", "connector", "reason"])
     for worker in first.workers:
         load = worker.load
         workers.add_row(
@@ -87,10 +88,23 @@ def _print_tables(reports: list[StatusReport], num_silent: int) -> None:
             str(load.num_waiting),
             f"{load.num_free_blocks}/{load.num_blocks}",
             str(load.num_quarantined_blocks),
+            f"{load.num_cached_tokens / load.num_prompt_tokens:.0%}" if load.num_prompt_tokens else "",
+            str(load.num_preempted) if worker.worker.role == "decode" else "",
             f"{load.step_time_s * 1000:.1f}",
-            f"{worker.silence_s:.1f} s ago",
+            f"{worker.silence_s:.1f}",
         )
         for pair in worker.pairs:
             pairs.add_row(worker.worker.worker_id, pair.decode_worker_id, pair.state, pair.connector, pair.reason)
-    console.print(workers)
-    console.print(pairs)
+    for table in (proxies, workers, pairs):
+        console.print()
+        console.print(table)
+
+
+def _table(names: Sequence[str], figures: Sequence[str] = ()) -> Table:
+    """Narrow enough for 80 columns: texts to the left, figures to the right."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold")
+    for name in names:
+        table.add_column(name, no_wrap=name != "reason")
+    for name in figures:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
