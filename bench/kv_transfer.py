@@ -42,7 +42,7 @@ PAIR_COUNTS = (1, 4)
 BLOCK_BYTES = 64 * KIB  # small: 16 tokens of a model with 4 KiB of keys and values per token
 ROUND_BYTES = 64 * MIB  # small transfers are repeated until a round moves so much per pair
 STEADY_BYTES = 16 * MIB  # the aims hold from this size on
-NUM_ROUNDS = 7
+NUM_ROUNDS = 5
 AIMS = {"ipc": 0.7, "gloo": 0.85, "nccl": 0.85}
 TIMEOUT_S = 120.0
 

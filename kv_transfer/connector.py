@@ -28,6 +28,9 @@ class KVSender(Protocol):
         """True: ShipKV goes out before `send`, for the peer must receive. False: after it, as we write."""
         ...
 
+    def prepare(self, dst_block_ids: Sequence[int]) -> None:
+        """The peer has set these blocks aside and what goes into them is being computed: do what can be done ahead."""
+
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
         """Move own blocks `src_block_ids` to the peer's blocks `dst_block_ids` (equally many)."""
 

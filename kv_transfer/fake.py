@@ -112,6 +112,9 @@ class FakeSender(_End):
     def announces_first(self) -> bool:
         return not self.network.one_sided
 
+    def prepare(self, dst_block_ids: Sequence[int]) -> None:
+        pass
+
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
         self.jobs.append(_Job(list(src_block_ids), on_done, self.network.now(), list(dst_block_ids)))
 

@@ -38,6 +38,10 @@ class FanOutSender:
     def announces_first(self) -> bool:
         return self._senders[0].announces_first
 
+    def prepare(self, dst_block_ids: Sequence[int]) -> None:
+        for sender in self._senders:
+            sender.prepare(dst_block_ids)
+
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
         done = when_all(len(self._senders), on_done)
         for sender in self._senders:

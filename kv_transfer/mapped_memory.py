@@ -6,7 +6,9 @@ and the memory is gone with its last user. The copies release the GIL.
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import ClassVar
@@ -15,9 +17,13 @@ import torch
 
 from kv_transfer.connector import OnDone
 from kv_transfer.job_thread import JobThread
+from kv_transfer.runs import paired_runs
 from kv_transfer.staging import copy_blocks
 from protocol.errors import KVTransferFailed
 from protocol.transfer import ConnectorParams
+
+_libc = ctypes.CDLL(None, use_errno=True)  # calls let go of the GIL
+_MADV_POPULATE_WRITE = 23
 
 
 @functools.cache
@@ -39,6 +45,19 @@ def map_peer_pool(params: ConnectorParams) -> torch.Tensor:
     return mapped.view(params.num_blocks, -1)
 
 
+def take_pages(mapped: torch.Tensor, block_ids: Sequence[int]) -> None:
+    """Have the kernel back these blocks with memory, whose content stays. mapped: [num_blocks, block_bytes].
+
+    A kernel older than Linux 5.14 does not know the advice; then a page is taken when it is first written.
+    """
+    block_bytes = mapped.shape[1]
+    for first, _, count in paired_runs(block_ids, block_ids):
+        start = mapped.data_ptr() + first * block_bytes
+        end = start + count * block_bytes
+        start -= start % mmap.PAGESIZE
+        _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _MADV_POPULATE_WRITE)
+
+
 class MappedMemorySender:
     """Prefill side. See `kv_transfer.connectors.open_sender`."""
 
@@ -52,7 +71,7 @@ class MappedMemorySender:
         peer_view: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         self._src = blocks
-        mapped = map_peer_pool(params)
+        self._mapped = mapped = map_peer_pool(params)
         try:
             self._dst = peer_view(mapped)
         except RuntimeError as error:
@@ -62,6 +81,11 @@ class MappedMemorySender:
                 f"blocks of {list(blocks.shape[1:])} bytes do not fit the peer's of {list(self._dst.shape[1:])}"
             )
         self._thread = JobThread(name)
+
+    def prepare(self, dst_block_ids: Sequence[int]) -> None:
+        """Take the pages now: a fresh one costs five times what is then written to it."""
+        dst = list(dst_block_ids)
+        self._thread.submit(lambda: take_pages(self._mapped, dst), lambda error: None)
 
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
         src, dst = list(src_block_ids), list(dst_block_ids)

@@ -178,6 +178,9 @@ class ProcessGroupSender(_ProcessGroupEnd):
     announces_first: ClassVar[bool] = True
     _rank: ClassVar[int] = _SENDER
 
+    def prepare(self, dst_block_ids: Sequence[int]) -> None:
+        pass
+
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
         src = list(src_block_ids)
         self._thread.submit(lambda: self._send(src), on_done)

@@ -51,6 +51,14 @@ class SendBlocks(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     dst_block_ids: list[int]
 
 
+class PrepareBlocks(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Rank 0 to follower: see `kv_transfer.connector.KVSender.prepare`; done at once."""
+
+    job_id: int
+    pair_id: str
+    dst_block_ids: list[int]
+
+
 class ReceiveBlocks(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Rank 0 to follower: see `kv_transfer.connector.KVReceiver.receive`."""
 
@@ -94,7 +102,9 @@ class JobDone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True)
     checksums: list[int] = []
 
 
-Order = OpenSender | OpenReceiver | SendBlocks | ReceiveBlocks | CloseSender | CloseReceiver | TakeChecksums
+Order = (
+    OpenSender | OpenReceiver | PrepareBlocks | SendBlocks | ReceiveBlocks | CloseSender | CloseReceiver | TakeChecksums
+)
 
 
 class RemoteRank:
@@ -176,6 +186,10 @@ class _RemoteSender:
         self._pair_id = pair_id
         self.announces_first = announces_first
 
+    def prepare(self, dst_block_ids: Sequence[int]) -> None:
+        dst = list(dst_block_ids)
+        self._rank.order(lambda job_id: PrepareBlocks(job_id, self._pair_id, dst), lambda error: None)
+
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
         src, dst = list(src_block_ids), list(dst_block_ids)
         self._rank.order(lambda job_id: SendBlocks(job_id, self._pair_id, src, dst), on_done)
@@ -234,6 +248,10 @@ class TransferServer:
                     lambda path_id: connect_store(path_id, order.store),
                     done,
                 )
+            case PrepareBlocks():
+                if order.pair_id in self._senders:
+                    self._senders[order.pair_id].prepare(order.dst_block_ids)
+                done(None)
             case SendBlocks():
                 if order.pair_id not in self._senders:
                     raise KVTransferFailed("the pair is closed")

@@ -94,6 +94,9 @@ class Pairs:
     def _receive(self, pair_id: str, message: ToPrefillPeer) -> None:
         match message:
             case KVReserved() | KVRefused():
+                sender = self._senders.get(pair_id)
+                if isinstance(message, KVReserved) and sender is not None:
+                    sender.prepare(message.block_ids)
                 self._on_message(message)
             case _:
                 self._perform(self._table.on_message(self._loop.time(), message))

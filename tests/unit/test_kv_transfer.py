@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import mmap
 import os
 import queue
 import random
@@ -113,6 +114,29 @@ def test_a_peer_that_goes_away_fails_the_transfer(pool_file: tuple[int, torch.Te
     sender.close(lambda: None)
 
 
+@pytest.mark.parametrize("connector", ["ipc", "gloo"])
+def test_preparing_changes_nothing_and_takes_pages_where_the_peer_will_write(
+    connector: str, pool_file: tuple[int, torch.Tensor]
+) -> None:
+    sender, receiver, source, destination = open_pair(connector, pool_file)
+    destination[5] = 7  # its page is there already
+    num_before = os.fstat(pool_file[0]).st_blocks
+    sender.prepare([4, 5, 6, 20])
+    sent, received = Outcomes(), Outcomes()
+    if connector == "gloo":
+        receiver.receive([5], received)
+    sender.send([0], [5], sent)
+    assert sent.next() is None
+    if connector == "ipc":
+        num_pages = (os.fstat(pool_file[0]).st_blocks - num_before) * 512 // mmap.PAGESIZE
+        assert num_pages == 3 and not destination[[4, 6, 20]].any()
+    else:
+        assert received.next() is None
+    assert torch.equal(destination[5], source[0])
+    sender.close(lambda: None)
+    receiver.close()
+
+
 def test_mapping_refuses_a_pool_that_is_too_small(pool_file: tuple[int, torch.Tensor]) -> None:
     fd, _ = pool_file
     params = ConnectorParams(os.getpid(), fd, NUM_BLOCKS * BLOCK_BYTES + 1, NUM_BLOCKS)
@@ -152,10 +176,15 @@ def test_handshake_lets_workers_of_different_numbers_of_ranks_pair() -> None:
 
 
 def test_handshake_refuses_other_versions_and_no_common_connector() -> None:
-    with pytest.raises(KVLayoutMismatch, match="version"):
+    with pytest.raises(KVLayoutMismatch, match="prefill has 99, decode"):
         agree(offer(version=99), LAYOUT, host_id(), "cpu", ["ipc"])
     with pytest.raises(KVLayoutMismatch, match="no connector in common"):
         agree(offer(connectors=["ipc"], host_id="elsewhere"), LAYOUT, host_id(), "cpu", ["ipc", "gloo"])
+
+
+def test_handshake_refuses_another_device_and_names_both() -> None:
+    with pytest.raises(KVLayoutMismatch, match=r"prefill offers nccl on cuda, decode offers ipc, gloo on cpu"):
+        agree(offer(device="cuda", connectors=["nccl"]), LAYOUT, host_id(), "cpu", ["ipc", "gloo"])
 
 
 def test_unknown_connectors_list_the_known() -> None:

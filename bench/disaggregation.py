@@ -1,0 +1,206 @@
+"""What it costs that prefill and decode are apart, in a real cluster with one worker of each.
+
+    python -m bench.disaggregation [--quick] [--json FILE]
+
+For prompts of 256, 1,024 and 4,096 tokens that share nothing, one request at a time: the time from the first token to
+the second beside a later decode step and a plain copy of the last chunk's KV (what no computing can hide); and TTFT
+beside a request for one token, which is prefilled alone and ships nothing. Then the gaps of a running stream while
+prefill computes prompts back to back, once without shipping them and once with. The model is small and has much KV for
+its size (16 KiB a token, as much as a 1 B model's), so that transfers weigh more here than in earnest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import random
+import socket
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from bench.report import Aim, Report, add_common_options, finish
+from bench.side_by_side import server
+
+LENGTHS = (256, 1024, 4096)
+CHUNK = 512
+MODEL: dict[str, Any] = {
+    "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8,
+    "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 8192,
+}  # fmt: skip
+KV_BYTES_PER_TOKEN = 8 * 2 * 8 * 64 * 2
+OUTPUT_TOKENS = 12
+LOAD_TOKENS = 1024
+STREAM_TOKENS = 400
+
+
+@contextlib.contextmanager
+def cluster(connector: str) -> Iterator[str]:
+    """The URL of a server on a free port."""
+    from transformers import LlamaConfig
+
+    from deploy.demo_model import ensure_demo_model
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model"
+        tokenizer = ensure_demo_model(lambda text: None)
+        LlamaConfig(**MODEL, eos_token_id=0).save_pretrained(model)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (model / file).write_bytes((tokenizer / file).read_bytes())
+        command = [
+            sys.executable, "-m", "deploy.cli", "up", "--model", str(model), "--load-format", "dummy", "--dtype",
+            "bfloat16", "--port", str(port), "--kv-cache-gib", "0.5", "--kv-connector", connector,
+            "--max-num-batched-tokens", str(CHUNK), "--served-model-name", "m", "--threads-per-worker", "1",
+        ]  # fmt: skip
+        with server(command, port):
+            yield f"http://127.0.0.1:{port}"
+
+
+class Client:
+    def __init__(self, url: str) -> None:
+        self._http = httpx.Client(base_url=url, timeout=60)
+        self._rng = random.Random(1)
+
+    def stream(self, num_prompt_tokens: int, max_tokens: int) -> list[float]:
+        """Seconds from sending to each token."""
+        prompt = [self._rng.randrange(4, 2048) for _ in range(num_prompt_tokens)]
+        body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+        times: list[float] = []
+        started = time.perf_counter()
+        with self._http.stream("POST", "/v1/completions", json={**body, "return_token_ids": True}) as answer:
+            if answer.status_code != 200:
+                sys.exit(f"error: the server answered {answer.status_code}: {answer.read().decode()}")
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                num_tokens = sum(len(choice.get("token_ids") or ()) for choice in json.loads(line[6:])["choices"])
+                times += [time.perf_counter() - started] * num_tokens
+        if len(times) != max_tokens:
+            sys.exit(f"error: {len(times)} tokens came where {max_tokens} were asked for")
+        return times
+
+
+def copy_ms(num_bytes: int) -> float:
+    source, target = np.ones(num_bytes, dtype=np.uint8), np.zeros(num_bytes, dtype=np.uint8)
+    times = []
+    for _ in range(9):
+        started = time.perf_counter()
+        target[:] = source
+        times.append(time.perf_counter() - started)
+    return 1000 * statistics.median(times)
+
+
+def measure_length(client: Client, length: int, num_rounds: int) -> dict[str, float]:
+    firsts, excesses, steps, ttft_costs = [], [], [], []
+    for index in range(num_rounds + 1):
+        alone, both = 0.0, []
+        for kind in ("alone", "both") if index % 2 else ("both", "alone"):
+            if kind == "alone":
+                (alone,) = client.stream(length, 1)
+            else:
+                both = client.stream(length, OUTPUT_TOKENS)
+        if index == 0:
+            continue
+        step = statistics.median(b - a for a, b in itertools.pairwise(both[1:]))
+        firsts.append(both[1] - both[0])
+        steps.append(step)
+        excesses.append(both[1] - both[0] - step)
+        ttft_costs.append(both[0] - alone)
+    last_chunk = length % CHUNK or CHUNK
+    return {
+        "first_to_second_ms": 1000 * statistics.median(firsts),
+        "decode_step_ms": 1000 * statistics.median(steps),
+        "beyond_a_step_ms": 1000 * statistics.median(excesses),
+        "copy_of_last_chunk_ms": copy_ms(last_chunk * KV_BYTES_PER_TOKEN),
+        "ttft_cost_ms": 1000 * statistics.median(ttft_costs),
+    }
+
+
+def measure_load(url: str, num_rounds: int) -> dict[str, float]:
+    """Mean gap, in ms, of a running stream: alone, beside prefill, and beside prefill that ships."""
+    gaps: dict[str, list[float]] = {"alone": [], "prefill": [], "prefill and transfer": []}
+    for index in range(num_rounds):
+        kinds = list(gaps)
+        for kind in kinds[index % 3 :] + kinds[: index % 3]:
+            stop = threading.Event()
+            loader = threading.Thread(target=load, args=(url, kind, stop))
+            loader.start()
+            try:
+                times = Client(url).stream(16, STREAM_TOKENS)
+            finally:
+                stop.set()
+                loader.join()
+            gaps[kind].append((times[-1] - times[1]) / (len(times) - 2))
+    means = {kind: 1000 * statistics.median(values) for kind, values in gaps.items()}
+    pairs = zip(gaps["prefill and transfer"], gaps["prefill"], strict=True)
+    return {**means, "transfer / none": statistics.median(a / b for a, b in pairs)}
+
+
+def load(url: str, kind: str, stop: threading.Event) -> None:
+    client = Client(url)
+    while kind != "alone" and not stop.is_set():
+        client.stream(LOAD_TOKENS, 2 if kind == "prefill and transfer" else 1)
+
+
+def aims(figures: dict[str, Any]) -> list[Aim]:
+    found = []
+    for connector, of_connector in figures.items():
+        for length, f in of_connector["prompts"].items():
+            name, allowed = f"{connector}, {length} tokens", 5 + f["copy_of_last_chunk_ms"]
+            found += [
+                Aim.of(
+                    f"{name}: first to second token, ms beyond a decode step", f["beyond_a_step_ms"], allowed, "lower"
+                ),
+                Aim.of(f"{name}: TTFT, ms beyond prefill alone", f["ttft_cost_ms"], 5, "lower"),
+            ]
+        ratio = of_connector["decode step ms under load"]["transfer / none"]
+        found.append(Aim.of(f"{connector}: decode step with transfers / without", ratio, 1.1, "lower"))
+    return found
+
+
+def print_table(figures: dict[str, Any]) -> None:
+    table = Table("connector", "prompt", "first to second ms", "decode step", "copy of last chunk", "TTFT cost")
+    for connector, of_connector in figures.items():
+        for length, f in of_connector["prompts"].items():
+            columns = ("first_to_second_ms", "decode_step_ms", "copy_of_last_chunk_ms", "ttft_cost_ms")
+            table.add_row(connector, length, *(f"{f[column]:.1f}" for column in columns))
+    Console().print(table)
+    for connector, of_connector in figures.items():
+        gaps = of_connector["decode step ms under load"]
+        Console().print(f"{connector}: " + ", ".join(f"{kind} {value:.2f}" for kind, value in gaps.items()))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.disaggregation", description=__doc__)
+    parser.add_argument("--connectors", default="ipc,gloo", help="comma-separated (default: %(default)s)")
+    add_common_options(parser)
+    options = parser.parse_args()
+    figures: dict[str, Any] = {}
+    for connector in options.connectors.split(","):
+        with cluster(connector) as url:
+            client = Client(url)
+            figures[connector] = {
+                "prompts": {str(n): measure_length(client, n, 3 if options.quick else 15) for n in LENGTHS},
+                "decode step ms under load": measure_load(url, 1 if options.quick else 9),
+            }
+    print_table(figures)
+    finish(Report.of("disaggregation", figures, aims(figures)), options.json)
+
+
+if __name__ == "__main__":
+    main()
