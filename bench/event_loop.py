@@ -46,12 +46,17 @@ _NICENESS = 10
 
 
 class BurstFigures(msgspec.Struct, frozen=True):
-    """poll_ms: by path, and of the control. duration_s: from the first byte sent to the last answer."""
+    """poll_ms: by path, and of the control. duration_s: from the first byte sent to the last answer.
+
+    loop_ran_s, loop_starved_s: the proxy's main thread on a core, and ready to run but without one.
+    """
 
     statuses: dict[str, int]
     duration_s: float
     poll_ms: dict[str, Distribution]
     rss_mib: float
+    loop_ran_s: float = 0.0
+    loop_starved_s: float = 0.0
 
 
 def main() -> None:
@@ -107,8 +112,10 @@ async def poll_through(
     path = "/v1/chat/completions" if burst == "chat" else "/v1/completions"
     poller.begin()
     begun = time.perf_counter()
+    ran_before, starved_before = scheduled_s(proxy_pid)
     answers = await asyncio.gather(*(client.post(path, content=body) for body in bodies))
     duration_s = time.perf_counter() - begun
+    ran, starved = scheduled_s(proxy_pid)
     polled = poller.end()
     statuses: dict[str, int] = {}
     for answer in answers:
@@ -116,7 +123,7 @@ async def poll_through(
     expected = 200 if burst == "truncated" else 400
     if set(statuses) != {str(expected)}:
         raise SystemExit(f"{burst}: answers are {statuses}, expected {expected}: {answers[0].text[:300]}")
-    return BurstFigures(statuses, duration_s, polled, rss_mib(proxy_pid))
+    return BurstFigures(statuses, duration_s, polled, rss_mib(proxy_pid), ran - ran_before, starved - starved_before)
 
 
 @contextlib.asynccontextmanager
@@ -227,6 +234,12 @@ def rss_mib(pid: int) -> float:
     return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
 
 
+def scheduled_s(pid: int) -> tuple[float, float]:
+    """Seconds that the process's main thread has run, and waited for a core while it could have."""
+    ran_ns, waited_ns, _ = Path(f"/proc/{pid}/schedstat").read_text().split()
+    return int(ran_ns) / 1e9, int(waited_ns) / 1e9
+
+
 def aims(figures: dict[str, dict[str, Any]]) -> list[Aim]:
     wanted = []
     one, last = next(iter(figures)), list(figures)[-1]
@@ -246,14 +259,18 @@ def aims(figures: dict[str, dict[str, Any]]) -> list[Aim]:
 
 
 def print_table(figures: dict[str, dict[str, Any]]) -> None:
-    table = Table("threads", "burst", "s", "RSS MiB", "path", "polls p50 ms", "p99 ms", "max ms")
+    table = Table(
+        "threads", "burst", "s", "loop ran s", "starved s", "RSS MiB", "path", "polls p50 ms", "p99 ms", "max ms"
+    )
     for num_threads, bursts in figures.items():
         for name, burst in bursts.items():
             if isinstance(burst, BurstFigures):
+                numbers = (burst.duration_s, burst.loop_ran_s, burst.loop_starved_s)
+                times = (*(f"{number:.2f}" for number in numbers), f"{burst.rss_mib:.0f}")
                 for path in (*PATHS, CONTROL):
                     spread = burst.poll_ms[path]
                     cells = (f"{value:.2f}" for value in (spread.p50, spread.p99, spread.max))
-                    table.add_row(num_threads, name, f"{burst.duration_s:.2f}", f"{burst.rss_mib:.0f}", path, *cells)
+                    table.add_row(num_threads, name, *times, path, *cells)
     Console(width=130).print(table)
 
 

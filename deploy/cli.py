@@ -108,7 +108,7 @@ def _up(arguments: argparse.Namespace) -> int:
 
 def _print_ready(console: Any, config: ClusterConfig, served_name: str, logs: Path) -> None:
     host = f"[{config.host}]" if ":" in config.host else config.host
-    url = f"http://{host}:{config.port}"
+    url = f"{'https' if config.ssl_certfile else 'http'}://{host}:{config.port}"
     body = json.dumps(
         {"model": served_name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 48, "stream": True}
     )

@@ -68,7 +68,22 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             description="CPU threads of each worker's model, split among its ranks; 0 shares the cores out",
         ),
     ] = 0
-    tokenizer_threads: Annotated[int, Meta(ge=1, le=64, description="tokenising threads of each proxy")] = 2
+    ssl_certfile: Annotated[str, Meta(description="PEM certificate; with it the endpoint speaks HTTPS alone")] = ""
+    ssl_keyfile: Annotated[str, Meta(description="PEM key of --ssl-certfile; empty takes it from that file")] = ""
+    tokenizer_threads: Annotated[
+        int, Meta(ge=1, le=64, description="of each proxy, each a process: long bodies read at once")
+    ] = 2
+    max_body_mib: Annotated[int, Meta(ge=1, le=1024, description="MiB of a request's body")] = 16
+    max_waiting_requests: Annotated[
+        int, Meta(ge=1, description="sequences per proxy that wait for a first token; more are refused with 503")
+    ] = 1024
+    max_waiting_tokens: Annotated[int, Meta(ge=0, description="the same for their prompt tokens; 0 sets no bound")] = 0
+    max_requests_per_client: Annotated[
+        int, Meta(ge=0, description="sequences per proxy of one client address; more get 429; 0 sets no bound")
+    ] = 0
+    client_timeout_s: Annotated[
+        float, Meta(gt=0, description="seconds for a client to send its headers, or to send or read 16 KiB")
+    ] = 30.0
     request_timeout_s: Annotated[float, Meta(gt=0, description="seconds after which a request is given up")] = 600.0
     trust_remote_code: Annotated[bool, Meta(description="run model code that comes with the checkpoint")] = False
     log_level: Annotated[LogLevel, Meta(description="how much every process logs")] = "info"

@@ -78,7 +78,7 @@ def _print_tables(reports: list[StatusReport], num_silent: int) -> None:
     figures = "pid,ranks,run,wait,free\nblocks,quaran-\ntined,prefix\nhits,pre-\nempted,step\nms,heard\ns ago"
     workers = _table(["worker"], figures.split(","))
     pairs = _table(["prefill", "decode", "state", "connector", "reason"])
-    for worker in first.workers:
+    for worker in sorted(first.workers, key=lambda w: (w.worker.role != "prefill", w.worker.worker_id)):
         load = worker.load
         workers.add_row(
             worker.worker.worker_id,

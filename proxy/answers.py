@@ -185,7 +185,7 @@ class ChatAnswers:
 async def stream_events(
     generation: Generation, request: GenerationRequest, answers: Answers
 ) -> AsyncGenerator[bytes, None]:
-    """Server-sent events up to `[DONE]`.
+    """Server-sent events up to `[DONE]`, none of them empty.
 
     An error before the first event is raised, so that it becomes a proper HTTP status; a later one is the last event.
     """
@@ -193,8 +193,9 @@ async def stream_events(
     try:
         async with aclosing(generation.deltas()) as deltas:
             async for delta in deltas:
-                has_begun = True
-                yield answers.chunk(delta)
+                if event := answers.chunk(delta):
+                    has_begun = True
+                    yield event
     except TandemError as error:
         if not has_begun:
             raise

@@ -92,10 +92,11 @@ async def _serve(
     model: str,
 ) -> Response[Any]:
     arrived_at = time.monotonic()
+    client = request.client.host if request.client is not None else ""
     async with door.bodies.receive(request.receive, request.headers) as body:
-        reading = _read(door, kind, body)
+        reading = _read(door, kind, body, client)
         asked = await (reading if isinstance(body, bytes) else unless_disconnected(request.receive, reading))
-    generation = Generation(door, asked, arrived_at)
+    generation = Generation(door, asked, arrived_at, client)
     answers = make_answers(generation, asked, model)
     if not asked.stream:
         whole = await unless_disconnected(request.receive, answers.whole())
@@ -106,9 +107,9 @@ async def _serve(
     return Stream(_resume(first, events), media_type="text/event-stream", headers=_STREAM_HEADERS)
 
 
-async def _read(door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody) -> GenerationRequest:
+async def _read(door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody, client: str) -> GenerationRequest:
     try:
-        door.admission.check(1)  # before the work of tokenising
+        door.admission.check(client)  # before the work of tokenising
         async with asyncio.timeout(door.request_timeout_s):
             return await door.readers.read(kind, body, door.registry.limits())
     except TimeoutError:
@@ -145,11 +146,9 @@ async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
 
 async def _resume(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
     async with aclosing(events):
-        if first:
-            yield first
+        yield first
         async for event in events:
-            if event:
-                yield event
+            yield event
 
 
 def _key_guard(api_key: str) -> Callable[[ASGIConnection[Any, Any, Any, Any], BaseRouteHandler], None]:

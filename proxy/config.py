@@ -19,7 +19,10 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sockets_per_worker: connections to each worker; one request stays on one of them.
     worker_silence_s: a worker that has sent no status for so long is lost.
     max_waiting_requests: sequences that may wait for their first token; beyond that requests are refused.
-    slow_reader_timeout_s: a client whose buffer is full, and who takes less than 16 KiB in so long, is cut off.
+    max_waiting_tokens: the same for prompt tokens. max_requests_per_client: sequences that one client address may have
+    under way. 0 sets no bound.
+    client_timeout_s: for a request's head to arrive, for each 16 KiB of its body, and for the client to take as much of
+    the answer when its buffer is full. ssl_certfile, ssl_keyfile: PEM files; then HTTPS alone is served.
     tokenizer_threads: of execution, each a process of its own, see `proxy.reader_pool`.
     shutdown_grace_s: how long running streams may go on after SIGTERM.
     """
@@ -37,7 +40,11 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker_silence_s: Annotated[float, Meta(gt=0)] = 2.5
     max_body_bytes: Annotated[int, Meta(ge=1024)] = 16 * 1024 * 1024
     max_waiting_requests: Annotated[int, Meta(ge=1)] = 1024
-    slow_reader_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
+    max_waiting_tokens: Annotated[int, Meta(ge=0)] = 0
+    max_requests_per_client: Annotated[int, Meta(ge=0)] = 0
+    client_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
     shutdown_grace_s: Annotated[float, Meta(ge=0)] = 3.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

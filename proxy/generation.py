@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
 
 from protocol.errors import TandemError
@@ -87,12 +87,16 @@ class _PlannedPrompt:
 class Generation:
     """`num_prompt_tokens` is right from the first delta on, `num_completion_tokens` counts the deltas seen so far."""
 
-    def __init__(self, door: FrontDoor, request: GenerationRequest, arrived_at: float) -> None:
-        """arrived_at: on the monotonic clock. request: as `ReaderPool.read` gives it, its prompts tokenised."""
+    def __init__(self, door: FrontDoor, request: GenerationRequest, arrived_at: float, client: str = "") -> None:
+        """arrived_at: on the monotonic clock. client: whose limits it counts towards.
+
+        request: as `ReaderPool.read` gives it, its prompts tokenised.
+        """
         self.token_text = door.token_text
         self._door = door
         self._request = request
         self._arrived_at = arrived_at
+        self._client = client
         self.created = int(time.time())
         self.num_sequences = 0
         self.num_prompt_tokens = 0
@@ -139,9 +143,9 @@ class Generation:
 
     async def _run(self, planned: list[_PlannedPrompt]) -> AsyncGenerator[TextDelta, None]:
         dispatcher = self._door.dispatcher
-        self._door.admission.admit(self.num_sequences)
-        # Each sequence leaves at its first token; whatever has not, leaves when the request ends.
-        waiting = set(range(self.num_sequences))
+        # A prompt is computed once, whatever goes on from it: its first sequence waits for it.
+        prompt_tokens = [0 if i else p.prompt.num_tokens for p in planned for i in range(len(p.samplings))]
+        ticket = self._door.admission.admit(self._client, prompt_tokens)
         sequences: list[DispatchedSequence] = []
         try:
             for p in planned:
@@ -149,14 +153,12 @@ class Generation:
             streams = [self._sequence(index, sequence) for index, sequence in enumerate(sequences)]
             async with aclosing(merge(streams) if len(streams) > 1 else streams[0]) as deltas:
                 async for delta in deltas:
-                    if delta.index in waiting:
-                        waiting.remove(delta.index)
-                        self._door.admission.leave()
+                    ticket.on_first_token(delta.index)
                     yield delta
         finally:
             for sequence in sequences:
                 dispatcher.drop(sequence)
-            self._door.admission.leave(len(waiting))
+            ticket.close()
 
     async def _sequence(self, index: int, sequence: DispatchedSequence) -> AsyncGenerator[TextDelta, None]:
         door, request = self._door, self._request
@@ -165,34 +167,35 @@ class Generation:
         timer = SequenceTimer(door.metrics, self._arrived_at)
         tokens = door.dispatcher.tokens(sequence)
         is_first = True
-        async with aclosing(tokens):
-            async for delta in tokens:
-                await door.turns.take()
-                timer.on_tokens(time.monotonic(), len(delta.tokens))
-                pieces: list[str] = []
-                prompt: ToldPrompt | None = None
-                if is_first:
-                    is_first = False
-                    prompt = await self._on_first(index, sequence, delta, pieces)
-                finish_reason = delta.finish_reason
-                # A stop token ends the text without being part of it, but was generated and counts.
-                num_shown = len(delta.tokens) - (finish_reason == "stop")
-                for number, token in enumerate(delta.tokens[:num_shown], start=1):
-                    if number % TOKENS_PER_TURN == 0:  # many come at once after a pause, to a slow reader above all
-                        await door.turns.take()
-                    piece, stopped = stop_strings.push(detokenizer.step(token.token_id))
-                    pieces.append(piece)
-                    if stopped:
-                        yield TextDelta(index, "".join(pieces), delta.tokens[:number], number, "stop", prompt)
+        with closing(timer):
+            async with aclosing(tokens):
+                async for delta in tokens:
+                    await door.turns.take()
+                    timer.on_tokens(time.monotonic(), len(delta.tokens))
+                    pieces: list[str] = []
+                    prompt: ToldPrompt | None = None
+                    if is_first:
+                        is_first = False
+                        prompt = await self._on_first(index, sequence, delta, pieces)
+                    finish_reason = delta.finish_reason
+                    # A stop token ends the text without being part of it, but was generated and counts.
+                    num_shown = len(delta.tokens) - (finish_reason == "stop")
+                    for number, token in enumerate(delta.tokens[:num_shown], start=1):
+                        if number % TOKENS_PER_TURN == 0:  # many come at once after a pause, to a slow reader above all
+                            await door.turns.take()
+                        piece, stopped = stop_strings.push(detokenizer.step(token.token_id))
+                        pieces.append(piece)
+                        if stopped:
+                            yield TextDelta(index, "".join(pieces), delta.tokens[:number], number, "stop", prompt)
+                            timer.on_finished()
+                            return
+                    if finish_reason is not None:
+                        piece, stopped = stop_strings.push(detokenizer.flush())
+                        pieces += (piece, "" if stopped else stop_strings.flush())
+                        if stopped:
+                            finish_reason = "stop"
                         timer.on_finished()
-                        return
-                if finish_reason is not None:
-                    piece, stopped = stop_strings.push(detokenizer.flush())
-                    pieces += (piece, "" if stopped else stop_strings.flush())
-                    if stopped:
-                        finish_reason = "stop"
-                    timer.on_finished()
-                yield TextDelta(index, "".join(pieces), delta.tokens, num_shown, finish_reason, prompt)
+                    yield TextDelta(index, "".join(pieces), delta.tokens, num_shown, finish_reason, prompt)
 
     async def _on_first(
         self, index: int, sequence: DispatchedSequence, delta: TokenDelta, pieces: list[str]

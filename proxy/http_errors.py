@@ -18,6 +18,7 @@ from protocol.errors import (
     TandemError,
     WorkerLost,
 )
+from proxy.admission import ClientLimitExceeded, QueueFull
 from proxy.openai_schema import ErrorDetail, ErrorResponse
 from proxy.rendering import ContextLengthExceeded
 from proxy.validation import ModelNotFound
@@ -39,6 +40,18 @@ class BodyTooLarge(InvalidRequest):
     code = "body_too_large"
 
 
+class HeadTooLarge(InvalidRequest):
+    """The request line and the headers are larger than this server takes."""
+
+    code = "head_too_large"
+
+
+class ClientTooSlow(RequestAborted):
+    """The request did not arrive in time."""
+
+    code = "client_too_slow"
+
+
 class ClientDisconnected(RequestAborted):
     """Nobody is left to read an answer."""
 
@@ -49,6 +62,10 @@ _STATUS: dict[type[TandemError], int] = {
     ModelNotFound: 404,
     InvalidApiKey: 401,
     BodyTooLarge: 413,
+    HeadTooLarge: 431,
+    ClientTooSlow: 408,
+    QueueFull: 503,
+    ClientLimitExceeded: 429,
     Overloaded: 503,
     WorkerLost: 503,
     KVTransferFailed: 503,
@@ -67,7 +84,11 @@ def error_body(error: TandemError) -> bytes:
 
 def tandem_error_response(_request: Request[Any, Any, Any], error: TandemError) -> Response[bytes]:
     status = status_of(error)
-    headers = {"retry-after": RETRY_AFTER_S} if status in (429, 503) else {}
+    headers = {}
+    if status in (429, 503):
+        headers["retry-after"] = str(error.retry_after_s) if isinstance(error, QueueFull) else RETRY_AFTER_S
+    if status == 408:  # the rest of the body may still come
+        headers["connection"] = "close"
     return _response(status, error_body(error), headers)
 
 

@@ -7,17 +7,21 @@ descriptor, whoever dies.
 
 from __future__ import annotations
 
+import asyncio
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from litestar.types import Receive
 
 from protocol.errors import Overloaded
-from proxy.http_errors import BodyTooLarge, ClientDisconnected
+from proxy.http_errors import BodyTooLarge, ClientDisconnected, ClientTooSlow
 from proxy.turns import Turns
 
+T = TypeVar("T")
+
+_PROGRESS_BYTES = 16 * 1024
 MAX_UNSPOOLED_BYTES = 16 * 1024
 MAX_SPOOLED_BYTES = 1 << 30
 """Of all large bodies together. Beyond that, large bodies are refused."""
@@ -44,8 +48,9 @@ class SpooledBody:
 
 
 class RequestBodies:
-    def __init__(self, max_bytes: int, max_spooled_bytes: int = MAX_SPOOLED_BYTES) -> None:
-        """max_bytes: of one body."""
+    def __init__(self, max_bytes: int, timeout_s: float, max_spooled_bytes: int = MAX_SPOOLED_BYTES) -> None:
+        """max_bytes: of one body. timeout_s: for each 16 KiB of it to arrive."""
+        self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._max_spooled_bytes = max_spooled_bytes
         self._turns = Turns(_PIECES_PER_ITERATION)
@@ -55,7 +60,7 @@ class RequestBodies:
     async def receive(self, receive: Receive, headers: Any) -> AsyncGenerator[bytes | SpooledBody, None]:
         """The whole body of the request; a large one is there until the context ends.
 
-        Raises BodyTooLarge, Overloaded while too much is being uploaded, ClientDisconnected.
+        Raises BodyTooLarge, ClientTooSlow, Overloaded while too much is being uploaded, ClientDisconnected.
         """
         announced = headers.get("content-length", "")
         if announced.isdecimal():
@@ -64,11 +69,13 @@ class RequestBodies:
         small = b""
         try:
             more = True
+            watch = _Progress(self._timeout_s)
             while more:
-                message: Any = await receive()
+                message: Any = await watch.wait_for(receive())
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnected("the client went away in the middle of the body")
                 piece, more = message.get("body", b""), message.get("more_body", False)
+                watch.on_bytes(len(piece))
                 if spooled is None:
                     small += piece
                     if len(small) <= MAX_UNSPOOLED_BYTES:
@@ -89,3 +96,28 @@ class RequestBodies:
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
             raise BodyTooLarge(f"The body is larger than this server's limit of {self._max_bytes} bytes.")
+
+
+class _Progress:
+    """A deadline that moves on with every 16 KiB."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._num_bytes = 0
+        self._deadline = asyncio.get_running_loop().time() + timeout_s
+
+    async def wait_for(self, message: Awaitable[T]) -> T:
+        """Raises ClientTooSlow."""
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                return await message
+        except TimeoutError:
+            raise ClientTooSlow(
+                f"The body arrived too slowly: less than {_PROGRESS_BYTES} bytes in {self._timeout_s:g} s."
+            ) from None
+
+    def on_bytes(self, num_bytes: int) -> None:
+        self._num_bytes += num_bytes
+        if self._num_bytes >= _PROGRESS_BYTES:
+            self._num_bytes = 0
+            self._deadline = asyncio.get_running_loop().time() + self._timeout_s

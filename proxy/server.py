@@ -8,6 +8,8 @@ import logging
 import secrets
 import signal
 import socket
+import ssl
+import time
 from collections.abc import Iterator
 
 import uvicorn
@@ -21,13 +23,13 @@ from proxy.config import ProxyConfig
 from proxy.control import Control
 from proxy.dispatcher import Dispatcher
 from proxy.generation import FrontDoor
+from proxy.http_connection import make_protocol
 from proxy.model_text import ModelText
 from proxy.reader_pool import ReaderPool
 from proxy.registry import Registry
 from proxy.request_body import RequestBodies
 from proxy.router import Router
 from proxy.scrapes import Scrapes
-from proxy.slow_readers import make_protocol
 from proxy.token_text import TokenText
 from proxy.turns import Turns
 from proxy.worker_pool import WorkerPool
@@ -85,31 +87,41 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     door = FrontDoor(
         text,
         TokenText(text.tokenizer),
-        RequestBodies(config.max_body_bytes),
+        RequestBodies(config.max_body_bytes, config.client_timeout_s),
         readers,
         registry,
-        Admission(config.max_waiting_requests),
+        Admission(
+            config.max_waiting_requests, time.monotonic, config.max_waiting_tokens, config.max_requests_per_client
+        ),
         dispatcher,
         metrics,
         scrapes,
         Turns(_STREAMS_PER_ITERATION),
         config.request_timeout_s,
     )
-    server = _Uvicorn(
-        uvicorn.Config(
-            make_app(config, door),
-            http=make_protocol(config.slow_reader_timeout_s),
-            lifespan="off",
-            ws="none",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            backlog=_BACKLOG,
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=config.shutdown_grace_s + _FAREWELL_S,  # type: ignore[arg-type]  # any number does
-        )
+    uvicorn_config = uvicorn.Config(
+        make_app(config, door),
+        http=make_protocol(config.client_timeout_s),
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=config.shutdown_grace_s + _FAREWELL_S,  # type: ignore[arg-type]  # any number does
+        ssl_certfile=config.ssl_certfile or None,
+        ssl_keyfile=config.ssl_keyfile or None,
     )
+    try:
+        uvicorn_config.load()  # reads the certificate, for one
+    except (OSError, ssl.SSLError) as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot read the certificate {config.ssl_certfile} with the key {config.ssl_keyfile or '(none)'}: {error}"
+        ) from error
+    server = _Uvicorn(uvicorn_config)
     loop = asyncio.get_running_loop()
 
     def stop() -> None:

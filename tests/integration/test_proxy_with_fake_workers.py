@@ -237,6 +237,7 @@ def test_key_and_bounded_stop(tmp_path: Path) -> None:
     [
         ({"model": "/no/such/model"}, "/no/such/model"),
         ({"misspelt": 1}, "misspelt"),
+        ({"ssl_certfile": "/no/such/file"}, "cannot read the certificate /no/such/file"),
         ({"host": "203.0.113.1"}, "cannot listen"),
         ({"control_endpoint": "ipc:///no/such/folder/x"}, "cannot bind the control endpoint"),
     ],

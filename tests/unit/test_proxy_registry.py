@@ -14,7 +14,6 @@ from protocol.membership import (
     WorkerLoad,
     WorkerStatus,
 )
-from proxy.admission import Admission
 from proxy.registry import Registry
 from proxy.router import Router
 
@@ -182,14 +181,3 @@ def test_a_lost_worker_leaves_no_debt() -> None:
     router.prefill_ended(route, 100)
     router.ended(route)
     assert router.pick(1, 1, needs_decode=True) == route
-
-
-def test_admission_counts_those_without_a_first_token() -> None:
-    admission = Admission(4)
-    admission.admit(3)
-    with pytest.raises(Overloaded, match="3 requests are waiting"):
-        admission.admit(2)
-    admission.admit(1)
-    admission.leave(3)
-    admission.admit(2)
-    assert admission.num_waiting == 3

@@ -14,7 +14,7 @@ from protocol.errors import Overloaded, TandemError
 from proxy.http_errors import BodyTooLarge, ClientDisconnected
 from proxy.request_body import MAX_UNSPOOLED_BYTES, RequestBodies, SpooledBody
 
-BODIES = RequestBodies(100_000, max_spooled_bytes=150_000)
+BODIES = RequestBodies(100_000, 30.0, max_spooled_bytes=150_000)
 
 
 def feed(pieces: list[bytes], then: dict[str, Any] | None = None) -> Any:

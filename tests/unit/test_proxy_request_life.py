@@ -102,13 +102,13 @@ class Cluster:
         self.dispatcher.pool = self.pool
         self.text = FakeText()
         text = cast(ModelText, self.text)
-        self.admission = Admission(8)
+        self.admission = Admission(8, time.monotonic)
         self.reader = BodyReader.of(text, "m")
         readers = ReaderPool(self.reader, lambda: self.reader, 1)  # what is small starts no process
         self.door = FrontDoor(
             text,
             TokenText(self.text.tokenizer),
-            RequestBodies(1 << 20),
+            RequestBodies(1 << 20, 30.0),
             readers,
             self.registry,
             self.admission,

@@ -21,7 +21,7 @@ PROMPT = "abcdefgh"
 def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
     folder = tmp_path_factory.mktemp("slow")
     make_tokenizer(folder)
-    with Proxy(folder, slow_reader_timeout_s=1.0) as started:
+    with Proxy(folder, client_timeout_s=1.0) as started:
         yield started
 
 

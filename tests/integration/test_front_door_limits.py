@@ -1,0 +1,134 @@
+"""What one client may cost, over real sockets: heads, bodies, time, sequences under way. And HTTPS."""
+
+from __future__ import annotations
+
+import json
+import socket
+import ssl
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("limits")
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def proxy(folder: Path) -> Iterator[Proxy]:
+    with Proxy(folder, client_timeout_s=1.0, max_requests_per_client=2) as started:
+        hold = make_tokenizer(folder).encode_batch_fast(["hold"])[0].ids
+        workers = FakeWorkers(folder, [started.control], hold, [-1])
+        started.wait_for(200)
+        yield started
+        workers.stop()
+
+
+def send(proxy: Proxy, data: bytes) -> tuple[bytes, bytes]:
+    """The status line and the body of the answer, after which the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=20) as client:
+        client.sendall(data)
+        answer = bytearray()
+        while piece := client.recv(65536):
+            answer += piece
+    head, _, body = bytes(answer).partition(b"\r\n\r\n")
+    return head.split(b"\r\n")[0], body
+
+
+def error_code(body: bytes) -> str:
+    code: str = json.loads(body)["error"]["code"]
+    return code
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GET /health HTTP/1.1\r\nx: " + b"a" * 70_000,  # a header that never ends
+        b"GET /health HTTP/1.1\r\nx: " + b"a" * 70_000 + b"\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n" + b"x: 1\r\n" * 12_000 + b"\r\n",
+        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
+    ],
+    ids=["endless", "one", "many", "path"],
+)
+def test_a_head_that_is_too_large(proxy: Proxy, data: bytes) -> None:
+    status, body = send(proxy, data)
+    assert b" 431 " in status and error_code(body) == "head_too_large"
+    assert httpx.get(f"{proxy.url}/health", headers={"x": "a" * 20_000}).status_code == 200
+
+
+def test_a_head_or_body_that_does_not_come(proxy: Proxy) -> None:
+    assert send(proxy, b"") == (b"", b""), "closed without a word"
+    status, body = send(proxy, b"GET /health HTTP/1.1\r\nhost:")
+    assert b" 408 " in status and error_code(body) == "client_too_slow"
+    for num_sent in (0, 10, 20_000):
+        status, body = send(proxy, HEAD + b"content-length: 90000\r\n\r\n" + b" " * num_sent)
+        assert b" 408 " in status and error_code(body) == "client_too_slow"
+
+
+def test_a_second_request_on_a_connection_has_its_time_too(proxy: Proxy) -> None:
+    with socket.create_connection(("127.0.0.1", proxy.port), timeout=20) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b" 200 " in client.recv(65536)
+        client.sendall(b"GET /health HTTP/1.1\r\n")
+        assert b" 408 " in client.recv(65536)
+        assert client.recv(65536) == b""
+
+
+def test_a_client_may_have_so_many_under_way(proxy: Proxy) -> None:
+    body = json.dumps({"prompt": "hold", "max_tokens": 5}).encode()
+    held = HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
+    with (
+        socket.create_connection(("127.0.0.1", proxy.port)) as first,
+        socket.create_connection(("127.0.0.1", proxy.port)) as second,
+    ):
+        first.sendall(held)
+        second.sendall(held)
+        answer = httpx.Response(200)
+
+        def is_refused() -> bool:
+            nonlocal answer
+            answer = httpx.post(f"{proxy.url}/v1/completions", json={"prompt": "abc", "max_tokens": 3})
+            return answer.status_code == 429
+
+        wait_until(is_refused)
+        assert answer.json()["error"]["type"] == "rate_limit_error" and int(answer.headers["retry-after"]) >= 1
+        assert httpx.get(f"{proxy.url}/health").status_code == 200
+    wait_until(lambda: not is_refused())
+    assert answer.json()["choices"][0]["text"] == "abc"
+
+
+def test_https(folder: Path, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
+         "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1", "-keyout", str(key),
+         "-out", str(certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    with Proxy(folder, name="tls", ssl_certfile=str(certificate), ssl_keyfile=str(key)) as proxy:
+        context = ssl.create_default_context(cafile=str(certificate))
+        url = f"https://127.0.0.1:{proxy.port}"
+
+        def answers() -> bool:
+            assert proxy.process.poll() is None
+            try:
+                return httpx.get(f"{url}/v1/models", verify=context).status_code == 200
+            except httpx.ConnectError:
+                return False
+
+        wait_until(answers, 60)
+        with pytest.raises(httpx.TransportError):
+            httpx.get(f"http://127.0.0.1:{proxy.port}/health")
+        with pytest.raises(httpx.ConnectError, match="self-signed"):
+            httpx.get(f"{url}/health")

@@ -1,0 +1,130 @@
+"""Bounds on what waits and on what one client has under way; Retry-After says when there will be room."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from protocol.errors import InvalidRequest
+from proxy.admission import Admission, ClientLimitExceeded, QueueFull, Ticket
+from proxy.http_errors import tandem_error_response
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_those_without_a_first_token_count_as_waiting() -> None:
+    admission = Admission(4, Clock())
+    first = admission.admit("a", [10, 0, 0])
+    with pytest.raises(QueueFull, match="3 requests are waiting"):
+        admission.admit("a", [1, 1])
+    first.on_first_token(0)
+    first.on_first_token(0)
+    second = admission.admit("b", [1, 1])
+    assert (admission.num_waiting, admission.num_waiting_tokens) == (4, 2)
+    with pytest.raises(InvalidRequest, match="asks for 5 sequences"):
+        admission.check("a", 5)
+    first.close()
+    first.close()
+    second.close()
+    assert (admission.num_waiting, admission.num_waiting_tokens) == (0, 0)
+
+
+def test_waiting_tokens_are_bounded_but_a_large_prompt_alone_may_go() -> None:
+    admission = Admission(10, Clock(), max_waiting_tokens=100)
+    large = admission.admit("a", [500])
+    with pytest.raises(QueueFull, match="500 prompt tokens are waiting"):
+        admission.admit("a", [1])
+    large.on_first_token(0)
+    admission.admit("a", [60])
+    with pytest.raises(QueueFull):
+        admission.admit("a", [60])
+
+
+def test_a_client_has_so_many_under_way_until_they_end() -> None:
+    admission = Admission(10, Clock(), max_per_client=2)
+    one = admission.admit("a", [1, 1])
+    one.on_first_token(0)
+    one.on_first_token(1)
+    with pytest.raises(ClientLimitExceeded, match="2 of your sequences") as refused:
+        admission.check("a")
+    assert tandem_error_response(None, refused.value).status_code == 429  # type: ignore[arg-type]
+    admission.admit("b", [1])
+    one.close()
+    admission.admit("a", [1])
+    with pytest.raises(InvalidRequest, match="the limit is 2"):
+        admission.check("c", 3)
+
+
+def test_retry_after_is_what_waits_over_the_speed_of_late() -> None:
+    clock = Clock()
+    admission = Admission(3, clock)
+    assert admission.retry_after_s() == 1, "nothing is known yet"
+    for _ in range(5):
+        ticket = admission.admit("a", [1000])
+        clock.now += 1
+        ticket.on_first_token(0)
+        ticket.close()
+    for _ in range(3):
+        admission.admit("a", [3000])
+    with pytest.raises(QueueFull) as refused:
+        admission.check("a")
+    assert refused.value.retry_after_s == 8  # 9000 tokens, 5000 in the last 4 s
+    response = tandem_error_response(None, refused.value)  # type: ignore[arg-type]
+    assert (response.status_code, response.headers["retry-after"]) == (503, "8")
+    clock.now += 60
+    assert admission.retry_after_s() == 1, "what was long ago says nothing"
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever happens in whatever order, what is counted is what is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.admission = Admission(6, self.clock, max_waiting_tokens=50, max_per_client=4)
+        self.open: list[tuple[Ticket, str, dict[int, int], int]] = []
+
+    @rule(client=st.sampled_from("ab"), tokens=st.lists(st.integers(0, 30), min_size=1, max_size=3))
+    def admit(self, client: str, tokens: list[int]) -> None:
+        try:
+            ticket = self.admission.admit(client, tokens)
+        except QueueFull as refused:
+            assert 1 <= refused.retry_after_s <= 60
+            return
+        self.open.append((ticket, client, dict(enumerate(tokens)), len(tokens)))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), index=st.integers(0, 2))
+    def first_token(self, data: st.DataObject, index: int) -> None:
+        ticket, _, waiting, _ = data.draw(st.sampled_from(self.open))
+        ticket.on_first_token(index)
+        waiting.pop(index, None)
+        self.clock.now += 0.5
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(self.open))
+        entry[0].close()
+        self.open.remove(entry)
+
+    @invariant()
+    def counts(self) -> None:
+        waiting = [tokens for _, _, left, _ in self.open for tokens in left.values()]
+        assert (self.admission.num_waiting, self.admission.num_waiting_tokens) == (len(waiting), sum(waiting))
+        assert len(waiting) <= 6
+        for client in "ab":
+            running = sum(number for _, whose, _, number in self.open if whose == client)
+            assert self.admission._running.get(client, 0) == running <= 4
+
+
+AnyOrder.TestCase.settings = settings(max_examples=60, deadline=None)
+TestAnyOrder = AnyOrder.TestCase
