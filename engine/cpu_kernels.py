@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import config, njit, prange, set_num_threads, types
 from numba.extending import intrinsic
 
 DTYPES = {torch.bfloat16: types.uint16, torch.float32: types.float32}
@@ -313,12 +313,19 @@ def rotation(dtype: torch.dtype) -> Callable[..., None]:
 
 
 def _compiled(signature: Any, function: Callable[..., None]) -> Callable[..., None]:
-    """Over all of torch's threads; without a team of threads where there is but one."""
-    is_parallel = torch.get_num_threads() > 1
+    """Over as many threads as torch has now; without a team of threads where that is one."""
+    num_threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS)
     compiled: Callable[..., None] = njit(
-        [signature], parallel=is_parallel, nogil=True, cache=True, fastmath=_FAST_MATH, error_model="numpy"
+        [signature], parallel=num_threads > 1, nogil=True, cache=True, fastmath=_FAST_MATH, error_model="numpy"
     )(function)
-    return compiled
+    if num_threads == 1:
+        return compiled
+
+    def run(*arguments: Any) -> None:
+        set_num_threads(num_threads)  # of the calling thread
+        compiled(*arguments)
+
+    return run
 
 
 def as_array(tensor: torch.Tensor) -> Any:

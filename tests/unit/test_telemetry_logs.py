@@ -36,6 +36,7 @@ def test_the_times_of_a_sequence() -> None:
     for now in (10.5, 10.6, 10.9):
         timer.on_tokens(now, 1)
     timer.on_finished()
+    timer.close()
 
     def value(name: str) -> float:
         return float(metrics.registry.get_sample_value(f"tandem_{name}") or 0)
