@@ -11,7 +11,6 @@ from hypothesis import HealthCheck, settings
 from deploy.demo_model import ensure_demo_model
 from tests.cluster import Cluster
 
-
 # How fast a shared machine runs says nothing about the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
