@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--rates", default="2,4", help="requests per second, comma-separated")
     parser.add_argument("--num-prompts", type=int, default=32)
     parser.add_argument("--port", type=int, default=8310)
+    parser.add_argument("--kept", type=Path, help="keep figures here; servers whose figures are in it do not run again")
     add_common_options(parser)
     options = parser.parse_args()
     if options.quick:
@@ -58,7 +59,11 @@ def main() -> None:
         ],
     }  # fmt: skip
     figures: dict[str, dict[str, Any]] = {}
+    if options.kept is not None and options.kept.exists():
+        figures = json.loads(options.kept.read_text())
     for name, command in commands.items():
+        if name in figures:
+            continue
         say(f"{name}: starting")
         with server(command, options.port):
             say(f"{name}: warming up")
@@ -68,6 +73,8 @@ def main() -> None:
             for rate in rates if name != "vllm_single" else {4.0} & set(rates):
                 say(f"{name}: {options.num_prompts} requests at {rate:g}/s")
                 figures[name][f"{rate:g}"] = load(options, rate, options.num_prompts)
+        if options.kept is not None:
+            options.kept.write_text(json.dumps(figures))
     print_table(figures)
     finish(Report.of("side_by_side", figures, aims(figures)), options.json)
 
