@@ -315,10 +315,17 @@ def rotation(dtype: torch.dtype) -> Callable[..., None]:
 def _compiled(signature: Any, function: Callable[..., None]) -> Callable[..., None]:
     """Over as many threads as torch has now; without a team of threads where that is one."""
     num_threads = min(torch.get_num_threads(), config.NUMBA_NUM_THREADS)
+    is_parallel = num_threads > 1
+    # What is kept on disk does not say whether it is parallel, so only one kind is kept.
     compiled: Callable[..., None] = njit(
-        [signature], parallel=num_threads > 1, nogil=True, cache=True, fastmath=_FAST_MATH, error_model="numpy"
+        [signature],
+        parallel=is_parallel,
+        nogil=True,
+        cache=not is_parallel,
+        fastmath=_FAST_MATH,
+        error_model="numpy",
     )(function)
-    if num_threads == 1:
+    if not is_parallel:
         return compiled
 
     def run(*arguments: Any) -> None:

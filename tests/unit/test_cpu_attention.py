@@ -19,6 +19,8 @@ from engine.plain_attention import PlainAttention
 from engine.sampler import argmax
 from protocol.transfer import KVLayout
 
+torch.set_num_threads(1)
+
 LAYER = 1
 SINKS = torch.linspace(-2, 2, 28)
 OPTIONS = {
