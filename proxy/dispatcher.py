@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +32,7 @@ from protocol.membership import WorkerInfo
 from protocol.token_ids import pack_token_ids
 from proxy.request import RunningRequest
 from proxy.router import Route, Router
+from proxy.turns import Turns
 from telemetry.metrics import ProxyMetrics
 
 log = logging.getLogger(__name__)
@@ -48,8 +48,7 @@ class Prompt:
     cache_salt: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
+class TokenDelta(msgspec.Struct, frozen=True):
     """What has come since the last one: at least one token. `finish_reason` is set on the last.
 
     On the first, num_cached_tokens of the prompt, and prompt_logprobs for all but its first token if asked for.
@@ -74,16 +73,14 @@ class _SharedPrefill:
         self._router = router
         self._route = route
         self._num_prompt_tokens = num_prompt_tokens
-        self._ended = False
+        self.has_ended = False
         self.attempts: list[RunningRequest] = []
 
-    def end(self) -> bool:
-        """The first token is here, or never will be. True the first time."""
-        if self._ended:
-            return False
-        self._ended = True
-        self._router.prefill_ended(self._route, self._num_prompt_tokens)
-        return True
+    def end(self) -> None:
+        """The first token is here, or never will be. Idempotent."""
+        if not self.has_ended:
+            self.has_ended = True
+            self._router.prefill_ended(self._route, self._num_prompt_tokens)
 
     def prompt_logprobs(self) -> list[TokenLogprobs] | None:
         """Prefill tells them once, with the first of its first tokens."""
@@ -107,10 +104,12 @@ class DispatchedSequence:
 
 
 class Dispatcher:
-    def __init__(self, proxy_id: str, router: Router, metrics: ProxyMetrics) -> None:
+    def __init__(self, proxy_id: str, router: Router, metrics: ProxyMetrics, turns: Turns) -> None:
+        """turns: in which the readers of tokens are woken."""
         self._proxy_id = proxy_id
         self._router = router
         self._metrics = metrics
+        self._turns = turns
         self.pool: Sender
         """Set right after construction: the pool, in turn, calls `on_message`."""
         self._running: dict[str, RunningRequest] = {}
@@ -142,41 +141,38 @@ class Dispatcher:
             sequence.timer = loop.call_at(deadline, lambda s: s.attempt.fail(late), sequence)
         return sequences
 
-    async def tokens(self, sequence: DispatchedSequence) -> AsyncGenerator[TokenDelta, None]:
-        """The tokens of one sequence, which is dropped at the end; close the generator to abort.
+    async def next_tokens(self, sequence: DispatchedSequence) -> TokenDelta:
+        """What has come since the last call; not to be called again after the delta with a finish_reason.
 
         Raises WorkerLost, Overloaded, RequestAborted or what a worker reported.
         """
-        try:
-            while True:
-                attempt = sequence.attempt
-                await attempt.wake.wait()
+        while True:
+            attempt = sequence.attempt
+            await attempt.wait()
+            if attempt.first_token is not None and not sequence.prefill.has_ended:
+                self._on_prefilled(sequence, attempt.first_token)
+            if tokens := attempt.take():
+                is_first = not sequence.generated
+                for token in tokens:
+                    sequence.generated.append(token.token_id)
                 first_token = attempt.first_token
-                if first_token is not None and sequence.prefill.end() and not sequence.generated:
-                    self._metrics.queue.observe(first_token.queue_s)
-                    self._metrics.prefill.observe(first_token.prefill_s)
-                    self._metrics.cached_prompt_tokens.inc(first_token.num_cached_tokens)
-                tokens = attempt.take()
-                # Read before the yield: what arrives while the reader is busy belongs to the next turn.
-                finish_reason, error, preempted = attempt.finish_reason, attempt.error, attempt.preempted
-                if tokens:
-                    is_first = not sequence.generated
-                    sequence.generated += [token.token_id for token in tokens]
-                    if is_first and first_token is not None:
-                        logprobs = sequence.prefill.prompt_logprobs()
-                        yield TokenDelta(tokens, finish_reason, first_token.num_cached_tokens, logprobs)
-                    else:
-                        yield TokenDelta(tokens, finish_reason)
-                if error is not None:
-                    raise error
-                if finish_reason is not None:
-                    return
-                if preempted:
-                    self._metrics.preempted.inc()
-                    self._end_attempt(sequence)
-                    self._dispatch([sequence])
-        finally:
-            self.drop(sequence)
+                if not is_first or first_token is None:
+                    return TokenDelta(tokens, attempt.finish_reason)
+                logprobs = sequence.prefill.prompt_logprobs()
+                return TokenDelta(tokens, attempt.finish_reason, first_token.num_cached_tokens, logprobs)
+            if attempt.error is not None:
+                raise attempt.error
+            if attempt.preempted:
+                self._metrics.preempted.inc()
+                self._end_attempt(sequence)
+                self._dispatch([sequence])
+
+    def _on_prefilled(self, sequence: DispatchedSequence, first_token: FirstToken) -> None:
+        sequence.prefill.end()
+        if not sequence.generated:
+            self._metrics.queue.observe(first_token.queue_s)
+            self._metrics.prefill.observe(first_token.prefill_s)
+            self._metrics.cached_prompt_tokens.inc(first_token.num_cached_tokens)
 
     def drop(self, sequence: DispatchedSequence) -> None:
         """The sequence has ended, or nobody wants it any more: then its workers are told to abort. Idempotent."""
@@ -197,8 +193,9 @@ class Dispatcher:
         numbers = [next(self._numbers) for _ in sequences]
         request_ids = [f"{self._prefix}-{number}" for number in numbers]
         for sequence, request_id in zip(sequences, request_ids, strict=True):
-            sequence.attempt = self._running[request_id] = RunningRequest(request_id, route, request_ids[0])
-            prefill.attempts.append(sequence.attempt)
+            attempt = RunningRequest(request_id, route, request_ids[0], self._turns)
+            sequence.attempt = self._running[request_id] = attempt
+            prefill.attempts.append(attempt)
             sequence.prefill = prefill
         transfer_id = f"{self._proxy_id}-{numbers[0]}"
         token_ids = prompt.token_ids + pack_token_ids(generated)
