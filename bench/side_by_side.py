@@ -1,9 +1,11 @@
 """Tandem, vLLM's prefill/decode pair and one vLLM on the same cores, in turn, under vLLM's own client and seed.
 
     python -m bench.side_by_side --peers FOLDER --vllm VENV --model FOLDER
+    python -m bench.side_by_side --peers FOLDER --vllm VENV --model FOLDER --burst 64
 
 FOLDER of --peers holds vllm_pd.sh and vllm_single.sh (VENV MODEL PORT); VENV is a virtual environment with vLLM. Every
-process started here is ended here, by process group.
+process started here is ended here, by process group. --burst is for a tiny model, where everything but the model is
+what costs: Tandem and one vLLM, so many requests of 128 tokens in and 128 out at once, rounds of it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -31,6 +34,8 @@ from bench.report import Aim, Report, add_common_options, finish
 START_TIMEOUT_S = 400.0
 CLIENT_TIMEOUT_S = 240.0
 WARM_UP_REQUESTS = 8
+BURST_TOKENS = 128
+BURST_ROUNDS = 3
 FIGURES = ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "p99_itl_ms", "output_throughput", "completed")
 
 
@@ -41,6 +46,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rates", default="2,4", help="requests per second, comma-separated")
     parser.add_argument("--num-prompts", type=int, default=32)
+    parser.add_argument("--burst", type=int, metavar="N", help="N requests at once, in place of --rates")
     parser.add_argument("--port", type=int, default=8310)
     parser.add_argument("--kept", type=Path, help="keep figures here; servers whose figures are in it do not run again")
     add_common_options(parser)
@@ -62,21 +68,39 @@ def main() -> None:
     if options.kept is not None and options.kept.exists():
         figures = json.loads(options.kept.read_text())
     for name, command in commands.items():
-        if name in figures:
+        if name in figures or (options.burst and name == "vllm_pd"):
             continue
         say(f"{name}: starting")
         with server(command, options.port):
             say(f"{name}: warming up")
             for i in range(WARM_UP_REQUESTS):
                 complete(options.port, [i + 3] * 256, 16)
-            figures[name] = {}
-            for rate in rates if name != "vllm_single" else {4.0} & set(rates):
-                say(f"{name}: {options.num_prompts} requests at {rate:g}/s")
-                figures[name][f"{rate:g}"] = load(options, rate, options.num_prompts)
+            figures[name] = bursts(options, name) if options.burst else rated(options, name, rates)
         if options.kept is not None:
             options.kept.write_text(json.dumps(figures))
     print_table(figures)
-    finish(Report.of("side_by_side", figures, aims(figures)), options.json)
+    if options.burst:
+        finish(Report.of("side_by_side_burst", figures, burst_aims(figures)), options.json)
+    else:
+        finish(Report.of("side_by_side", figures, aims(figures)), options.json)
+
+
+def rated(options: argparse.Namespace, name: str, rates: list[float]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for rate in rates if name != "vllm_single" else {4.0} & set(rates):
+        say(f"{name}: {options.num_prompts} requests at {rate:g}/s")
+        figures[f"{rate:g}"] = load(options, str(rate), options.num_prompts, 256, 64)
+    return figures
+
+
+def bursts(options: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Each round has prompts of its own. The first warms up, and is not counted."""
+    figures: dict[str, Any] = {}
+    for number in range(BURST_ROUNDS + 1):
+        say(f"{name}: {options.burst} requests at once, round {number}")
+        figures[f"burst {number}"] = load(options, "inf", options.burst, BURST_TOKENS, BURST_TOKENS, number)
+    del figures["burst 0"]
+    return figures
 
 
 def say(text: str) -> None:
@@ -126,14 +150,22 @@ def complete(port: int, prompt: str | list[int], max_tokens: int) -> None:
         answer.read()
 
 
-def load(options: argparse.Namespace, rate: float, num_prompts: int) -> dict[str, float]:
-    """One run of `vllm bench serve`: 256 tokens in, 64 out, seed 0."""
+def load(
+    options: argparse.Namespace,
+    rate: str,
+    num_prompts: int,
+    num_input_tokens: int,
+    num_output_tokens: int,
+    seed: int = 0,
+) -> dict[str, float]:
+    """One run of `vllm bench serve`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             str(options.vllm / "bin" / "vllm"), "bench", "serve", "--backend", "openai",
             "--base-url", f"http://127.0.0.1:{options.port}", "--model", "m", "--tokenizer", str(options.model),
-            "--dataset-name", "random", "--random-input-len", "256", "--random-output-len", "64", "--seed", "0",
-            "--num-prompts", str(num_prompts), "--request-rate", str(rate), "--ignore-eos",
+            "--dataset-name", "random", "--random-input-len", str(num_input_tokens),
+            "--random-output-len", str(num_output_tokens), "--seed", str(seed),
+            "--num-prompts", str(num_prompts), "--request-rate", rate, "--ignore-eos",
             "--save-result", "--result-dir", folder, "--result-filename", "result.json",
         ]  # fmt: skip
         env = {**os.environ, "VLLM_TARGET_DEVICE": "cpu"}
@@ -164,6 +196,14 @@ def aims(figures: dict[str, dict[str, Any]]) -> list[Aim]:
             Aim.of(f"mean TTFT {where}", ratio(figures, "vllm_single", "4", "mean_ttft_ms"), 1.2, "lower"),
         ]
     return wanted
+
+
+def burst_aims(figures: dict[str, dict[str, Any]]) -> list[Aim]:
+    tandem, vllm = (
+        statistics.median(burst["output_throughput"] for burst in figures[name].values())
+        for name in ("tandem", "vllm_single")
+    )
+    return [Aim.of("output tokens/s, all at once, Tandem / one vLLM", tandem / vllm, 2.0, "higher")]
 
 
 def print_table(figures: dict[str, dict[str, Any]]) -> None:
