@@ -75,6 +75,8 @@ class IncomingPair:
     prefill_epoch: str
     live_pids: set[int]
     peer_writes: bool = True  # until the receiver says otherwise
+    lease_s: float = 10.0
+    renewed_at: float = 0.0
     num_announced: int = 0
     is_broken: bool = False
     out_of_sight: bool = False
@@ -109,13 +111,20 @@ class IncomingPairTable:
             return [RefusePair(PairRefused(message.pair_id, mismatch.message))]
         pids = message.prefill_pids if message.host_id == self._host_id else []
         self._by_id[message.pair_id] = IncomingPair(
-            message.pair_id, message.prefill_worker_id, message.prefill_epoch, set(pids)
+            message.pair_id, message.prefill_worker_id, message.prefill_epoch, set(pids), lease_s=message.lease_s
         )
         checksums = self._checksums or message.checksums
         return [AcceptPair(message.pair_id, connector, message.layout.tensor_parallel_size, checksums, pids)]
 
     def on_opened(self, pair_id: str, peer_writes: bool) -> None:
         self._by_id[pair_id].peer_writes = peer_writes
+
+    def due_for_renewal(self, now: float) -> list[str]:
+        """Pairs whose leases are to be renewed now: three times in a term, so that one message may be late."""
+        due = [p for p in self._by_id.values() if not p.is_broken and now - p.renewed_at >= p.lease_s / 3]
+        for pair in due:
+            pair.renewed_at = now
+        return [pair.pair_id for pair in due]
 
     def is_next(self, message: ShipKV) -> bool:
         """False for one that came before, or whose pair is gone. Raises KVTransferFailed when one is missing: the next

@@ -41,6 +41,7 @@ from protocol.transfer import (
     FinishTransfer,
     KVRefused,
     OpenPair,
+    RenewLeases,
     ReserveKV,
     ShipKV,
     ToDecodePeer,
@@ -135,7 +136,11 @@ class DecodeWorker:
 
     async def _tick_until_stopped(self) -> None:
         while not self._stopping.is_set():
-            self._perform(self._scheduler.on_tick(self._loop.time()))
+            now = self._loop.time()
+            self._perform(self._scheduler.on_tick(now))
+            for pair_id in self._pairs.due_for_renewal(now):
+                if wanted := self._scheduler.wanted_transfers(pair_id):
+                    self._send_to_prefill(pair_id, RenewLeases(pair_id, wanted))
             try:
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
             except TimeoutError:

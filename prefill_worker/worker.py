@@ -32,7 +32,7 @@ from protocol.errors import ErrorInfo, KVTransferFailed, WorkerLost
 from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
 from protocol.registration import Registration
 from protocol.sockets import RouterSocket, new_context
-from protocol.transfer import KVRefused, KVReserved, ShipKV
+from protocol.transfer import KVRefused, KVReserved, RenewLeases, ShipKV
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +62,11 @@ class PrefillWorker:
         blocks = BlockManager(pool.num_blocks, self._config.engine.block_size)
         self._block_bytes = pool.block_bytes * self._config.engine.tensor_parallel_size
         self._scheduler = PrefillScheduler(
-            blocks, loaded.layout.model_id, self._config.max_num_batched_tokens, self._config.max_num_seqs
+            blocks,
+            loaded.layout.model_id,
+            self._config.max_num_batched_tokens,
+            self._config.max_num_seqs,
+            self._config.kv_lease_s,
         )
         self._engine = EngineThread(
             lambda: ranks.make_runner(loaded, pool), self._loop.call_soon_threadsafe, self._config.engine.num_threads
@@ -94,6 +98,7 @@ class PrefillWorker:
                 device=device,
                 connectors=offered_connectors(self._config.kv_connector, device),
                 checksums=self._config.kv_checksums,
+                lease_s=self._config.kv_lease_s,
             ),
             pools=pools,
             on_message=self._on_decode_answer,
@@ -173,12 +178,14 @@ class PrefillWorker:
             pair_id = pair.pair_id
         self._perform(self._scheduler.on_start(self._loop.time(), message, pair_id))
 
-    def _on_decode_answer(self, message: KVReserved | KVRefused) -> None:
+    def _on_decode_answer(self, message: KVReserved | KVRefused | RenewLeases) -> None:
         match message:
             case KVReserved():
                 self._perform(self._scheduler.on_reserved(message))
             case KVRefused():
                 self._perform(self._scheduler.on_refused(message.transfer_id, message.error))
+            case RenewLeases():
+                self._scheduler.on_renewed(self._loop.time(), message)
 
     def _on_shipped(self, action: Ship, announcement: ShipKV | None, error: KVTransferFailed | None) -> None:
         if error is None:

@@ -56,7 +56,7 @@ class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     """Prefill to decode. connectors: by preference. host_id: equal on processes that can map each other's memory.
 
     prefill_pids: of all its ranks, each of which may write to the decode worker's pools. checksums: whether this side
-    wants every block to be compared.
+    wants every block to be compared. lease_s: for so long it keeps a transfer's blocks after each RenewLeases.
     """
 
     version: int
@@ -69,6 +69,7 @@ class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     device: str
     connectors: list[str]
     checksums: bool = False
+    lease_s: float = 10.0
 
 
 class PairAccepted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -125,6 +126,16 @@ class KVRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
     error: ErrorInfo
 
 
+class RenewLeases(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Decode to prefill, a few times in each OpenPair.lease_s: these transfers of the pair are still wanted.
+
+    Prefill gives up those that are not renewed, one by one, and answers with CloseTransfer.
+    """
+
+    pair_id: str
+    transfer_ids: list[str]
+
+
 class ShipKV(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Prefill to decode: blocks number `first_block` to `first_block + num_blocks` of the prompt are on the data path.
 
@@ -160,4 +171,4 @@ class CloseTransfer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
 
 
 ToDecodePeer = OpenPair | ReserveKV | ShipKV | FinishTransfer | CloseTransfer | ClosePair
-ToPrefillPeer = PairAccepted | PairRefused | KVReserved | KVRefused | ClosePair
+ToPrefillPeer = PairAccepted | PairRefused | KVReserved | KVRefused | RenewLeases | ClosePair
