@@ -46,11 +46,12 @@ class Leases:
         """Transfers whose lease has run out, which then have none. To be called often.
 
         When it was not called for long this process stood still, and renewals lie unread in its sockets: no decode
-        worker is to blame for that time, so it does not count.
+        worker is to blame for that time, so it does not count. Up to half a term nothing can be missed: a renewal that
+        was read is at most a third of a term older than one that was not.
         """
         unseen_s = 0.0 if self._seen_at is None else now - self._seen_at
         self._seen_at = now
-        if unseen_s > self.term_s / 4:
+        if unseen_s > self.term_s / 2:
             for lease in self._leases.values():
                 lease.expires_at = max(lease.expires_at, min(lease.expires_at + unseen_s, now + self.term_s))
         over = [transfer_id for transfer_id, lease in self._leases.items() if now >= lease.expires_at]

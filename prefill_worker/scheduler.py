@@ -45,6 +45,7 @@ class PrefillScheduler:
         self._step: list[tuple[PrefillPrompt, int]] = []
         self._num_arrived = 0
         self.num_finished = 0
+        self.num_expired_leases = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
 
@@ -126,6 +127,7 @@ class PrefillScheduler:
         error = RequestAborted("the request ran into its deadline before its first token was decoded")
         actions = [action for prompt in late for action in self._end(prompt, error)]
         for transfer_id in self._leases.expired(now):
+            self.num_expired_leases += 1
             unclaimed = KVTransferFailed(
                 f"the decode worker has not asked for the KV blocks for {self._leases.term_s:g} s"
             )

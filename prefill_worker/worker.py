@@ -133,7 +133,10 @@ class PrefillWorker:
         while not self._stopping.is_set():
             now = self._loop.time()
             self._pairs.on_tick(now)
+            num_expired = self._scheduler.num_expired_leases
             self._perform(self._scheduler.on_tick(now))
+            if self._scheduler.num_expired_leases > num_expired:
+                log.warning("%d leases ran out", self._scheduler.num_expired_leases - num_expired)
             try:
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
             except TimeoutError:

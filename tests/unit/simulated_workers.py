@@ -139,9 +139,9 @@ class Prefill(Process):
                 self.perform_pairs(self.table.on_message(now, message))
 
     def on_tick(self) -> None:
-        num_leases = len(self.scheduler._leases)
+        num_expired = self.scheduler.num_expired_leases
         self.perform(self.scheduler.on_tick(self.world.now))
-        self.world.num_expired_leases += num_leases - len(self.scheduler._leases)
+        self.world.num_expired_leases += self.scheduler.num_expired_leases - num_expired
 
     def perform(self, actions: list[Any]) -> None:
         for action in actions:
