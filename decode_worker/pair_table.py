@@ -83,14 +83,26 @@ class IncomingPair:
 
 
 class IncomingPairTable:
-    """All pairs of one decode worker. host_id: see `kv_transfer.mapped_memory.host_id`."""
+    """All pairs of one decode worker. host_id: see `kv_transfer.mapped_memory.host_id`.
 
-    def __init__(self, layout: KVLayout, host_id: str, device: str, connectors: list[str], checksums: bool) -> None:
+    device_ids: GPUs of its ranks, as in ConnectorParams.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        host_id: str,
+        device: str,
+        connectors: list[str],
+        checksums: bool,
+        device_ids: list[str],
+    ) -> None:
         self._layout = layout
         self._host_id = host_id
         self._device = device
         self._connectors = connectors
         self._checksums = checksums
+        self._device_ids = device_ids
         self._by_id: dict[str, IncomingPair] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()  # ids are never used twice
 
@@ -106,7 +118,7 @@ class IncomingPairTable:
         if message.pair_id in self._by_id or message.pair_id in self._gone:
             return []
         try:
-            connector = agree(message, self._layout, self._host_id, self._device, self._connectors)
+            connector = agree(message, self._layout, self._host_id, self._device, self._connectors, self._device_ids)
         except KVLayoutMismatch as mismatch:
             return [RefusePair(PairRefused(message.pair_id, mismatch.message))]
         pids = message.prefill_pids if message.host_id == self._host_id else []

@@ -103,6 +103,7 @@ class DecodeWorker:
                 device=device,
                 connectors=offered_connectors(self._config.kv_connector, device),
                 checksums=self._config.kv_checksums,
+                device_ids=pools.device_ids,
             ),
             pools=pools,
             send=self._send_to_prefill,

@@ -99,6 +99,7 @@ class PrefillWorker:
                 connectors=offered_connectors(self._config.kv_connector, device),
                 checksums=self._config.kv_checksums,
                 lease_s=self._config.kv_lease_s,
+                device_ids=pools.device_ids,
             ),
             pools=pools,
             on_message=self._on_decode_answer,

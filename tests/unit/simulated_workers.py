@@ -113,7 +113,7 @@ class Prefill(Process):
         super().__init__(world, name, number)
         self.info = WorkerInfo(name, self.epoch, "prefill", name, self.pid)
         self.scheduler = PrefillScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 6, 4, LEASE_S)
-        self.table = PairTable(self.info, [self.pid], LAYOUT, "here", "cpu", [world.connector], True, LEASE_S)
+        self.table = PairTable(self.info, [self.pid], LAYOUT, "here", "cpu", [world.connector], True, LEASE_S, [])
         self.paths: dict[str, Path] = {}
         self.sockets: set[str] = set()
 
@@ -210,7 +210,7 @@ class Decode(Process):
         super().__init__(world, "decode-0", number)
         self.info = WorkerInfo(self.name, self.epoch, "decode", self.name, self.pid)
         self.scheduler = DecodeScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 3)
-        self.table = IncomingPairTable(LAYOUT, "here", "cpu", [world.connector], False)
+        self.table = IncomingPairTable(LAYOUT, "here", "cpu", [world.connector], False, [])
         self.receives: dict[str, deque[ReceiveJob]] = defaultdict(deque)
         self.receivers: set[str] = set()
 
