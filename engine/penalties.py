@@ -1,4 +1,4 @@
-"""What changes logits before they are sampled, for greedy rows too: bans, bias and penalties."""
+"""What changes logits before they are sampled, for greedy rows too: bans, bias, penalties and grammars."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from engine.batch import Sample
+from engine.grammar_mask import StepMask
 
 
-def adjusted(logits: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
+def adjusted(logits: torch.Tensor, samples: Sequence[Sample], mask: StepMask | None = None) -> torch.Tensor:
     """`logits` [num_rows, vocab_size] where nothing is asked for, else a copy of them in float32, changed."""
     changed = [s for s in samples if s.banned_token_ids or s.params.logit_bias or s.params.has_penalties]
-    if not changed:
+    if not changed and mask is None:
         return logits
     logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
     _ban_and_bias(logits, samples)
@@ -21,6 +22,8 @@ def adjusted(logits: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
     if rows:
         index = torch.tensor(rows, device=logits.device)
         logits.index_copy_(0, index, _penalised(logits.index_select(0, index), [samples[i] for i in rows]))
+    if mask is not None:
+        mask.apply(logits)
     return logits
 
 

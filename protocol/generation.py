@@ -17,6 +17,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     frequency_penalty: over the output, 0 is none. logit_bias: (token id, what is added to its logit).
     seed: always set; the proxy draws one where the client gave none, so noise is a function of (seed, position).
     logprobs: None for none; else the chosen token's and those of that many most likely tokens (0 to 20).
+    grammar: what the output must be, see `protocol.grammar`; then stop_token_ids are possible only where it may end.
     """
 
     temperature: float = 1.0
@@ -29,6 +30,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logit_bias: tuple[tuple[int, float], ...] = ()
     seed: int = 0
     logprobs: int | None = None
+    grammar: str | None = None
 
     @property
     def has_penalties(self) -> bool:
