@@ -261,7 +261,7 @@ def test_grammars_compile_once_and_remember(demo_model: Any) -> None:
 
 
 def test_a_model_without_a_usable_tokenizer_serves_no_grammars(tmp_path: Any) -> None:
-    with pytest.raises(InvalidRequest, match=r"tokeniser of .* cannot be used"):
+    with pytest.raises(InvalidRequest, match="its tokeniser cannot be used"):
         read_tokenizer(str(tmp_path), 100)
     with pytest.raises(InvalidRequest, match="names no eos_token"):
         make_tokenizer(BPE.to_str(), VOCAB_SIZE, None)
