@@ -12,7 +12,8 @@ from protocol.generation import SampledToken, SamplingParams, TokenLogprobs
 class Sample(msgspec.Struct, frozen=True):
     """One token to choose, at the position after an item's last.
 
-    prompt_token_ids and output_token_ids: what came before, filled in where `params.has_penalties`.
+    prompt_token_ids and output_token_ids: what came before, filled in where `params.has_penalties`; the latter also
+    where `params.needs_history`.
     banned_token_ids: impossible here.
     """
 

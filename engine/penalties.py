@@ -1,4 +1,4 @@
-"""What changes logits before they are sampled, for greedy rows too: bans, bias and penalties."""
+"""What changes logits before they are sampled, for greedy rows too: bans, what is allowed, bias and penalties."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from engine.batch import Sample
 
 def adjusted(logits: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
     """`logits` [num_rows, vocab_size] where nothing is asked for, else a copy of them in float32, changed."""
-    changed = [s for s in samples if s.banned_token_ids or s.params.logit_bias or s.params.has_penalties]
-    if not changed:
+    if not any(_is_changed(s) for s in samples):
         return logits
     logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
     _ban_and_bias(logits, samples)
+    for row, s in enumerate(samples):
+        if s.params.allowed_token_ids:
+            _allow(logits[row], s.params.allowed_token_ids)
     rows = [i for i, s in enumerate(samples) if s.params.has_penalties]
     if rows:
         index = torch.tensor(rows, device=logits.device)
@@ -24,11 +26,40 @@ def adjusted(logits: torch.Tensor, samples: Sequence[Sample]) -> torch.Tensor:
     return logits
 
 
+def _is_changed(sample: Sample) -> bool:
+    params = sample.params
+    return bool(
+        sample.banned_token_ids
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.bad_words
+        or params.has_penalties
+    )
+
+
+def _bad_next(sample: Sample) -> list[int]:
+    """The tokens that would complete a bad word."""
+    output = sample.output_token_ids
+    return [
+        last
+        for *before, last in sample.params.bad_words
+        if not before or (len(output) >= len(before) and list(output[-len(before) :]) == before)
+    ]
+
+
+def _allow(row: torch.Tensor, token_ids: Sequence[int]) -> None:
+    """Changes `row` [vocab_size]: others become impossible."""
+    index = torch.tensor([i for i in token_ids if i < len(row)], device=row.device)
+    kept = row[index]
+    row.fill_(float("-inf"))
+    row[index] = kept
+
+
 def _ban_and_bias(logits: torch.Tensor, samples: Sequence[Sample]) -> None:
     added: dict[tuple[int, int], float] = {}
     for row, s in enumerate(samples):
         added.update({(row, token_id): bias for token_id, bias in s.params.logit_bias})
-        added.update({(row, token_id): float("-inf") for token_id in s.banned_token_ids})
+        added.update({(row, token_id): float("-inf") for token_id in (*s.banned_token_ids, *_bad_next(s))})
     inside = [(row, token_id) for row, token_id in added if token_id < logits.shape[-1]]
     if not inside:
         return
