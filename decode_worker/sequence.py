@@ -113,7 +113,7 @@ class DecodeSequence:
         sample = Sample(
             self.sampling,
             prompt_token_ids=self._prompt_token_ids,
-            output_token_ids=self.output_token_ids if self.sampling.has_penalties or self.grammar is not None else (),
+            output_token_ids=self.output_token_ids if self.sampling.needs_history else (),
             banned_token_ids=stop.banned(len(self.output_token_ids)) if stop.min_tokens else (),
             grammar=self.grammar,
         )

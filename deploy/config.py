@@ -86,6 +86,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 30.0
     request_timeout_s: Annotated[float, Meta(gt=0, description="seconds after which a request is given up")] = 600.0
     trust_remote_code: Annotated[bool, Meta(description="run model code that comes with the checkpoint")] = False
+    trust_request_chat_template: Annotated[
+        bool, Meta(description="let clients bring chat templates (jinja, in a sandbox, 2 s of CPU time each)")
+    ] = False
     log_level: Annotated[LogLevel, Meta(description="how much every process logs")] = "info"
 
     def num_ranks(self, role: Role) -> int:

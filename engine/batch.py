@@ -14,8 +14,9 @@ from protocol.generation import SampledToken, SamplingParams, TokenLogprobs
 class Sample(msgspec.Struct, frozen=True):
     """One token to choose, at the position after an item's last.
 
-    prompt_token_ids and output_token_ids: what came before, filled in where `params.has_penalties`; the latter with a
-    grammar, too. banned_token_ids: impossible here. grammar: the sequence's own state; never leaves the process.
+    prompt_token_ids and output_token_ids: what came before, filled in where `params.has_penalties`; the latter also
+    where `params.needs_history`.
+    banned_token_ids: impossible here. grammar: the sequence's own state; never leaves the process.
     """
 
     params: SamplingParams

@@ -67,10 +67,10 @@ class GrammarState:
             self._eos_token_id = tokenizer.eos_token
             self.num_words = -(-tokenizer.vocab_size // 32)
 
-    def fill(self, output_token_ids: Sequence[int], may_stop: bool, mask: NDArray[np.uint8]) -> None:
+    def fill(self, output_token_ids: Sequence[int], banned: Collection[int], mask: NDArray[np.uint8]) -> None:
         """Write which tokens may follow `output_token_ids`: a bit each, into mask [4 * num_words].
 
-        may_stop: whether min_tokens lets the sequence end; where the grammar leaves nothing else, it ends all the same.
+        banned: not to be chosen (before min_tokens) unless the grammar leaves nothing else.
         Raises InvalidRequest when the tokens are not the grammar's, or it turns out too complex.
         """
         matcher = self._matcher
@@ -82,14 +82,28 @@ class GrammarState:
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be followed: {one_line(matcher.get_error())}")
-        eos = self._eos_token_id
-        mask[eos >> 3] &= ~(1 << (eos & 7)) & 0xFF  # which tokens end a sequence is the request's to say
-        if matcher.is_accepting() and (may_stop or not mask.any()):
-            for token_id in self._stop_token_ids:
-                if token_id < 8 * len(mask):
-                    mask[token_id >> 3] |= 1 << (token_id & 7)
+        _clear_bits(mask, [self._eos_token_id])  # which tokens end a sequence is the request's to say
+        if matcher.is_accepting():
+            _set_bits(mask, self._stop_token_ids)
+        if banned:
+            before = mask.copy()
+            _clear_bits(mask, banned)
+            if not mask.any():
+                mask[:] = before
         if not mask.any():
             raise InvalidRequest("no token of this model's vocabulary can go on in the grammar")
+
+
+def _set_bits(mask: NDArray[np.uint8], token_ids: Collection[int]) -> None:
+    for token_id in token_ids:
+        if token_id < 8 * len(mask):
+            mask[token_id >> 3] |= 1 << (token_id & 7)
+
+
+def _clear_bits(mask: NDArray[np.uint8], token_ids: Collection[int]) -> None:
+    for token_id in token_ids:
+        if token_id < 8 * len(mask):
+            mask[token_id >> 3] &= 0xFF ^ (1 << (token_id & 7))
 
 
 class Grammars:

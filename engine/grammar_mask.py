@@ -99,7 +99,7 @@ def compute_masks(samples: Sequence[Sample], rows: list[int]) -> StepMask:
         if users[key][0] in errors:
             continue
         try:
-            state.fill(sample.output_token_ids, not sample.banned_token_ids, bits[mask_row])
+            state.fill(sample.output_token_ids, sample.banned_token_ids, bits[mask_row])
         except TandemError as error:
             bits[mask_row] = 0xFF
             errors |= dict.fromkeys(users[key], error)

@@ -56,7 +56,7 @@ class PrefillPrompt:
             Sample(
                 msgspec.structs.replace(request.sampling, seed=seed),
                 prompt_token_ids=token_ids[:num_before] if has_penalties else (),
-                output_token_ids=token_ids[num_before:] if has_penalties or state is not None else (),
+                output_token_ids=token_ids[num_before:] if request.sampling.needs_history else (),
                 banned_token_ids=request.stop.banned(request.num_generated),
                 grammar=state,
             )

@@ -36,8 +36,8 @@ def main(arguments: list[str]) -> int:
 
         text = ModelText(config.model)
         readers = ReaderPool(
-            BodyReader.of(text, config.served_model_name),
-            partial(BodyReader.load, config.model, config.served_model_name),
+            BodyReader.of(text, config.served_model_name, config.trust_request_chat_template),
+            partial(BodyReader.load, config.model, config.served_model_name, config.trust_request_chat_template),
             config.tokenizer_threads,
         )
         readers.fork()

@@ -24,6 +24,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     client_timeout_s: for a request's head to arrive, for each 16 KiB of its body, and for the client to take as much of
     the answer when its buffer is full. ssl_certfile, ssl_keyfile: PEM files; then HTTPS alone is served.
     tokenizer_threads: of execution, each a process of its own, see `proxy.reader_pool`.
+    trust_request_chat_template: requests may bring a chat template of their own.
     shutdown_grace_s: how long running streams may go on after SIGTERM.
     """
 
@@ -43,6 +44,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_waiting_tokens: Annotated[int, Meta(ge=0)] = 0
     max_requests_per_client: Annotated[int, Meta(ge=0)] = 0
     client_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
+    trust_request_chat_template: bool = False
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
     shutdown_grace_s: Annotated[float, Meta(ge=0)] = 3.0

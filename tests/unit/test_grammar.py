@@ -76,10 +76,10 @@ def state_of(text: str, stops: frozenset[int] = frozenset({END, OTHER_END})) -> 
     return Grammar(done(compile_grammar(TOKENIZER, text)), done(TOKENIZER)).new_state(stops)
 
 
-def allowed(state: GrammarState, output: list[int], may_stop: bool = True) -> set[int]:
+def allowed(state: GrammarState, output: list[int], banned: frozenset[int] = frozenset()) -> set[int]:
     state.begin()
     mask = np.full(4 * state.num_words, 0xFF, dtype=np.uint8)
-    state.fill(output, may_stop, mask)
+    state.fill(output, banned, mask)
     return {int(i) for i in np.flatnonzero(np.unpackbits(mask, bitorder="little"))}
 
 
@@ -141,8 +141,9 @@ def test_the_end_is_possible_only_where_the_grammar_may_end() -> None:
     assert allowed(state_of(text), [a, b]) == {c, END, OTHER_END}
     assert allowed(state_of(text, frozenset({OTHER_END})), [a, b]) == {c, OTHER_END}
     # min_tokens holds off the end while there is another way to go on, and no longer
-    assert allowed(state_of(text), [a, b], may_stop=False) == {c}
-    assert allowed(state_of(text), [a, b, c], may_stop=False) == {END, OTHER_END}
+    ends = frozenset({END, OTHER_END})
+    assert allowed(state_of(text), [a, b], banned=ends) == {c}
+    assert allowed(state_of(text), [a, b, c], banned=ends) == ends
     with pytest.raises(InvalidRequest, match="no token"):
         allowed(state_of(text, frozenset()), [a, b, c])
 
@@ -177,14 +178,17 @@ def test_sampled_text_is_the_grammars_whatever_else_is_asked_for(seed: int) -> N
     ended: set[int] = set()
     for position in range(40):
         live = [i for i in range(len(ROWS)) if i not in ended]
-        samples = [Sample(ROWS[i], output_token_ids=outputs[i], grammar=states[i]) for i in live]
+        banned = {END, OTHER_END} if position < 5 else ()
+        samples = [
+            Sample(ROWS[i], output_token_ids=outputs[i], banned_token_ids=banned, grammar=states[i]) for i in live
+        ]
         masking = masks.start(samples)
         mask = masking.result() if masking is not None else None
         logits = torch.randn(len(live), VOCAB_SIZE) * 3
         chosen = sample(logits, samples, [position] * len(live), mask)
         for i, row, token in zip(live, logits, chosen, strict=True):
             if states[i] is None:
-                assert token.token_id == int(row.argmax())
+                assert banned or token.token_id == int(row.argmax())
                 continue
             assert token.token_id in by_the_validator(texts[i], outputs[i])
             if token.logprobs is not None:  # the model's own
