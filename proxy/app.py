@@ -31,6 +31,7 @@ from proxy.http_errors import (
 )
 from proxy.openai_schema import HealthResponse, ModelCard, ModelList
 from proxy.request_body import SpooledBody
+from proxy.tool_answers import ToolAnswers
 from proxy.validation import GenerationRequest
 from telemetry.metrics import CONTENT_TYPE
 
@@ -49,7 +50,7 @@ def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
 
     @post("/v1/chat/completions", status_code=200)
     async def chat_completions(request: HttpRequest) -> Response[Any]:
-        return await _serve(request, door, "chat", ChatAnswers, config.served_model_name)
+        return await _serve(request, door, "chat", _chat_answers, config.served_model_name)
 
     @get("/v1/models")
     async def models() -> Response[bytes]:
@@ -105,6 +106,11 @@ async def _serve(
     # The first event decides between an error's status and a stream; until then nothing is sent.
     first = await unless_disconnected(request.receive, _next(events))
     return Stream(_resume(first, events), media_type="text/event-stream", headers=_STREAM_HEADERS)
+
+
+def _chat_answers(generation: Generation, request: GenerationRequest, model: str) -> ChatAnswers:
+    answers = ChatAnswers if request.tool_format is None else ToolAnswers
+    return answers(generation, request, model)
 
 
 async def _read(door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody, client: str) -> GenerationRequest:
