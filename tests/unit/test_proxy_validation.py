@@ -154,7 +154,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_object"}}, "response_format"),
     ({"bad_words": [""]}, "bad_words[0]"),
     ({"allowed_token_ids": []}, "allowed_token_ids"),
-    ({"priority": 2**31}, "priority"),
+    ({"priority": 101}, "priority"),
     ({"request_id": "with space"}, "request_id"),
     ({"store": True}, "store"),
 ]
