@@ -16,33 +16,31 @@ from litestar.response.base import ASGIResponse
 from litestar.types import Receive, Scope, Send
 
 from proxy.http_errors import ClientDisconnected
+from proxy.request_id import HEADER
 
 T = TypeVar("T")
-_START: Any = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),  # no proxy in between may hold events back
-    ],
-}
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # no proxy in between may hold events back
+]
 
 
 class EventStream(Response[bytes]):
     """Server-sent events: the first, which is there already, and the rest. Both end when the client goes away."""
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], request_id: str) -> None:
         super().__init__(b"")
-        self._stream = _AsgiStream(first, events)
+        self._stream = _AsgiStream(first, events, request_id)
 
     def to_asgi_response(self, *arguments: Any, **options: Any) -> ASGIResponse:
         return self._stream
 
 
 class _AsgiStream(ASGIResponse):
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], request_id: str) -> None:
         super().__init__()
+        self._headers = [*_HEADERS, (HEADER.encode(), request_id.encode("latin-1"))]
         self._first = first
         self._events = events
 
@@ -52,7 +50,7 @@ class _AsgiStream(ASGIResponse):
 
     async def _send_all(self, send: Send) -> None:
         async with aclosing(self._events) as events:
-            await send(_START)
+            await send({"type": "http.response.start", "status": 200, "headers": self._headers})
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
             async for event in events:
                 await send({"type": "http.response.body", "body": event, "more_body": True})

@@ -188,6 +188,8 @@ class _SequenceText:
         """What the tokens that have come since the last call add to the text."""
         delta = await self._door.dispatcher.next_tokens(self._sequence)
         tokens, finish_reason = delta.tokens, delta.finish_reason
+        if self._request.is_prompt_only:  # workers generate one token at least; nobody asked for this one
+            tokens, finish_reason = [], "length"
         self.timer.on_tokens(time.monotonic(), len(tokens))
         pieces: list[str] = []
         prompt: ToldPrompt | None = None
