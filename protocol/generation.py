@@ -18,6 +18,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_token_ids: when any, no others are chosen. bad_words: token sequences that are not generated.
     seed: always set; the proxy draws one where the client gave none, so noise is a function of (seed, position).
     logprobs: None for none; else the chosen token's and those of that many most likely tokens (0 to 20).
+    grammar: what the output must be, see `protocol.grammar`; then stop_token_ids are possible only where it may end.
     """
 
     temperature: float = 1.0
@@ -32,11 +33,12 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     logprobs: int | None = None
+    grammar: str | None = None
 
     @property
     def needs_history(self) -> bool:
         """Whether what came before changes what may be chosen."""
-        return self.has_penalties or bool(self.bad_words)
+        return self.has_penalties or bool(self.bad_words) or self.grammar is not None
 
     @property
     def has_penalties(self) -> bool:

@@ -21,6 +21,7 @@ from proxy.openai_schema import (
     ChatCompletionChunk,
     ChatCompletionResponse,
     ChatDelta,
+    ChatFinishReason,
     ChatLogprobs,
     CompletionChoice,
     CompletionLogprobs,
@@ -144,8 +145,7 @@ class ChatAnswers:
         choices = [
             ChatChoice(
                 index,
-                AssistantMessage(s.text),
-                s.finish_reason,
+                *self._message(s.text, s.finish_reason),
                 self._logprobs(s.shown),
                 token_ids=_shown(s.tokens, self._request),
             )
@@ -166,9 +166,17 @@ class ChatAnswers:
         if _shows_nothing(delta, self._request):
             return events
         content = ChatDelta(content=delta.text) if delta.text else ChatDelta()
+        return events + self._choice_event(delta, content, delta.finish_reason)
+
+    def _choice_event(self, delta: TextDelta, told: ChatDelta, finish_reason: ChatFinishReason | None) -> bytes:
         logprobs = self._logprobs(delta.tokens[: delta.num_shown])
         token_ids = _shown(delta.tokens, self._request)
-        return events + self._event(ChatChunkChoice(delta.index, content, delta.finish_reason, logprobs, token_ids))
+        return self._event(ChatChunkChoice(delta.index, told, finish_reason, logprobs, token_ids))
+
+    def _message(
+        self, text: str, finish_reason: FinishReason | None
+    ) -> tuple[AssistantMessage, ChatFinishReason | None]:
+        return AssistantMessage(text), finish_reason
 
     def usage_chunk(self) -> bytes:
         return _event(self._chunk([], _usage(self._generation)))

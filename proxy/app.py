@@ -34,6 +34,7 @@ from proxy.openai_schema import HealthResponse, ModelCard, ModelList, VersionRes
 from proxy.openapi import docs_page, openapi_document
 from proxy.request_body import SpooledBody
 from proxy.request_id import HEADER, check_request_id, id_header, request_id_of
+from proxy.tool_answers import ToolAnswers
 from proxy.validation import GenerationRequest, ModelNotFound
 from telemetry.metrics import CONTENT_TYPE
 
@@ -62,7 +63,7 @@ def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
 
     @post("/v1/chat/completions", status_code=200)
     async def chat_completions(request: HttpRequest) -> Response[Any]:
-        return await _serve(request, door, "chat", ChatAnswers, config.served_model_name)
+        return await _serve(request, door, "chat", _chat_answers, config.served_model_name)
 
     @get("/v1/models")
     async def models(request: HttpRequest) -> Response[bytes]:
@@ -179,6 +180,11 @@ async def _transform(
         except TimeoutError:
             raise RequestAborted("the request was not finished in time") from None
     return Response(answer, media_type=_JSON, headers=id_header(request))
+
+
+def _chat_answers(generation: Generation, request: GenerationRequest, model: str) -> ChatAnswers:
+    answers = ChatAnswers if request.tool_format is None else ToolAnswers
+    return answers(generation, request, model)
 
 
 async def _read(door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody, client: str) -> GenerationRequest:

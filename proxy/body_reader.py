@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -10,6 +10,8 @@ from proxy.model_text import ModelText
 from proxy.openai_schema import DetokenizeResponse, TokenizeResponse
 from proxy.registry import ModelLimits
 from proxy.rendering import RenderedPrompts, Renderer
+from proxy.structured_output import checked_grammar
+from proxy.tool_formats import ToolFormat, ToolFormatName
 from proxy.validation import BodyDecoder, GenerationRequest
 
 BodyKind = Literal["completion", "chat"]
@@ -21,13 +23,26 @@ class BodyReader:
         self._renderer = renderer
 
     @classmethod
-    def of(cls, text: ModelText, served_model_name: str, trust_chat_template: bool = False) -> BodyReader:
-        return cls(BodyDecoder(served_model_name, trust_chat_template), Renderer(text))
+    def of(
+        cls,
+        text: ModelText,
+        served_model_name: str,
+        trust_chat_template: bool = False,
+        tool_call_parser: ToolFormatName = "hermes",
+    ) -> BodyReader:
+        tool_format = ToolFormat.of(tool_call_parser, text.tokenizer)
+        return cls(BodyDecoder(served_model_name, trust_chat_template, tool_format), Renderer(text))
 
     @classmethod
-    def load(cls, model: str, served_model_name: str, trust_chat_template: bool = False) -> BodyReader:
+    def load(
+        cls,
+        model: str,
+        served_model_name: str,
+        trust_chat_template: bool = False,
+        tool_call_parser: ToolFormatName = "hermes",
+    ) -> BodyReader:
         """In a process that has nothing yet. Raises ConfigError."""
-        return cls.of(ModelText(model), served_model_name, trust_chat_template)
+        return cls.of(ModelText(model), served_model_name, trust_chat_template, tool_call_parser)
 
     def decode(self, kind: BodyKind, body: bytes) -> GenerationRequest:
         """Checked, but for what needs the prompts' tokens. Raises InvalidRequest."""
@@ -38,13 +53,15 @@ class BodyReader:
         return self.render(self.decode(kind, body), limits)
 
     def render(self, request: GenerationRequest, limits: ModelLimits) -> GenerationRequest:
-        """The second half of `read`. Raises InvalidRequest."""
+        """The second half of `read`. Raises InvalidRequest. Off the loop where there is a grammar: it is compiled."""
+        if request.base_sampling.grammar is not None:
+            grammar = checked_grammar(request.base_sampling.grammar, request.grammar_param)
+            request = _with_sampling(request, grammar=grammar)
         prompts = self._renderer.render(request.prompt, limits, request.max_prompt_tokens(limits))
         request = msgspec.structs.replace(request, prompt=RenderedPrompts(prompts))
         if request.bad_words:
             bad_words = self._renderer.bad_words(request.bad_words)
-            sampling = msgspec.structs.replace(request.base_sampling, bad_words=bad_words)
-            request = msgspec.structs.replace(request, base_sampling=sampling)
+            request = _with_sampling(request, bad_words=bad_words)
         return request
 
     def tokenize(self, body: bytes, max_model_len: int | None) -> bytes:
@@ -63,3 +80,7 @@ class BodyReader:
 
     def text_of(self, token_ids: list[int]) -> str:
         return self._renderer.text_of(token_ids)
+
+
+def _with_sampling(request: GenerationRequest, **changes: Any) -> GenerationRequest:
+    return msgspec.structs.replace(request, base_sampling=msgspec.structs.replace(request.base_sampling, **changes))

@@ -68,6 +68,7 @@ class ModelText:
         template: str | None = None,
         variables: dict[str, Any] | None = None,
         documents: list[dict[str, Any]] | None = None,
+        tools: list[dict[str, Any]] | None = None,
     ) -> str:
         """The chat as the template writes it, in transformers' jinja sandbox. Raises InvalidRequest.
 
@@ -86,6 +87,7 @@ class ModelText:
                 continue_final_message=continue_final_message,
                 chat_template=source,
                 documents=documents,
+                tools=tools,
                 **(variables or {}),
             )
         except InvalidRequest:

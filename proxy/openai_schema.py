@@ -47,22 +47,72 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: Annotated[OptionalBool, Meta(description="the usage so far in every chunk")] = False
 
 
+GrammarText = Annotated[str, Meta(min_length=1, max_length=262144)]
+Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=65536)]], Meta(min_length=1, max_length=10000)]
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    """strict: keywords of the schema that cannot be held to are refused; false passes them over."""
+
+    name: str = ""
+    description: str | None = None
+    schema: JsonObject | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """json_schema: with the type of that name."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct):
+    """As vLLM's, exactly one of them. grammar: Lark or GBNF."""
+
+    json: str | JsonObject | None = None
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None
+
+
+class FunctionDefinition(msgspec.Struct):
+    """parameters: the JSON schema of the arguments. strict: as that of a response_format."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    function: FunctionDefinition
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(msgspec.Struct):
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct):
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+Tools = Annotated[
+    Annotated[list[Tool], Meta(max_length=128)] | None, Meta(description="functions that the model may call")
+]
+
+
 class NotServed(msgspec.Struct):
     """Neutral values are accepted (`validation.NEUTRAL_VALUES`); the base of both requests."""
 
     suffix: Any = None
     use_beam_search: Any = None
     length_penalty: Any = None
-    tools: Any = None
-    tool_choice: Any = None
     functions: Any = None
     function_call: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
@@ -118,6 +168,20 @@ class GenerationFields(NotServed):
         Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=128)] | None,
         Meta(description="strings whose tokens are not generated one after the other"),
     ] = None
+    response_format: Annotated[
+        ResponseFormat | None, Meta(description="the text is JSON, of this schema; docs/structured_output.md")
+    ] = None
+    structured_outputs: Annotated[
+        StructuredOutputs | None, Meta(description="the text follows this schema, regex, grammar or is one of these")
+    ] = None
+    guided_json: Annotated[str | JsonObject | None, Meta(description="structured_outputs.json by its older name")] = (
+        None
+    )
+    guided_regex: Annotated[GrammarText | None, Meta(description="structured_outputs.regex by its older name")] = None
+    guided_choice: Annotated[Choices | None, Meta(description="structured_outputs.choice by its older name")] = None
+    guided_grammar: Annotated[GrammarText | None, Meta(description="structured_outputs.grammar by its older name")] = (
+        None
+    )
     seed: Annotated[
         Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None,
         Meta(description="the same request with the same seed gives the same answer; choice i takes seed + i"),
@@ -261,6 +325,12 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     ] = None
     max_tokens: Annotated[MaxTokens | None, Meta(description="the same by its older name")] = None
     logprobs: Annotated[OptionalBool, Meta(description="of each token")] = False
+    tools: Tools = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedToolChoice | None,
+        Meta(description="whether the answer may or must call tools, or which one; by default it may"),
+    ] = None
+    parallel_tool_calls: Annotated[OptionalBool, Meta(description="an answer may call more than one")] = True
     top_logprobs: Annotated[NumTop | None, Meta(description="and so many most likely ones; only with logprobs")] = None
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = False
@@ -285,6 +355,7 @@ class TokenizeChatRequest(msgspec.Struct, kw_only=True):
 
     messages: Messages
     model: str | None = None
+    tools: Tools = None
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = False
     chat_template: ChatTemplate = None
@@ -387,16 +458,38 @@ class CompletionResponse(msgspec.Struct, frozen=True):
     object: Literal["text_completion"] = "text_completion"
 
 
+ChatFinishReason = FinishReason | Literal["tool_calls"]
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    """arguments: JSON in a string. In a stream, what this chunk adds to it; the name comes once."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class AnsweredToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """index: in streams. id and type: whole, or with the first chunk of a call."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: CalledFunction
+
+
 class AssistantMessage(msgspec.Struct, frozen=True):
-    content: str
+    """content: None where there are only calls."""
+
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: None = None
+    tool_calls: list[AnsweredToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
     index: int
     message: AssistantMessage
-    finish_reason: FinishReason | None
+    finish_reason: ChatFinishReason | None
     logprobs: ChatLogprobs | None = None
     token_ids: list[int] | UnsetType = UNSET
 
@@ -414,12 +507,13 @@ class ChatCompletionResponse(msgspec.Struct, frozen=True):
 class ChatDelta(msgspec.Struct, frozen=True):
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    tool_calls: list[AnsweredToolCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
     index: int
     delta: ChatDelta
-    finish_reason: FinishReason | None = None
+    finish_reason: ChatFinishReason | None = None
     logprobs: ChatLogprobs | None = None
     token_ids: list[int] | UnsetType = UNSET
 

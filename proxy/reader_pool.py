@@ -62,7 +62,9 @@ class ReaderPool:
         if isinstance(body, SpooledBody):
             return await self._run(_read_spooled, kind, body.path, limits)
         request = self._reader.decode(kind, body)
-        if (len(body) <= MAX_INLINE_BYTES and not has_own_template(request.prompt)) or has_token_ids(request.prompt):
+        is_short = len(body) <= MAX_INLINE_BYTES or has_token_ids(request.prompt)
+        # How long templates and grammars take is for the client to say.
+        if is_short and not has_own_template(request.prompt) and request.base_sampling.grammar is None:
             return self._reader.render(request, limits)
         return await self._run(_read, kind, body, limits)
 

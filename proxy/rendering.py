@@ -43,6 +43,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     """messages: as the template takes them, content flattened to text. The template writes its own special tokens.
 
     template: jinja from the client, None for the model's. variables: what the template sees beside its usual ones.
+    tools: as templates take them.
     """
 
     messages: list[dict[str, Any]]
@@ -52,6 +53,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     template: str | None = None
     variables: dict[str, Any] = {}
     documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class CompletionPrompt(msgspec.Struct, frozen=True):
@@ -102,6 +104,7 @@ class Renderer:
                 template=prompt.template,
                 variables=prompt.variables,
                 documents=prompt.documents,
+                tools=prompt.tools,
             )
 
     def tokens_of(self, text: str, add_special_tokens: bool) -> list[int]:

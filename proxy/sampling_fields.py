@@ -13,7 +13,7 @@ def require(holds: bool, param: str, what: str, value: object) -> None:
         raise InvalidRequest(f"{param} must be {what}, not {value!r}.", param)
 
 
-def sampling_params(request: GenerationFields) -> SamplingParams:
+def sampling_params(request: GenerationFields, grammar: str | None = None) -> SamplingParams:
     """All but the seed and the bad words, which are tokenised later. Null is the default. Raises InvalidRequest."""
     return SamplingParams(
         temperature=1.0 if request.temperature is None else request.temperature,
@@ -26,6 +26,7 @@ def sampling_params(request: GenerationFields) -> SamplingParams:
         logit_bias=tuple((int(token_id), bias) for token_id, bias in (request.logit_bias or {}).items()),
         allowed_token_ids=tuple(sorted(set(request.allowed_token_ids or ()))),
         logprobs=_num_logprobs(request),
+        grammar=grammar,
     )
 
 

@@ -30,6 +30,8 @@ from proxy.rendering import (
     RenderedPrompts,
 )
 from proxy.sampling_fields import num_prompt_logprobs, require, sampling_params
+from proxy.structured_output import plan_output, shown_tool
+from proxy.tool_formats import ToolFormat
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 
@@ -37,11 +39,8 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "logits_processors": ([],),
     "mm_processor_kwargs": ({},),
@@ -68,6 +67,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     num_prompt_logprobs: how many to ask prefill for, which an echo may need too. is_prompt_only: the client wants to
     see its prompt and nothing generated; max_tokens is 1 then, because workers generate at least one. bad_words: of
     `base_sampling`, before they are tokenised. priority: less is served first. request_id: "" for a new one.
+    grammar_param: the field that `base_sampling.grammar` comes from. tool_format: of the calls in the answer.
     """
 
     prompt: ChatPrompt | CompletionPrompt | RenderedPrompts
@@ -89,6 +89,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     priority: int
     request_id: str
     tokens_as_ids: bool
+    grammar_param: str
+    tool_format: ToolFormat | None
     skip_special_tokens: bool
     include_stop_string: bool
     truncate_prompt_tokens: int | None
@@ -132,6 +134,12 @@ class GenerationRequest(msgspec.Struct, frozen=True):
             )
         max_tokens = self.max_tokens or min(room, self.default_max_tokens or room)
         stop_token_ids = self.stop_token_ids | (frozenset() if self.ignore_eos else eos_token_ids)
+        if self.base_sampling.grammar is not None and not stop_token_ids:
+            raise InvalidRequest(
+                f"{self.grammar_param} needs a token that ends the answer, and this model names none; give one in "
+                f"stop_token_ids.",
+                self.grammar_param,
+            )
         return StopConditions(max_tokens, stop_token_ids, self.min_tokens)
 
 
@@ -152,9 +160,12 @@ R = TypeVar("R")
 class BodyDecoder:
     """Decodes and checks the bodies. trust_chat_template: clients may bring templates of their own."""
 
-    def __init__(self, served_model_name: str, trust_chat_template: bool = False) -> None:
+    def __init__(
+        self, served_model_name: str, trust_chat_template: bool = False, tool_format: ToolFormat | None = None
+    ) -> None:
         self._served_model_name = served_model_name
         self._trust_chat_template = trust_chat_template
+        self._tool_format = tool_format or ToolFormat()
         self._completion = msgspec.json.Decoder(CompletionRequest)
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._tokenize_kind = msgspec.json.Decoder(_TokenizeKind)
@@ -236,6 +247,7 @@ class BodyDecoder:
             template=request.chat_template,
             variables=variables,
             documents=request.documents,
+            tools=[shown_tool(tool) for tool in request.tools or ()] or None,
         )
 
     def _check(
@@ -255,7 +267,10 @@ class BodyDecoder:
         require(min_tokens <= most, "min_tokens", f"from 0 to {max_tokens_param}", min_tokens)
         truncate = request.truncate_prompt_tokens
         require(truncate != 0, "truncate_prompt_tokens", "1 or more, or -1", truncate)
-        sampling = sampling_params(request)
+        output = plan_output(request, self._tool_format)
+        if isinstance(prompt, ChatPrompt):
+            prompt = msgspec.structs.replace(prompt, tools=output.tools)
+        sampling = sampling_params(request, output.grammar)
         options = request.stream_options
         if options is not None and not request.stream:
             raise InvalidRequest("stream_options is only allowed together with stream.", "stream_options")
@@ -270,7 +285,8 @@ class BodyDecoder:
             stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
             stop_token_ids=frozenset(request.stop_token_ids or ()),
             min_tokens=min_tokens,
-            ignore_eos=bool(request.ignore_eos),
+            # A grammar that has come to its end leaves nothing else to say.
+            ignore_eos=bool(request.ignore_eos) and output.grammar is None,
             num_prompt_logprobs=num_prompt_logprobs(request, sampling.logprobs),
             prompt_logprobs=request.prompt_logprobs,
             echo=isinstance(request, CompletionRequest) and bool(request.echo),
@@ -279,7 +295,10 @@ class BodyDecoder:
             priority=request.priority or 0,
             request_id=request.request_id or "",
             tokens_as_ids=bool(request.return_tokens_as_token_ids),
-            skip_special_tokens=request.skip_special_tokens is not False,
+            grammar_param=output.param or "",
+            tool_format=self._tool_format if output.calls else None,
+            skip_special_tokens=request.skip_special_tokens is not False
+            and not (output.calls and self._tool_format.has_special_markers),
             include_stop_string=bool(request.include_stop_str_in_output),
             truncate_prompt_tokens=truncate,
             cache_salt=request.cache_salt or "",
