@@ -182,9 +182,9 @@ async def _transform(
     return Response(answer, media_type=_JSON, headers=id_header(request))
 
 
-def _chat_answers(generation: Generation, request: GenerationRequest, model: str) -> ChatAnswers:
+def _chat_answers(generation: Generation, request: GenerationRequest, model: str, request_id: str) -> ChatAnswers:
     answers = ChatAnswers if request.tool_format is None else ToolAnswers
-    return answers(generation, request, model)
+    return answers(generation, request, model, request_id)
 
 
 async def _read(door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody, client: str) -> GenerationRequest:
