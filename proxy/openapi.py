@@ -10,23 +10,25 @@ from typing import Any
 
 import msgspec
 
-from proxy.openai_schema import (
+from proxy.openai_answers import (
     ChatCompletionChunk,
-    ChatCompletionRequest,
     ChatCompletionResponse,
-    CompletionRequest,
     CompletionResponse,
-    DetokenizeRequest,
     DetokenizeResponse,
     ErrorResponse,
     HealthResponse,
     ModelCard,
     ModelList,
+    TokenizeResponse,
+    VersionResponse,
+)
+from proxy.openai_schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
     NotServed,
     TokenizeChatRequest,
-    TokenizeResponse,
     TokenizeTextRequest,
-    VersionResponse,
 )
 from proxy.validation import NEUTRAL_VALUES
 
