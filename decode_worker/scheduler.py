@@ -182,6 +182,14 @@ class DecodeScheduler:
                 actions += self._give_up(transfer, RequestAborted("no request came for this reservation"))
         return actions
 
+    def wanted_transfers(self, pair_id: str) -> list[str]:
+        """Those whose leases are to be renewed: not the ones that were given up."""
+        return [
+            t.transfer_id
+            for t in self._transfers.values()
+            if t.pair_id == pair_id and (t.transfer_id in self._by_transfer or not t.is_reserved)
+        ]
+
     # ---- steps
 
     def schedule(self) -> tuple[Batch, list[Action]]:

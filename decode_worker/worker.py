@@ -42,6 +42,7 @@ from protocol.transfer import (
     FinishTransfer,
     KVRefused,
     OpenPair,
+    RenewLeases,
     ReserveKV,
     ShipKV,
     ToDecodePeer,
@@ -108,6 +109,7 @@ class DecodeWorker:
                 device=device,
                 connectors=offered_connectors(self._config.kv_connector, device),
                 checksums=self._config.kv_checksums,
+                device_ids=pools.device_ids,
             ),
             pools=pools,
             send=self._send_to_prefill,
@@ -142,7 +144,11 @@ class DecodeWorker:
 
     async def _tick_until_stopped(self) -> None:
         while not self._stopping.is_set():
-            self._perform(self._scheduler.on_tick(self._loop.time()))
+            now = self._loop.time()
+            self._perform(self._scheduler.on_tick(now))
+            for pair_id in self._pairs.due_for_renewal(now):
+                if wanted := self._scheduler.wanted_transfers(pair_id):
+                    self._send_to_prefill(pair_id, RenewLeases(pair_id, wanted))
             try:
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
             except TimeoutError:

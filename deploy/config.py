@@ -38,6 +38,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_checksums: Annotated[
         bool, Meta(description="compare every KV block at both ends of its transfer (slow; for debugging)")
     ] = False
+    kv_lease_s: Annotated[
+        float,
+        Meta(ge=1, description="seconds that prefill keeps KV blocks for a decode worker that stops asking for them"),
+    ] = 10.0
     dtype: Annotated[Dtype, Meta(description="type of weights and KV cache; auto takes the checkpoint's")] = "auto"
     load_format: Annotated[
         LoadFormat, Meta(description="auto loads the checkpoint; dummy makes random weights from its config alone")

@@ -143,6 +143,7 @@ class Launcher:
                 engine=self._engine("prefill", self._progress_file(folder, name)),
                 kv_connector=config.kv_connector,
                 kv_checksums=config.kv_checksums,
+                kv_lease_s=config.kv_lease_s,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_num_seqs=config.max_num_seqs,
                 log_level=config.log_level,

@@ -33,7 +33,7 @@ from protocol.errors import ErrorInfo, KVTransferFailed, WorkerLost
 from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
 from protocol.registration import Registration
 from protocol.sockets import RouterSocket, new_context
-from protocol.transfer import KVRefused, KVReserved, ShipKV
+from protocol.transfer import KVRefused, KVReserved, RenewLeases, ShipKV
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,11 @@ class PrefillWorker:
         blocks = BlockManager(pool.num_blocks, self._config.engine.block_size)
         self._block_bytes = pool.block_bytes * self._config.engine.tensor_parallel_size
         self._scheduler = PrefillScheduler(
-            blocks, loaded.layout.model_id, self._config.max_num_batched_tokens, self._config.max_num_seqs
+            blocks,
+            loaded.layout.model_id,
+            self._config.max_num_batched_tokens,
+            self._config.max_num_seqs,
+            self._config.kv_lease_s,
         )
         self._engine = EngineThread(
             lambda: ranks.make_runner(loaded, pool), self._loop.call_soon_threadsafe, self._config.engine.num_threads
@@ -100,6 +104,8 @@ class PrefillWorker:
                 device=device,
                 connectors=offered_connectors(self._config.kv_connector, device),
                 checksums=self._config.kv_checksums,
+                lease_s=self._config.kv_lease_s,
+                device_ids=pools.device_ids,
             ),
             pools=pools,
             on_message=self._on_decode_answer,
@@ -135,7 +141,10 @@ class PrefillWorker:
         while not self._stopping.is_set():
             now = self._loop.time()
             self._pairs.on_tick(now)
+            num_expired = self._scheduler.num_expired_leases
             self._perform(self._scheduler.on_tick(now))
+            if self._scheduler.num_expired_leases > num_expired:
+                log.warning("%d leases ran out", self._scheduler.num_expired_leases - num_expired)
             try:
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
             except TimeoutError:
@@ -181,12 +190,14 @@ class PrefillWorker:
         grammar = self._grammars.get(message.sampling.grammar)
         self._perform(self._scheduler.on_start(self._loop.time(), message, pair_id, grammar))
 
-    def _on_decode_answer(self, message: KVReserved | KVRefused) -> None:
+    def _on_decode_answer(self, message: KVReserved | KVRefused | RenewLeases) -> None:
         match message:
             case KVReserved():
                 self._perform(self._scheduler.on_reserved(message))
             case KVRefused():
                 self._perform(self._scheduler.on_refused(message.transfer_id, message.error))
+            case RenewLeases():
+                self._scheduler.on_renewed(self._loop.time(), message)
 
     def _on_shipped(self, action: Ship, announcement: ShipKV | None, error: KVTransferFailed | None) -> None:
         if error is None:

@@ -68,9 +68,9 @@ class BodyReader:
         """The answer to `/tokenize`. Raises InvalidRequest."""
         request = self._decoder.tokenize(body)
         text = request.prompt if isinstance(request.prompt, str) else self._renderer.chat_text(request.prompt)
-        encoding = self._renderer.tokens_of(text, request.add_special_tokens)
-        strings = encoding.tokens if request.return_token_strs else None
-        return msgspec.json.encode(TokenizeResponse(len(encoding), max_model_len, encoding.ids, strings))
+        token_ids = self._renderer.tokens_of(text, request.add_special_tokens)
+        strings = self._renderer.token_strings(token_ids) if request.return_token_strs else None
+        return msgspec.json.encode(TokenizeResponse(len(token_ids), max_model_len, token_ids, strings))
 
     def detokenize(self, body: bytes) -> bytes:
         """The answer to `/detokenize`. Raises InvalidRequest."""

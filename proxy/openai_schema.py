@@ -220,7 +220,7 @@ class GenerationFields(NotServed):
         Meta(description="a longer prompt loses its beginning; -1: as many as fit beside max_tokens"),
     ] = None
     priority: Annotated[
-        Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None, Meta(description="a lower one is served first")
+        Annotated[int, Meta(ge=-100, le=100)] | None, Meta(description="a lower one is served first")
     ] = 0
     request_id: Annotated[
         Annotated[str, Meta(pattern=REQUEST_ID_PATTERN)] | None,
@@ -264,7 +264,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
 class ContentPart(msgspec.Struct):
     """type: text (with text) or refusal (with refusal). Others are refused: the model takes text only."""
 
-    type: str
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal"]})]
     text: str | None = None
     refusal: str | None = None
 

@@ -107,9 +107,14 @@ class Renderer:
                 tools=prompt.tools,
             )
 
-    def tokens_of(self, text: str, add_special_tokens: bool) -> Encoding:
+    def tokens_of(self, text: str, add_special_tokens: bool) -> list[int]:
         """Of any length. Raises InvalidRequest."""
-        return self._encode(text, add_special_tokens, "prompt")
+        token_ids: list[int] = self._encode(text, add_special_tokens, "prompt").ids
+        return token_ids
+
+    def token_strings(self, token_ids: list[int]) -> list[str]:
+        """As the vocabulary writes them."""
+        return [self._text.tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
         """The token sequences to avoid: each word as it is written at a beginning, and after a space, as vLLM does."""

@@ -150,11 +150,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": -1}, "min_tokens"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"best_of": 2}, "best_of"),
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"bad_words": [""]}, "bad_words[0]"),
     ({"allowed_token_ids": []}, "allowed_token_ids"),
-    ({"priority": 2**31}, "priority"),
+    ({"priority": 101}, "priority"),
     ({"request_id": "with space"}, "request_id"),
     ({"store": True}, "store"),
 ]
