@@ -48,7 +48,7 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # no
 
 def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
     card = ModelCard(config.served_model_name, int(time.time()), None)
-    document = openapi_document(config.api_key is not None)
+    document = openapi_document(config.served_model_name, config.api_key is not None)
     page = docs_page(document)
 
     def model_card() -> ModelCard:
