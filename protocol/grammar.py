@@ -33,7 +33,12 @@ def check_grammar(text: str, param: str) -> None:
     size = len(text.encode(errors="replace"))
     if size > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(f"{param} is too large: {size} bytes as a grammar, at most {MAX_GRAMMAR_BYTES}.", param)
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
+    try:
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
+    except BaseException as panic:  # of the library's Rust code; no Exception
+        if type(panic).__name__ != "PanicException":
+            raise
+        is_error, messages = True, [str(panic)]
     if is_error:
         raise InvalidRequest(f"{param} cannot be served as a grammar: {one_line(messages[0])}.", param)
 
