@@ -27,7 +27,7 @@ from proxy.http_errors import (
     tandem_error_response,
     unexpected_error_response,
 )
-from proxy.openai_schema import HealthResponse, ModelCard, ModelList, VersionResponse
+from proxy.openai_answers import HealthResponse, ModelCard, ModelList, VersionResponse
 from proxy.openapi import docs_page, openapi_document
 from proxy.request_body import SpooledBody
 from proxy.request_id import HEADER, check_request_id, id_header, request_id_of
@@ -43,7 +43,7 @@ _OPEN = {"open": True}
 
 def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
     card = ModelCard(config.served_model_name, int(time.time()), None)
-    document = openapi_document(config.api_key is not None)
+    document = openapi_document(config.served_model_name, config.api_key is not None)
     page = docs_page(document)
 
     def model_card() -> ModelCard:
