@@ -1,4 +1,4 @@
-"""Load for locust's own command: streamed completions, told to locust as `TTFT` and `ITL` beside the whole requests.
+"""Load for locust's own command: streamed completions, told to locust as `TTFT`, `ITL` and `E2E`.
 
     locust -f bench/locustfile.py --headless --users 16 --spawn-rate 16 --run-time 30s --host http://127.0.0.1:8000
 
@@ -65,10 +65,12 @@ class StreamingUser(FastHttpUser):
                 self._tell(trace)
 
     def _tell(self, trace: RequestTrace) -> None:
-        """As requests of their own, which is what locust's tables and charts know."""
+        """As requests of their own, which is what locust's tables and charts know; its own time ends at the headers."""
         moments = [trace.sent_at, *trace.chunk_times]
-        for number, (before, after) in enumerate(itertools.pairwise(moments)):
+        gaps_s = [after - before for before, after in itertools.pairwise(moments)]
+        told = [("TTFT", gaps_s[0]), *(("ITL", gap_s) for gap_s in gaps_s[1:]), ("E2E", sum(gaps_s))] if gaps_s else []
+        for name, seconds in told:
             fields: dict[str, Any] = {"exception": None, "context": {}, "response_length": 0}
             self.environment.events.request.fire(
-                request_type="stream", name="ITL" if number else "TTFT", response_time=(after - before) * 1e3, **fields
+                request_type="stream", name=name, response_time=seconds * 1e3, **fields
             )

@@ -24,6 +24,6 @@ def test_locust_tells_ttft_and_itl(cluster: Cluster, tmp_path: Path) -> None:
         rows = {row["Name"]: row for row in csv.DictReader(file)}
     num_requests = int(rows["/v1/completions"]["Request Count"])
     assert num_requests >= 1 and not any(int(row["Failure Count"]) for row in rows.values())
-    assert int(rows["TTFT"]["Request Count"]) == num_requests
+    assert int(rows["TTFT"]["Request Count"]) == int(rows["E2E"]["Request Count"]) == num_requests
     # One gap for each chunk after the first; tokens that hold a character back make no chunk of their own.
     assert 0 < int(rows["ITL"]["Request Count"]) <= 7 * num_requests
