@@ -81,7 +81,7 @@ def main() -> None:
             options.kept.write_text(json.dumps(figures))
     print_table(figures)
     if options.burst:
-        finish(Report.of("side_by_side_burst", figures, burst_aims(figures)), options.json)
+        finish(Report.of("side_by_side", figures, burst_aims(figures)), options.json)
     else:
         finish(Report.of("side_by_side", figures, aims(figures)), options.json)
 
