@@ -45,7 +45,7 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: Annotated[OptionalBool, Meta(description="the usage so far in every chunk")] = False
 
 
-GrammarText = Annotated[str, Meta(min_length=1, max_length=262144)]
+GrammarText = Annotated[str, Meta(min_length=1, max_length=131072)]
 Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=65536)]], Meta(min_length=1, max_length=10000)]
 
 
