@@ -111,10 +111,18 @@ class DecodeWorker:
         registration = Registration(
             context,
             self._config.proxy_endpoints,
-            RegisterWorker(PROTOCOL_VERSION, self._info, loaded.max_model_len, loaded.vocab_size),
+            RegisterWorker(
+                PROTOCOL_VERSION,
+                self._info,
+                loaded.max_model_len,
+                loaded.vocab_size,
+                loaded.layout.model_id,
+                blocks.block_size,
+            ),
             self._status,
             self._pairs.on_view,
             lambda proxy_id: self._perform(self._scheduler.on_proxy_lost(proxy_id)),
+            blocks.prefix_log.restart,
         )
         registration.start()
         log.info("ready: %d KV blocks of %d tokens", pool.num_blocks, self._config.engine.block_size)
@@ -159,7 +167,8 @@ class DecodeWorker:
             num_compared_blocks=self._num_compared_blocks,
             num_corrupt_blocks=self._num_corrupt_blocks,
         )
-        return WorkerStatus(self._info.worker_id, self._info.epoch, load)
+        prefixes = scheduler.blocks.prefix_log.take()
+        return WorkerStatus(self._info.worker_id, self._info.epoch, load, prefixes=prefixes)
 
     # ---- events
 

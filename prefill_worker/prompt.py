@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.batch import BatchItem, Sample
-from engine.prefix_hash import BlockHasher
 from protocol.dispatch import StartPrefill
 from protocol.generation import TokenLogprobs
+from protocol.prefix_hash import BlockHasher
 from protocol.token_ids import unpack_token_ids
 
 

@@ -11,6 +11,12 @@ from protocol.errors import InvalidRequest, Overloaded
 _SPEED_WINDOW_S = 10.0
 """Prompt tokens per second are those of so long."""
 _MAX_RETRY_AFTER_S = 60
+_MAX_PRIORITY = 100
+
+
+def bounded_priority(priority: int) -> int:
+    """Clients may send any number. Between this many levels, waiting prompts age within minutes (`AGING_S` of prefill)."""
+    return max(-_MAX_PRIORITY, min(_MAX_PRIORITY, priority))
 
 
 class QueueFull(Overloaded):

@@ -38,7 +38,7 @@ class BodyReader:
 
     def render(self, request: GenerationRequest, limits: ModelLimits) -> GenerationRequest:
         """The second half of `read`. Raises InvalidRequest."""
-        prompts = self._renderer.render(request.prompt, limits, request.max_prompt_tokens(limits))
+        prompts = self._renderer.render(request.prompt, limits, request.max_prompt_tokens(limits), request.cache_salt)
         return msgspec.structs.replace(request, prompt=RenderedPrompts(prompts))
 
     def text_of(self, token_ids: list[int]) -> str:

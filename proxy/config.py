@@ -21,6 +21,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_waiting_requests: sequences that may wait for their first token; beyond that requests are refused.
     max_waiting_tokens: the same for prompt tokens. max_requests_per_client: sequences that one client address may have
     under way. 0 sets no bound.
+    num_proxies: that share the workers. decode_prefill_threshold: uncached prompt tokens that a decode worker computes
+    itself; 0 never. ttft_slo_ms: requests whose first token is predicted later are refused; 0 refuses none.
     client_timeout_s: for a request's head to arrive, for each 16 KiB of its body, and for the client to take as much of
     the answer when its buffer is full. ssl_certfile, ssl_keyfile: PEM files; then HTTPS alone is served.
     tokenizer_threads: of execution, each a process of its own, see `proxy.reader_pool`.
@@ -42,6 +44,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_waiting_requests: Annotated[int, Meta(ge=1)] = 1024
     max_waiting_tokens: Annotated[int, Meta(ge=0)] = 0
     max_requests_per_client: Annotated[int, Meta(ge=0)] = 0
+    num_proxies: Annotated[int, Meta(ge=1)] = 1
+    decode_prefill_threshold: Annotated[int, Meta(ge=0)] = 0
+    ttft_slo_ms: Annotated[int, Meta(ge=0)] = 0
     client_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     ssl_certfile: str = ""
     ssl_keyfile: str = ""

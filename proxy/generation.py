@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from protocol.errors import TandemError
 from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions, TokenLogprobs
 from protocol.token_ids import unpack_token_ids
-from proxy.admission import Admission
+from proxy.admission import Admission, bounded_priority
 from proxy.detokenizer import Detokenizer
 from proxy.dispatcher import DispatchedSequence, Dispatcher, Prompt, TokenDelta
 from proxy.model_text import ModelText
@@ -134,7 +134,12 @@ class Generation:
         self.num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
         return [
             _PlannedPrompt(
-                replace(prompt, num_prompt_logprobs=request.num_prompt_logprobs, cache_salt=request.cache_salt),
+                replace(
+                    prompt,
+                    num_prompt_logprobs=request.num_prompt_logprobs,
+                    cache_salt=request.cache_salt,
+                    priority=bounded_priority(request.priority),
+                ),
                 request.samplings(),
                 request.stop_conditions(prompt.num_tokens, limits, door.text.eos_token_ids),
             )

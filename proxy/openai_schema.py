@@ -42,7 +42,6 @@ class NotServedYet(msgspec.Struct):
     audio: Any = None
     web_search_options: Any = None
     prompt_embeds: Any = None
-    priority: Any = None
     spaces_between_special_tokens: Any = None
     chat_template: Any = None
     chat_template_kwargs: Any = None
@@ -54,8 +53,8 @@ class GenerationFields(NotServedYet):
     """What both kinds of request share. Ranges are checked in `validation`.
 
     vLLM's extensions: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos, prompt_logprobs,
-    return_token_ids, skip_special_tokens, include_stop_str_in_output, add_special_tokens, truncate_prompt_tokens and
-    cache_salt.
+    return_token_ids, skip_special_tokens, include_stop_str_in_output, add_special_tokens, truncate_prompt_tokens,
+    cache_salt and priority.
     """
 
     model: str | None = None
@@ -83,6 +82,7 @@ class GenerationFields(NotServedYet):
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     cache_salt: str | None = None
+    priority: int | None = None
     user: str | None = None
 
 

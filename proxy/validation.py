@@ -32,7 +32,6 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "priority": (0,),
     "spaces_between_special_tokens": (True,),
     "chat_template_kwargs": ({},),
     "continue_final_message": (False,),
@@ -52,7 +51,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
 
     max_tokens: None takes `default_max_tokens`, or all that fits. base_sampling: without a seed. seed: of the first of
     the n sequences of a prompt. prompt_logprobs: how many top tokens the client wants to see for each of the prompt;
-    num_prompt_logprobs: how many to ask prefill for, which an echo may need too.
+    num_prompt_logprobs: how many to ask prefill for, which an echo may need too. priority: vLLM's, lower is sooner.
     """
 
     prompt: ChatPrompt | CompletionPrompt | RenderedPrompts
@@ -73,6 +72,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     include_stop_string: bool
     truncate_prompt_tokens: int | None
     cache_salt: str
+    priority: int
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -173,6 +173,8 @@ class BodyDecoder:
         require(
             truncate is None or truncate == -1 or truncate >= 1, "truncate_prompt_tokens", "1 or more, or -1", truncate
         )
+        priority = request.priority or 0
+        require(-(2**31) <= priority < 2**31, "priority", "a 32-bit integer", priority)
         sampling = sampling_params(request)
         options = request.stream_options
         if options is not None and not request.stream:
@@ -196,6 +198,7 @@ class BodyDecoder:
             include_stop_string=bool(request.include_stop_str_in_output),
             truncate_prompt_tokens=truncate,
             cache_salt=request.cache_salt or "",
+            priority=priority,
             stream=bool(request.stream),
             include_usage=options is not None and bool(options.include_usage),
             continuous_usage=options is not None and bool(options.continuous_usage_stats),

@@ -92,7 +92,7 @@ class Cluster:
     def __init__(self) -> None:
         self.registry = Registry(2.5)
         for worker in (PREFILL, DECODE):
-            self.registry.on_register(0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 500))
+            self.registry.on_register(0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 500, "m", 64))
         pairs = [PairStatus(DECODE.worker_id, DECODE.epoch, "ready")]
         self.registry.on_status(0, WorkerStatus(PREFILL.worker_id, PREFILL.epoch, WorkerLoad(), pairs))
         self.router = Router(self.registry)
@@ -146,7 +146,8 @@ class Cluster:
     def check_nothing_is_left(self) -> None:
         assert self.dispatcher.num_running == 0
         assert self.admission.num_waiting == 0
-        assert not self.router._prompt_tokens and not self.router._sequences
+        records = self.registry.prefill_workers + self.registry.decode_workers
+        assert all(record.use.is_idle for record in records)
 
 
 @contextmanager
