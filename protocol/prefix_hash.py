@@ -10,7 +10,6 @@ hashes, the first eight bytes as a number: where two of these collide, a prompt 
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
@@ -26,11 +25,9 @@ def pack_short_hashes(hashes: Iterable[bytes]) -> bytes:
     return b"".join(block_hash[:8] for block_hash in hashes)
 
 
-def unpack_short_hashes(packed: bytes) -> list[int]:
-    """The inverse, as numbers. Raises ValueError when the length is no multiple of eight."""
-    numbers = array("Q")
-    numbers.frombytes(packed)
-    return numbers.tolist()
+def unpack_short_hashes(packed: bytes) -> Sequence[int]:
+    """The inverse, as numbers, made one by one when they are asked for. Raises TypeError for other lengths than 8 n."""
+    return memoryview(packed).cast("Q")
 
 
 class MediaSpan(msgspec.Struct, frozen=True):

@@ -15,7 +15,7 @@ _MAX_PRIORITY = 100
 
 
 def bounded_priority(priority: int) -> int:
-    """Clients may send any number. Between this many levels, waiting prompts age within minutes (`AGING_S` of prefill)."""
+    """Clients may send any number. Between so many levels waiting prompts age within minutes (`AGING_S` of prefill)."""
     return max(-_MAX_PRIORITY, min(_MAX_PRIORITY, priority))
 
 

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from protocol.membership import PrefixUpdate
 from protocol.prefix_hash import unpack_short_hashes
 
+MAX_LOOKUPS = 64
+"""For one prompt. Where many workers hold parts of many lengths, the shorter parts are then taken as shorter still."""
+
 
 @dataclass(slots=True)
 class _Holder:
@@ -86,17 +89,19 @@ class PrefixIndex:
         if here != self._all:
             groups.append((0, self._all & ~here))
         unsettled = [(1, len(hashes), here)]
+        num_left = MAX_LOOKUPS
         while unsettled:
             low, high, mask = unsettled.pop()  # they hold `low` blocks and at most `high`
-            if low == high:
+            if low == high or not num_left:
                 groups.append((low, mask))
                 continue
+            num_left -= 1
             middle = (low + high + 1) // 2
             deeper = workers.get(hashes[middle - 1], 0) & mask
-            if deeper:
-                unsettled.append((middle, high, deeper))
             if deeper != mask:
                 unsettled.append((low, middle - 1, mask & ~deeper))
+            if deeper:  # taken up next: the longest prefixes matter most
+                unsettled.append((middle, high, deeper))
         # Bits are taken out of their sets for all groups but the largest, since that costs most.
         largest = max(range(len(groups)), key=lambda i: groups[i][1].bit_count())
         common, _ = groups.pop(largest)

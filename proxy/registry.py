@@ -19,7 +19,7 @@ from protocol.membership import (
     WorkerStatus,
 )
 from proxy.prefix_index import PrefixIndex
-from proxy.worker_load import WorkerUse
+from proxy.worker_load import PromptQueue, WorkerUse
 
 CHECK_INTERVAL_S = 0.25
 """How often `check` is called."""
@@ -42,24 +42,38 @@ class ModelLimits:
     block_size: int = 64
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class WorkerRecord:
     """One registered worker, what it last said of itself, and what this proxy has there.
 
-    bit: its place in the prefix index. speed: prompt tokens per second; what is typical until it has computed some.
-    use: kept by the router.
+    bit: its place in the prefix index. use: kept by the router.
     """
 
     worker: WorkerInfo
     limits: ModelLimits
     heard_at: float
     bit: int
-    speed: float
-    use: WorkerUse = field(default_factory=WorkerUse)
+    use: WorkerUse
     load: WorkerLoad = field(default_factory=WorkerLoad)
     pairs: list[PairStatus] = field(default_factory=list)
-    decode_peers: list[WorkerRecord] = field(default_factory=list)
+    decode_peers: Candidates = field(default_factory=lambda: Candidates([]))
     """On a prefill worker: the decode workers that it has a ready pair with, in their present epoch."""
+
+
+class Candidates:
+    """Workers to choose from, laid out for the router: it reads `uses` and `queues` of all for each request.
+
+    by_bit: place in these lists, by the worker's bit in the prefix index.
+    """
+
+    def __init__(self, records: list[WorkerRecord]) -> None:
+        self.records = records
+        self.uses = [record.use for record in records]
+        self.queues = [record.use.prompts for record in records]
+        self.by_bit = {record.bit: number for number, record in enumerate(records)}
+
+    def __bool__(self) -> bool:
+        return bool(self.records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +101,9 @@ class Registry:
         self._worker_silence_s = worker_silence_s
         self._by_epoch: dict[str, WorkerRecord] = {}
         self._checked_at: float | None = None
-        self.prefill_workers: list[WorkerRecord] = []
-        self.paired_prefill_workers: list[WorkerRecord] = []  # those with a decode worker to ship to
-        self.decode_workers: list[WorkerRecord] = []
+        self.prefill_workers = Candidates([])
+        self.paired_prefill_workers = Candidates([])  # those with a decode worker to ship to
+        self.decode_workers = Candidates([])
         self.block_size = 1
         self.prefixes = PrefixIndex()
         self._typical_speed = _UNKNOWN_SPEED
@@ -116,7 +130,8 @@ class Registry:
             self._forget(old.worker.epoch)
         limits = ModelLimits(message.max_model_len, message.vocab_size, message.model_id, message.block_size)
         bit = self.prefixes.join(message.worker.epoch)
-        self._by_epoch[message.worker.epoch] = WorkerRecord(message.worker, limits, now, bit, self._typical_speed)
+        use = WorkerUse(PromptQueue(1 / self._typical_speed))
+        self._by_epoch[message.worker.epoch] = WorkerRecord(message.worker, limits, now, bit, use)
         self._rebuild()
         return MembershipChange(lost, [message.worker])
 
@@ -129,7 +144,8 @@ class Registry:
         record.load = message.load
         record.use.on_report(message.load)
         if message.load.prompt_tokens_per_s:
-            record.speed = self._typical_speed = message.load.prompt_tokens_per_s
+            self._typical_speed = message.load.prompt_tokens_per_s
+            record.use.prompts.s_per_token = 1 / self._typical_speed
         if message.prefixes is not None:
             self.prefixes.apply(message.epoch, message.prefixes)
         if message.pairs != record.pairs:
@@ -193,12 +209,12 @@ class Registry:
             return "no prefill worker is ready"
         if not self.decode_workers:
             return "no decode worker is ready"
-        if any(record.decode_peers for record in self.prefill_workers):
+        if self.paired_prefill_workers:
             return None
         troubles = [
             f"{record.worker.worker_id} to {pair.decode_worker_id} is {pair.state}"
             + (f" ({pair.reason})" if pair.reason else "")
-            for record in self.prefill_workers
+            for record in self.prefill_workers.records
             for pair in record.pairs
             if pair.state != "ready"
         ]
@@ -224,16 +240,19 @@ class Registry:
     def _rebuild(self) -> None:
         """Done at changes, which are rare, so that the router finds its lists ready for each request."""
         records = sorted(self._by_epoch.values(), key=lambda record: record.worker.worker_id)
-        self.prefill_workers = [record for record in records if record.worker.role == "prefill"]
-        self.decode_workers = [record for record in records if record.worker.role == "decode"]
-        decode_by_key = {(r.worker.worker_id, r.worker.epoch): r for r in self.decode_workers}
-        for record in self.prefill_workers:
-            peers = (
+        decodes = [record for record in records if record.worker.role == "decode"]
+        prefills = [record for record in records if record.worker.role == "prefill"]
+        decode_by_key = {(r.worker.worker_id, r.worker.epoch): r for r in decodes}
+        self.decode_workers = Candidates(decodes)
+        for record in prefills:
+            found = (
                 decode_by_key.get((pair.decode_worker_id, pair.decode_epoch))
                 for pair in record.pairs
                 if pair.state == "ready"
             )
-            record.decode_peers = [peer for peer in peers if peer is not None]
-        self.paired_prefill_workers = [record for record in self.prefill_workers if record.decode_peers]
+            peers = [peer for peer in found if peer is not None]
+            record.decode_peers = self.decode_workers if peers == decodes else Candidates(peers)
+        self.prefill_workers = Candidates(prefills)
+        self.paired_prefill_workers = Candidates([record for record in prefills if record.decode_peers])
         if records:
             self.block_size = records[0].limits.block_size

@@ -16,15 +16,13 @@ from dataclasses import dataclass
 from protocol.errors import Overloaded
 from protocol.membership import WorkerInfo
 from proxy.prefix_index import NO_DEPTHS, Depths
-from proxy.registry import Registry, WorkerRecord
+from proxy.registry import Candidates, Registry, WorkerRecord
 
 _SLACK_S = 0.001
 _SLACK = 0.05
 """Prefill workers whose prediction is the best one's, to this time and part, are as good: one is drawn."""
 _DECODE_SLACK = 0.5
 """The same for decode workers, in sequences."""
-_POOL_WEIGHT = 16.0
-"""A full pool of blocks counts as so many sequences."""
 _CACHED_WEIGHT = 2.0
 """A prompt that is wholly in a decode worker's cache is worth as many sequences."""
 _NO_ROOM = 1e6
@@ -135,7 +133,9 @@ class Router:
         assert computing is not None
         num_uncached = _num_uncached(computing, prompt, depths, block_size)
         if prefill is None:
-            predicted_s = (computing.use.prompts.ahead_of(prompt.priority) + num_uncached) / computing.speed
+            predicted_s = (
+                computing.use.prompts.ahead_of(prompt.priority) + num_uncached
+            ) * computing.use.prompts.s_per_token
         if max_ttft_s is not None:
             expected_s = (predicted_s + _MIN_TTFT_S) * self._correction
             if expected_s > max_ttft_s:
@@ -144,8 +144,7 @@ class Router:
         num_blocks = 0
         if decode is not None:
             num_blocks = self._num_blocks(decode, prompt, depths, block_size)
-            decode.use.promised_blocks += num_blocks
-            decode.use.add_sequences(prompt.num_sequences, self._num_proxies)
+            decode.use.add(prompt.num_sequences, num_blocks, self._num_proxies)
         return Route(
             prefill.worker if prefill is not None else None,
             decode.worker if decode is not None else None,
@@ -166,7 +165,7 @@ class Router:
         if (record := self._registry.find(route.computes_prompt.epoch)) is not None:
             record.use.prompts.remove(route.priority, route.num_uncached_tokens)
         if route.decode is not None and (record := self._registry.find(route.decode.epoch)) is not None:
-            record.use.promised_blocks -= route.num_blocks
+            record.use.end_promise(route.num_blocks)
 
     def ended(self, route: Route) -> None:
         if route.decode is not None and (record := self._registry.find(route.decode.epoch)) is not None:
@@ -175,37 +174,43 @@ class Router:
     # ---- who
 
     def _pick_prefill(
-        self, records: list[WorkerRecord], prompt: PromptShape, depths: Depths, block_size: int
+        self, candidates: Candidates, prompt: PromptShape, depths: Depths, block_size: int
     ) -> tuple[WorkerRecord, float]:
         """And the predicted seconds to the first token."""
-        num_tokens, priority = prompt.num_tokens, prompt.priority
-        common, other = depths.common, depths.other
-        most = _num_usable_blocks(prompt, block_size)
-        predicted = []
-        for record in records:
-            cached = other.get(record.bit, common) if other else common
-            queue = record.use.prompts
-            ahead = queue.total if priority >= queue.latest else queue.ahead_of(priority)
-            predicted.append((ahead + num_tokens - block_size * min(cached, most)) / record.speed)
+        priority, most_cached = prompt.priority, _num_usable_blocks(prompt, block_size)
+        work = prompt.num_tokens - block_size * min(depths.common, most_cached)
+        queues = candidates.queues
+        predicted = [
+            ((queue.total if priority >= queue.latest else queue.ahead_of(priority)) + work) * queue.s_per_token
+            for queue in queues
+        ]
+        for bit, depth in depths.other.items():
+            if (number := candidates.by_bit.get(bit)) is not None:
+                saved = work - prompt.num_tokens + block_size * min(depth, most_cached)
+                predicted[number] -= saved * queues[number].s_per_token
         best = min(predicted)
         number = self._draw(predicted, best + _SLACK_S + _SLACK * best)
-        return records[number], predicted[number]
+        return candidates.records[number], predicted[number]
 
     def _pick_decode(
-        self, records: list[WorkerRecord], prompt: PromptShape, depths: Depths, block_size: int
+        self, candidates: Candidates, prompt: PromptShape, depths: Depths, block_size: int
     ) -> WorkerRecord:
-        common, other = depths.common, depths.other
         num_full = prompt.num_tokens // block_size
         num_own = prompt.num_sequences * ((prompt.num_tokens + block_size) // block_size - num_full)
-        cached_worth = _CACHED_WEIGHT / (num_full or 1)
-        costs = []
-        for record in records:
-            cached = other.get(record.bit, common) if other else common
-            use = record.use
-            room = use.num_free_blocks - use.promised_blocks - (num_full - cached + num_own)
-            cost = use.num_sequences - _POOL_WEIGHT * room / use.num_blocks - cached_worth * cached
-            costs.append(cost if room >= 0 else cost + _NO_ROOM)
-        return records[self._draw(costs, min(costs) + _DECODE_SLACK)]
+        needed, worth = num_full + num_own - depths.common, _CACHED_WEIGHT / (num_full or 1)
+        uses = candidates.uses
+        costs = [
+            use.busy + needed * use.block_weight + (0.0 if use.num_free_blocks >= needed else _NO_ROOM) for use in uses
+        ]
+        for bit, depth in depths.other.items():
+            if (number := candidates.by_bit.get(bit)) is not None:
+                use, deeper = uses[number], depth - depths.common
+                costs[number] -= deeper * (worth + use.block_weight)
+                if needed > use.num_free_blocks >= needed - deeper:
+                    costs[number] -= _NO_ROOM
+                elif needed <= use.num_free_blocks < needed - deeper:
+                    costs[number] += _NO_ROOM
+        return candidates.records[self._draw(costs, min(costs) + _DECODE_SLACK)]
 
     def _draw(self, costs: list[float], most: float) -> int:
         """One of those that cost no more than `most`: where proxies all took the first, they would crowd it."""

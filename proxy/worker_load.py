@@ -12,84 +12,104 @@ from dataclasses import dataclass, field
 
 from protocol.membership import WorkerLoad
 
+POOL_WEIGHT = 16.0
+"""A full pool of blocks counts as so many sequences."""
+
 
 @dataclass(slots=True)
 class PromptQueue:
-    """Prompt tokens that a worker has to compute, by priority; less is sooner (vLLM's `priority`)."""
+    """Prompt tokens that a worker has to compute, by priority; less is sooner (vLLM's `priority`).
 
-    total: int = 0  # at all priorities, estimated
-    latest: int = 0  # the last priority among them
+    s_per_token: as measured. total: at all priorities, estimated. latest: the last priority among them.
+    """
+
+    s_per_token: float
+    total: int = 0
+    latest: int = 0
+    own: int = 0
     _own: Counter[int] = field(default_factory=Counter)
+    _own_since: Counter[int] = field(default_factory=Counter)  # what others are taken to have sent since the report
     _others: dict[int, int] = field(default_factory=dict)
-    _own_since: Counter[int] = field(default_factory=Counter)
-    _own_total: int = 0
 
     def ahead_of(self, priority: int) -> int:
         """Tokens that are computed before a prompt of this priority which comes now."""
         if priority >= self.latest:
             return self.total  # nearly always: all have the same
-        levels = self._levels()
-        return sum(num_tokens for level, num_tokens in levels.items() if level <= priority)
-
-    @property
-    def own(self) -> int:
-        return self._own_total
+        counts = (self._own, self._own_since, self._others)
+        return sum(n for count in counts for level, n in count.items() if level <= priority)
 
     def add(self, priority: int, num_tokens: int, num_proxies: int) -> None:
         self._own[priority] += num_tokens
         self._own_since[priority] += num_tokens * (num_proxies - 1)
-        self._own_total += num_tokens
+        self.own += num_tokens
         self.total += num_tokens * num_proxies
         self.latest = max(self.latest, priority)
 
     def remove(self, priority: int, num_tokens: int) -> None:
         self._own[priority] -= num_tokens
-        self._own_total -= num_tokens
+        self.own -= num_tokens
         self.total -= num_tokens
         assert self._own[priority] >= 0
         if not self._own[priority]:
             del self._own[priority]
 
-    def report(self, waiting_tokens: list[tuple[int, int]]) -> None:
+    def on_report(self, waiting_tokens: list[tuple[int, int]]) -> None:
         self._others = {p: n - self._own[p] for p, n in waiting_tokens if n > self._own[p]}
         self._own_since.clear()
-        self.total = self._own_total + sum(self._others.values())
+        self.total = self.own + sum(self._others.values())
         self.latest = max((*self._own, *self._others), default=0)
-
-    def _levels(self) -> Counter[int]:
-        levels = self._own + self._own_since
-        levels.update(self._others)
-        return levels
 
 
 @dataclass(slots=True)
 class WorkerUse:
-    """num_sequences: of all proxies, estimated. promised_blocks: to own sequences that have not reserved theirs yet."""
+    """num_sequences: of all proxies, estimated. num_free_blocks: less those promised, to own sequences that have not
+    reserved theirs yet.
 
-    prompts: PromptQueue = field(default_factory=PromptQueue)
+    busy: sequences, and the part of the pool that is in use as sequences; kept ready for the router. block_weight: what
+    a block more adds to it.
+    """
+
+    prompts: PromptQueue
     num_sequences: int = 0
-    promised_blocks: int = 0
-    num_free_blocks: int = 0  # reported
-    num_blocks: int = 1
+    num_free_blocks: int = 0
+    busy: float = 0.0
+    block_weight: float = 1.0
     _num_own: int = 0
+    _num_promised: int = 0
+    _num_blocks: int = 1
 
     def on_report(self, load: WorkerLoad) -> None:
-        self.prompts.report(load.waiting_tokens)
-        reported = load.num_running + load.num_waiting
-        self.num_sequences = max(reported, self._num_own)
-        self.num_free_blocks = load.num_free_blocks
-        self.num_blocks = max(1, load.num_blocks)
+        self.prompts.on_report(load.waiting_tokens)
+        self.num_sequences = max(load.num_running + load.num_waiting, self._num_own)
+        self._num_blocks = max(1, load.num_blocks)
+        self.num_free_blocks = load.num_free_blocks - self._num_promised
+        self.block_weight = POOL_WEIGHT / self._num_blocks
+        self._update()
 
-    def add_sequences(self, number: int, num_proxies: int) -> None:
-        self._num_own += number
-        self.num_sequences += number * num_proxies
+    def add(self, num_sequences: int, num_blocks: int, num_proxies: int) -> None:
+        self._num_own += num_sequences
+        self.num_sequences += num_sequences * num_proxies
+        self._num_promised += num_blocks
+        self.num_free_blocks -= num_blocks
+        self._update()
+
+    def end_promise(self, num_blocks: int) -> None:
+        """They are reserved, and so in the next report, or never will be."""
+        self._num_promised -= num_blocks
+        self.num_free_blocks += num_blocks
+        assert self._num_promised >= 0
+        self._update()
 
     def end_sequence(self) -> None:
-        assert self._num_own > 0
         self._num_own -= 1
         self.num_sequences -= 1
+        assert self._num_own >= 0
+        self._update()
+
+    def _update(self) -> None:
+        self.busy = self.num_sequences - self.num_free_blocks * self.block_weight
 
     @property
     def is_idle(self) -> bool:
         """Nothing of this proxy's own is there."""
-        return not (self._num_own or self.promised_blocks or self.prompts.own)
+        return not (self._num_own or self._num_promised or self.prompts.own)

@@ -19,7 +19,7 @@ def name(number: int) -> bytes:
 def test_short_hashes_travel() -> None:
     hashes = BlockHasher(4, "model").prompt_hashes(pack_token_ids(range(13)))
     assert len(hashes) == 3
-    assert unpack_short_hashes(pack_short_hashes(hashes)) == [int.from_bytes(h[:8], "little") for h in hashes]
+    assert list(unpack_short_hashes(pack_short_hashes(hashes))) == [int.from_bytes(h[:8], "little") for h in hashes]
 
 
 def test_updates_are_bounded_and_the_rest_follows() -> None:
@@ -32,7 +32,7 @@ def test_updates_are_bounded_and_the_rest_follows() -> None:
     log.evict(name(0))
     log.evict(name(7))  # never told
     update = log.take()
-    assert (unpack_short_hashes(update.evicted), unpack_short_hashes(update.added)) == ([0], [5])
+    assert (list(unpack_short_hashes(update.evicted)), list(unpack_short_hashes(update.added))) == ([0], [5])
 
 
 class LossyUpdates(RuleBasedStateMachine):

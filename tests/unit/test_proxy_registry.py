@@ -127,10 +127,10 @@ def test_what_is_missing_is_said() -> None:
 
 def test_a_pair_with_an_old_epoch_is_not_used() -> None:
     registry, [prefill], [_old] = cluster(1, 1)
-    assert len(registry.paired_prefill_workers) == 1
+    assert len(registry.paired_prefill_workers.records) == 1
     new = worker("decode-0", "decode-0/2")
     registry.on_register(1.0, register(new))
-    assert registry.paired_prefill_workers == []
+    assert not registry.paired_prefill_workers
     registry.on_status(1.0, status(prefill, new))
-    [record] = registry.paired_prefill_workers
-    assert [peer.worker for peer in record.decode_peers] == [new]
+    [record] = registry.paired_prefill_workers.records
+    assert [peer.worker for peer in record.decode_peers.records] == [new]

@@ -97,7 +97,7 @@ def test_prefill_goes_where_the_queue_is_shortest_in_time() -> None:
 
 def test_own_prompts_are_not_counted_twice() -> None:
     world = World(1, 1)
-    [record] = world.registry.prefill_workers
+    [record] = world.registry.prefill_workers.records
     route = world.router.pick(PromptShape(300))
     assert record.use.prompts.total == 300
     world.report(world.prefills[0], waiting_tokens=[(0, 300)])
@@ -112,7 +112,7 @@ def test_own_prompts_are_not_counted_twice() -> None:
 
 def test_other_proxies_are_taken_to_do_as_this_one_until_workers_report() -> None:
     world = World(1, 1, num_proxies=4)
-    [record] = world.registry.prefill_workers
+    [record] = world.registry.prefill_workers.records
     world.router.pick(PromptShape(100))
     assert record.use.prompts.total == 400
     world.report(world.prefills[0], waiting_tokens=[(0, 100)])
@@ -220,7 +220,7 @@ def test_what_is_predicted_to_be_late_is_refused_at_once() -> None:
     with pytest.raises(SLOUnreachable, match="predicted after 3") as refused:
         world.router.pick(PromptShape(100), max_ttft_s=1.0)
     assert refused.value.retry_after_s == 3
-    [prefill], [decode] = world.registry.prefill_workers, world.registry.decode_workers
+    [prefill], [decode] = world.registry.prefill_workers.records, world.registry.decode_workers.records
     assert prefill.use.is_idle and decode.use.is_idle, "nothing is owed for it"
     assert prefill_of(world.router.pick(PromptShape(100), max_ttft_s=4.0))
 
@@ -262,7 +262,7 @@ def test_nothing_stays_counted(events: list[tuple[str, int]]) -> None:
         world.router.prefill_ended(route)
     for route in running:
         world.router.ended(route)
-    for record in world.registry.prefill_workers + world.registry.decode_workers:
+    for record in world.registry.prefill_workers.records + world.registry.decode_workers.records:
         world.report(record.worker)
         assert record.use.is_idle
-        assert (record.use.prompts.total, record.use.num_sequences, record.use.promised_blocks) == (0, 0, 0)
+        assert (record.use.prompts.total, record.use.num_sequences, record.use.num_free_blocks) == (0, 0, 100)
