@@ -8,6 +8,7 @@ It waits for its blocks in one line with the transfers. Its chunks share steps w
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -64,8 +65,7 @@ class LocalPrefill:
             return 0
         return (len(self.token_ids) - 1) // block_size
 
-    def reserve(self, now: float, block_table: list[int], spare: list[int], num_cached_tokens: int) -> None:
-        self.started_at = now
+    def reserve(self, block_table: list[int], spare: list[int], num_cached_tokens: int) -> None:
         self.block_table, self.spare_block_ids = block_table, spare
         self.num_cached_tokens = self.num_computed_tokens = num_cached_tokens
 
@@ -81,3 +81,21 @@ class LocalPrefill:
             num_prompt_logprobs=num_logprobs,
             target_token_ids=() if num_logprobs is None else self.token_ids[start + 1 : end + 1],
         )
+
+
+def share_out(budget: int, prefills: Iterable[LocalPrefill]) -> list[tuple[LocalPrefill, int]]:
+    """The next step's chunks, as prefill workers choose them: half of the tokens to the one that came first, the rest
+    by priority and then to whoever has the fewest left.
+    """
+    candidates = sorted(prefills, key=lambda p: (p.prompt.request.priority, p.num_remaining_tokens, p.prompt.number))
+    if not candidates:
+        return []
+    first = min(candidates, key=lambda p: p.prompt.number)
+    shares = {first.prompt.number: min(budget - budget // 2, first.num_remaining_tokens)}
+    budget -= shares[first.prompt.number]
+    for prefill in candidates:
+        number = prefill.prompt.number
+        share = min(budget, prefill.num_remaining_tokens - shares.get(number, 0))
+        shares[number] = shares.get(number, 0) + share
+        budget -= share
+    return [(prefill, shares[prefill.prompt.number]) for prefill in candidates if shares[prefill.prompt.number]]

@@ -48,8 +48,17 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_cache_gib: Annotated[float, Meta(gt=0, description="GiB of KV cache per worker, in each rank of it")] = 1.0
     block_size: Annotated[int, Meta(ge=8, le=512, description="tokens per KV block")] = 64
     max_num_batched_tokens: Annotated[
-        int, Meta(ge=16, le=65536, description="prompt tokens that a prefill worker computes per step")
+        int, Meta(ge=16, le=65536, description="prompt tokens that a worker computes per step")
     ] = 512
+    decode_prefill_threshold: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65536,
+            description="prompt tokens, not cached, that a decode worker computes itself; all of them when no prefill "
+            "worker is left; 0 never",
+        ),
+    ] = 32
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="sequences that a worker runs at once")] = 64
     tensor_parallel_size: Annotated[
         int, Meta(ge=1, le=64, description="processes (on GPUs: devices) that share the model in each worker")
@@ -80,6 +89,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_waiting_tokens: Annotated[int, Meta(ge=0, description="the same for their prompt tokens; 0 sets no bound")] = 0
     max_requests_per_client: Annotated[
         int, Meta(ge=0, description="sequences per proxy of one client address; more get 429; 0 sets no bound")
+    ] = 0
+    ttft_slo_ms: Annotated[
+        int,
+        Meta(ge=0, description="refuse requests whose first token is predicted later, in milliseconds; 0 refuses none"),
     ] = 0
     client_timeout_s: Annotated[
         float, Meta(gt=0, description="seconds for a client to send its headers, or to send or read 16 KiB")

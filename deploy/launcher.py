@@ -123,6 +123,9 @@ class Launcher:
                 max_waiting_requests=config.max_waiting_requests,
                 max_waiting_tokens=config.max_waiting_tokens,
                 max_requests_per_client=config.max_requests_per_client,
+                num_proxies=config.proxies,
+                decode_prefill_threshold=config.decode_prefill_threshold,
+                ttft_slo_ms=config.ttft_slo_ms,
                 client_timeout_s=config.client_timeout_s,
                 request_timeout_s=config.request_timeout_s,
                 shutdown_grace_s=PROXY_GRACE_S,
@@ -156,6 +159,7 @@ class Launcher:
                 kv_connector=config.kv_connector,
                 kv_checksums=config.kv_checksums,
                 max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
                 log_level=config.log_level,
             )
             self._add(name, "decode_worker", decode, folder, logs, shares[config.prefill + i])
