@@ -36,7 +36,7 @@ def tandem(*arguments: str) -> list[str]:
 
 
 class Cluster:
-    """A context manager; `url` serves while it is open. Prompts go through prefill workers unless the test says else."""
+    """A context manager; `url` serves while it is open. Prompts go through prefill unless a test says else."""
 
     def __init__(self, *arguments: str) -> None:
         self.port = free_port()
