@@ -21,7 +21,7 @@ import msgspec
 from prometheus_client.multiprocess import mark_process_dead
 
 from decode_worker.config import DecodeConfig
-from deploy.config import ClusterConfig
+from deploy.config import ClusterConfig, read_api_keys
 from deploy.gpus import share_out, visible_gpus
 from deploy.loading import fraction_loaded
 from deploy.processes import ChildProcess
@@ -106,6 +106,7 @@ class Launcher:
         proxies = self._control_endpoints(folder)
         self._metrics_dir = folder / "metrics"
         self._metrics_dir.mkdir()
+        api_keys = read_api_keys(Path(config.api_keys_file)) if config.api_keys_file else []
         for i, control in enumerate(proxies):
             name = f"proxy-{i}"
             proxy = ProxyConfig(
@@ -116,6 +117,7 @@ class Launcher:
                 model=self._model,
                 served_model_name=self._served_model_name,
                 api_key=config.api_key or None,
+                api_keys=api_keys,
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
                 tokenizer_threads=config.tokenizer_threads,

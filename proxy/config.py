@@ -15,12 +15,13 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The file that `python -m proxy FILE` reads, as JSON.
 
     control_endpoint: where workers, the launcher and `tandem status` reach this proxy (ZeroMQ, bound here).
-    model: folder or hub id; its tokeniser and configuration alone are read. api_key: None lets everyone in.
+    model: folder or hub id; its tokeniser and configuration alone are read. api_key, api_keys: None and [] let everyone
+    in.
     sockets_per_worker: connections to each worker; one request stays on one of them.
     worker_silence_s: a worker that has sent no status for so long is lost.
     max_waiting_requests: sequences that may wait for their first token; beyond that requests are refused.
-    max_waiting_tokens: the same for prompt tokens. max_requests_per_client: sequences that one client address may have
-    under way. 0 sets no bound.
+    max_waiting_tokens: the same for prompt tokens. max_requests_per_client: sequences that one client (a key, or an
+    address where there are no keys) may have under way. 0 sets no bound.
     num_proxies: that share the workers. decode_prefill_threshold: uncached prompt tokens that a decode worker computes
     itself; 0 never. ttft_slo_ms: requests whose first token is predicted later are refused; 0 refuses none.
     client_timeout_s: for a request's head to arrive, for each 16 KiB of its body, and for the client to take as much of
@@ -36,6 +37,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
     api_key: str | None = None
+    api_keys: list[str] = []
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
     sockets_per_worker: Annotated[int, Meta(ge=1, le=64)] = 1
     request_timeout_s: Annotated[float, Meta(gt=0)] = 600.0

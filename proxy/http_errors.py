@@ -21,6 +21,7 @@ from protocol.errors import (
 from proxy.admission import ClientLimitExceeded, QueueFull
 from proxy.openai_schema import ErrorDetail, ErrorResponse
 from proxy.rendering import ContextLengthExceeded
+from proxy.router import SLOUnreachable
 from proxy.validation import ModelNotFound
 
 log = logging.getLogger("proxy")
@@ -67,6 +68,7 @@ _STATUS: dict[type[TandemError], int] = {
     QueueFull: 503,
     ClientLimitExceeded: 429,
     Overloaded: 503,
+    SLOUnreachable: 503,
     WorkerLost: 503,
     KVTransferFailed: 503,
     RequestAborted: 504,
@@ -86,7 +88,7 @@ def tandem_error_response(_request: Request[Any, Any, Any], error: TandemError) 
     status = status_of(error)
     headers = {}
     if status in (429, 503):
-        headers["retry-after"] = str(error.retry_after_s) if isinstance(error, QueueFull) else RETRY_AFTER_S
+        headers["retry-after"] = str(error.retry_after_s) if isinstance(error, Overloaded) else RETRY_AFTER_S
     if status == 408:  # the rest of the body may still come
         headers["connection"] = "close"
     return _response(status, error_body(error), headers)

@@ -98,6 +98,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         scrapes,
         Turns(_STREAMS_PER_ITERATION),
         config.request_timeout_s,
+        config.ttft_slo_ms / 1000 or None,
     )
     uvicorn_config = uvicorn.Config(
         make_app(config, door),
