@@ -62,7 +62,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             description="prompt tokens, not cached, that a decode worker computes itself; all of them when no prefill "
             "worker is left; 0 never",
         ),
-    ] = 32
+    ] = 64
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="sequences that a worker runs at once")] = 64
     tensor_parallel_size: Annotated[
         int, Meta(ge=1, le=64, description="processes (on GPUs: devices) that share the model in each worker")
