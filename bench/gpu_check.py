@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, unattended: its tests, the engine's benchmark, and a cluster whose workers share it.
+"""Everything that needs a GPU, unattended: tests, benchmarks of engine and KV transfer, a cluster that shares the GPU.
 
     python -m bench.gpu_check [--quick] [--json FILE]
 
@@ -24,7 +24,7 @@ from typing import Any
 from bench.gpu_engine import LLAMA_8B, SMALL
 from bench.report import Aim, Report, add_common_options, finish
 
-TESTS_LIMIT_S, ENGINE_LIMIT_S, CLUSTER_START_LIMIT_S, LOAD_LIMIT_S = 150, 150, 90, 30
+TESTS_LIMIT_S, ENGINE_LIMIT_S, TRANSFER_LIMIT_S, CLUSTER_START_LIMIT_S, LOAD_LIMIT_S = 110, 120, 105, 75, 25
 RATES = (12, 24, 48, 96)
 
 
@@ -124,9 +124,10 @@ def main() -> None:
         "gpu": gpu.strip(),
         "tests": run_tests(),
         "engine": run_benchmark("gpu_engine", ENGINE_LIMIT_S, *quick),
+        "kv_transfer": run_benchmark("gpu_kv_transfer", TRANSFER_LIMIT_S, *quick),
         "cluster": run_cluster(options.quick),
     }
-    aims = [Aim(**aim) for aim in figures["engine"].get("aims", [])]  # type: ignore[union-attr]
+    aims = [Aim(**aim) for part in ("engine", "kv_transfer") for aim in figures[part].get("aims", [])]  # type: ignore[union-attr]
     finish(Report.of("gpu_check", figures, aims), options.json)
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from decode_worker.sequence import DecodePrompt
 from engine.batch import BatchItem, Sample
+from engine.grammar import Grammar, GrammarState
 from protocol.generation import TokenLogprobs
 
 
@@ -25,6 +26,7 @@ class LocalPrefill:
     prompt: DecodePrompt
     token_ids: list[int]
     samples: list[Sample]
+    grammar: GrammarState | None
     block_table: list[int] = field(default_factory=list)
     spare_block_ids: list[int] = field(default_factory=list)
     num_computed_tokens: int = 0  # cached ones included
@@ -35,21 +37,24 @@ class LocalPrefill:
     ended: bool = False
 
     @classmethod
-    def of(cls, prompt: DecodePrompt) -> LocalPrefill:
+    def of(cls, prompt: DecodePrompt, grammar: Grammar | None = None) -> LocalPrefill:
         request = prompt.request
         token_ids = prompt.token_ids(0, prompt.num_tokens)
         num_before = len(token_ids) - request.num_generated
         has_penalties = request.sampling.has_penalties
+        # The sequences begin at one place in the grammar, so one state does for all of them.
+        state = grammar.new_state(request.stop.stop_token_ids) if grammar is not None else None
         samples = [
             Sample(
                 msgspec.structs.replace(request.sampling, seed=seed),
                 prompt_token_ids=token_ids[:num_before] if has_penalties else (),
-                output_token_ids=token_ids[num_before:] if has_penalties else (),
+                output_token_ids=token_ids[num_before:] if request.sampling.needs_history else (),
                 banned_token_ids=request.stop.banned(request.num_generated),
+                grammar=state,
             )
             for seed in request.seeds
         ]
-        return cls(prompt, token_ids, samples)
+        return cls(prompt, token_ids, samples, state)
 
     @property
     def num_remaining_tokens(self) -> int:
@@ -58,6 +63,11 @@ class LocalPrefill:
     @property
     def is_reserved(self) -> bool:
         return bool(self.block_table)
+
+    @property
+    def may_compute(self) -> bool:
+        """Not before it has its blocks and its grammar is compiled."""
+        return self.is_reserved and (self.grammar is None or self.grammar.is_ready)
 
     def num_cacheable_blocks(self, block_size: int) -> int:
         """The last token is always computed, since its logits are needed; so are all whose logits are asked for."""

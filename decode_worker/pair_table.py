@@ -75,20 +75,34 @@ class IncomingPair:
     prefill_epoch: str
     live_pids: set[int]
     peer_writes: bool = True  # until the receiver says otherwise
+    lease_s: float = 10.0
+    renewed_at: float = 0.0
     num_announced: int = 0
     is_broken: bool = False
     out_of_sight: bool = False
 
 
 class IncomingPairTable:
-    """All pairs of one decode worker. host_id: see `kv_transfer.mapped_memory.host_id`."""
+    """All pairs of one decode worker. host_id: see `kv_transfer.mapped_memory.host_id`.
 
-    def __init__(self, layout: KVLayout, host_id: str, device: str, connectors: list[str], checksums: bool) -> None:
+    device_ids: GPUs of its ranks, as in ConnectorParams.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        host_id: str,
+        device: str,
+        connectors: list[str],
+        checksums: bool,
+        device_ids: list[str],
+    ) -> None:
         self._layout = layout
         self._host_id = host_id
         self._device = device
         self._connectors = connectors
         self._checksums = checksums
+        self._device_ids = device_ids
         self._by_id: dict[str, IncomingPair] = {}
         self._gone: OrderedDict[str, None] = OrderedDict()  # ids are never used twice
 
@@ -104,18 +118,25 @@ class IncomingPairTable:
         if message.pair_id in self._by_id or message.pair_id in self._gone:
             return []
         try:
-            connector = agree(message, self._layout, self._host_id, self._device, self._connectors)
+            connector = agree(message, self._layout, self._host_id, self._device, self._connectors, self._device_ids)
         except KVLayoutMismatch as mismatch:
             return [RefusePair(PairRefused(message.pair_id, mismatch.message))]
         pids = message.prefill_pids if message.host_id == self._host_id else []
         self._by_id[message.pair_id] = IncomingPair(
-            message.pair_id, message.prefill_worker_id, message.prefill_epoch, set(pids)
+            message.pair_id, message.prefill_worker_id, message.prefill_epoch, set(pids), lease_s=message.lease_s
         )
         checksums = self._checksums or message.checksums
         return [AcceptPair(message.pair_id, connector, message.layout.tensor_parallel_size, checksums, pids)]
 
     def on_opened(self, pair_id: str, peer_writes: bool) -> None:
         self._by_id[pair_id].peer_writes = peer_writes
+
+    def due_for_renewal(self, now: float) -> list[str]:
+        """Pairs whose leases are to be renewed now: three times in a term, so that one message may be late."""
+        due = [p for p in self._by_id.values() if not p.is_broken and now - p.renewed_at >= p.lease_s / 3]
+        for pair in due:
+            pair.renewed_at = now
+        return [pair.pair_id for pair in due]
 
     def is_next(self, message: ShipKV) -> bool:
         """False for one that came before, or whose pair is gone. Raises KVTransferFailed when one is missing: the next

@@ -63,6 +63,9 @@ class IncomingPairs:
     def is_next(self, message: ShipKV) -> bool:
         return self._table.is_next(message)
 
+    def due_for_renewal(self, now: float) -> list[str]:
+        return self._table.due_for_renewal(now)
+
     def receive(self, pair_id: str, block_ids: Sequence[int], on_done: OnDone) -> None:
         receiver = self._receivers.get(pair_id)
         if receiver is None:

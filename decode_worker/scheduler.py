@@ -20,6 +20,7 @@ from decode_worker.sequence import DecodePrompt, DecodeSequence
 from decode_worker.transfer import IncomingTransfer
 from engine.batch import Batch, ItemOutput
 from engine.block_manager import BlockManager
+from engine.grammar import Grammar
 from protocol.dispatch import (
     DecodeReserved,
     FirstToken,
@@ -92,8 +93,8 @@ class DecodeScheduler:
 
     # ---- events from proxies
 
-    def on_prepare(self, now: float, request: PrepareDecode) -> list[Action]:
-        prompt = DecodePrompt.of(request, self._num_arrived, now, self.blocks.block_size, self._model_id)
+    def on_prepare(self, now: float, request: PrepareDecode, grammar: Grammar | None = None) -> list[Action]:
+        prompt = DecodePrompt.of(request, self._num_arrived, now, self.blocks.block_size, self._model_id, grammar)
         sequences = list(prompt.sequences.values())
         error = self._why_not(prompt)
         if error is not None:
@@ -102,7 +103,7 @@ class DecodeScheduler:
         self._by_transfer[request.transfer_id] = prompt
         self._by_request.update({sequence.key: sequence for sequence in sequences})
         if request.prefill_epoch is None:
-            prefill = self._local_prefills[request.transfer_id] = LocalPrefill.of(prompt)
+            prefill = self._local_prefills[request.transfer_id] = LocalPrefill.of(prompt, grammar)
             self._waiting.append(prefill)
         return self._reserve()
 
@@ -214,6 +215,14 @@ class DecodeScheduler:
                 actions += self._give_up(transfer, RequestAborted("no request came for this reservation"))
         return actions
 
+    def wanted_transfers(self, pair_id: str) -> list[str]:
+        """Those whose leases are to be renewed: not the ones that were given up."""
+        return [
+            t.transfer_id
+            for t in self._transfers.values()
+            if t.pair_id == pair_id and (t.transfer_id in self._by_transfer or not t.is_reserved)
+        ]
+
     # ---- steps
 
     def schedule(self, now: float) -> tuple[Batch, list[Action]]:
@@ -225,7 +234,7 @@ class DecodeScheduler:
         assert not self._step and not self._chunks, "one step at a time"
         actions: list[Action] = []
         for sequence in sorted(self._running[: self._max_num_seqs], key=lambda s: s.age):
-            if not sequence.ended and self._grow(sequence, actions):
+            if not sequence.ended and sequence.may_step and self._grow(sequence, actions):
                 self._step.append(sequence)
         copies = []
         for sequence in self._step:
@@ -235,8 +244,8 @@ class DecodeScheduler:
                 self._copied_from.append(sequence.copy_from)
                 sequence.copy_from = None
         items = [sequence.next_item() for sequence in self._step]
-        reserved = (prefill for prefill in self._local_prefills.values() if prefill.is_reserved)
-        self._chunks = share_out(self._max_num_batched_tokens, reserved)
+        ready = (prefill for prefill in self._local_prefills.values() if prefill.may_compute)
+        self._chunks = share_out(self._max_num_batched_tokens, ready)
         for prefill, num_tokens in self._chunks:
             prefill.in_step = True
             prefill.started_at = prefill.started_at or now
@@ -272,6 +281,9 @@ class DecodeScheduler:
         for sequence, output in zip(step, results[: len(step)], strict=True):
             if sequence.ended:
                 self._release(sequence)
+                continue
+            if output.error is not None:
+                freed += self._end(sequence, output.error.to_error())
                 continue
             (token,) = output.tokens
             block_hash = sequence.on_token(token.token_id, self.blocks.block_size)

@@ -21,6 +21,7 @@ from decode_worker.scheduler import DecodeScheduler
 from engine.batch import ItemOutput
 from engine.block_manager import BlockManager
 from engine.engine_thread import EngineThread
+from engine.grammar import Grammars
 from engine.kv_pool import KVPool
 from engine.model_loader import LoadedModel
 from engine.prompt_speed import PromptSpeed
@@ -42,6 +43,7 @@ from protocol.transfer import (
     FinishTransfer,
     KVRefused,
     OpenPair,
+    RenewLeases,
     ReserveKV,
     ShipKV,
     ToDecodePeer,
@@ -72,6 +74,11 @@ class DecodeWorker:
             self._config.worker_id, self._config.engine, self._config.host, self._config.log_level
         )
         loaded: LoadedModel = await self._loop.run_in_executor(None, ranks.load)
+        self._grammars = Grammars(
+            self._config.engine.model,
+            loaded.vocab_size,
+            lambda: self._loop.call_soon_threadsafe(self._start_step),
+        )
         pool = KVPool(loaded, self._config.engine)
         blocks = BlockManager(pool.num_blocks, self._config.engine.block_size)
         self._block_bytes = pool.block_bytes * self._config.engine.tensor_parallel_size
@@ -106,6 +113,7 @@ class DecodeWorker:
                 device=device,
                 connectors=offered_connectors(self._config.kv_connector, device),
                 checksums=self._config.kv_checksums,
+                device_ids=pools.device_ids,
             ),
             pools=pools,
             send=self._send_to_prefill,
@@ -137,6 +145,7 @@ class DecodeWorker:
             self._pairs.close()
             self._router.close()
             context.term()
+            self._grammars.close()
             self._engine.stop(timeout_s=1.5)
             ranks.close()
 
@@ -147,7 +156,11 @@ class DecodeWorker:
 
     async def _tick_until_stopped(self) -> None:
         while not self._stopping.is_set():
-            self._perform(self._scheduler.on_tick(self._loop.time()))
+            now = self._loop.time()
+            self._perform(self._scheduler.on_tick(now))
+            for pair_id in self._pairs.due_for_renewal(now):
+                if wanted := self._scheduler.wanted_transfers(pair_id):
+                    self._send_to_prefill(pair_id, RenewLeases(pair_id, wanted))
             try:
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
             except TimeoutError:
@@ -183,7 +196,8 @@ class DecodeWorker:
         scheduler, now = self._scheduler, self._loop.time()
         match message:
             case PrepareDecode():
-                self._perform(scheduler.on_prepare(now, message))
+                grammar = self._grammars.get(message.sampling.grammar)
+                self._perform(scheduler.on_prepare(now, message, grammar))
             case AbortRequest():
                 self._perform(scheduler.on_abort(message.proxy_id, message.request_id))
             case OpenPair():

@@ -16,6 +16,7 @@ from engine.config import Device, Dtype, LoadFormat
 from kv_transfer.registry import check_name
 from protocol.errors import ConfigError
 from protocol.membership import Role
+from proxy.tool_formats import ToolFormatName
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -37,6 +38,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_checksums: Annotated[
         bool, Meta(description="compare every KV block at both ends of its transfer (slow; for debugging)")
     ] = False
+    kv_lease_s: Annotated[
+        float,
+        Meta(ge=1, description="seconds that prefill keeps KV blocks for a decode worker that stops asking for them"),
+    ] = 10.0
     dtype: Annotated[Dtype, Meta(description="type of weights and KV cache; auto takes the checkpoint's")] = "auto"
     load_format: Annotated[
         LoadFormat, Meta(description="auto loads the checkpoint; dummy makes random weights from its config alone")
@@ -108,6 +113,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 30.0
     request_timeout_s: Annotated[float, Meta(gt=0, description="seconds after which a request is given up")] = 600.0
     trust_remote_code: Annotated[bool, Meta(description="run model code that comes with the checkpoint")] = False
+    tool_call_parser: Annotated[
+        ToolFormatName, Meta(description="how the model writes tool calls: hermes (also Qwen) or llama3_json")
+    ] = "hermes"
+    trust_request_chat_template: Annotated[
+        bool, Meta(description="let clients bring chat templates (jinja, in a sandbox, 2 s of CPU time each)")
+    ] = False
     log_level: Annotated[LogLevel, Meta(description="how much every process logs")] = "info"
 
     def num_ranks(self, role: Role) -> int:

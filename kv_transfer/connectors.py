@@ -8,7 +8,8 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from kv_transfer.connector import KVReceiver, KVSender, OnDone
-from kv_transfer.mapped_memory import MappedMemoryReceiver, MappedMemorySender
+from kv_transfer.cuda_ipc import CudaIpcSender
+from kv_transfer.mapped_memory import MappedMemoryReceiver, MappedMemorySender, PeerView
 from kv_transfer.process_group import ProcessGroupReceiver, ProcessGroupSender, connect_store
 from kv_transfer.registry import BUILT_IN, load_connector
 from protocol.transfer import ConnectorParams
@@ -21,7 +22,7 @@ def open_sender(
     blocks: torch.Tensor,
     host: str,
     on_ready: OnDone,
-    peer_view: Callable[[torch.Tensor], torch.Tensor] = lambda blocks: blocks,
+    peer_view: PeerView = lambda blocks: blocks,
 ) -> KVSender:
     """The prefill end. Does not block. Raises KVTransferFailed when the peer's memory cannot be mapped.
 
@@ -30,7 +31,8 @@ def open_sender(
     `on_ready` is called once, from some thread.
     """
     if connector == "ipc":
-        sender = MappedMemorySender(f"ship-{path_id}", blocks, params, peer_view)
+        make = CudaIpcSender if blocks.device.type == "cuda" else MappedMemorySender
+        sender = make(f"ship-{path_id}", blocks, params, peer_view)
         on_ready(None)
         return sender
     if connector not in BUILT_IN:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from kv_transfer.head_slices import head_routes
 from kv_transfer.registry import AUTO, BUILT_IN, check_name, reach_of
 from protocol.errors import ConfigError, KVLayoutMismatch
 from protocol.membership import PROTOCOL_VERSION
@@ -24,10 +27,17 @@ def offered_connectors(wanted: str, device: str) -> list[str]:
     return [wanted]
 
 
-def agree(message: OpenPair, layout: KVLayout, host_id: str, device: str, connectors: list[str]) -> str:
+def agree(
+    message: OpenPair,
+    layout: KVLayout,
+    host_id: str,
+    device: str,
+    connectors: list[str],
+    device_ids: Sequence[str] = (),
+) -> str:
     """The connector for the pair: the prefill side's first choice that we offer too and that can reach us.
 
-    Raises KVLayoutMismatch.
+    device_ids: GPUs of our ranks, as in OpenPair. Raises KVLayoutMismatch.
     """
     if message.version != PROTOCOL_VERSION:
         raise KVLayoutMismatch(f"protocol version differs: prefill has {message.version}, decode {PROTOCOL_VERSION}")
@@ -36,11 +46,27 @@ def agree(message: OpenPair, layout: KVLayout, host_id: str, device: str, connec
         field, ours, theirs = difference
         raise KVLayoutMismatch(f"KV layout differs in {field}: prefill has {theirs}, decode has {ours}")
     same_host = message.host_id == host_id
-    usable = [name for name in message.connectors if name in connectors and (same_host or reach_of(name).crosses_hosts)]
+    same_devices = _same_devices(message, layout, device_ids)
+    usable = [
+        name
+        for name in message.connectors
+        if name in connectors
+        and (same_host or reach_of(name).crosses_hosts)
+        and (same_devices or reach_of(name).crosses_devices)
+    ]
     if not usable:
-        where = "on the same host" if same_host else "on different hosts"
+        where = "on different hosts"
+        if same_host:
+            where = "on the same host" if same_devices else "on different GPUs of the same host"
         raise KVLayoutMismatch(
             f"no connector in common ({where}): prefill offers {', '.join(message.connectors)} on {message.device}, "
             f"decode offers {', '.join(connectors)} on {device}"
         )
     return usable[0]
+
+
+def _same_devices(message: OpenPair, layout: KVLayout, device_ids: Sequence[str]) -> bool:
+    """Whether every path leads from a device to itself. Ranks on CPU name none, and are all on the same."""
+    routes = head_routes(layout.total_kv_heads, message.layout.tensor_parallel_size, layout.tensor_parallel_size)
+    theirs, ours = dict(enumerate(message.device_ids)), dict(enumerate(device_ids))
+    return all(theirs.get(route.src_rank, "") == ours.get(route.dst_rank, "") for route in routes)

@@ -22,6 +22,9 @@ from kv_transfer.staging import copy_blocks
 from protocol.errors import KVTransferFailed
 from protocol.transfer import ConnectorParams
 
+PeerView = Callable[[torch.Tensor], torch.Tensor]
+"""From the peer's whole pool, uint8 [num_blocks, block_bytes], to the heads of it that a path leads to."""
+
 _libc = ctypes.CDLL(None, use_errno=True)  # calls let go of the GIL
 _MADV_POPULATE_WRITE = 23
 
@@ -43,6 +46,19 @@ def map_peer_pool(params: ConnectorParams) -> torch.Tensor:
     except (OSError, RuntimeError) as error:
         raise KVTransferFailed(f"cannot map the peer's KV pool: {error}") from error
     return mapped.view(params.num_blocks, -1)
+
+
+def same_heads(mapped: torch.Tensor, blocks: torch.Tensor, peer_view: PeerView) -> torch.Tensor:
+    """The heads of the peer's pool that `blocks` holds. Raises KVTransferFailed when it has others."""
+    try:
+        heads = peer_view(mapped)
+    except RuntimeError as error:
+        raise KVTransferFailed(f"the peer's blocks of {mapped.shape[1]} bytes have other heads: {error}") from error
+    if heads.shape[1:] != blocks.shape[1:]:
+        raise KVTransferFailed(
+            f"blocks of {list(blocks.shape[1:])} bytes do not fit the peer's of {list(heads.shape[1:])}"
+        )
+    return heads
 
 
 def take_pages(mapped: torch.Tensor, block_ids: Sequence[int]) -> None:
@@ -68,18 +84,11 @@ class MappedMemorySender:
         name: str,
         blocks: torch.Tensor,
         params: ConnectorParams,
-        peer_view: Callable[[torch.Tensor], torch.Tensor],
+        peer_view: PeerView,
     ) -> None:
         self._src = blocks
-        self._mapped = mapped = map_peer_pool(params)
-        try:
-            self._dst = peer_view(mapped)
-        except RuntimeError as error:
-            raise KVTransferFailed(f"the peer's blocks of {mapped.shape[1]} bytes have other heads: {error}") from error
-        if self._dst.shape[1:] != blocks.shape[1:]:
-            raise KVTransferFailed(
-                f"blocks of {list(blocks.shape[1:])} bytes do not fit the peer's of {list(self._dst.shape[1:])}"
-            )
+        self._mapped = map_peer_pool(params)
+        self._dst = same_heads(self._mapped, blocks, peer_view)
         self._thread = JobThread(name)
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:

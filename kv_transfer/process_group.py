@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import (
 from torch.distributed import ProcessGroupGloo, ProcessGroupNCCL
 
 from kv_transfer.connector import OnDone
+from kv_transfer.cuda_stream import SideStream
 from kv_transfer.job_thread import JobThread
 from kv_transfer.runs import is_run, pieces
 from kv_transfer.staging import copy_blocks
@@ -108,12 +109,22 @@ class _ProcessGroupEnd:
         self._backend = backend
         self._thread = JobThread(name)
         self._group: ProcessGroup | None = None
+        self._side_stream = SideStream(blocks.device) if blocks.device.type == "cuda" else None
 
         def build() -> None:
             self._group = _new_group(backend, open_store(), self._rank, host)
             self._handshake(self._group)
 
-        self._thread.submit(build, on_ready)
+        self._submit(build, on_ready)
+
+    def _submit(self, job: Callable[[], None], on_done: OnDone) -> None:
+        """On CUDA the job's work is ordered behind what has been computed by now."""
+        side_stream = self._side_stream
+        if side_stream is None:
+            self._thread.submit(job, on_done)
+        else:
+            computed = side_stream.after_computed()
+            self._thread.submit(lambda: side_stream.run(job, computed), on_done)
 
     def _handshake(self, group: ProcessGroup) -> None:
         """One byte across, so that a pair is ready only when its data path has been used (gloo connects lazily)."""
@@ -161,9 +172,17 @@ class _ProcessGroupEnd:
         return group.send([data], _RECEIVER, 0) if self._rank == _SENDER else group.recv([data], _SENDER, 0)
 
     def _wait(self, work: Work, timeout_s: float) -> None:
-        work.wait(timedelta(seconds=timeout_s))
-        if self._backend == "nccl":
-            torch.cuda.current_stream(self._blocks.device).synchronize()
+        if self._side_stream is None:
+            work.wait(timedelta(seconds=timeout_s))
+            return
+        work.wait()  # makes the stream wait, not us
+        try:
+            self._side_stream.wait(timeout_s)
+        except KVTransferFailed:
+            group, self._group = self._group, None
+            if group is not None:
+                group.abort()  # else the stream would wait for ever
+            raise
 
     def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
         self._thread.close(on_closed)
@@ -183,7 +202,7 @@ class ProcessGroupSender(_ProcessGroupEnd):
 
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
         src = list(src_block_ids)
-        self._thread.submit(lambda: self._send(src), on_done)
+        self._submit(lambda: self._send(src), on_done)
 
     def _send(self, src: list[int]) -> None:
         def gather(message: _Message) -> None:
@@ -201,7 +220,7 @@ class ProcessGroupReceiver(_ProcessGroupEnd):
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
         dst = list(block_ids)
-        self._thread.submit(lambda: self._receive(dst), on_done)
+        self._submit(lambda: self._receive(dst), on_done)
 
     def _receive(self, dst: list[int]) -> None:
         def scatter(message: _Message) -> None:

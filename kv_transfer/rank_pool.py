@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import msgspec
 import torch
 from torch._C._distributed_c10d import Store
 
 from kv_transfer.checksums import rank_checksums
 from kv_transfer.connector import KVReceiver, KVSender, OnDone
 from kv_transfer.connectors import open_receiver, open_sender
+from kv_transfer.cuda_ipc import device_id, export_pool
 from kv_transfer.fan_out import FanOutReceiver, FanOutSender, when_all
 from kv_transfer.head_slices import head_routes
 from protocol.errors import KVTransferFailed
@@ -52,6 +54,12 @@ class RankPool:
                 sender.close(lambda: None)
             raise
         return FanOutSender(senders)
+
+    def located(self, params: ConnectorParams) -> ConnectorParams:
+        """`params` with what a peer on this GPU needs to map the pool; on CPU they are complete."""
+        if self.blocks.device.type == "cpu":
+            return params
+        return msgspec.structs.replace(params, device_id=device_id(self.blocks.device), cuda=export_pool(self.blocks))
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         """Of this rank's heads of each block; see `kv_transfer.checksums`. Takes its time, so not on the loop."""

@@ -27,14 +27,18 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Reach:
-    """devices: torch device types of the pools. crosses_hosts: whether workers on different hosts can use it."""
+    """devices: torch device types of the pools. crosses_hosts: whether workers on different hosts can use it.
+
+    crosses_devices: whether workers on different GPUs can.
+    """
 
     devices: tuple[str, ...]
     crosses_hosts: bool
+    crosses_devices: bool = True
 
 
 BUILT_IN = {
-    "ipc": Reach(("cpu",), crosses_hosts=False),
+    "ipc": Reach(("cpu", "cuda"), crosses_hosts=False, crosses_devices=False),
     "gloo": Reach(("cpu",), crosses_hosts=True),
     "nccl": Reach(("cuda",), crosses_hosts=True),
 }

@@ -218,7 +218,7 @@ class TransferServer:
     def __init__(self, connection: Connection, pool: RankPool, params: ConnectorParams) -> None:
         self._channel: RankChannel[Order] = RankChannel(connection, Codec(Order))
         self._pool = pool
-        self._params = params
+        self._params = pool.located(params)
         self._senders: dict[str, KVSender] = {}
         self._receivers: dict[str, KVReceiver] = {}
         self._checksum_thread = JobThread("checksums", keeps_going=True)

@@ -28,8 +28,13 @@ class WorkerPools:
         self._checksum_thread = JobThread("checksums", keeps_going=True)
         self.layout = own.layout
         self.host = own.host
-        self.params = [params]
+        self.params = [own.located(params)]
         """Where each rank's pool lies; complete after `wait_until_ready`."""
+
+    @property
+    def device_ids(self) -> list[str]:
+        """Of each rank's GPU; see ConnectorParams."""
+        return [params.device_id for params in self.params]
 
     def wait_until_ready(self) -> None:
         """Blocks until every follower has its pool. Raises InternalError when one does not say so."""

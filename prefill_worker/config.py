@@ -10,7 +10,8 @@ from engine.config import EngineConfig
 class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """worker_id survives restarts. endpoint: what its ROUTER binds. host: own address for KV data.
 
-    kv_checksums: compare every block that is shipped (debugging).
+    kv_checksums: compare every block that is shipped (debugging). kv_lease_s: for so long a prompt's blocks
+    are kept for a decode worker that no longer asks for them.
     max_num_batched_tokens: prompt tokens per step, the size of a chunk. max_num_seqs: prompts under way at once.
     """
 
@@ -20,6 +21,7 @@ class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine: EngineConfig
     kv_connector: str = "auto"
     kv_checksums: bool = False
+    kv_lease_s: float = 10.0
     host: str = "127.0.0.1"
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64

@@ -92,7 +92,11 @@ class Pair:
 
 
 class PairTable:
-    """All pairs of one prefill worker. pids: of all its ranks. host_id: see `kv_transfer.mapped_memory.host_id`."""
+    """All pairs of one prefill worker. pids: of all its ranks. host_id: see `kv_transfer.mapped_memory.host_id`.
+
+    device_ids: GPUs of its ranks, as in OpenPair. lease_s: see `prefill_worker.leases`; decode learns it by the
+    handshake.
+    """
 
     def __init__(
         self,
@@ -103,6 +107,8 @@ class PairTable:
         device: str,
         connectors: list[str],
         checksums: bool,
+        lease_s: float,
+        device_ids: list[str],
     ) -> None:
         self._worker = worker
         self._pids = pids
@@ -111,6 +117,8 @@ class PairTable:
         self._device = device
         self._connectors = connectors
         self._checksums = checksums
+        self._lease_s = lease_s
+        self._device_ids = device_ids
         self._num_opened = 0
         self._by_epoch: dict[str, Pair] = {}  # by the decode worker's epoch
         self._by_id: dict[str, Pair] = {}  # also those that are dropped, until they are closed
@@ -168,6 +176,8 @@ class PairTable:
             device=self._device,
             connectors=self._connectors,
             checksums=self._checksums,
+            lease_s=self._lease_s,
+            device_ids=self._device_ids,
         )
         return Connect(pair_id, peer.endpoint, message)
 

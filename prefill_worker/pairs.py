@@ -30,7 +30,7 @@ from protocol.codec import Codec
 from protocol.errors import KVTransferFailed
 from protocol.membership import PairStatus, WorkerInfo
 from protocol.sockets import DealerSocket
-from protocol.transfer import KVRefused, KVReserved, PairRefused, ToPrefillPeer
+from protocol.transfer import KVRefused, KVReserved, PairRefused, RenewLeases, ToPrefillPeer
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Pairs:
         context: Any,
         table: PairTable,
         pools: WorkerPools,
-        on_message: Callable[[KVReserved | KVRefused], None],
+        on_message: Callable[[KVReserved | KVRefused | RenewLeases], None],
         on_pair_lost: Callable[[str, str], None],
     ) -> None:
         self._context = context
@@ -93,7 +93,7 @@ class Pairs:
 
     def _receive(self, pair_id: str, message: ToPrefillPeer) -> None:
         match message:
-            case KVReserved() | KVRefused():
+            case KVReserved() | KVRefused() | RenewLeases():
                 sender = self._senders.get(pair_id)
                 if isinstance(message, KVReserved) and sender is not None:
                     sender.prepare(message.block_ids)

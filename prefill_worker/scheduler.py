@@ -5,7 +5,7 @@ A prompt begins when it gets its first tokens of a step: blocks that the prefix 
 taken, and ReserveKV goes out. Finished blocks are shipped as soon as decode has answered, while later chunks compute;
 what decode has cached itself is not shipped. A prompt that ends early (abort, deadline, failure) is `ended` at once,
 but its blocks are released only when no step computes them and no transfer reads them; then decode hears that nothing
-more will be written.
+more will be written. Blocks are kept for a decode worker for as long as it renews its lease (`prefill_worker.leases`).
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from collections.abc import Iterable
 
 from engine.batch import Batch, ItemOutput
 from engine.block_manager import BlockManager
+from engine.grammar import Grammar
 from prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
+from prefill_worker.leases import Leases
 from prefill_worker.prompt import PrefillPrompt
 from protocol.dispatch import FirstToken, RequestFailed, StartPrefill
-from protocol.errors import ErrorInfo, InternalError, RequestAborted, TandemError, WorkerLost
+from protocol.errors import ErrorInfo, InternalError, KVTransferFailed, RequestAborted, TandemError, WorkerLost
 from protocol.generation import SampledToken
-from protocol.transfer import CloseTransfer, FinishTransfer, KVReserved, ReserveKV
+from protocol.transfer import CloseTransfer, FinishTransfer, KVReserved, RenewLeases, ReserveKV
 
 AGING_S = 2.0
 """A prompt that has waited so long goes before one of the next sooner priority that comes now, so that none starves."""
@@ -30,14 +32,17 @@ class PrefillScheduler:
     """Owns every prompt of the worker and, through the block manager, every block of its pool.
 
     model_id: goes into the hashes of the prefix cache. max_num_batched_tokens: prompt tokens per step.
-    max_num_seqs: prompts that compute at the same time.
+    max_num_seqs: prompts that compute at the same time. lease_s: see `prefill_worker.leases`.
     """
 
-    def __init__(self, blocks: BlockManager, model_id: str, max_num_batched_tokens: int, max_num_seqs: int) -> None:
+    def __init__(
+        self, blocks: BlockManager, model_id: str, max_num_batched_tokens: int, max_num_seqs: int, lease_s: float
+    ) -> None:
         self.blocks = blocks
         self._model_id = model_id
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
+        self._leases = Leases(lease_s)
         self._waiting: dict[int, PrefillPrompt] = {}  # by number, in order of arrival
         self._computing: dict[int, PrefillPrompt] = {}
         self._by_request: dict[tuple[str, str], PrefillPrompt] = {}
@@ -45,6 +50,7 @@ class PrefillScheduler:
         self._step: list[tuple[PrefillPrompt, int]] = []
         self._num_arrived = 0
         self.num_finished = 0
+        self.num_expired_leases = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
 
@@ -75,8 +81,10 @@ class PrefillScheduler:
 
     # ---- events
 
-    def on_start(self, now: float, request: StartPrefill, pair_id: str | None) -> list[Action]:
-        prompt = PrefillPrompt.of(request, pair_id, self._num_arrived, now)
+    def on_start(
+        self, now: float, request: StartPrefill, pair_id: str | None, grammar: Grammar | None = None
+    ) -> list[Action]:
+        prompt = PrefillPrompt.of(request, pair_id, self._num_arrived, now, grammar)
         keys = [(request.proxy_id, request_id) for request_id in request.request_ids]
         if request.transfer_id in self._by_transfer or any(key in self._by_request for key in keys):
             return _failures(prompt, InternalError(f"transfer {request.transfer_id} is already here"))
@@ -113,6 +121,9 @@ class PrefillScheduler:
         prompt = self._by_transfer.get(transfer_id)
         return self._end(prompt, error.to_error()) if prompt is not None else []
 
+    def on_renewed(self, now: float, message: RenewLeases) -> None:
+        self._leases.renew(now, message.pair_id, message.transfer_ids)
+
     def on_shipped(self, transfer_id: str, error: TandemError | None) -> list[Action]:
         """A `Ship` action has been carried out; on success the shell has announced it."""
         prompt = self._by_transfer[transfer_id]
@@ -128,7 +139,14 @@ class PrefillScheduler:
     def on_tick(self, now: float) -> list[Action]:
         late = [p for p in self._by_transfer.values() if not (p.ended or p.finish_sent) and now >= p.deadline]
         error = RequestAborted("the request ran into its deadline before its first token was decoded")
-        return [action for prompt in late for action in self._end(prompt, error)]
+        actions = [action for prompt in late for action in self._end(prompt, error)]
+        for transfer_id in self._leases.expired(now):
+            self.num_expired_leases += 1
+            unclaimed = KVTransferFailed(
+                f"the decode worker has not asked for the KV blocks for {self._leases.term_s:g} s"
+            )
+            actions += self._end(self._by_transfer[transfer_id], unclaimed)
+        return actions
 
     # ---- steps
 
@@ -173,7 +191,8 @@ class PrefillScheduler:
         not begin: its KV could not leave.
         """
         full = {p.pair_id for p in self._by_transfer.values() if p.is_computed and p.dst_block_ids is None} - {None}
-        return [*self._computing.values(), *(p for p in self._waiting.values() if p.pair_id not in full)]
+        waiting = (p for p in self._waiting.values() if p.pair_id not in full and p.may_compute)
+        return [*self._computing.values(), *waiting]
 
     def _begin(self, now: float, prompt: PrefillPrompt, actions: list[Action]) -> bool:
         """Give a waiting prompt its blocks, cached ones first, unless there are too few."""
@@ -195,6 +214,7 @@ class PrefillScheduler:
         self._computing[prompt.number] = prompt
         if prompt.pair_id is not None:
             prompt.reserve_sent = True
+            self._leases.begin(now, prompt.pair_id, prompt.request.transfer_id)
             reserve = ReserveKV(prompt.pair_id, prompt.request.transfer_id, prompt.num_prompt_tokens)
             actions.append(SendToDecode(prompt.pair_id, reserve))
         return True
@@ -211,6 +231,9 @@ class PrefillScheduler:
                 actions += self._settle(prompt)
                 continue
             self._publish(prompt)
+            if output.error is not None:
+                actions += self._end(prompt, output.error.to_error())
+                continue
             prompt.prompt_logprobs += output.prompt_logprobs
             if prompt.is_computed:
                 actions += self._on_first_tokens(now, prompt, output.tokens)
@@ -311,6 +334,7 @@ class PrefillScheduler:
         for request_id in prompt.open_ids:
             self._by_request.pop((prompt.request.proxy_id, request_id), None)
         del self._by_transfer[prompt.request.transfer_id]
+        self._leases.end(prompt.request.transfer_id)
         self.blocks.release(prompt.block_table)
         prompt.block_table = []
         if not prompt.ended:

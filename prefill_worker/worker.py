@@ -14,6 +14,7 @@ import secrets
 from engine.batch import ItemOutput
 from engine.block_manager import BlockManager
 from engine.engine_thread import EngineThread
+from engine.grammar import Grammars
 from engine.kv_pool import KVPool
 from engine.model_loader import LoadedModel
 from engine.prompt_speed import PromptSpeed
@@ -33,7 +34,7 @@ from protocol.errors import ErrorInfo, KVTransferFailed, WorkerLost
 from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
 from protocol.registration import Registration
 from protocol.sockets import RouterSocket, new_context
-from protocol.transfer import KVRefused, KVReserved, ShipKV
+from protocol.transfer import KVRefused, KVReserved, RenewLeases, ShipKV
 
 log = logging.getLogger(__name__)
 
@@ -61,11 +62,20 @@ class PrefillWorker:
             self._config.worker_id, self._config.engine, self._config.host, self._config.log_level
         )
         loaded: LoadedModel = await self._loop.run_in_executor(None, ranks.load)
+        self._grammars = Grammars(
+            self._config.engine.model,
+            loaded.vocab_size,
+            lambda: self._loop.call_soon_threadsafe(self._start_step),
+        )
         pool = KVPool(loaded, self._config.engine)
         blocks = BlockManager(pool.num_blocks, self._config.engine.block_size)
         self._block_bytes = pool.block_bytes * self._config.engine.tensor_parallel_size
         self._scheduler = PrefillScheduler(
-            blocks, loaded.layout.model_id, self._config.max_num_batched_tokens, self._config.max_num_seqs
+            blocks,
+            loaded.layout.model_id,
+            self._config.max_num_batched_tokens,
+            self._config.max_num_seqs,
+            self._config.kv_lease_s,
         )
         self._engine = EngineThread(
             lambda: ranks.make_runner(loaded, pool), self._loop.call_soon_threadsafe, self._config.engine.num_threads
@@ -97,6 +107,8 @@ class PrefillWorker:
                 device=device,
                 connectors=offered_connectors(self._config.kv_connector, device),
                 checksums=self._config.kv_checksums,
+                lease_s=self._config.kv_lease_s,
+                device_ids=pools.device_ids,
             ),
             pools=pools,
             on_message=self._on_decode_answer,
@@ -127,6 +139,7 @@ class PrefillWorker:
             self._pairs.close()
             self._router.close()
             context.term()
+            self._grammars.close()
             self._engine.stop(timeout_s=1.5)
             ranks.close()
 
@@ -139,7 +152,10 @@ class PrefillWorker:
         while not self._stopping.is_set():
             now = self._loop.time()
             self._pairs.on_tick(now)
+            num_expired = self._scheduler.num_expired_leases
             self._perform(self._scheduler.on_tick(now))
+            if self._scheduler.num_expired_leases > num_expired:
+                log.warning("%d leases ran out", self._scheduler.num_expired_leases - num_expired)
             try:
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
             except TimeoutError:
@@ -185,14 +201,17 @@ class PrefillWorker:
                     self._send_to_proxy(message.proxy_id, RequestFailed(request_id, ErrorInfo.of(error)))
                 return
             pair_id = pair.pair_id
-        self._perform(self._scheduler.on_start(self._loop.time(), message, pair_id))
+        grammar = self._grammars.get(message.sampling.grammar)
+        self._perform(self._scheduler.on_start(self._loop.time(), message, pair_id, grammar))
 
-    def _on_decode_answer(self, message: KVReserved | KVRefused) -> None:
+    def _on_decode_answer(self, message: KVReserved | KVRefused | RenewLeases) -> None:
         match message:
             case KVReserved():
                 self._perform(self._scheduler.on_reserved(message))
             case KVRefused():
                 self._perform(self._scheduler.on_refused(message.transfer_id, message.error))
+            case RenewLeases():
+                self._scheduler.on_renewed(self._loop.time(), message)
 
     def _on_shipped(self, action: Ship, announcement: ShipKV | None, error: KVTransferFailed | None) -> None:
         if error is None:

@@ -41,13 +41,34 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return None
 
 
+class CudaPoolHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How another process maps a pool on the same GPU: what torch's `UntypedStorage._share_cuda_` gives.
+
+    handle: the memory's, as CUDA exports it; the pool is num_bytes from offset_bytes on. counter: torch's count of
+    users, in a file of shared memory. event: behind it the memory is ready.
+    """
+
+    handle: bytes
+    num_bytes: int
+    offset_bytes: int
+    counter_handle: bytes
+    counter_offset: int
+    event_handle: bytes
+    event_sync_required: bool
+
+
 class ConnectorParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one rank of a decode worker is reached: its pool's file (ipc) or the store's address (gloo, nccl)."""
+    """How one rank of a decode worker is reached: its pool's file or GPU memory (ipc) or the store's address (others).
+
+    device_id: the GPU's UUID, or "" on CPU.
+    """
 
     pid: int = 0
     fd: int = 0
     num_bytes: int = 0
     num_blocks: int = 0
+    device_id: str = ""
+    cuda: CudaPoolHandle | None = None
     store_host: str = ""
     store_port: int = 0
 
@@ -56,7 +77,8 @@ class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     """Prefill to decode. connectors: by preference. host_id: equal on processes that can map each other's memory.
 
     prefill_pids: of all its ranks, each of which may write to the decode worker's pools. checksums: whether this side
-    wants every block to be compared.
+    wants every block to be compared. lease_s: for so long it keeps a transfer's blocks after each RenewLeases.
+    device_ids: of each rank, as in ConnectorParams.
     """
 
     version: int
@@ -69,6 +91,8 @@ class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     device: str
     connectors: list[str]
     checksums: bool = False
+    lease_s: float = 10.0
+    device_ids: list[str] = []
 
 
 class PairAccepted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -125,6 +149,16 @@ class KVRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
     error: ErrorInfo
 
 
+class RenewLeases(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Decode to prefill, a few times in each OpenPair.lease_s: these transfers of the pair are still wanted.
+
+    Prefill gives up those that are not renewed, one by one, and answers with CloseTransfer.
+    """
+
+    pair_id: str
+    transfer_ids: list[str]
+
+
 class ShipKV(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Prefill to decode: blocks number `first_block` to `first_block + num_blocks` of the prompt are on the data path.
 
@@ -160,4 +194,4 @@ class CloseTransfer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
 
 
 ToDecodePeer = OpenPair | ReserveKV | ShipKV | FinishTransfer | CloseTransfer | ClosePair
-ToPrefillPeer = PairAccepted | PairRefused | KVReserved | KVRefused | ClosePair
+ToPrefillPeer = PairAccepted | PairRefused | KVReserved | KVRefused | RenewLeases | ClosePair

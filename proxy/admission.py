@@ -17,6 +17,8 @@ _SPEED_WINDOW_S = 10.0
 _MAX_RETRY_AFTER_S = 60
 _DURATION_WEIGHT = 0.1
 """Of a request that has ended, in the mean of how long requests take."""
+_DURATION_WEIGHT = 0.1
+"""Of a request that has ended, in the mean of how long requests take."""
 _MAX_PRIORITY = 100
 
 

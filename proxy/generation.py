@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from protocol.errors import TandemError
 from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions, TokenLogprobs
 from protocol.token_ids import unpack_token_ids
-from proxy.admission import Admission, bounded_priority
+from proxy.admission import Admission
 from proxy.detokenizer import Detokenizer
 from proxy.dispatcher import DispatchedSequence, Dispatcher, Prompt, TokenDelta
 from proxy.model_text import ModelText
@@ -139,7 +139,7 @@ class Generation:
                     prompt,
                     num_prompt_logprobs=request.num_prompt_logprobs,
                     cache_salt=request.cache_salt,
-                    priority=bounded_priority(request.priority),
+                    priority=request.priority,
                 ),
                 request.samplings(),
                 request.stop_conditions(prompt.num_tokens, limits, door.text.eos_token_ids),
@@ -157,8 +157,7 @@ class Generation:
             for sequence in sequences:
                 sequence.attempt.fail(error)
 
-        priority = bounded_priority(self._request.priority)
-        ticket = self._door.admission.admit(self._client, prompt_tokens, priority, on_displaced)
+        ticket = self._door.admission.admit(self._client, prompt_tokens, self._request.priority, on_displaced)
         try:
             for p in planned:
                 sequences += dispatcher.start(
@@ -185,6 +184,8 @@ class Generation:
             async with aclosing(tokens):
                 async for delta in tokens:
                     await door.turns.take()
+                    if request.is_prompt_only:  # workers generate one token at least; nobody asked for this one
+                        delta = replace(delta, tokens=[], finish_reason="length")
                     timer.on_tokens(time.monotonic(), len(delta.tokens))
                     pieces: list[str] = []
                     prompt: ToldPrompt | None = None

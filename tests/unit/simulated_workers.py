@@ -39,6 +39,7 @@ from protocol.transfer import (
     OpenPair,
     PairAccepted,
     PairRefused,
+    RenewLeases,
     ReserveKV,
     ShipKV,
 )
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 
 BLOCK_SIZE = 4
 NUM_BLOCKS = 9
+LEASE_S = 9.0
 LAYOUT = KVLayout("model", "bfloat16", 2, 2, 16, BLOCK_SIZE)
 
 
@@ -110,8 +112,8 @@ class Prefill(Process):
     def __init__(self, world: World, name: str, number: int) -> None:
         super().__init__(world, name, number)
         self.info = WorkerInfo(name, self.epoch, "prefill", name, self.pid)
-        self.scheduler = PrefillScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 6, 4)
-        self.table = PairTable(self.info, [self.pid], LAYOUT, "here", "cpu", [world.connector], True)
+        self.scheduler = PrefillScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 6, 4, LEASE_S)
+        self.table = PairTable(self.info, [self.pid], LAYOUT, "here", "cpu", [world.connector], True, LEASE_S, [])
         self.paths: dict[str, Path] = {}
         self.sockets: set[str] = set()
 
@@ -131,8 +133,15 @@ class Prefill(Process):
                 self.perform(self.scheduler.on_reserved(message))
             case KVRefused():
                 self.perform(self.scheduler.on_refused(message.transfer_id, message.error))
+            case RenewLeases():
+                self.scheduler.on_renewed(now, message)
             case PairAccepted() | PairRefused() | ClosePair():
                 self.perform_pairs(self.table.on_message(now, message))
+
+    def on_tick(self) -> None:
+        num_expired = self.scheduler.num_expired_leases
+        self.perform(self.scheduler.on_tick(self.world.now))
+        self.world.num_expired_leases += self.scheduler.num_expired_leases - num_expired
 
     def perform(self, actions: list[Any]) -> None:
         for action in actions:
@@ -201,7 +210,7 @@ class Decode(Process):
         super().__init__(world, "decode-0", number)
         self.info = WorkerInfo(self.name, self.epoch, "decode", self.name, self.pid)
         self.scheduler = DecodeScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 3)
-        self.table = IncomingPairTable(LAYOUT, "here", "cpu", [world.connector], False)
+        self.table = IncomingPairTable(LAYOUT, "here", "cpu", [world.connector], False, [])
         self.receives: dict[str, deque[ReceiveJob]] = defaultdict(deque)
         self.receivers: set[str] = set()
 
@@ -230,6 +239,11 @@ class Decode(Process):
                 self.perform(self.scheduler.on_close_transfer(message.transfer_id))
             case ClosePair():
                 self.perform_pairs(self.table.on_close(message.pair_id, message.reason))
+
+    def renew_leases(self) -> None:
+        for pair_id in self.table.due_for_renewal(self.world.now):
+            if wanted := self.scheduler.wanted_transfers(pair_id):
+                self.send(pair_id, RenewLeases(pair_id, wanted))
 
     def perform(self, actions: list[Any]) -> None:
         for action in actions:

@@ -10,6 +10,7 @@ free on both sides.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
@@ -107,7 +108,9 @@ class Handover(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.prefill = PrefillScheduler(BlockManager(12, BLOCK_SIZE), "model", max_num_batched_tokens=6, max_num_seqs=4)
+        self.prefill = PrefillScheduler(
+            BlockManager(12, BLOCK_SIZE), "model", max_num_batched_tokens=6, max_num_seqs=4, lease_s=math.inf
+        )
         self.decode = DecodeScheduler(BlockManager(12, BLOCK_SIZE), "model", max_num_seqs=3, max_num_batched_tokens=5)
         self.prefill_memory, self.decode_memory = Memory(12), Memory(12)
         self.pair_id = "pair-0"

@@ -42,7 +42,7 @@ class FakeText:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = CountingTokenizer(tokenizer)
 
-    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **_others: Any) -> str:
         return "".join(message["content"] for message in messages) + ("|" if add_generation_prompt else "")
 
 

@@ -239,7 +239,7 @@ def test_nothing_is_copied_for_those_who_ask_for_nothing(monkeypatch: pytest.Mon
     """A greedy batch is one argmax."""
     seen: list[torch.Tensor] = []
     real: Callable[[torch.Tensor, list[Sample]], torch.Tensor] = engine.sampler.adjusted
-    monkeypatch.setattr(engine.sampler, "adjusted", lambda logits, s: seen.append(real(logits, s)) or seen[-1])
+    monkeypatch.setattr(engine.sampler, "adjusted", lambda logits, s, mask: seen.append(real(logits, s)) or seen[-1])
     logits = torch.randn(3, 9)
     sample(logits, [Sample(SamplingParams(temperature=0.0))] * 3, [0, 1, 2])
     assert seen[0] is logits

@@ -122,7 +122,7 @@ def run(seed: int, one_sided: bool, num_events: int) -> World:
 def test_ten_thousand_schedules(part: int, one_sided: bool) -> None:
     """2,500 here, so that each part is short. No write reaches a block that is not its transfer's."""
     ended: Counter[str | None] = Counter()
-    num_late = num_corrupted = num_found = num_duplicated = 0
+    num_late = num_corrupted = num_found = num_duplicated = num_expired = 0
     for seed in range(2500 * part, 2500 * (part + 1)):
         try:
             world = run(seed, one_sided, 60)
@@ -133,7 +133,10 @@ def test_ten_thousand_schedules(part: int, one_sided: bool) -> None:
         num_corrupted += world.num_corrupted
         num_found += world.num_found_corrupt
         num_duplicated += world.num_duplicated
+        num_expired += world.num_expired_leases
     # The schedules must reach all of it, or the test would show nothing.
     reasons = ("length", "aborted", "worker_lost", "kv_transfer_failed", "request_aborted")
     assert min(ended[reason] for reason in reasons) > 50, ended
-    assert num_late > 50 and num_found > 10 and num_duplicated > 200, (num_late, num_found, num_duplicated)
+    assert num_late > 50 and num_found > 10 and num_duplicated > 200 and num_expired > 50, (
+        num_late, num_found, num_duplicated, num_expired,
+    )  # fmt: skip

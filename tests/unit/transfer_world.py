@@ -11,6 +11,7 @@ what was computed for the sequence's own tokens. `check`, after each event: ever
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter, deque
 from collections.abc import Callable
@@ -36,7 +37,7 @@ from protocol.token_ids import pack_token_ids
 from protocol.transfer import (
     ConnectorParams,
 )
-from tests.unit.simulated_workers import BLOCK_SIZE, Decode, Path, Prefill, Process, ReceiveJob
+from tests.unit.simulated_workers import BLOCK_SIZE, LEASE_S, Decode, Path, Prefill, Process, ReceiveJob
 
 DEADLINE_S = 40.0
 
@@ -87,6 +88,7 @@ class World:
         self.attempts: dict[str, Wanted] = {}
         self.terminals: Counter[tuple[str, str]] = Counter()
         self.num_corrupted = self.num_found_corrupt = self.num_late_writes = self.num_duplicated = 0
+        self.num_expired_leases = 0
 
     # ---- processes
 
@@ -325,13 +327,20 @@ class World:
                 self.decode.perform_pairs(self.decode.table.on_exit(pair.pair_id, pid))
 
     def pass_time(self, seconds: float) -> None:
-        self.now += seconds
+        """No message arrives meanwhile, but every process that runs looks at its clock again and again."""
+        num_looks = math.ceil(seconds / LEASE_S * 5)
+        for _ in range(num_looks):
+            self.now += seconds / num_looks
+            self._tick()
+
+    def _tick(self) -> None:
         for process in self.processes():
             if process.runs and isinstance(process, Prefill):
                 process.perform_pairs(process.table.on_tick(self.now))
-                process.perform(process.scheduler.on_tick(self.now))
+                process.on_tick()
             elif process.runs and isinstance(process, Decode):
                 process.perform(process.scheduler.on_tick(self.now))
+                process.renew_leases()
 
     # ---- data paths
 

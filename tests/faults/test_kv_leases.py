@@ -1,0 +1,41 @@
+"""A decode worker stands still for less time than makes it lost: its leases run out, and nothing else happens."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.cluster import Cluster
+from tests.faults.test_kv_pairs import ask, pair_failures
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    # Proxies take a worker for lost after 2.5 s; leases are shorter than that here.
+    arguments = ["--max-num-batched-tokens", "16", "--kv-cache-gib", "0.02", "--kv-connector", "ipc"]
+    with Cluster("--decode", "2", "--threads-per-worker", "1", "--kv-lease-s", "1", *arguments) as running:
+        yield running
+
+
+def test_leases_run_out_and_the_pair_goes_on(cluster: Cluster) -> None:
+    epochs = {report.worker.epoch for report in cluster.status().workers}
+    frozen = cluster.worker("decode-0").worker
+    num_bytes = cluster.worker("prefill-0").load.num_transferred_bytes
+    answers = ask(cluster, 12, 1590)
+    cluster.wait_for(lambda: cluster.worker("prefill-0").load.num_transferred_bytes > num_bytes, 10)
+    os.kill(frozen.pid, signal.SIGSTOP)
+    try:
+        cluster.wait_for(lambda: "leases ran out" in cluster.logs(), 10)
+    finally:
+        os.kill(frozen.pid, signal.SIGCONT)
+    codes = [answer.result(60) for answer in answers]
+    assert set(codes) == {200, 503}, codes
+    assert codes.count(200) > codes.count(503), "what waits for the other decode worker never notices"
+    cluster.wait_for(cluster.all_blocks_free, 20)
+    assert {report.worker.epoch for report in cluster.status().workers} == epochs, "nobody was lost"
+    assert pair_failures(cluster) == 0, "the pair goes on"
+    assert [answer.result(30) for answer in ask(cluster, 6, 300)] == [200] * 6
+    assert "Traceback" not in cluster.logs()

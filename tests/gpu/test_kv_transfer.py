@@ -1,0 +1,153 @@
+"""KV transfer between two processes on one GPU: CUDA IPC, and NCCL where it lets two ranks share a device."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from kv_transfer.connectors import open_receiver, open_sender
+from kv_transfer.cuda_ipc import map_peer_pool
+from kv_transfer.process_group import StoreServer
+from kv_transfer.rank_pool import RankPool
+from protocol.errors import KVTransferFailed
+from protocol.transfer import ConnectorParams, CudaPoolHandle, KVLayout
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible")
+
+NUM_BLOCKS, BLOCK_BYTES = 64, 1 << 16
+LAYOUT = KVLayout("model", "bfloat16", 2, 4, 64, 32)  # 64 KiB a block
+HOST = "127.0.0.1"
+
+
+class Outcomes:
+    def __init__(self) -> None:
+        self._queue: queue.Queue[KVTransferFailed | None] = queue.Queue()
+
+    def __call__(self, error: KVTransferFailed | None) -> None:
+        self._queue.put(error)
+
+    def next(self) -> KVTransferFailed | None:
+        return self._queue.get(timeout=60)
+
+
+def decode_side(peer: Connection, connector: str) -> None:
+    """Says where its pool is, takes what it is told to take, and shows the pool; until it is told to end."""
+    blocks = torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8, device="cuda")
+    pool = RankPool(0, LAYOUT, blocks, HOST)
+    outcomes, server = Outcomes(), None
+    params = pool.located(ConnectorParams(os.getpid(), 0, blocks.nbytes, NUM_BLOCKS))
+    if connector == "nccl":
+        server = StoreServer(HOST)
+        params = ConnectorParams(store_host=HOST, store_port=server.port)
+    peer.send(params)
+    receiver = open_receiver(connector, "pair", server and (lambda: server.store("pair")), blocks, HOST, outcomes)
+    error = outcomes.next()
+    peer.send(None if error is None else error.message)
+    while (block_ids := peer.recv()) is not None:
+        receiver.receive(block_ids, outcomes)
+        peer.send((outcomes.next(), blocks.cpu()))
+
+
+@contextmanager
+def decode_process(connector: str) -> Iterator[tuple[Connection, ConnectorParams]]:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=decode_side, args=(theirs, connector), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        assert ours.poll(60), "the decode process does not come up"
+        yield ours, ours.recv()
+        ours.send(None)
+        process.join(20)
+    finally:
+        process.kill()
+        process.join()
+
+
+def random_blocks() -> torch.Tensor:
+    return torch.randint(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8, device="cuda")
+
+
+def move_at_random(sender: Any, peer: Connection, source: torch.Tensor) -> None:
+    rng, expected = random.Random(0), torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8)
+    for _ in range(10):
+        count = rng.randint(1, 20)
+        start = rng.randrange(NUM_BLOCKS - count)
+        src = rng.sample(range(NUM_BLOCKS), count) if rng.random() < 0.5 else list(range(start, start + count))
+        dst = rng.sample(range(NUM_BLOCKS), count) if rng.random() < 0.5 else list(range(start, start + count))
+        source.random_(0, 256)  # computed on the model's stream, just before
+        sent = Outcomes()
+        if sender.announces_first:
+            peer.send(dst)
+            sender.send(src, dst, sent)
+            assert sent.next() is None
+        else:
+            sender.send(src, dst, sent)
+            assert sent.next() is None
+            peer.send(dst)
+        expected[dst] = source.cpu()[src]
+        assert peer.poll(60)
+        error, arrived = peer.recv()
+        assert error is None
+        assert torch.equal(arrived, expected)
+
+
+def test_cuda_ipc_puts_blocks_where_they_should_be() -> None:
+    with decode_process("ipc") as (peer, params):
+        ready, source = Outcomes(), random_blocks()
+        sender = open_sender("ipc", "pair", params, source, HOST, ready)
+        assert ready.next() is None and peer.recv() is None
+        move_at_random(sender, peer, source)
+        closed, late = Outcomes(), Outcomes()
+        sender.close(lambda: closed(None))
+        closed.next()
+        sender.send([0], [0], late)
+        error = late.next()
+        assert error is not None and "closed" in error.message
+
+
+def test_a_second_pair_maps_the_same_pool_again() -> None:
+    with decode_process("ipc") as (peer, params):
+        assert peer.recv() is None
+        for _ in range(3):
+            ready, closed, source = Outcomes(), Outcomes(), random_blocks()
+            sender = open_sender("ipc", "pair", params, source, HOST, ready)
+            assert ready.next() is None
+            sent = Outcomes()
+            sender.send([1], [2], sent)
+            assert sent.next() is None
+            peer.send([2])
+            _, arrived = peer.recv()
+            assert torch.equal(arrived[2], source[1].cpu())
+            sender.close(lambda closed=closed: closed(None))  # type: ignore[misc]
+            closed.next()
+
+
+def test_a_handle_that_is_none_is_refused() -> None:
+    handle = CudaPoolHandle(b"c" + bytes(64), NUM_BLOCKS * BLOCK_BYTES, 0, b"", 0, b"", False)
+    params = ConnectorParams(1, 0, NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS, "GPU-x", handle)
+    with pytest.raises(KVTransferFailed, match="cannot map"):
+        map_peer_pool(params, torch.device("cuda", 0))
+
+
+@pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.nccl.version() < (2, 30), reason="NCCL before 2.30 wants a GPU per rank"
+)
+def test_nccl_between_two_processes_on_one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    with decode_process("nccl") as (peer, params):
+        ready, source = Outcomes(), random_blocks()
+        sender = open_sender("nccl", "pair", params, source, HOST, ready)
+        assert ready.next() is None and peer.recv() is None
+        move_at_random(sender, peer, source)
+        sender.close(lambda: None)

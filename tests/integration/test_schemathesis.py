@@ -1,0 +1,62 @@
+"""Whatever fits `/openapi.json`, or nearly does, gets an answer that fits it too: no 5xx, no hang."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode, checks
+from schemathesis.specs.openapi import checks as openapi_checks
+
+from proxy.openapi import openapi_document
+from tests.cluster import Cluster
+
+CHECKS = [
+    checks.not_a_server_error,
+    openapi_checks.status_code_conformance,
+    openapi_checks.content_type_conformance,
+    openapi_checks.response_headers_conformance,
+    openapi_checks.response_schema_conformance,
+]
+HANG_S = 30.0
+DOCUMENT = openapi_document(has_api_key=False)
+OPERATIONS = [result.ok() for result in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Short sequences, because what is asked for may be as long as the model allows."""
+    with Cluster("--max-model-len", "64", "--trust-request-chat-template") as running:
+        yield running
+
+
+def test_the_document_is_what_is_served(cluster: Cluster) -> None:
+    assert httpx.get(f"{cluster.url}/openapi.json").json() == json.loads(json.dumps(DOCUMENT))
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
+def test_answers_are_as_described(cluster: Cluster, operation: Any, mode: GenerationMode) -> None:
+    has_body = bool(operation.body)
+    if mode is GenerationMode.NEGATIVE and not has_body:
+        pytest.skip("there is nothing to get wrong")
+
+    @settings(
+        max_examples=40 if has_body else 3,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def ask(case: Any) -> None:
+        response = case.call(base_url=cluster.url, timeout=HANG_S)
+        case.validate_response(response, checks=CHECKS)
+
+    ask()
