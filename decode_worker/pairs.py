@@ -120,7 +120,8 @@ class IncomingPairs:
         pair_id = action.pair_id
         if action.connector == "ipc":
             params = self._pools.params
-            receiver: KVReceiver = MappedMemoryReceiver()  # whatever the peer's ranks, they write by themselves
+            # Whatever the peer's ranks, they write by themselves.
+            receiver: KVReceiver = MappedMemoryReceiver(f"take-{pair_id}", self._pools.own_blocks)
         else:
             if self._store_server is None:
                 self._store_server = StoreServer(self._pools.host)

@@ -23,7 +23,8 @@ _CHAT_TEMPLATE = (
     "{% if tools %}<|system|>Functions, to be called by their names in <tool_call>:"
     "{% for tool in tools %}\n{{ tool['function'] | tojson }}{% endfor %}<|end|>{% endif %}"
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
-    "{% for call in message['tool_calls'] or [] %}<tool_call>\n{{ call['function'] | tojson }}\n</tool_call>{% endfor %}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>\n{{ call['function'] | tojson }}\n</tool_call>"
+    "{% endfor %}"
     "<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )

@@ -28,6 +28,8 @@ class StepMask:
 
     def apply(self, logits: torch.Tensor) -> None:
         """Put -inf where a token is not allowed, in place: logits [num_rows, vocab_size]."""
+        if not self.rows:
+            return
         allowed = _allowed(self.bits.to(logits.device), logits.shape[-1])
         index = torch.tensor(self.rows, device=logits.device)
         allowed = allowed.index_select(0, torch.tensor(self.mask_rows, device=logits.device))

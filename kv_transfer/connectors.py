@@ -55,7 +55,7 @@ def open_receiver(
     """The decode end. Does not block. All connectors but `ipc` need `open_store`; blocks as above."""
     if connector == "ipc":
         on_ready(None)
-        return MappedMemoryReceiver()
+        return MappedMemoryReceiver(f"take-{path_id}", blocks)
     assert open_store is not None
     if connector not in BUILT_IN:
         return load_connector(connector).open_receiver(path_id, open_store, blocks, host, on_ready)

@@ -28,7 +28,7 @@ from torch.distributed import ProcessGroupGloo, ProcessGroupNCCL
 from kv_transfer.connector import OnDone
 from kv_transfer.cuda_stream import SideStream
 from kv_transfer.job_thread import JobThread
-from kv_transfer.runs import is_run, pieces
+from kv_transfer.runs import is_run
 from kv_transfer.staging import copy_blocks
 from protocol.errors import KVTransferFailed
 from protocol.sockets import listen_on_free_port
@@ -37,10 +37,24 @@ from protocol.transfer import ConnectorParams
 CONNECT_TIMEOUT_S = 20.0
 TRANSFER_TIMEOUT_S = 5.0
 """Deadline of one message: a peer that does not take or give one in this time is taken for dead."""
+DIRECT_BLOCK_BYTES = {"gloo": 256 * 1024, "nccl": 16 * 1024 * 1024}
+"""Blocks from this size on travel one by one from where they lie to where they belong. To gather smaller ones into a
+message costs less than a message each, which wakes threads on both sides."""
 MESSAGE_BYTES = {"gloo": 4 * 1024 * 1024, "nccl": 16 * 1024 * 1024}
-"""Blocks that travel in one message, but always a whole one. Smaller ones wake threads more often than they gain."""
-NUM_MESSAGES_UNDER_WAY = 2
-"""So that blocks are gathered or scattered while others are on the wire."""
+"""Of smaller blocks that travel in one message."""
+
+
+def message_plan(backend: str, block_bytes: int) -> tuple[int, int]:
+    """(blocks in a message, messages under way at once); the same on both sides, which must cut alike.
+
+    Two messages at least, so that blocks are gathered or scattered while others are on the wire.
+    """
+    message_bytes = MESSAGE_BYTES[backend]
+    is_direct = block_bytes >= DIRECT_BLOCK_BYTES[backend]
+    num_blocks = 1 if is_direct else message_bytes // block_bytes
+    return num_blocks, max(2, 2 * message_bytes // (num_blocks * block_bytes))
+
+
 _SENDER, _RECEIVER = 0, 1
 
 
@@ -105,6 +119,7 @@ class _ProcessGroupEnd:
     ) -> None:
         self._blocks = blocks  # uint8 [num_blocks, ...]: whole blocks, or some heads of each
         self._block_bytes = blocks[0].numel()
+        self._message_blocks, self._num_under_way = message_plan(backend, self._block_bytes)
         self._buffers: torch.Tensor | None = None  # made when first needed
         self._backend = backend
         self._thread = JobThread(name)
@@ -145,10 +160,10 @@ class _ProcessGroupEnd:
             self._wait(work, TRANSFER_TIMEOUT_S)
             after(message)
 
-        for index, piece in enumerate(pieces(len(block_ids), self._block_bytes, MESSAGE_BYTES[self._backend])):
-            if len(under_way) == NUM_MESSAGES_UNDER_WAY:
+        for index, first in enumerate(range(0, len(block_ids), self._message_blocks)):
+            if len(under_way) == self._num_under_way:
                 finish_first()
-            message = self._message(block_ids[piece.start : piece.stop], index % NUM_MESSAGES_UNDER_WAY)
+            message = self._message(block_ids[first : first + self._message_blocks], index % self._num_under_way)
             before(message)
             group = self._group
             if group is None:
@@ -161,8 +176,8 @@ class _ProcessGroupEnd:
         if is_run(block_ids) and self._blocks.is_contiguous():
             return _Message(block_ids, self._blocks[block_ids[0] : block_ids[0] + len(block_ids)], is_staged=False)
         if self._buffers is None:
-            most = max(1, MESSAGE_BYTES[self._backend] // self._block_bytes)
-            self._buffers = self._blocks.new_empty((NUM_MESSAGES_UNDER_WAY, most, *self._blocks.shape[1:]))
+            shape = (self._num_under_way, self._message_blocks, *self._blocks.shape[1:])
+            self._buffers = self._blocks.new_empty(shape)
         return _Message(block_ids, self._buffers[buffer, : len(block_ids)], is_staged=True)
 
     def _move(self, group: ProcessGroup, data: torch.Tensor, timeout_s: float) -> None:

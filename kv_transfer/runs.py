@@ -19,10 +19,3 @@ def paired_runs(src: Sequence[int], dst: Sequence[int]) -> Iterator[tuple[int, i
         if i == len(src) or src[i] != src[i - 1] + 1 or dst[i] != dst[i - 1] + 1:
             yield src[start], dst[start], i - start
             start = i
-
-
-def pieces(num_blocks: int, block_bytes: int, piece_bytes: int) -> Iterator[range]:
-    """0 .. num_blocks cut into ranges of at most `piece_bytes` each, at least a block; both ends cut alike."""
-    step = max(1, piece_bytes // block_bytes)
-    for first in range(0, num_blocks, step):
-        yield range(first, min(first + step, num_blocks))

@@ -17,14 +17,6 @@ _SPEED_WINDOW_S = 10.0
 _MAX_RETRY_AFTER_S = 60
 _DURATION_WEIGHT = 0.1
 """Of a request that has ended, in the mean of how long requests take."""
-_DURATION_WEIGHT = 0.1
-"""Of a request that has ended, in the mean of how long requests take."""
-_MAX_PRIORITY = 100
-
-
-def bounded_priority(priority: int) -> int:
-    """Clients may send any number. Between so many levels waiting prompts age within minutes (`AGING_S` of prefill)."""
-    return max(-_MAX_PRIORITY, min(_MAX_PRIORITY, priority))
 
 
 class QueueFull(Overloaded):

@@ -49,7 +49,7 @@ _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # no
 def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
     keys = [*config.api_keys, *([config.api_key] if config.api_key is not None else [])]
     card = ModelCard(config.served_model_name, int(time.time()), None)
-    document = openapi_document(bool(keys))
+    document = openapi_document(config.served_model_name, bool(keys))
     page = docs_page(document)
 
     def model_card() -> ModelCard:
@@ -183,9 +183,9 @@ async def _transform(
     return Response(answer, media_type=_JSON, headers=id_header(request))
 
 
-def _chat_answers(generation: Generation, request: GenerationRequest, model: str) -> ChatAnswers:
+def _chat_answers(generation: Generation, request: GenerationRequest, model: str, request_id: str) -> ChatAnswers:
     answers = ChatAnswers if request.tool_format is None else ToolAnswers
-    return answers(generation, request, model)
+    return answers(generation, request, model, request_id)
 
 
 async def _read(door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody, client: str) -> GenerationRequest:

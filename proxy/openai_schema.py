@@ -266,7 +266,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
 class ContentPart(msgspec.Struct):
     """type: text (with text) or refusal (with refusal). Others are refused: the model takes text only."""
 
-    type: str
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal"]})]
     text: str | None = None
     refusal: str | None = None
 

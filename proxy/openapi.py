@@ -84,7 +84,7 @@ ROUTES = [
 ]  # fmt: skip
 
 
-def openapi_document(has_api_key: bool) -> Json:
+def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
     """OpenAPI 3.1."""
     types = {
         kind
@@ -95,8 +95,8 @@ def openapi_document(has_api_key: bool) -> Json:
     ordered = sorted(types, key=lambda kind: kind.__name__)
     references, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(ordered, references, strict=True))
-    for name in ("CompletionRequest", "ChatCompletionRequest"):
-        _describe_what_is_not_served(components[name]["properties"])
+    for component in components.values():
+        _describe_what_is_not_served(component.get("properties", {}), served_model_name)
     paths: Json = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method] = _operation(route, schema_of, has_api_key)
@@ -111,10 +111,14 @@ def openapi_document(has_api_key: bool) -> Json:
     return document
 
 
-def _describe_what_is_not_served(properties: Json) -> None:
-    for field in NotServed.__struct_fields__:
+def _describe_what_is_not_served(properties: Json, served_model_name: str) -> None:
+    for field in properties.keys() & NotServed.__struct_fields__:
         accepted = NEUTRAL_VALUES.get(field, ())
         properties[field] = {"enum": [None, *accepted], "description": "not served: other values are refused"}
+    if {"type": "null"} in properties.get("model", {}).get("anyOf", ()):  # of a request
+        properties["model"] = {"enum": [None, served_model_name], "default": None} | {
+            key: value for key, value in properties["model"].items() if key == "description"
+        }
 
 
 def _operation(route: Route, schema_of: dict[type, Json], has_api_key: bool) -> Json:

@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import msgspec
-from llguidance import LLMatcher
+from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from protocol.errors import InvalidRequest
@@ -22,8 +22,8 @@ from proxy.openai_schema import (
 )
 from proxy.tool_formats import CalledTool, ToolFormat
 
-_WHITESPACE = r"[ \n\r\t]{0,32}"
-"""Between the parts of JSON: without a bound a model can go on with spaces for ever."""
+_WHITESPACE = r" ?(\r?\n[ \t]{0,32})?"
+"""Between the parts of JSON: on one line or indented. Without a bound a model can go on with spaces for ever."""
 
 
 class Constraint(NamedTuple):
@@ -137,7 +137,7 @@ def json_schema(schema: dict[str, Any], strict: bool) -> dict[str, Any]:
 def _of_regex(regex: str | None, param: str) -> Constraint | None:
     if regex is None:
         return None
-    return Constraint(LLMatcher.grammar_from_regex(regex), param)
+    return Constraint(f"%llguidance {{}}\nstart: /{regex_to_lark(regex)}/", param)
 
 
 def _of_choice(choices: list[str] | None, param: str) -> Constraint | None:

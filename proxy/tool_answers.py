@@ -27,8 +27,8 @@ from proxy.validation import GenerationRequest
 class ToolAnswers(ChatAnswers):
     """For requests with a `tool_format`."""
 
-    def __init__(self, generation: Generation, request: GenerationRequest, model: str) -> None:
-        super().__init__(generation, request, model)
+    def __init__(self, generation: Generation, request: GenerationRequest, model: str, request_id: str) -> None:
+        super().__init__(generation, request, model, request_id)
         assert request.tool_format is not None
         self._format: ToolFormat = request.tool_format
         self._parsers: dict[int, ToolParser] = {}  # by index of the sequence

@@ -28,9 +28,10 @@ SCHEMA: dict[str, Any] = {
     },
     "required": ["name", "kind", "age", "tags", "owner"],
     "additionalProperties": False,
-    "$defs": {"owner": {"type": "object", "properties": {"id": {"const": 7}}, "required": ["id"], "additionalProperties": False}},
-}  # fmt: skip
+    "$defs": {"owner": {"type": "object", "properties": {"id": {"const": 7}}, "required": ["id"]}},
+}
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True}}
+BAD_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "foo"}}}
 WEATHER_ARGUMENTS = {
     "type": "object",
     "properties": {"city": {"enum": ["Oslo", "Łódź"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -64,7 +65,7 @@ def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
 
 
 def chat(client: openai.OpenAI, **fields: Any) -> Any:
-    return client.chat.completions.create(**({"model": MODEL, "messages": CHAT, "max_completion_tokens": 400} | fields))
+    return client.chat.completions.create(**({"model": MODEL, "messages": CHAT, "max_completion_tokens": 700} | fields))
 
 
 def joined(stream: Any) -> dict[int, dict[str, Any]]:
@@ -218,7 +219,7 @@ def quotes(demo_model: Path) -> list[int]:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "foo"}}}}, "response_format.json_schema.schema"),
+        ({"response_format": BAD_FORMAT}, "response_format.json_schema.schema"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"extra_body": {"guided_regex": "(a"}}, "guided_regex"),
         ({"extra_body": {"guided_grammar": "start: nothing"}}, "guided_grammar"),

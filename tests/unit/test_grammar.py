@@ -234,6 +234,9 @@ def test_one_that_fails_leaves_its_neighbours_alone() -> None:
         ItemOutput([SampledToken(1)]),
         ItemOutput([SampledToken(1)]),
     ]
+    alone = compute_masks(samples[:1], [0])
+    alone.apply(logits)
+    assert set(alone.errors) == {0} and logits[:2].eq(0).all()
     told = with_errors(outputs, mask.errors)
     assert [output.error is not None for output in told] == [True, False, True, False]
 

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from kv_transfer.connectors import open_receiver, open_sender
 from kv_transfer.handshake import agree, offered_connectors
 from kv_transfer.mapped_memory import host_id
-from kv_transfer.process_group import StoreServer
-from kv_transfer.runs import is_run, paired_runs, pieces
+from kv_transfer.process_group import DIRECT_BLOCK_BYTES, MESSAGE_BYTES, StoreServer, message_plan
+from kv_transfer.runs import is_run, paired_runs
 from protocol.errors import ConfigError, KVLayoutMismatch, KVTransferFailed
 from protocol.membership import PROTOCOL_VERSION
 from protocol.transfer import ConnectorParams, KVLayout, OpenPair
@@ -70,8 +70,15 @@ def open_pair(connector: str, pool_file: tuple[int, torch.Tensor]) -> tuple[Any,
     return sender, receiver, source, destination
 
 
-@pytest.mark.parametrize("connector", ["ipc", "gloo"])
-def test_blocks_arrive_where_they_should(connector: str, pool_file: tuple[int, torch.Tensor]) -> None:
+@pytest.mark.parametrize(
+    ("connector", "direct_bytes"),
+    [("ipc", 0), ("gloo", BLOCK_BYTES + 1), ("gloo", BLOCK_BYTES)],
+    ids=["ipc", "gloo-gathered", "gloo-direct"],
+)
+def test_blocks_arrive_where_they_should(
+    connector: str, direct_bytes: int, pool_file: tuple[int, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DIRECT_BLOCK_BYTES, "gloo", direct_bytes)
     sender, receiver, source, destination = open_pair(connector, pool_file)
     rng = random.Random(0)
     sent, received = Outcomes(), Outcomes()
@@ -215,8 +222,15 @@ def test_is_run(block_ids: list[int]) -> None:
     )
 
 
-@given(st.integers(0, 100), st.integers(1, 50), st.integers(1, 500))
-def test_pieces_cover_everything_once(num_blocks: int, block_bytes: int, piece_bytes: int) -> None:
-    cut = list(pieces(num_blocks, block_bytes, piece_bytes))
-    assert [i for piece in cut for i in piece] == list(range(num_blocks))
-    assert all(len(piece) * block_bytes <= max(piece_bytes, block_bytes) for piece in cut)
+@given(st.sampled_from(["gloo", "nccl"]), st.integers(1, 1 << 28))
+def test_messages_are_few_and_bounded(backend: str, block_bytes: int) -> None:
+    num_blocks, num_under_way = message_plan(backend, block_bytes)
+    assert num_blocks >= 1 and num_under_way >= 2
+    assert num_blocks * block_bytes <= max(block_bytes, MESSAGE_BYTES[backend])
+    assert num_under_way * num_blocks * block_bytes <= max(2 * block_bytes, 4 * MESSAGE_BYTES[backend])
+
+
+def test_large_blocks_travel_from_where_they_lie() -> None:
+    assert message_plan("gloo", 64 << 10) == (64, 2)
+    assert message_plan("gloo", 1 << 20) == (1, 8)
+    assert message_plan("nccl", 2 << 20) == (8, 2)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from litestar import Request
 
 from protocol.errors import InvalidRequest
 from proxy.admission import Admission, ClientLimitExceeded, QueueFull, Ticket
 from proxy.http_errors import tandem_error_response
+
+
+def some_request() -> Request[Any, Any, Any]:
+    return Request({"type": "http", "headers": [], "state": {}})  # type: ignore[typeddict-item]
 
 
 class Clock:
@@ -55,7 +62,7 @@ def test_a_client_has_so_many_under_way_until_they_end() -> None:
     one.on_first_token(1)
     with pytest.raises(ClientLimitExceeded, match="2 of your sequences") as refused:
         admission.check("a")
-    assert tandem_error_response(None, refused.value).status_code == 429  # type: ignore[arg-type]
+    assert tandem_error_response(some_request(), refused.value).status_code == 429
     admission.admit("b", [1])
     one.close()
     admission.admit("a", [1])
@@ -121,7 +128,7 @@ def test_retry_after_is_what_waits_over_the_speed_of_late() -> None:
     with pytest.raises(QueueFull) as refused:
         admission.check("a")
     assert refused.value.retry_after_s == 8  # 9000 tokens, 5000 in the last 4 s
-    response = tandem_error_response(None, refused.value)  # type: ignore[arg-type]
+    response = tandem_error_response(some_request(), refused.value)
     assert (response.status_code, response.headers["retry-after"]) == (503, "8")
     clock.now += 60
     assert admission.retry_after_s() == 1, "what was long ago says nothing"

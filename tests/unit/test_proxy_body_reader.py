@@ -34,6 +34,9 @@ class CountingTokenizer:
         self.num_characters += sum(map(len, texts))
         return self._tokenizer.encode_batch_fast(texts, **options)
 
+    def get_added_tokens_decoder(self) -> dict[int, Any]:
+        return dict(self._tokenizer.get_added_tokens_decoder())
+
     def to_str(self) -> str:
         return str(self._tokenizer.to_str())
 
