@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from protocol.membership import PrefixUpdate
 from protocol.prefix_hash import unpack_short_hashes
 
@@ -24,8 +26,7 @@ class _Holder:
     last_number: int | None = None  # None: what it holds is not known
 
 
-@dataclass(frozen=True, slots=True)
-class Depths:
+class Depths(msgspec.Struct, frozen=True):
     """Leading blocks of a prompt that each worker holds. common: of every worker whose bit is not in `other`."""
 
     common: int

@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from protocol.errors import Overloaded
 from protocol.membership import WorkerInfo
@@ -46,8 +47,7 @@ class SLOUnreachable(Overloaded):
         self.retry_after_s = min(60, max(1, math.ceil(predicted_s - limit_s)))
 
 
-@dataclass(frozen=True, slots=True)
-class PromptShape:
+class PromptShape(msgspec.Struct, frozen=True):
     """What routing needs to know of a prompt. hashes: short ones of its full blocks; priority: lower is sooner.
 
     needs_decode: False when one token is all that is asked, so that there is nothing to ship. can_be_cached: False
@@ -62,8 +62,7 @@ class PromptShape:
     can_be_cached: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """decode: None when one token is all that is asked. prefill: None when the decode worker computes the prompt.
 
     num_uncached_tokens: expected, of the prompt. predicted_s: seconds to the first token before the correction that is

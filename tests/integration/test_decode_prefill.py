@@ -18,6 +18,14 @@ BODIES: list[dict[str, Any]] = [
     {"prompt": [SHORT, LONG], "max_tokens": 6, "n": 3, "seed": 5, "temperature": 1.0, "top_p": 0.9},
     {"prompt": LONG, "max_tokens": 5, "temperature": 0, "logprobs": 2, "prompt_logprobs": 1},
     {"prompt": LONG[:65], "max_tokens": 5, "temperature": 0.7, "seed": 3, "repetition_penalty": 1.3},
+    {
+        "prompt": SHORT,
+        "max_tokens": 12,
+        "n": 2,
+        "seed": 1,
+        "guided_choice": ["alpha", "beta and more"],
+        "ignore_eos": False,
+    },
     {"prompt": SHORT, "max_tokens": 1, "temperature": 0, "n": 2, "logprobs": 1},
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from zlib import crc32
 
 from engine.batch import ItemOutput
@@ -16,7 +17,7 @@ class Worker:
     """Computes 8 tokens a step; a step takes a tenth of a second. One token is all that is asked."""
 
     def __init__(self) -> None:
-        self.scheduler = PrefillScheduler(BlockManager(1000, 4), "m", max_num_batched_tokens=8, max_num_seqs=100)
+        self.scheduler = PrefillScheduler(BlockManager(1000, 4), "m", 8, 100, lease_s=math.inf)
         self.now = 0.0
         self.done: list[str] = []
 
