@@ -1,6 +1,6 @@
 """Time to first token of short prompts by both routes: through prefill, and computed by the decode worker itself.
 
-`python -m bench.decode_prefill [--model DIR] [--output FILE]` starts a cluster for each route, one after the other.
+`python -m bench.decode_prefill [--model DIR]` starts a cluster for each route, one after the other.
 Requests come one at a time, first with nothing else to do and then beside streams, whose gaps are measured too.
 """
 
@@ -11,16 +11,15 @@ import json
 import random
 import threading
 import time
-from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 import httpx
 
+from bench.report import Report, add_common_options, finish
 from tests.cluster import Cluster
 
 LENGTHS = (16, 32, 64, 128, 256)
-NUM_REQUESTS = 40
 NUM_STREAMS = 8
 
 
@@ -68,7 +67,7 @@ class Streams:
             thread.join(30)
 
 
-def measure(route: str, arguments: list[str], num_streams: int) -> list[dict[str, Any]]:
+def measure(route: str, arguments: list[str], num_streams: int, num_requests: int) -> list[dict[str, Any]]:
     rng = random.Random(1)
     rows = []
     with Cluster(*arguments) as cluster, httpx.Client(timeout=60) as client:
@@ -80,7 +79,7 @@ def measure(route: str, arguments: list[str], num_streams: int) -> list[dict[str
             for length in LENGTHS:
                 streams.gaps.clear()
                 times = []
-                for _ in range(NUM_REQUESTS):
+                for _ in range(num_requests):
                     times.append(first_token_s(client, cluster.url, [rng.randrange(4, 2000) for _ in range(length)]))
                 row = {
                     "route": route,
@@ -102,14 +101,13 @@ def measure(route: str, arguments: list[str], num_streams: int) -> list[dict[str
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="", help="folder of the model; empty takes the demo model")
-    parser.add_argument("--output", type=Path, default=None, metavar="FILE")
+    add_common_options(parser)
     arguments = parser.parse_args()
     model = ["--model", arguments.model] if arguments.model else []
-    rows = measure("through prefill", [*model, "--decode-prefill-threshold", "0"], NUM_STREAMS)
-    rows += measure("decode alone", [*model, "--decode-prefill-threshold", "4096"], NUM_STREAMS)
-    if arguments.output is not None:
-        report = {"command": "python -m bench.decode_prefill", "num_requests": NUM_REQUESTS, "rows": rows}
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    num_requests = 5 if arguments.quick else 40
+    rows = measure("through prefill", [*model, "--decode-prefill-threshold", "0"], NUM_STREAMS, num_requests)
+    rows += measure("decode alone", [*model, "--decode-prefill-threshold", "4096"], NUM_STREAMS, num_requests)
+    finish(Report.of("decode_prefill", {"num_requests": num_requests, "rows": rows}), arguments.json)
 
 
 if __name__ == "__main__":

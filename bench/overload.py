@@ -12,11 +12,11 @@ import json
 import random
 import time
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import aiohttp
 
+from bench.report import Report, add_common_options, finish
 from tests.cluster import Cluster
 
 PROMPT_TOKENS = 1000
@@ -104,27 +104,24 @@ async def _saturation(url: str, seconds: float) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=10.0, help="of each load")
     parser.add_argument("--slo-ms", type=int, default=1000)
-    parser.add_argument("--output", type=Path, default=None, metavar="FILE")
+    add_common_options(parser)
     arguments = parser.parse_args()
-    slo_s = arguments.slo_ms / 1000
+    slo_s, seconds = arguments.slo_ms / 1000, 3.0 if arguments.quick else 10.0
     with Cluster() as cluster:
-        saturation = asyncio.run(_saturation(cluster.url, arguments.seconds))
+        saturation = asyncio.run(_saturation(cluster.url, seconds))
         print(f"saturated at {saturation:.1f} requests/s of {PROMPT_TOKENS} tokens", flush=True)
         rates = {load: load * saturation for load in (0.7, 1.3, 2.0)}
-        rows = asyncio.run(measure(cluster.url, rates, arguments.seconds, slo_s, rejects=False))
+        rows = asyncio.run(measure(cluster.url, rates, seconds, slo_s, rejects=False))
     with Cluster("--ttft-slo-ms", str(arguments.slo_ms)) as cluster:
-        rows += asyncio.run(measure(cluster.url, rates, arguments.seconds, slo_s, rejects=True))
-    if arguments.output is not None:
-        report = {
-            "command": "python -m bench.overload",
-            "prompt_tokens": PROMPT_TOKENS,
-            "slo_ms": arguments.slo_ms,
-            "saturation_per_s": round(saturation, 1),
-            "rows": rows,
-        }
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+        rows += asyncio.run(measure(cluster.url, rates, seconds, slo_s, rejects=True))
+    figures = {
+        "prompt_tokens": PROMPT_TOKENS,
+        "slo_ms": arguments.slo_ms,
+        "saturation_per_s": round(saturation, 1),
+        "rows": rows,
+    }
+    finish(Report.of("overload", figures), arguments.json)
 
 
 if __name__ == "__main__":

@@ -11,10 +11,10 @@ import json
 import random
 import time
 import typing
-from pathlib import Path
 from statistics import median
 from typing import Literal
 
+from bench.report import Aim, Report, add_common_options, finish
 from engine.prefix_log import PrefixLog
 from protocol.membership import (
     PROTOCOL_VERSION,
@@ -99,21 +99,20 @@ def measure(num_tokens: int, spread: Spread, num_decisions: int) -> dict[str, ob
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--decisions", type=int, default=4000, metavar="N")
-    parser.add_argument("--output", type=Path, default=None, metavar="FILE")
+    add_common_options(parser)
     arguments = parser.parse_args()
     rows = [
-        measure(num_tokens, spread, arguments.decisions)
+        measure(num_tokens, spread, 200 if arguments.quick else 4000)
         for num_tokens in (64, 2048, 32_768, 131_072)
         for spread in typing.get_args(Spread)
     ]
     for row in rows:
         print(json.dumps(row))
+    aims = []
     for spread in typing.get_args(Spread):
         worst = max(float(str(row["decision_us_median"])) for row in rows if row["prefixes"] == spread)
-        print(f"{spread}: median {worst} us at most; aim {AIM_US:.0f} us: {'met' if worst <= AIM_US else 'missed'}")
-    if arguments.output is not None:
-        arguments.output.write_text(json.dumps({"command": "python -m bench.router_decisions", "rows": rows}, indent=1))
+        aims.append(Aim.of(f"us for a decision, median, prefixes on {spread}", worst, AIM_US, "lower"))
+    finish(Report.of("router_decisions", {"rows": rows}, aims), arguments.json)
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ import itertools
 import json
 import random
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
+from bench.report import Report, add_common_options, finish
 from bench.router_simulation import Routed, Simulation, Turn, chats, single_prompts
 from proxy.registry import Registry
 
@@ -121,24 +121,20 @@ def goodput(load: float, slo_s: float, rejects: bool, duration_s: float, num_wor
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--duration", type=float, default=120.0, metavar="SECONDS", help="of the simulated trace")
-    parser.add_argument("--output", type=Path, default=None, metavar="FILE")
+    add_common_options(parser)
     arguments = parser.parse_args()
+    duration_s = 20.0 if arguments.quick else 120.0  # of the simulated trace
     rows = [
         row
         for num_workers, num_proxies, load in ((8, 1, 0.8), (8, 4, 1.2), (64, 4, 0.8))
-        for row in compare(num_workers, num_proxies, load, arguments.duration)
+        for row in compare(num_workers, num_proxies, load, duration_s)
     ]
     overload = [
-        goodput(load, 1.0, rejects, arguments.duration)
-        for load in (0.5, 0.8, 1.0, 1.2, 1.5, 2.0)
-        for rejects in (False, True)
+        goodput(load, 1.0, rejects, duration_s) for load in (0.5, 0.8, 1.0, 1.2, 1.5, 2.0) for rejects in (False, True)
     ]
     for row in overload:
         print(json.dumps(row))
-    if arguments.output is not None:
-        report = {"command": "python -m bench.router_policies", "policies": rows, "goodput": overload}
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    finish(Report.of("router_policies", {"policies": rows, "goodput": overload}), arguments.json)
 
 
 if __name__ == "__main__":
