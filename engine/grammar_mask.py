@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -11,7 +12,9 @@ import torch
 
 from engine.batch import Sample
 from engine.grammar import GrammarState
-from protocol.errors import TandemError
+from protocol.errors import InternalError, TandemError
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -92,8 +95,8 @@ def compute_masks(samples: Sequence[Sample], rows: list[int]) -> StepMask:
         try:
             state.begin()
             num_words = state.num_words  # all are of one tokeniser
-        except TandemError as error:
-            errors |= dict.fromkeys(users[key], error)
+        except BaseException as error:
+            errors |= dict.fromkeys(users[key], _told(error))
     bits = np.full((len(states), 4 * num_words), 0xFF, dtype=np.uint8)
     mask_row_of: dict[int, int] = {}
     for mask_row, (key, (state, sample)) in enumerate(states.items()):
@@ -102,8 +105,16 @@ def compute_masks(samples: Sequence[Sample], rows: list[int]) -> StepMask:
             continue
         try:
             state.fill(sample.output_token_ids, sample.banned_token_ids, bits[mask_row])
-        except TandemError as error:
+        except BaseException as error:
             bits[mask_row] = 0xFF
-            errors |= dict.fromkeys(users[key], error)
+            errors |= dict.fromkeys(users[key], _told(error))
     constrained = [row for row in rows if row not in errors]
     return StepMask(constrained, [mask_row_of[row] for row in constrained], torch.from_numpy(bits), errors)
+
+
+def _told(error: BaseException) -> TandemError:
+    """A panic of the library is no Exception; it must end the sequence alone, and not the engine's thread."""
+    if isinstance(error, TandemError):
+        return error
+    log.error("a grammar's mask failed", exc_info=error)
+    return InternalError(f"the grammar's mask failed: {type(error).__name__}")
