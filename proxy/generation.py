@@ -73,6 +73,7 @@ class FrontDoor:
     scrapes: Scrapes
     turns: Turns
     request_timeout_s: float
+    ttft_slo_s: float | None = None  # of first tokens; what is predicted to miss it is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,12 @@ class Generation:
         self.num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
         return [
             _PlannedPrompt(
-                replace(prompt, num_prompt_logprobs=request.num_prompt_logprobs, cache_salt=request.cache_salt),
+                replace(
+                    prompt,
+                    num_prompt_logprobs=request.num_prompt_logprobs,
+                    cache_salt=request.cache_salt,
+                    priority=request.priority,
+                ),
                 request.samplings(),
                 request.stop_conditions(prompt.num_tokens, limits, door.text.eos_token_ids),
             )
@@ -145,11 +151,18 @@ class Generation:
         dispatcher = self._door.dispatcher
         # A prompt is computed once, whatever goes on from it: its first sequence waits for it.
         prompt_tokens = [0 if i else p.prompt.num_tokens for p in planned for i in range(len(p.samplings))]
-        ticket = self._door.admission.admit(self._client, prompt_tokens)
         sequences: list[DispatchedSequence] = []
+
+        def on_displaced(error: TandemError) -> None:
+            for sequence in sequences:
+                sequence.attempt.fail(error)
+
+        ticket = self._door.admission.admit(self._client, prompt_tokens, self._request.priority, on_displaced)
         try:
             for p in planned:
-                sequences += dispatcher.start(p.prompt, p.samplings, p.stop, self._seconds_left())
+                sequences += dispatcher.start(
+                    p.prompt, p.samplings, p.stop, self._seconds_left(), self._first_token_within_s()
+                )
             streams = [self._sequence(index, sequence) for index, sequence in enumerate(sequences)]
             async with aclosing(merge(streams) if len(streams) > 1 else streams[0]) as deltas:
                 async for delta in deltas:
@@ -212,6 +225,10 @@ class Generation:
         if request.echo:
             pieces.append(await self._door.readers.text_of(token_ids))
         return ToldPrompt(token_ids, delta.prompt_logprobs or [])
+
+    def _first_token_within_s(self) -> float | None:
+        slo_s = self._door.ttft_slo_s
+        return None if slo_s is None else slo_s - (time.monotonic() - self._arrived_at)
 
     def _seconds_left(self) -> float:
         return max(0.001, self._door.request_timeout_s - (time.monotonic() - self._arrived_at))

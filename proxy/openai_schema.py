@@ -39,6 +39,8 @@ _PROMPT_SCHEMA: JsonObject = {
     ]
 }
 
+SOONEST_PRIORITY = -100
+
 
 class StreamOptions(msgspec.Struct):
     include_usage: Annotated[OptionalBool, Meta(description="one more chunk at the end, with the usage")] = False
@@ -225,7 +227,7 @@ class GenerationFields(NotServed):
         Meta(description="a longer prompt loses its beginning; -1: as many as fit beside max_tokens"),
     ] = None
     priority: Annotated[
-        Annotated[int, Meta(ge=-100, le=100)] | None, Meta(description="a lower one is served first")
+        Annotated[int, Meta(ge=SOONEST_PRIORITY, le=100)] | None, Meta(description="a lower one is served first")
     ] = 0
     request_id: Annotated[
         Annotated[str, Meta(pattern=REQUEST_ID_PATTERN)] | None,
