@@ -208,7 +208,7 @@ def main() -> None:
             warm_up(client)
             figures[connector] = {
                 "prompts": {str(n): measure_length(client, n, 3 if options.quick else 15) for n in LENGTHS},
-                "decode step ms under load": measure_load(url, 1 if options.quick else 9),
+                "decode step ms under load": measure_load(url, 1 if options.quick else 5),
             }
     print_table(figures)
     finish(Report.of("disaggregation", figures, aims(figures)), options.json)

@@ -14,7 +14,7 @@ from protocol.generation import FinishReason, SampledToken
 from proxy.generation import Generation, TextDelta, ToldPrompt
 from proxy.http_errors import error_body, log
 from proxy.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from proxy.openai_schema import (
+from proxy.openai_answers import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,

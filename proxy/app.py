@@ -30,7 +30,7 @@ from proxy.http_errors import (
     tandem_error_response,
     unexpected_error_response,
 )
-from proxy.openai_schema import HealthResponse, ModelCard, ModelList, VersionResponse
+from proxy.openai_answers import HealthResponse, ModelCard, ModelList, VersionResponse
 from proxy.openapi import docs_page, openapi_document
 from proxy.request_body import SpooledBody
 from proxy.request_id import HEADER, check_request_id, id_header, request_id_of

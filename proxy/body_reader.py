@@ -7,7 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from proxy.model_text import ModelText
-from proxy.openai_schema import DetokenizeResponse, TokenizeResponse
+from proxy.openai_answers import DetokenizeResponse, TokenizeResponse
 from proxy.registry import ModelLimits
 from proxy.rendering import RenderedPrompts, Renderer
 from proxy.structured_output import checked_grammar

@@ -19,7 +19,7 @@ from protocol.errors import (
     WorkerLost,
 )
 from proxy.admission import ClientLimitExceeded, QueueFull
-from proxy.openai_schema import ErrorDetail, ErrorResponse
+from proxy.openai_answers import ErrorDetail, ErrorResponse
 from proxy.rendering import ContextLengthExceeded
 from proxy.request_id import id_header
 from proxy.validation import ModelNotFound

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from protocol.generation import SampledToken, TokenLogprobs
-from proxy.openai_schema import (
+from proxy.openai_answers import (
     ChatLogprob,
     ChatLogprobs,
     CompletionLogprobs,

@@ -10,23 +10,25 @@ from typing import Any
 
 import msgspec
 
-from proxy.openai_schema import (
+from proxy.openai_answers import (
     ChatCompletionChunk,
-    ChatCompletionRequest,
     ChatCompletionResponse,
-    CompletionRequest,
     CompletionResponse,
-    DetokenizeRequest,
     DetokenizeResponse,
     ErrorResponse,
     HealthResponse,
     ModelCard,
     ModelList,
+    TokenizeResponse,
+    VersionResponse,
+)
+from proxy.openai_schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
     NotServed,
     TokenizeChatRequest,
-    TokenizeResponse,
     TokenizeTextRequest,
-    VersionResponse,
 )
 from proxy.validation import NEUTRAL_VALUES
 
@@ -45,6 +47,21 @@ ERRORS = {
     503: "no worker can take the request, or one was lost; see Retry-After",
     504: "the request was not finished in time",
 }
+_TOGETHER: dict[str, Json] = {
+    "ContentPart": {
+        "anyOf": [
+            {"required": [kind], "properties": {"type": {"const": kind}, kind: {"type": "string"}}}
+            for kind in ("text", "refusal")
+        ]
+    },
+    "ChatMessage": {
+        "anyOf": [
+            {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+            {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+        ]
+    },
+}
+"""What fields must be beside each other, which their types cannot say."""
 _REPEAT = (429, 503)
 _BODY_ERRORS = (400, 401, 404, 405, 408, 413, 431, 500, 504)
 
@@ -95,7 +112,8 @@ def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
     ordered = sorted(types, key=lambda kind: kind.__name__)
     references, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(ordered, references, strict=True))
-    for component in components.values():
+    for name, component in components.items():
+        component.update(_TOGETHER.get(name, {}))
         _describe_what_is_not_served(component.get("properties", {}), served_model_name)
     paths: Json = {}
     for route in ROUTES:

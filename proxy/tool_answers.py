@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from protocol.generation import FinishReason
 from proxy.answers import ChatAnswers
 from proxy.generation import Generation, TextDelta
-from proxy.openai_schema import (
+from proxy.openai_answers import (
     AnsweredToolCall,
     AssistantMessage,
     CalledFunction,
