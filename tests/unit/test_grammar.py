@@ -167,7 +167,7 @@ ROWS = [
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=20)
+@settings(max_examples=8)
 def test_sampled_text_is_the_grammars_whatever_else_is_asked_for(seed: int) -> None:
     """The masks come from `GrammarMasks`, rows with and without a grammar in one batch, over random logits."""
     rng = random.Random(seed)
@@ -321,7 +321,7 @@ def test_the_demo_vocabulary_spells_json(demo_model: Any) -> None:
 
 
 @given(seed=st.integers(0, 2**31), num_allowed=st.sampled_from([1, 2, 7, 300]), scale=st.sampled_from([0.1, 5.0, 60.0]))
-@settings(max_examples=15)
+@settings(max_examples=10)
 def test_nothing_else_is_sampled_from_a_large_vocabulary(seed: int, num_allowed: int, scale: float) -> None:
     """Where the sampler looks at parts of a row, or at a few candidates, most of them may be impossible."""
     torch.manual_seed(seed)
