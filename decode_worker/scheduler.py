@@ -18,6 +18,7 @@ from decode_worker.sequence import DecodePrompt, DecodeSequence
 from decode_worker.transfer import IncomingTransfer
 from engine.batch import Batch, ItemOutput
 from engine.block_manager import BlockManager
+from engine.grammar import Grammar
 from protocol.dispatch import DecodeReserved, NewToken, PrepareDecode, RequestFailed, RequestPreempted, TokenBatch
 from protocol.errors import ErrorInfo, InternalError, KVTransferFailed, RequestAborted, TandemError, WorkerLost
 from protocol.transfer import FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
@@ -63,8 +64,8 @@ class DecodeScheduler:
 
     # ---- events from proxies
 
-    def on_prepare(self, now: float, request: PrepareDecode) -> list[Action]:
-        prompt = DecodePrompt.of(request, self._num_arrived, now, self.blocks.block_size, self._model_id)
+    def on_prepare(self, now: float, request: PrepareDecode, grammar: Grammar | None = None) -> list[Action]:
+        prompt = DecodePrompt.of(request, self._num_arrived, now, self.blocks.block_size, self._model_id, grammar)
         sequences = list(prompt.sequences.values())
         error = self._why_not(prompt)
         if error is not None:
@@ -200,7 +201,7 @@ class DecodeScheduler:
         assert not self._step, "one step at a time"
         actions: list[Action] = []
         for sequence in sorted(self._running[: self._max_num_seqs], key=lambda s: s.age):
-            if not sequence.ended and self._grow(sequence, actions):
+            if not sequence.ended and sequence.may_step and self._grow(sequence, actions):
                 self._step.append(sequence)
         copies = []
         for sequence in self._step:
@@ -240,6 +241,9 @@ class DecodeScheduler:
         for sequence, output in zip(step, results, strict=True):
             if sequence.ended:
                 self._release(sequence)
+                continue
+            if output.error is not None:
+                freed += self._end(sequence, output.error.to_error())
                 continue
             (token,) = output.tokens
             block_hash = sequence.on_token(token.token_id, self.blocks.block_size)

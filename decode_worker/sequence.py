@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.batch import BatchItem, Sample
+from engine.grammar import Grammar, GrammarState
 from engine.prefix_hash import BlockHasher
 from protocol.dispatch import PrepareDecode
 from protocol.generation import SamplingParams
@@ -29,12 +30,21 @@ class DecodePrompt:
     has_begun: bool = False
 
     @classmethod
-    def of(cls, request: PrepareDecode, number: int, now: float, block_size: int, model_id: str) -> DecodePrompt:
+    def of(
+        cls,
+        request: PrepareDecode,
+        number: int,
+        now: float,
+        block_size: int,
+        model_id: str,
+        grammar: Grammar | None = None,
+    ) -> DecodePrompt:
         hasher = BlockHasher(block_size, model_id, request.cache_salt)
         prompt = cls(request, number, now, hasher, hasher.prompt_hashes(request.token_ids))
         for index, (request_id, seed) in enumerate(zip(request.request_ids, request.seeds, strict=True)):
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
-            prompt.sequences[request_id] = DecodeSequence(prompt, request_id, (number, index), sampling)
+            state = grammar.new_state(request.stop.stop_token_ids) if grammar is not None else None
+            prompt.sequences[request_id] = DecodeSequence(prompt, request_id, (number, index), sampling, state)
         return prompt
 
     @property
@@ -53,7 +63,7 @@ class DecodePrompt:
 
 @dataclass(eq=False)
 class DecodeSequence:
-    """One sequence; all but the first four fields have a meaning once it runs.
+    """One sequence; all but the first five fields have a meaning once it runs.
 
     age: in order of arrival, less is older. num_tokens: prompt and output, the newest included, whose keys and values
     the next step computes.
@@ -65,6 +75,7 @@ class DecodeSequence:
     request_id: str
     age: tuple[int, int]
     sampling: SamplingParams
+    grammar: GrammarState | None = None
     block_table: list[int] = field(default_factory=list)
     num_tokens: int = 0
     output_token_ids: list[int] = field(default_factory=list)  # those of earlier attempts included
@@ -78,6 +89,11 @@ class DecodeSequence:
     @property
     def key(self) -> tuple[str, str]:
         return self.prompt.request.proxy_id, self.request_id
+
+    @property
+    def may_step(self) -> bool:
+        """Not before its grammar is compiled."""
+        return self.grammar is None or self.grammar.is_ready
 
     def begin(self, block_table: list[int], first_token_id: int, block_size: int) -> None:
         """The prompt's KV is complete in `block_table`, which from now on is the sequence's."""
@@ -97,8 +113,9 @@ class DecodeSequence:
         sample = Sample(
             self.sampling,
             prompt_token_ids=self._prompt_token_ids,
-            output_token_ids=self.output_token_ids if self.sampling.has_penalties else (),
+            output_token_ids=self.output_token_ids if self.sampling.needs_history else (),
             banned_token_ids=stop.banned(len(self.output_token_ids)) if stop.min_tokens else (),
+            grammar=self.grammar,
         )
         return BatchItem([self.output_token_ids[-1]], self.num_tokens - 1, self.block_table, [sample])
 

@@ -21,6 +21,7 @@ from decode_worker.scheduler import DecodeScheduler
 from engine.batch import ItemOutput
 from engine.block_manager import BlockManager
 from engine.engine_thread import EngineThread
+from engine.grammar import Grammars
 from engine.kv_pool import KVPool
 from engine.model_loader import LoadedModel
 from engine.tensor_parallel import TensorParallelGroup
@@ -71,6 +72,11 @@ class DecodeWorker:
             self._config.worker_id, self._config.engine, self._config.host, self._config.log_level
         )
         loaded: LoadedModel = await self._loop.run_in_executor(None, ranks.load)
+        self._grammars = Grammars(
+            self._config.engine.model,
+            loaded.vocab_size,
+            lambda: self._loop.call_soon_threadsafe(self._start_step),
+        )
         pool = KVPool(loaded, self._config.engine)
         blocks = BlockManager(pool.num_blocks, self._config.engine.block_size)
         self._block_bytes = pool.block_bytes * self._config.engine.tensor_parallel_size
@@ -127,6 +133,7 @@ class DecodeWorker:
             self._pairs.close()
             self._router.close()
             context.term()
+            self._grammars.close()
             self._engine.stop(timeout_s=1.5)
             ranks.close()
 
@@ -173,7 +180,8 @@ class DecodeWorker:
         scheduler, now = self._scheduler, self._loop.time()
         match message:
             case PrepareDecode():
-                self._perform(scheduler.on_prepare(now, message))
+                grammar = self._grammars.get(message.sampling.grammar)
+                self._perform(scheduler.on_prepare(now, message, grammar))
             case AbortRequest():
                 self._perform(scheduler.on_abort(message.proxy_id, message.request_id))
             case OpenPair():

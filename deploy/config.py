@@ -16,6 +16,7 @@ from engine.config import Device, Dtype, LoadFormat
 from kv_transfer.registry import check_name
 from protocol.errors import ConfigError
 from protocol.membership import Role
+from proxy.tool_formats import ToolFormatName
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -90,6 +91,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 30.0
     request_timeout_s: Annotated[float, Meta(gt=0, description="seconds after which a request is given up")] = 600.0
     trust_remote_code: Annotated[bool, Meta(description="run model code that comes with the checkpoint")] = False
+    tool_call_parser: Annotated[
+        ToolFormatName, Meta(description="how the model writes tool calls: hermes (also Qwen) or llama3_json")
+    ] = "hermes"
+    trust_request_chat_template: Annotated[
+        bool, Meta(description="let clients bring chat templates (jinja, in a sandbox, 2 s of CPU time each)")
+    ] = False
     log_level: Annotated[LogLevel, Meta(description="how much every process logs")] = "info"
 
     def num_ranks(self, role: Role) -> int:

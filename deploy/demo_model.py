@@ -16,11 +16,16 @@ from pathlib import Path
 from deploy.runtime_dir import cache_dir
 from protocol.errors import InternalError
 
-VERSION = 1
+VERSION = 2
 """Part of the cache folder's name: raise it with every change to what is made."""
 
 _CHAT_TEMPLATE = (
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if tools %}<|system|>Functions, to be called by their names in <tool_call>:"
+    "{% for tool in tools %}\n{{ tool['function'] | tojson }}{% endfor %}<|end|>{% endif %}"
+    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>\n{{ call['function'] | tojson }}\n</tool_call>"
+    "{% endfor %}"
+    "<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 _SPECIAL_TOKENS = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]

@@ -119,6 +119,8 @@ class Launcher:
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
                 tokenizer_threads=config.tokenizer_threads,
+                trust_request_chat_template=config.trust_request_chat_template,
+                tool_call_parser=config.tool_call_parser,
                 max_body_bytes=config.max_body_mib << 20,
                 max_waiting_requests=config.max_waiting_requests,
                 max_waiting_tokens=config.max_waiting_tokens,

@@ -6,20 +6,24 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from engine.grammar import GrammarState
+from protocol.errors import ErrorInfo
 from protocol.generation import SampledToken, SamplingParams, TokenLogprobs
 
 
 class Sample(msgspec.Struct, frozen=True):
     """One token to choose, at the position after an item's last.
 
-    prompt_token_ids and output_token_ids: what came before, filled in where `params.has_penalties`.
-    banned_token_ids: impossible here.
+    prompt_token_ids and output_token_ids: what came before, filled in where `params.has_penalties`; the latter also
+    where `params.needs_history`.
+    banned_token_ids: impossible here. grammar: the sequence's own state; never leaves the process.
     """
 
     params: SamplingParams
     prompt_token_ids: Sequence[int] = ()
     output_token_ids: Sequence[int] = ()
     banned_token_ids: Collection[int] = ()
+    grammar: GrammarState | None = None
 
 
 class BatchItem(msgspec.Struct, frozen=True):
@@ -46,7 +50,11 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class ItemOutput(msgspec.Struct, frozen=True):
-    """tokens: one for each of the item's samples. prompt_logprobs: one for each of its target_token_ids."""
+    """tokens: one for each of the item's samples. prompt_logprobs: one for each of its target_token_ids.
+
+    error: its grammar could not be followed; the tokens mean nothing then.
+    """
 
     tokens: list[SampledToken]
     prompt_logprobs: list[TokenLogprobs] = []
+    error: ErrorInfo | None = None

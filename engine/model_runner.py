@@ -6,12 +6,14 @@ import itertools
 import logging
 from typing import Any
 
+import msgspec
 import torch
 
 from engine.backends import attention_maker
 from engine.batch import Batch, BatchItem, ItemOutput, Sample
 from engine.cuda_attention import StepTensors, VarlenAttention, find_varlen_attn
 from engine.decode_graphs import Capture, DecodeGraphs, cuda_capture
+from engine.grammar_mask import GrammarMasks
 from engine.kv_pool import KVPool
 from engine.memory import keep_freed_memory
 from engine.model_head import ModelHead
@@ -19,6 +21,7 @@ from engine.model_loader import LoadedModel
 from engine.packed_linear import pack_linears
 from engine.sampler import sample
 from engine.step_index import StepIndex
+from protocol.errors import ErrorInfo, TandemError
 from protocol.generation import SamplingParams, TokenLogprobs
 
 log = logging.getLogger(__name__)
@@ -45,6 +48,7 @@ class ModelRunner:
                 pack_linears(self._model)
         self._make_attention = attention_maker(pool, self._model.config.get_text_config(decoder=True))
         self._graphs: DecodeGraphs | None = None
+        self._grammar_masks = GrammarMasks()
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[ItemOutput]:
@@ -53,17 +57,20 @@ class ModelRunner:
             sources, destinations = zip(*batch.block_copies, strict=True)
             self._pool.tensor[list(destinations)] = self._pool.tensor[list(sources)]
         items = batch.items
+        samples = [s for item in items for s in item.samples]
+        masking = self._grammar_masks.start(samples)  # while the model runs
         if any(item.num_prompt_logprobs is not None for item in items):
             rows, prompt_logprobs = self._run_with_prompt_logprobs(items)
         else:
             rows, prompt_logprobs = self._sampled_logits(items), {}
-        samples = [s for item in items for s in item.samples]
         positions = [item.start + len(item.token_ids) for item in items for _ in item.samples]
-        tokens = iter(sample(rows, samples, positions) if samples else [])
-        return [
+        mask = masking.result() if masking is not None else None
+        tokens = iter(sample(rows, samples, positions, mask) if samples else [])
+        outputs = [
             ItemOutput([next(tokens) for _ in item.samples], prompt_logprobs.get(number, []))
             for number, item in enumerate(items)
         ]
+        return with_errors(outputs, mask.errors) if mask is not None and mask.errors else outputs
 
     def _inputs(self, items: list[BatchItem]) -> dict[str, Any]:
         token_ids = [token_id for item in items for token_id in item.token_ids]
@@ -143,3 +150,14 @@ class ModelRunner:
             log.warning("decode runs without CUDA graphs: %s", str(problem).strip().splitlines()[0])
             return
         self._graphs = graphs
+
+
+def with_errors(outputs: list[ItemOutput], errors: dict[int, TandemError]) -> list[ItemOutput]:
+    """errors: by sample, counted over all items; the samples of one item share their grammar."""
+    told = []
+    first = 0
+    for output in outputs:
+        error = errors.get(first) if output.tokens else None
+        told.append(output if error is None else msgspec.structs.replace(output, error=ErrorInfo.of(error)))
+        first += len(output.tokens)
+    return told

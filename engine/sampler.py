@@ -1,9 +1,9 @@
 """Chooses tokens from logits, vectorised over the batch.
 
-In order: bans, bias and penalties (`engine.penalties`), temperature, min_p, top_k, top_p, noise. Log-probabilities are
-those of the logits as they came. The only randomness is one uniform number per row, a pure function of
-(seed, position): the same request gives the same text in any batch, on any worker, also when it moves. The number
-picks from the filtered distribution by its cumulative sum, so nothing that a row gets depends on its neighbours.
+In order: bans, bias, penalties and grammars (`engine.penalties`), temperature, min_p, top_k, top_p, noise.
+Log-probabilities are those of the logits as they came. The only randomness is one uniform number per row, a pure
+function of (seed, position): the same request gives the same text in any batch, on any worker, also when it moves. The
+number picks from the filtered distribution by its cumulative sum, so nothing that a row gets depends on its neighbours.
 
 A row of logits that are not numbers gives some token of the vocabulary and leaves the others alone.
 """
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.batch import Sample
+from engine.grammar_mask import StepMask
 from engine.logprobs import token_logprobs
 from engine.penalties import adjusted
 from protocol.generation import SampledToken, SamplingParams, TokenLogprobs
@@ -40,10 +41,12 @@ def _splitmix64(state: int) -> int:
     return state ^ (state >> 31)
 
 
-def sample(logits: torch.Tensor, samples: Sequence[Sample], positions: Sequence[int]) -> list[SampledToken]:
+def sample(
+    logits: torch.Tensor, samples: Sequence[Sample], positions: Sequence[int], mask: StepMask | None = None
+) -> list[SampledToken]:
     """One token per row of `logits` [num_rows, vocab_size]; `positions` are those of the tokens to be."""
     params = [s.params for s in samples]
-    shaped = adjusted(logits, samples)
+    shaped = adjusted(logits, samples, mask)
     chosen = argmax(shaped)
     # Rows with and without a filter take their numbers through the vocabulary in different orders, so they are apart:
     # a row must not depend on what else is in the batch.
@@ -145,7 +148,8 @@ def _sample_among(
     # Minimum relative to the most likely (Nguyen et al., 2024).
     min_p = torch.tensor([p.min_p for p in params], dtype=torch.float64, device=device)[:, None]
     ranks = torch.arange(num_candidates, device=device)
-    kept = (ranks < top_k) & (probs >= min_p * probs[:, :1])
+    # What is impossible is never kept: a grammar may leave fewer than top_k, and then these few decide.
+    kept = (ranks < top_k) & (probs >= min_p * probs[:, :1]) & (probs > 0)
     probs = probs * kept
     is_whole = torch.tensor([p.top_k == 0 and p.min_p == 0 for p in params], device=device)[:, None]
     total = torch.where(is_whole, 1.0, probs.sum(-1, keepdim=True))

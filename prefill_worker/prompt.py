@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from engine.batch import BatchItem, Sample
+from engine.grammar import Grammar, GrammarState
 from engine.prefix_hash import BlockHasher
 from protocol.dispatch import StartPrefill
 from protocol.generation import TokenLogprobs
@@ -24,6 +25,7 @@ class PrefillPrompt:
     token_ids: list[int]
     open_ids: set[str]
     samples: list[Sample]
+    grammar: GrammarState | None
     started_at: float = 0.0
     num_computed_tokens: int = 0  # cached ones included
     num_cached_tokens: int = 0
@@ -42,20 +44,25 @@ class PrefillPrompt:
     finish_sent: bool = False
 
     @classmethod
-    def of(cls, request: StartPrefill, pair_id: str | None, number: int, now: float) -> PrefillPrompt:
+    def of(
+        cls, request: StartPrefill, pair_id: str | None, number: int, now: float, grammar: Grammar | None = None
+    ) -> PrefillPrompt:
         token_ids = unpack_token_ids(request.token_ids)
         num_before = len(token_ids) - request.num_generated
         has_penalties = request.sampling.has_penalties
+        # The sequences begin at one place in the grammar, so one state does for all of them.
+        state = grammar.new_state(request.stop.stop_token_ids) if grammar is not None else None
         samples = [
             Sample(
                 msgspec.structs.replace(request.sampling, seed=seed),
                 prompt_token_ids=token_ids[:num_before] if has_penalties else (),
-                output_token_ids=token_ids[num_before:] if has_penalties else (),
+                output_token_ids=token_ids[num_before:] if request.sampling.needs_history else (),
                 banned_token_ids=request.stop.banned(request.num_generated),
+                grammar=state,
             )
             for seed in request.seeds
         ]
-        return cls(request, pair_id, number, now, token_ids, set(request.request_ids), samples)
+        return cls(request, pair_id, number, now, token_ids, set(request.request_ids), samples, state)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -68,6 +75,11 @@ class PrefillPrompt:
     @property
     def is_computed(self) -> bool:
         return self.num_computed_tokens == len(self.token_ids)
+
+    @property
+    def may_compute(self) -> bool:
+        """Not before its grammar is compiled, which takes a millisecond as a rule, but may take much longer."""
+        return self.grammar is None or self.grammar.is_ready
 
     @property
     def has_begun(self) -> bool:

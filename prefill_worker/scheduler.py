@@ -14,6 +14,7 @@ from collections.abc import Iterable
 
 from engine.batch import Batch, ItemOutput
 from engine.block_manager import BlockManager
+from engine.grammar import Grammar
 from prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
 from prefill_worker.leases import Leases
 from prefill_worker.prompt import PrefillPrompt
@@ -69,8 +70,10 @@ class PrefillScheduler:
 
     # ---- events
 
-    def on_start(self, now: float, request: StartPrefill, pair_id: str | None) -> list[Action]:
-        prompt = PrefillPrompt.of(request, pair_id, self._num_arrived, now)
+    def on_start(
+        self, now: float, request: StartPrefill, pair_id: str | None, grammar: Grammar | None = None
+    ) -> list[Action]:
+        prompt = PrefillPrompt.of(request, pair_id, self._num_arrived, now, grammar)
         keys = [(request.proxy_id, request_id) for request_id in request.request_ids]
         if request.transfer_id in self._by_transfer or any(key in self._by_request for key in keys):
             return _failures(prompt, InternalError(f"transfer {request.transfer_id} is already here"))
@@ -175,7 +178,8 @@ class PrefillScheduler:
         not begin: its KV could not leave.
         """
         full = {p.pair_id for p in self._by_transfer.values() if p.is_computed and p.dst_block_ids is None} - {None}
-        return [*self._computing.values(), *(p for p in self._waiting.values() if p.pair_id not in full)]
+        waiting = (p for p in self._waiting.values() if p.pair_id not in full and p.may_compute)
+        return [*self._computing.values(), *waiting]
 
     def _begin(self, now: float, prompt: PrefillPrompt, actions: list[Action]) -> bool:
         """Give a waiting prompt its blocks, cached ones first, unless there are too few."""
@@ -214,6 +218,9 @@ class PrefillScheduler:
                 actions += self._settle(prompt)
                 continue
             self._publish(prompt)
+            if output.error is not None:
+                actions += self._end(prompt, output.error.to_error())
+                continue
             prompt.prompt_logprobs += output.prompt_logprobs
             if prompt.is_computed:
                 actions += self._on_first_tokens(now, prompt, output.tokens)

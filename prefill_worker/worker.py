@@ -14,6 +14,7 @@ import secrets
 from engine.batch import ItemOutput
 from engine.block_manager import BlockManager
 from engine.engine_thread import EngineThread
+from engine.grammar import Grammars
 from engine.kv_pool import KVPool
 from engine.model_loader import LoadedModel
 from engine.tensor_parallel import TensorParallelGroup
@@ -58,6 +59,11 @@ class PrefillWorker:
             self._config.worker_id, self._config.engine, self._config.host, self._config.log_level
         )
         loaded: LoadedModel = await self._loop.run_in_executor(None, ranks.load)
+        self._grammars = Grammars(
+            self._config.engine.model,
+            loaded.vocab_size,
+            lambda: self._loop.call_soon_threadsafe(self._start_step),
+        )
         pool = KVPool(loaded, self._config.engine)
         blocks = BlockManager(pool.num_blocks, self._config.engine.block_size)
         self._block_bytes = pool.block_bytes * self._config.engine.tensor_parallel_size
@@ -122,6 +128,7 @@ class PrefillWorker:
             self._pairs.close()
             self._router.close()
             context.term()
+            self._grammars.close()
             self._engine.stop(timeout_s=1.5)
             ranks.close()
 
@@ -180,7 +187,8 @@ class PrefillWorker:
                     self._send_to_proxy(message.proxy_id, RequestFailed(request_id, ErrorInfo.of(error)))
                 return
             pair_id = pair.pair_id
-        self._perform(self._scheduler.on_start(self._loop.time(), message, pair_id))
+        grammar = self._grammars.get(message.sampling.grammar)
+        self._perform(self._scheduler.on_start(self._loop.time(), message, pair_id, grammar))
 
     def _on_decode_answer(self, message: KVReserved | KVRefused | RenewLeases) -> None:
         match message:

@@ -15,8 +15,10 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     temperature: 0 is greedy. top_k: 0 keeps all. top_p: in (0, 1], 1 keeps all. min_p: in [0, 1], 0 keeps all.
     repetition_penalty: over prompt and output, 1 is none (Keskar et al., CTRL, 2019). presence_penalty and
     frequency_penalty: over the output, 0 is none. logit_bias: (token id, what is added to its logit).
+    allowed_token_ids: when any, no others are chosen. bad_words: token sequences that are not generated.
     seed: always set; the proxy draws one where the client gave none, so noise is a function of (seed, position).
     logprobs: None for none; else the chosen token's and those of that many most likely tokens (0 to 20).
+    grammar: what the output must be, see `protocol.grammar`; then stop_token_ids are possible only where it may end.
     """
 
     temperature: float = 1.0
@@ -27,8 +29,16 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     logprobs: int | None = None
+    grammar: str | None = None
+
+    @property
+    def needs_history(self) -> bool:
+        """Whether what came before changes what may be chosen."""
+        return self.has_penalties or bool(self.bad_words) or self.grammar is not None
 
     @property
     def has_penalties(self) -> bool:

@@ -35,9 +35,10 @@ def main(arguments: list[str]) -> int:
         from proxy.server import serve
 
         text = ModelText(config.model)
+        options = (config.served_model_name, config.trust_request_chat_template, config.tool_call_parser)
         readers = ReaderPool(
-            BodyReader.of(text, config.served_model_name),
-            partial(BodyReader.load, config.model, config.served_model_name),
+            BodyReader.of(text, *options),
+            partial(BodyReader.load, config.model, *options),
             config.tokenizer_threads,
         )
         readers.fork()

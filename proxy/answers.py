@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Protocol
@@ -15,13 +14,14 @@ from protocol.generation import FinishReason, SampledToken
 from proxy.generation import Generation, TextDelta, ToldPrompt
 from proxy.http_errors import error_body, log
 from proxy.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
-from proxy.openai_schema import (
+from proxy.openai_answers import (
     AssistantMessage,
     ChatChoice,
     ChatChunkChoice,
     ChatCompletionChunk,
     ChatCompletionResponse,
     ChatDelta,
+    ChatFinishReason,
     ChatLogprobs,
     CompletionChoice,
     CompletionLogprobs,
@@ -30,6 +30,7 @@ from proxy.openai_schema import (
     PromptTokensDetails,
     Usage,
 )
+from proxy.token_text import TokensAsIds, TokenText
 from proxy.validation import GenerationRequest
 
 _encode = msgspec.json.Encoder().encode
@@ -79,11 +80,12 @@ class Answers(Protocol):
 
 
 class CompletionAnswers:
-    def __init__(self, generation: Generation, request: GenerationRequest, model: str) -> None:
+    def __init__(self, generation: Generation, request: GenerationRequest, model: str, request_id: str) -> None:
         self._generation = generation
         self._request = request
         self._model = model
-        self._id = f"cmpl-{secrets.token_hex(12)}"
+        self._id = f"cmpl-{request_id}"
+        self._token_text = _token_text(generation, request)
         self._offsets: dict[int, int] = {}  # by index: characters of the tokens told so far
 
     async def whole(self) -> bytes:
@@ -117,23 +119,24 @@ class CompletionAnswers:
             of_prompt = zip(prompt.token_ids, [None, *prompt.logprobs], strict=True)
             tokens = [*(SampledToken(token_id, logprobs) for token_id, logprobs in of_prompt), *tokens]
         offset = self._offsets.get(index, 0)
-        told = completion_logprobs(self._generation.token_text, tokens, num_top, offset)
-        self._offsets[index] = offset + sum(map(len, told.tokens))
+        told = completion_logprobs(self._token_text, tokens, num_top, offset)
+        self._offsets[index] = offset + sum(len(self._token_text.plain(token.token_id)) for token in tokens)
         return told
 
     def _prompt_logprobs(self, prompt: ToldPrompt | None) -> PromptLogprobs | UnsetType:
         num_top = self._request.prompt_logprobs
         if prompt is None or num_top is None:
             return UNSET
-        return prompt_logprobs(self._generation.token_text, prompt.token_ids, prompt.logprobs, num_top)
+        return prompt_logprobs(self._token_text, prompt.token_ids, prompt.logprobs, num_top)
 
 
 class ChatAnswers:
-    def __init__(self, generation: Generation, request: GenerationRequest, model: str) -> None:
+    def __init__(self, generation: Generation, request: GenerationRequest, model: str, request_id: str) -> None:
         self._generation = generation
         self._request = request
         self._model = model
-        self._id = f"chatcmpl-{secrets.token_hex(12)}"
+        self._id = f"chatcmpl-{request_id}"
+        self._token_text = _token_text(generation, request)
         self._begun: set[int] = set()
 
     async def whole(self) -> bytes:
@@ -142,8 +145,7 @@ class ChatAnswers:
         choices = [
             ChatChoice(
                 index,
-                AssistantMessage(s.text),
-                s.finish_reason,
+                *self._message(s.text, s.finish_reason),
                 self._logprobs(s.shown),
                 token_ids=_shown(s.tokens, self._request),
             )
@@ -152,7 +154,7 @@ class ChatAnswers:
         prompt = sequences[0].prompt
         told: PromptLogprobs | UnsetType = UNSET
         if prompt is not None and (num_top := self._request.prompt_logprobs) is not None:
-            told = prompt_logprobs(generation.token_text, prompt.token_ids, prompt.logprobs, num_top)
+            told = prompt_logprobs(self._token_text, prompt.token_ids, prompt.logprobs, num_top)
         usage = _usage(generation)
         return _encode(ChatCompletionResponse(self._id, generation.created, self._model, choices, usage, told))
 
@@ -164,16 +166,24 @@ class ChatAnswers:
         if _shows_nothing(delta, self._request):
             return events
         content = ChatDelta(content=delta.text) if delta.text else ChatDelta()
+        return events + self._choice_event(delta, content, delta.finish_reason)
+
+    def _choice_event(self, delta: TextDelta, told: ChatDelta, finish_reason: ChatFinishReason | None) -> bytes:
         logprobs = self._logprobs(delta.tokens[: delta.num_shown])
         token_ids = _shown(delta.tokens, self._request)
-        return events + self._event(ChatChunkChoice(delta.index, content, delta.finish_reason, logprobs, token_ids))
+        return self._event(ChatChunkChoice(delta.index, told, finish_reason, logprobs, token_ids))
+
+    def _message(
+        self, text: str, finish_reason: FinishReason | None
+    ) -> tuple[AssistantMessage, ChatFinishReason | None]:
+        return AssistantMessage(text), finish_reason
 
     def usage_chunk(self) -> bytes:
         return _event(self._chunk([], _usage(self._generation)))
 
     def _logprobs(self, tokens: list[SampledToken]) -> ChatLogprobs | None:
         num_top = self._request.base_sampling.logprobs
-        return None if num_top is None else chat_logprobs(self._generation.token_text, tokens, num_top)
+        return None if num_top is None else chat_logprobs(self._token_text, tokens, num_top)
 
     def _event(self, choice: ChatChunkChoice) -> bytes:
         return _event(self._chunk([choice], _usage_beside(self._generation, self._request)))
@@ -208,6 +218,10 @@ async def stream_events(
         yield _event_of(error_body(InternalError("the server failed in mid-stream")))
         return
     yield (answers.usage_chunk() + _DONE) if request.include_usage else _DONE
+
+
+def _token_text(generation: Generation, request: GenerationRequest) -> TokenText:
+    return TokensAsIds(generation.token_text) if request.tokens_as_ids else generation.token_text
 
 
 def _usage(generation: Generation) -> Usage:

@@ -7,6 +7,7 @@ import hmac
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 import msgspec
@@ -29,19 +30,32 @@ from proxy.http_errors import (
     tandem_error_response,
     unexpected_error_response,
 )
-from proxy.openai_schema import HealthResponse, ModelCard, ModelList
+from proxy.openai_answers import HealthResponse, ModelCard, ModelList, VersionResponse
+from proxy.openapi import docs_page, openapi_document
 from proxy.request_body import SpooledBody
-from proxy.validation import GenerationRequest
+from proxy.request_id import HEADER, check_request_id, id_header, request_id_of
+from proxy.tool_answers import ToolAnswers
+from proxy.validation import GenerationRequest, ModelNotFound
 from telemetry.metrics import CONTENT_TYPE
 
 T = TypeVar("T")
 HttpRequest = Request[Any, Any, Any]
 _JSON = "application/json"
+_OPEN = {"open": True}
+"""Without a key: for load balancers, and for people who read."""
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # no proxy in between may hold events back
 
 
 def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
-    started_at = int(time.time())
+    card = ModelCard(config.served_model_name, int(time.time()), None)
+    document = openapi_document(config.served_model_name, config.api_key is not None)
+    page = docs_page(document)
+
+    def model_card() -> ModelCard:
+        try:
+            return msgspec.structs.replace(card, max_model_len=door.registry.limits().max_model_len)
+        except Overloaded:
+            return card
 
     @post("/v1/completions", status_code=200)
     async def completions(request: HttpRequest) -> Response[Any]:
@@ -49,29 +63,72 @@ def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
 
     @post("/v1/chat/completions", status_code=200)
     async def chat_completions(request: HttpRequest) -> Response[Any]:
-        return await _serve(request, door, "chat", ChatAnswers, config.served_model_name)
+        return await _serve(request, door, "chat", _chat_answers, config.served_model_name)
 
     @get("/v1/models")
-    async def models() -> Response[bytes]:
-        try:
-            max_model_len = door.registry.limits().max_model_len
-        except Overloaded:
-            max_model_len = None
-        return _json(ModelList([ModelCard(config.served_model_name, started_at, max_model_len)]))
+    async def models(request: HttpRequest) -> Response[bytes]:
+        return _json(request, ModelList([model_card()]))
 
-    @get("/health", opt={"open": True})
-    async def health() -> Response[bytes]:
+    @get("/v1/models/{name:path}")
+    async def model(request: HttpRequest) -> Response[bytes]:
+        name = str(request.path_params["name"]).removeprefix("/")
+        if name != config.served_model_name:
+            raise ModelNotFound(
+                f"The model {name!r} does not exist; this server has {config.served_model_name!r}.",
+                "model",
+            )
+        return _json(request, model_card())
+
+    @post("/tokenize", status_code=200)
+    async def tokenize(request: HttpRequest) -> Response[bytes]:
+        return await _transform(request, door, lambda body: door.readers.tokenize(body, model_card().max_model_len))
+
+    @post("/detokenize", status_code=200)
+    async def detokenize(request: HttpRequest) -> Response[bytes]:
+        return await _transform(request, door, door.readers.detokenize)
+
+    @get("/health", opt=_OPEN)
+    async def health(request: HttpRequest) -> Response[bytes]:
         reason = door.registry.why_not_ready()
         if reason is None:
-            return _json(HealthResponse("ok"))
-        return _json(HealthResponse("unavailable", reason), status_code=503)
+            return _json(request, HealthResponse("ok"))
+        return _json(request, HealthResponse("unavailable", reason), status_code=503)
+
+    @get("/live", opt=_OPEN)
+    async def live(request: HttpRequest) -> Response[bytes]:
+        return _json(request, HealthResponse("ok"))
+
+    @get("/version")
+    async def tandem_version(request: HttpRequest) -> Response[bytes]:
+        return _json(request, VersionResponse(version("tandem-serve")))
+
+    @get("/openapi.json", opt=_OPEN)
+    async def openapi(request: HttpRequest) -> Response[bytes]:
+        return Response(msgspec.json.encode(document), media_type=_JSON, headers=id_header(request))
+
+    @get("/docs", opt=_OPEN)
+    async def docs(request: HttpRequest) -> Response[str]:
+        return Response(page, media_type="text/html", headers=id_header(request))
 
     @get("/metrics")
-    async def metrics() -> Response[bytes]:
-        return Response(await door.scrapes.render(), media_type=CONTENT_TYPE)
+    async def metrics(request: HttpRequest) -> Response[bytes]:
+        return Response(await door.scrapes.render(), media_type=CONTENT_TYPE, headers=id_header(request))
 
     return Litestar(
-        route_handlers=[completions, chat_completions, models, health, metrics],
+        route_handlers=[
+            completions,
+            chat_completions,
+            models,
+            model,
+            tokenize,
+            detokenize,
+            health,
+            live,
+            tandem_version,
+            openapi,
+            docs,
+            metrics,
+        ],
         guards=[_key_guard(config.api_key)] if config.api_key is not None else [],
         exception_handlers={
             TandemError: tandem_error_response,
@@ -88,23 +145,46 @@ async def _serve(
     request: HttpRequest,
     door: FrontDoor,
     kind: BodyKind,
-    make_answers: Callable[[Generation, GenerationRequest, str], Answers],
+    make_answers: Callable[[Generation, GenerationRequest, str, str], Answers],
     model: str,
 ) -> Response[Any]:
     arrived_at = time.monotonic()
+    check_request_id(request)
     client = request.client.host if request.client is not None else ""
     async with door.bodies.receive(request.receive, request.headers) as body:
         reading = _read(door, kind, body, client)
         asked = await (reading if isinstance(body, bytes) else unless_disconnected(request.receive, reading))
     generation = Generation(door, asked, arrived_at, client)
-    answers = make_answers(generation, asked, model)
+    # The header is what the infrastructure around the client knows the request by, so it comes first.
+    request_id = request_id_of(request) if HEADER in request.headers or not asked.request_id else asked.request_id
+    headers = {HEADER: request_id}
+    answers = make_answers(generation, asked, model, request_id)
     if not asked.stream:
         whole = await unless_disconnected(request.receive, answers.whole())
-        return Response(whole, media_type=_JSON)
+        return Response(whole, media_type=_JSON, headers=headers)
     events = stream_events(generation, asked, answers)
     # The first event decides between an error's status and a stream; until then nothing is sent.
     first = await unless_disconnected(request.receive, _next(events))
-    return Stream(_resume(first, events), media_type="text/event-stream", headers=_STREAM_HEADERS)
+    return Stream(_resume(first, events), media_type="text/event-stream", headers=_STREAM_HEADERS | headers)
+
+
+async def _transform(
+    request: HttpRequest, door: FrontDoor, work: Callable[[bytes | SpooledBody], Coroutine[Any, Any, bytes]]
+) -> Response[bytes]:
+    """The answer that `work` makes of the body, off the loop. Needs no worker."""
+    check_request_id(request)
+    async with door.bodies.receive(request.receive, request.headers) as body:
+        try:
+            async with asyncio.timeout(door.request_timeout_s):
+                answer = await unless_disconnected(request.receive, work(body))
+        except TimeoutError:
+            raise RequestAborted("the request was not finished in time") from None
+    return Response(answer, media_type=_JSON, headers=id_header(request))
+
+
+def _chat_answers(generation: Generation, request: GenerationRequest, model: str, request_id: str) -> ChatAnswers:
+    answers = ChatAnswers if request.tool_format is None else ToolAnswers
+    return answers(generation, request, model, request_id)
 
 
 async def _read(door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody, client: str) -> GenerationRequest:
@@ -162,5 +242,5 @@ def _key_guard(api_key: str) -> Callable[[ASGIConnection[Any, Any, Any, Any], Ba
     return check
 
 
-def _json(body: msgspec.Struct, status_code: int = 200) -> Response[bytes]:
-    return Response(msgspec.json.encode(body), status_code=status_code, media_type=_JSON)
+def _json(request: HttpRequest, body: msgspec.Struct, status_code: int = 200) -> Response[bytes]:
+    return Response(msgspec.json.encode(body), status_code=status_code, media_type=_JSON, headers=id_header(request))

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import ConfigError
+from proxy.tool_formats import ToolFormatName
 
 
 class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -24,6 +25,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     client_timeout_s: for a request's head to arrive, for each 16 KiB of its body, and for the client to take as much of
     the answer when its buffer is full. ssl_certfile, ssl_keyfile: PEM files; then HTTPS alone is served.
     tokenizer_threads: of execution, each a process of its own, see `proxy.reader_pool`.
+    trust_request_chat_template: requests may bring a chat template of their own.
+    tool_call_parser: how the model writes tool calls, see `proxy.tool_formats`.
     shutdown_grace_s: how long running streams may go on after SIGTERM.
     """
 
@@ -43,6 +46,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_waiting_tokens: Annotated[int, Meta(ge=0)] = 0
     max_requests_per_client: Annotated[int, Meta(ge=0)] = 0
     client_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
+    trust_request_chat_template: bool = False
+    tool_call_parser: ToolFormatName = "hermes"
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
     shutdown_grace_s: Annotated[float, Meta(ge=0)] = 3.0

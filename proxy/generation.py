@@ -171,6 +171,8 @@ class Generation:
             async with aclosing(tokens):
                 async for delta in tokens:
                     await door.turns.take()
+                    if request.is_prompt_only:  # workers generate one token at least; nobody asked for this one
+                        delta = replace(delta, tokens=[], finish_reason="length")
                     timer.on_tokens(time.monotonic(), len(delta.tokens))
                     pieces: list[str] = []
                     prompt: ToldPrompt | None = None

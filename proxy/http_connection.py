@@ -17,7 +17,7 @@ from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from protocol.errors import TandemError
+from protocol.errors import InvalidRequest, TandemError
 from proxy.http_errors import ClientTooSlow, HeadTooLarge, error_body, status_of
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ KERNEL_BUFFER_BYTES = 256 * 1024
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers."""
 _MIN_PROGRESS_BYTES = 16 * 1024
-_REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
 class _HeadRefusedError(Exception):
@@ -79,8 +79,7 @@ def make_protocol(timeout_s: float) -> type[HttpToolsProtocol]:
             super().on_headers_complete()
 
         def send_400_response(self, msg: str) -> None:
-            if not self.transport.is_closing():  # else it has been answered
-                super().send_400_response(msg)
+            self._refuse_head(InvalidRequest(f"{msg} It is not HTTP/1.1."))
 
         def _watch_head(self) -> None:
             self._num_head_bytes = 0

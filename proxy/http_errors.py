@@ -19,8 +19,9 @@ from protocol.errors import (
     WorkerLost,
 )
 from proxy.admission import ClientLimitExceeded, QueueFull
-from proxy.openai_schema import ErrorDetail, ErrorResponse
+from proxy.openai_answers import ErrorDetail, ErrorResponse
 from proxy.rendering import ContextLengthExceeded
+from proxy.request_id import id_header
 from proxy.validation import ModelNotFound
 
 log = logging.getLogger("proxy")
@@ -82,9 +83,9 @@ def error_body(error: TandemError) -> bytes:
     return _body(status_of(error), error.message, error.param, error.code)
 
 
-def tandem_error_response(_request: Request[Any, Any, Any], error: TandemError) -> Response[bytes]:
+def tandem_error_response(request: Request[Any, Any, Any], error: TandemError) -> Response[bytes]:
     status = status_of(error)
-    headers = {}
+    headers = id_header(request)
     if status in (429, 503):
         headers["retry-after"] = str(error.retry_after_s) if isinstance(error, QueueFull) else RETRY_AFTER_S
     if status == 408:  # the rest of the body may still come
@@ -103,13 +104,15 @@ def http_exception_response(request: Request[Any, Any, Any], error: HTTPExceptio
     elif status >= 500:
         log.error("litestar failed: %s", message)
         message, code = "the server failed", "internal_error"
-    headers = {key: value for key, value in (error.headers or {}).items() if key.lower() == "allow"}
+    headers = id_header(request) | {
+        key: value for key, value in (error.headers or {}).items() if key.lower() == "allow"
+    }
     return _response(status, _body(status, message, None, code), headers)
 
 
-def unexpected_error_response(_request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+def unexpected_error_response(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
     log.error("a request failed", exc_info=error)
-    return _response(500, error_body(InternalError("the server failed; its log tells more")), {})
+    return _response(500, error_body(InternalError("the server failed; its log tells more")), id_header(request))
 
 
 def _body(status: int, message: str, param: str | None, code: str) -> bytes:

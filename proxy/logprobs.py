@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from protocol.generation import SampledToken, TokenLogprobs
-from proxy.openai_schema import (
+from proxy.openai_answers import (
     ChatLogprob,
     ChatLogprobs,
     CompletionLogprobs,
@@ -32,7 +32,7 @@ def completion_logprobs(
         piece, logprobs = text.text(token.token_id), token.logprobs
         told.tokens.append(piece)
         told.text_offset.append(offset)
-        offset += len(piece)
+        offset += len(text.plain(token.token_id))
         if logprobs is None:
             told.token_logprobs.append(None)
             told.top_logprobs.append(None)

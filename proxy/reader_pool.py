@@ -26,7 +26,7 @@ from protocol.lifetime import die_with_parent
 from proxy.body_reader import BodyKind, BodyReader
 from proxy.heap import trim
 from proxy.registry import ModelLimits
-from proxy.rendering import has_token_ids
+from proxy.rendering import has_own_template, has_token_ids
 from proxy.request_body import SpooledBody
 from proxy.validation import GenerationRequest
 
@@ -61,12 +61,20 @@ class ReaderPool:
         """With its prompts tokenised. Raises InvalidRequest, or InternalError when a process was lost."""
         if isinstance(body, SpooledBody):
             return await self._run(_read_spooled, kind, body.path, limits)
-        if len(body) <= MAX_INLINE_BYTES:
-            return self._reader.read(kind, body, limits)
         request = self._reader.decode(kind, body)
-        if has_token_ids(request.prompt):
+        is_short = len(body) <= MAX_INLINE_BYTES or has_token_ids(request.prompt)
+        # How long templates and grammars take is for the client to say.
+        if is_short and not has_own_template(request.prompt) and request.base_sampling.grammar is None:
             return self._reader.render(request, limits)
         return await self._run(_read, kind, body, limits)
+
+    async def tokenize(self, body: bytes | SpooledBody, max_model_len: int | None) -> bytes:
+        """The answer to `/tokenize`. Raises InvalidRequest or InternalError."""
+        return await self._run(_tokenize, _content(body), max_model_len)
+
+    async def detokenize(self, body: bytes | SpooledBody) -> bytes:
+        """The answer to `/detokenize`. Raises InvalidRequest or InternalError."""
+        return await self._run(_detokenize, _content(body))
 
     async def text_of(self, token_ids: list[int]) -> str:
         """What a prompt says, special tokens left out."""
@@ -124,6 +132,24 @@ def _read_spooled(kind: BodyKind, path: str, limits: ModelLimits) -> GenerationR
         return _reader.read(kind, Path(path).read_bytes(), limits)
     finally:
         trim()  # a long prompt takes a hundred times its size while it is tokenised
+
+
+def _content(body: bytes | SpooledBody) -> bytes | Path:
+    return body if isinstance(body, bytes) else Path(body.path)
+
+
+def _tokenize(body: bytes | Path, max_model_len: int | None) -> bytes:
+    try:
+        return _reader.tokenize(body if isinstance(body, bytes) else body.read_bytes(), max_model_len)
+    finally:
+        trim()
+
+
+def _detokenize(body: bytes | Path) -> bytes:
+    try:
+        return _reader.detokenize(body if isinstance(body, bytes) else body.read_bytes())
+    finally:
+        trim()
 
 
 def _text_of(token_ids: list[int]) -> str:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
+from tokenizers import Encoding
 
 from protocol.errors import InvalidRequest
 from protocol.token_ids import pack_token_ids
+from proxy.cpu_time import cpu_time_limit
 from proxy.dispatcher import Prompt
 from proxy.model_text import ModelText
 from proxy.registry import ModelLimits
@@ -23,6 +26,8 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 
 _PROBE_CHARACTERS_PER_TOKEN = 5
 """The first probe of a long text is that much of it times `max_model_len`: few texts have more characters per token."""
+TEMPLATE_CPU_S = 2.0
+"""For a template that a client brings; a model's own takes milliseconds."""
 _IDS = re.compile(rb"\s*\[[\s\[]*\d")
 _PROBE_SLACK_TOKENS = 16
 """Cutting a text may change the tokens around the cut, so the probe must be over the limit by more than that."""
@@ -35,11 +40,20 @@ class ContextLengthExceeded(InvalidRequest):
 
 
 class ChatPrompt(msgspec.Struct, frozen=True):
-    """messages: as the template takes them, content flattened to text. The template writes its own special tokens."""
+    """messages: as the template takes them, content flattened to text. The template writes its own special tokens.
+
+    template: jinja from the client, None for the model's. variables: what the template sees beside its usual ones.
+    tools: as templates take them.
+    """
 
     messages: list[dict[str, Any]]
     add_generation_prompt: bool
     add_special_tokens: bool = False
+    continue_final_message: bool = False
+    template: str | None = None
+    variables: dict[str, Any] = {}
+    documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
 
 
 class CompletionPrompt(msgspec.Struct, frozen=True):
@@ -73,16 +87,54 @@ class Renderer:
         match prompt:
             case RenderedPrompts(prompts):
                 return prompts
-            case ChatPrompt(messages, add_generation_prompt, add_special_tokens):
-                text = self._text.render_chat(messages, add_generation_prompt)
-                return [self._tokenize(text, limits, max_tokens, add_special_tokens, "messages")]
+            case ChatPrompt():
+                text = self.chat_text(prompt)
+                return [self._tokenize(text, limits, max_tokens, prompt.add_special_tokens, "messages")]
             case CompletionPrompt(json, add_special_tokens):
                 items = split_prompt(json)
                 return [self._render_item(item, limits, max_tokens, add_special_tokens) for item in items]
 
+    def chat_text(self, prompt: ChatPrompt) -> str:
+        """Raises InvalidRequest."""
+        with cpu_time_limit(TEMPLATE_CPU_S) if prompt.template is not None else nullcontext():
+            return self._text.render_chat(
+                prompt.messages,
+                prompt.add_generation_prompt,
+                continue_final_message=prompt.continue_final_message,
+                template=prompt.template,
+                variables=prompt.variables,
+                documents=prompt.documents,
+                tools=prompt.tools,
+            )
+
+    def tokens_of(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Of any length. Raises InvalidRequest."""
+        token_ids: list[int] = self._encode(text, add_special_tokens, "prompt").ids
+        return token_ids
+
+    def token_strings(self, token_ids: list[int]) -> list[str]:
+        """As the vocabulary writes them."""
+        return [self._text.tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+
+    def bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences to avoid: each word as it is written at a beginning, and after a space, as vLLM does."""
+        texts = [space + word.lstrip() for word in words for space in ("", " ")]
+        encodings = self._text.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return tuple(dict.fromkeys(tuple(encoding.ids) for encoding in encodings if len(encoding)))
+
     def text_of(self, token_ids: list[int]) -> str:
         """What a prompt says, special tokens left out."""
         text: str = self._text.tokenizer.decode(token_ids)
+        return text
+
+    def text_with_specials(self, token_ids: list[int]) -> str:
+        """Raises InvalidRequest for ids that the tokeniser does not have."""
+        largest, num_known = max(token_ids, default=0), self._text.tokenizer.get_vocab_size()
+        if largest >= num_known:
+            raise InvalidRequest(
+                f"Token id {largest} is out of range: this tokeniser's ids are 0 to {num_known - 1}.", "tokens"
+            )
+        text: str = self._text.tokenizer.decode(token_ids, skip_special_tokens=False)
         return text
 
     def _render_item(
@@ -100,14 +152,18 @@ class Renderer:
     ) -> Prompt:
         if max_tokens is None:
             self._refuse_what_cannot_fit(text, limits, param)
-        try:
-            [encoding] = self._text.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"The prompt is not valid Unicode: {error.reason}.", param) from error
+        encoding = self._encode(text, add_special_tokens, param)
         # Its length is asked before its ids: a list of them need not be made for a prompt that is refused.
         check_prompt_length(min(len(encoding), max_tokens or len(encoding)), limits, param)
         # Cut here, and not by the tokeniser's own truncation, which is state that all threads share.
         return _pack(encoding.ids if max_tokens is None else encoding.ids[-max_tokens:], limits)
+
+    def _encode(self, text: str, add_special_tokens: bool, param: str) -> Encoding:
+        try:
+            [encoding] = self._text.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"The prompt is not valid Unicode: {error.reason}.", param) from error
+        return encoding
 
     def _refuse_what_cannot_fit(self, text: str, limits: ModelLimits, param: str) -> None:
         """Raises ContextLengthExceeded for a text that is too long for sure, at a small part of the cost of tokenising.
@@ -159,6 +215,11 @@ def _pack(token_ids: list[int], limits: ModelLimits) -> Prompt:
 def has_token_ids(prompt: ChatPrompt | CompletionPrompt | RenderedPrompts) -> bool:
     """True where nothing is left to tokenise."""
     return isinstance(prompt, CompletionPrompt) and _IDS.match(bytes(prompt.json)) is not None
+
+
+def has_own_template(prompt: ChatPrompt | CompletionPrompt | RenderedPrompts) -> bool:
+    """True where a client's code decides how long rendering takes."""
+    return isinstance(prompt, ChatPrompt) and prompt.template is not None
 
 
 def split_prompt(raw: msgspec.Raw) -> Sequence[str | list[int]]:

@@ -16,11 +16,18 @@ class TokenText:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self.text = lru_cache(maxsize=16_384)(self._text)
-        """Of a token id, special tokens by name."""
+        self._cached_text = lru_cache(maxsize=16_384)(self._decode)
 
-    def _text(self, token_id: int) -> str:
+    def _decode(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def text(self, token_id: int) -> str:
+        """Special tokens by name."""
+        return self._cached_text(token_id)
+
+    def plain(self, token_id: int) -> str:
+        """As it counts in the text."""
+        return self.text(token_id)
 
     def bytes(self, token_id: int) -> list[int]:
         """Those of the text; for a part of a character, the ones that it stands for."""
@@ -33,6 +40,22 @@ class TokenText:
         if all(character in _BYTE_OF for character in piece):
             return [_BYTE_OF[character] for character in piece]
         return list(text.encode())
+
+
+class TokensAsIds(TokenText):
+    """Tells tokens as `token_id:NUMBER`, as vLLM's return_tokens_as_token_ids does; their bytes are as ever."""
+
+    def __init__(self, plain: TokenText) -> None:
+        self._plain = plain
+
+    def text(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+    def plain(self, token_id: int) -> str:
+        return self._plain.text(token_id)
+
+    def bytes(self, token_id: int) -> list[int]:
+        return self._plain.bytes(token_id)
 
 
 def _byte_of() -> dict[str, int]:

@@ -7,38 +7,50 @@ import secrets
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from protocol.errors import InvalidRequest
 from protocol.generation import SamplingParams, StopConditions
-from proxy.openai_schema import ChatCompletionRequest, ChatMessage, CompletionRequest, GenerationFields, NotServedYet
+from proxy.chat_messages import template_message
+from proxy.model_text import RESERVED_VARIABLES
+from proxy.openai_schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    GenerationFields,
+    NotServed,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
 from proxy.registry import ModelLimits
-from proxy.rendering import ChatPrompt, CompletionPrompt, ContextLengthExceeded, RenderedPrompts
+from proxy.rendering import (
+    ChatPrompt,
+    CompletionPrompt,
+    ContextLengthExceeded,
+    RenderedPrompts,
+)
 from proxy.sampling_fields import num_prompt_logprobs, require, sampling_params
+from proxy.structured_output import plan_output, shown_tool
+from proxy.tool_formats import ToolFormat
 
-MAX_N = 128
-MAX_STOP_STRINGS = 16
-MAX_STOP_STRING_CHARACTERS = 1024
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 
 NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
-    "best_of": (1,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
-    "bad_words": ([],),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "priority": (0,),
-    "spaces_between_special_tokens": (True,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
 }
-"""Beside null, which always is: values of fields not served yet that ask for nothing."""
+"""Beside null, which always is: values of fields not served that ask for nothing."""
 
 
 class ModelNotFound(InvalidRequest):
@@ -52,7 +64,10 @@ class GenerationRequest(msgspec.Struct, frozen=True):
 
     max_tokens: None takes `default_max_tokens`, or all that fits. base_sampling: without a seed. seed: of the first of
     the n sequences of a prompt. prompt_logprobs: how many top tokens the client wants to see for each of the prompt;
-    num_prompt_logprobs: how many to ask prefill for, which an echo may need too.
+    num_prompt_logprobs: how many to ask prefill for, which an echo may need too. is_prompt_only: the client wants to
+    see its prompt and nothing generated; max_tokens is 1 then, because workers generate at least one. bad_words: of
+    `base_sampling`, before they are tokenised. priority: less is served first. request_id: "" for a new one.
+    grammar_param: the field that `base_sampling.grammar` comes from. tool_format: of the calls in the answer.
     """
 
     prompt: ChatPrompt | CompletionPrompt | RenderedPrompts
@@ -69,6 +84,13 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     num_prompt_logprobs: int | None
     prompt_logprobs: int | None
     echo: bool
+    is_prompt_only: bool
+    bad_words: list[str]
+    priority: int
+    request_id: str
+    tokens_as_ids: bool
+    grammar_param: str
+    tool_format: ToolFormat | None
     skip_special_tokens: bool
     include_stop_string: bool
     truncate_prompt_tokens: int | None
@@ -84,9 +106,14 @@ class GenerationRequest(msgspec.Struct, frozen=True):
         return [msgspec.structs.replace(self.base_sampling, seed=(first + i) % 2**63) for i in range(self.n)]
 
     def check_vocabulary(self, limits: ModelLimits) -> None:
-        """Raises InvalidRequest when the client biases tokens that the model does not have."""
-        largest = max((token_id for token_id, _ in self.base_sampling.logit_bias), default=0)
-        require(largest < limits.vocab_size, "logit_bias", f"a map from ids below {limits.vocab_size}", largest)
+        """Raises InvalidRequest when the client biases, allows or stops at tokens that the model does not have."""
+        sampling = self.base_sampling
+        for param, token_ids in (
+            ("logit_bias", [token_id for token_id, _ in sampling.logit_bias]),
+            ("allowed_token_ids", sampling.allowed_token_ids),
+        ):
+            largest = max(token_ids, default=0)
+            require(largest < limits.vocab_size, param, f"token ids below {limits.vocab_size}", largest)
 
     def max_prompt_tokens(self, limits: ModelLimits) -> int | None:
         """What a longer prompt is cut to, from its beginning, or None where it is refused."""
@@ -107,34 +134,121 @@ class GenerationRequest(msgspec.Struct, frozen=True):
             )
         max_tokens = self.max_tokens or min(room, self.default_max_tokens or room)
         stop_token_ids = self.stop_token_ids | (frozenset() if self.ignore_eos else eos_token_ids)
+        if self.base_sampling.grammar is not None and not stop_token_ids:
+            raise InvalidRequest(
+                f"{self.grammar_param} needs a token that ends the answer, and this model names none; give one in "
+                f"stop_token_ids.",
+                self.grammar_param,
+            )
         return StopConditions(max_tokens, stop_token_ids, self.min_tokens)
+
+
+class TokenizeRequest(msgspec.Struct, frozen=True):
+    prompt: str | ChatPrompt
+    add_special_tokens: bool
+    return_token_strs: bool
+
+
+class _TokenizeKind(msgspec.Struct):
+    prompt: msgspec.Raw | UnsetType = UNSET
+    messages: msgspec.Raw | UnsetType = UNSET
 
 
 R = TypeVar("R")
 
 
 class BodyDecoder:
-    """Decodes and checks the two kinds of bodies."""
+    """Decodes and checks the bodies. trust_chat_template: clients may bring templates of their own."""
 
-    def __init__(self, served_model_name: str) -> None:
+    def __init__(
+        self, served_model_name: str, trust_chat_template: bool = False, tool_format: ToolFormat | None = None
+    ) -> None:
         self._served_model_name = served_model_name
+        self._trust_chat_template = trust_chat_template
+        self._tool_format = tool_format or ToolFormat()
         self._completion = msgspec.json.Decoder(CompletionRequest)
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
+        self._tokenize_kind = msgspec.json.Decoder(_TokenizeKind)
+        self._tokenize_text = msgspec.json.Decoder(TokenizeTextRequest)
+        self._tokenize_chat = msgspec.json.Decoder(TokenizeChatRequest)
+        self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
     def completion(self, body: bytes) -> GenerationRequest:
         request = _decode(self._completion, body)
+        self._check_model(request.model)
         prompt = CompletionPrompt(msgspec.Raw(bytes(request.prompt)), request.add_special_tokens is not False)
+        if request.best_of is not None and request.best_of != (request.n or 1):
+            raise InvalidRequest(
+                f"best_of must equal n, which is {request.n or 1}: all choices are told; choose among them yourself.",
+                "best_of",
+            )
+        if request.max_tokens == 0 and not request.echo:
+            raise InvalidRequest("max_tokens must be at least 1, or 0 together with echo.", "max_tokens")
         return self._check(request, prompt, request.max_tokens, "max_tokens", COMPLETION_DEFAULT_MAX_TOKENS)
 
     def chat(self, body: bytes) -> GenerationRequest:
         request = _decode(self._chat, body)
-        if not request.messages:
-            raise InvalidRequest("messages must hold at least one message.", "messages")
-        messages = [_message(number, message) for number, message in enumerate(request.messages)]
-        prompt = ChatPrompt(messages, request.add_generation_prompt is not False, bool(request.add_special_tokens))
+        self._check_model(request.model)
+        prompt = self._chat_prompt(request)
         if request.max_completion_tokens is not None:
             return self._check(request, prompt, request.max_completion_tokens, "max_completion_tokens", None)
         return self._check(request, prompt, request.max_tokens, "max_tokens", None)
+
+    def tokenize(self, body: bytes) -> TokenizeRequest:
+        kind = _decode(self._tokenize_kind, body)
+        if (kind.prompt is UNSET) == (kind.messages is UNSET):
+            raise InvalidRequest("Send either prompt, a string, or messages, a list.", "prompt")
+        if kind.messages is UNSET:
+            text = _decode(self._tokenize_text, body)
+            self._check_model(text.model)
+            return TokenizeRequest(text.prompt, text.add_special_tokens is not False, bool(text.return_token_strs))
+        chat = _decode(self._tokenize_chat, body)
+        self._check_model(chat.model)
+        return TokenizeRequest(self._chat_prompt(chat), bool(chat.add_special_tokens), bool(chat.return_token_strs))
+
+    def detokenize(self, body: bytes) -> list[int]:
+        """The token ids."""
+        request = _decode(self._detokenize, body)
+        self._check_model(request.model)
+        return request.tokens
+
+    def _check_model(self, model: str | None) -> None:
+        if model is not None and model != self._served_model_name:
+            raise ModelNotFound(
+                f"The model {model!r} does not exist; this server has {self._served_model_name!r}.", "model"
+            )
+
+    def _chat_prompt(self, request: ChatCompletionRequest | TokenizeChatRequest) -> ChatPrompt:
+        if request.chat_template is not None and not self._trust_chat_template:
+            raise InvalidRequest(
+                "This server renders the model's own chat template alone; leave chat_template out, or have it started "
+                "with --trust-request-chat-template.",
+                "chat_template",
+            )
+        continues = bool(request.continue_final_message)
+        if continues and request.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other; set one of them to false.",
+                "continue_final_message",
+            )
+        variables = dict(request.chat_template_kwargs or {})
+        if reserved := sorted(RESERVED_VARIABLES & variables.keys()):
+            raise InvalidRequest(
+                f"chat_template_kwargs may not set {reserved[0]!r}, which is a field or the server's own.",
+                "chat_template_kwargs",
+            )
+        if request.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", request.reasoning_effort)
+        return ChatPrompt(
+            messages=[template_message(number, message) for number, message in enumerate(request.messages)],
+            add_generation_prompt=not continues and request.add_generation_prompt is not False,
+            add_special_tokens=bool(request.add_special_tokens),
+            continue_final_message=continues,
+            template=request.chat_template,
+            variables=variables,
+            documents=request.documents,
+            tools=[shown_tool(tool) for tool in request.tools or ()] or None,
+        )
 
     def _check(
         self,
@@ -144,36 +258,19 @@ class BodyDecoder:
         max_tokens_param: str,
         default_max_tokens: int | None,
     ) -> GenerationRequest:
-        if request.model is not None and request.model != self._served_model_name:
-            raise ModelNotFound(
-                f"The model {request.model!r} does not exist; this server has {self._served_model_name!r}.", "model"
-            )
         _refuse_what_is_not_served(request)
-        if max_tokens is not None and max_tokens < 1:
-            raise InvalidRequest(f"{max_tokens_param} must be at least 1, not {max_tokens}.", max_tokens_param)
-        n = 1 if request.n is None else request.n
-        require(1 <= n <= MAX_N, "n", f"from 1 to {MAX_N}", n)
-        if request.seed is not None:
-            require(-(2**63) <= request.seed < 2**63, "seed", "a 64-bit integer", request.seed)
-        stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
-        require(len(stop) <= MAX_STOP_STRINGS, "stop", f"at most {MAX_STOP_STRINGS} strings", len(stop))
-        for text in stop:
-            require(0 < len(text) <= MAX_STOP_STRING_CHARACTERS, "stop", "strings of 1 to 1024 characters", text[:20])
-        stop_token_ids = frozenset(request.stop_token_ids or ())
-        require(
-            all(0 <= i < 2**31 for i in stop_token_ids) and len(stop_token_ids) <= 1024,
-            "stop_token_ids",
-            "at most 1024 token ids",
-            f"{len(stop_token_ids)} numbers",
-        )
+        is_prompt_only = max_tokens == 0
+        if is_prompt_only:
+            max_tokens = 1
         min_tokens = request.min_tokens or 0
         most = 2**31 if max_tokens is None else max_tokens
-        require(0 <= min_tokens <= most, "min_tokens", f"from 0 to {max_tokens_param}", min_tokens)
+        require(min_tokens <= most, "min_tokens", f"from 0 to {max_tokens_param}", min_tokens)
         truncate = request.truncate_prompt_tokens
-        require(
-            truncate is None or truncate == -1 or truncate >= 1, "truncate_prompt_tokens", "1 or more, or -1", truncate
-        )
-        sampling = sampling_params(request)
+        require(truncate != 0, "truncate_prompt_tokens", "1 or more, or -1", truncate)
+        output = plan_output(request, self._tool_format)
+        if isinstance(prompt, ChatPrompt):
+            prompt = msgspec.structs.replace(prompt, tools=output.tools)
+        sampling = sampling_params(request, output.grammar)
         options = request.stream_options
         if options is not None and not request.stream:
             raise InvalidRequest("stream_options is only allowed together with stream.", "stream_options")
@@ -182,17 +279,26 @@ class BodyDecoder:
             max_tokens=max_tokens,
             default_max_tokens=default_max_tokens,
             max_tokens_param=max_tokens_param,
-            n=n,
+            n=1 if request.n is None else request.n,
             base_sampling=sampling,
             seed=request.seed,
-            stop=stop,
-            stop_token_ids=stop_token_ids,
+            stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
+            stop_token_ids=frozenset(request.stop_token_ids or ()),
             min_tokens=min_tokens,
-            ignore_eos=bool(request.ignore_eos),
+            # A grammar that has come to its end leaves nothing else to say.
+            ignore_eos=bool(request.ignore_eos) and output.grammar is None,
             num_prompt_logprobs=num_prompt_logprobs(request, sampling.logprobs),
             prompt_logprobs=request.prompt_logprobs,
             echo=isinstance(request, CompletionRequest) and bool(request.echo),
-            skip_special_tokens=request.skip_special_tokens is not False,
+            is_prompt_only=is_prompt_only,
+            bad_words=request.bad_words or [],
+            priority=request.priority or 0,
+            request_id=request.request_id or "",
+            tokens_as_ids=bool(request.return_tokens_as_token_ids),
+            grammar_param=output.param or "",
+            tool_format=self._tool_format if output.calls else None,
+            skip_special_tokens=request.skip_special_tokens is not False
+            and not (output.calls and self._tool_format.has_special_markers),
             include_stop_string=bool(request.include_stop_str_in_output),
             truncate_prompt_tokens=truncate,
             cache_salt=request.cache_salt or "",
@@ -203,7 +309,7 @@ class BodyDecoder:
         )
 
 
-_PATH = re.compile(r" - at `\$(?:\.([^`]*))?`$")
+_PATH = re.compile(r" - at (?:`key` in )?`\$(?:\.([^`]*?))?(?:\[\.\.\.\])?`$")
 
 
 def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
@@ -224,32 +330,12 @@ def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
         raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
 
 
-def _refuse_what_is_not_served(request: NotServedYet) -> None:
-    for field in NotServedYet.__struct_fields__:
+def _refuse_what_is_not_served(request: NotServed) -> None:
+    for field in NotServed.__struct_fields__:
         value = getattr(request, field)
         if value is None:
             continue
         # `0 == False` in Python; a 0 for logprobs does ask for something.
         neutral = NEUTRAL_VALUES.get(field, ())
         if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
-            raise InvalidRequest(f"{field} is not supported yet with this value; leave it out.", field)
-
-
-def _message(number: int, message: ChatMessage) -> dict[str, Any]:
-    if message.tool_calls or message.tool_call_id is not None:
-        raise InvalidRequest("Tool calls are not supported yet.", f"messages[{number}].tool_calls")
-    content = message.content
-    if isinstance(content, list):
-        for part in content:
-            if part.type != "text":
-                raise InvalidRequest(
-                    f"Content parts of type {part.type!r} are not supported by this model; it takes text.",
-                    f"messages[{number}].content",
-                )
-        content = "\n".join(part.text or "" for part in content)
-    if content is None:
-        raise InvalidRequest("content must be a string or a list of text parts.", f"messages[{number}].content")
-    rendered: dict[str, Any] = {"role": message.role, "content": content}
-    if message.name is not None:
-        rendered["name"] = message.name
-    return rendered
+            raise InvalidRequest(f"{field} is not supported with this value; leave it out.", field)

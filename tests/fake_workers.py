@@ -27,11 +27,13 @@ from protocol.dispatch import (
     FirstToken,
     NewToken,
     PrepareDecode,
+    RequestFailed,
     StartPrefill,
     ToDecode,
     TokenBatch,
     ToPrefill,
 )
+from protocol.errors import ErrorInfo, TandemError
 from protocol.generation import SampledToken
 from protocol.membership import (
     PROTOCOL_VERSION,
@@ -55,7 +57,11 @@ STEP_S = 0.002
 
 
 class FakeWorkers:
-    """One prefill and one decode worker on a thread with a loop. "hold" in a prompt: no answer; "stall": 3 tokens."""
+    """One prefill and one decode worker on a thread with a loop. "hold" in a prompt: no answer; "stall": 3 tokens.
+
+    fail_at: where the first of the sequences that share a prompt fails, with which error: at "prefill", before decode
+    has reserved ("reserve"), or at the third token ("decode").
+    """
 
     def __init__(
         self,
@@ -71,6 +77,7 @@ class FakeWorkers:
         self.aborted: dict[str, set[str]] = {"prefill": set(), "decode": set()}
         self.seen: list[str] = []
         self.num_finished = 0
+        self.fail_at: tuple[str, TandemError] | None = None
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._ready = threading.Event()
         self._thread.start()
@@ -140,10 +147,14 @@ class FakeWorkers:
         if token_ids[: len(self._hold)] == self._hold:
             return
         identity = f"{start.proxy_id}:0".encode()
+        if self._fails("prefill", request_id, start):
+            return
         reason = start.stop.check(token_ids[0], 1)
         self._routers["prefill"].send(identity, FirstToken(request_id, SampledToken(token_ids[0]), reason, 0.0, 0.001))
         if reason is None:
             assert prepare is not None and prepare.transfer_id == start.transfer_id
+            if self._fails("reserve", request_id, start):
+                return
             self._routers["decode"].send(identity, DecodeReserved(request_id))
             self._loop.call_later(self._step_s, self._step, request_id, start, token_ids, 1)
 
@@ -152,6 +163,8 @@ class FakeWorkers:
             return
         if number == 3 and token_ids[: len(self._stall)] == self._stall:
             return
+        if number == 2 and self._fails("decode", request_id, start):
+            return
         token_id = token_ids[number % len(token_ids)]
         reason = start.stop.check(token_id, number + 1)
         batch = TokenBatch([NewToken(request_id, SampledToken(token_id), reason)])
@@ -159,6 +172,13 @@ class FakeWorkers:
         self.num_finished += reason is not None
         if reason is None:
             self._loop.call_later(self._step_s, self._step, request_id, start, token_ids, number + 1)
+
+    def _fails(self, where: str, request_id: str, start: StartPrefill) -> bool:
+        if self.fail_at is None or self.fail_at[0] != where or request_id != start.request_ids[0]:
+            return False
+        failed = RequestFailed(request_id, ErrorInfo.of(self.fail_at[1]))
+        self._routers["prefill" if where == "prefill" else "decode"].send(f"{start.proxy_id}:0".encode(), failed)
+        return True
 
     def silence(self, name: str) -> None:
         self._loop.call_soon_threadsafe(self._registrations[name].close)

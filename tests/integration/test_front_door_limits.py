@@ -48,6 +48,11 @@ def error_code(body: bytes) -> str:
     return code
 
 
+def test_what_is_not_http_is_told_so_in_the_same_shape(proxy: Proxy) -> None:
+    status, body = send(proxy, b"nonsense\r\n\r\n")
+    assert status.startswith(b"HTTP/1.1 400 ") and error_code(body) == "invalid_request"
+
+
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
 
 

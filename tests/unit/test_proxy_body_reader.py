@@ -34,6 +34,9 @@ class CountingTokenizer:
         self.num_characters += sum(map(len, texts))
         return self._tokenizer.encode_batch_fast(texts, **options)
 
+    def get_added_tokens_decoder(self) -> dict[int, Any]:
+        return dict(self._tokenizer.get_added_tokens_decoder())
+
     def to_str(self) -> str:
         return str(self._tokenizer.to_str())
 
@@ -42,7 +45,7 @@ class FakeText:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = CountingTokenizer(tokenizer)
 
-    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool) -> str:
+    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **_others: Any) -> str:
         return "".join(message["content"] for message in messages) + ("|" if add_generation_prompt else "")
 
 

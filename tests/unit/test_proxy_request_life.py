@@ -397,7 +397,7 @@ def generation(cluster: Cluster, **fields: Any) -> tuple[Generation, Any]:
     body = json.dumps({"prompt": "abc", "max_tokens": 20, **fields}).encode()
     request = cluster.reader.read("completion", body, cluster.registry.limits())
     made = Generation(cluster.door, request, time.monotonic())
-    return made, CompletionAnswers(made, request, "m")
+    return made, CompletionAnswers(made, request, "m", "id")
 
 
 async def prefills(cluster: Cluster, number: int) -> list[str]:
@@ -518,7 +518,7 @@ def test_an_error_before_the_first_event_is_raised_and_after_it_is_the_last_even
         request = cluster.reader.read("completion", body, cluster.registry.limits())
         for has_begun in (False, True):
             made = Generation(cluster.door, request, time.monotonic())
-            events = stream_events(made, request, CompletionAnswers(made, request, "m"))
+            events = stream_events(made, request, CompletionAnswers(made, request, "m", "id"))
             waiting = asyncio.ensure_future(anext(events))
             request_id = (await prefills(cluster, 1 + has_begun))[-1]
             if has_begun:

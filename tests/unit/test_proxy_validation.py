@@ -132,7 +132,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop": ""}, "stop"),
     ({"stop": ["a"] * 17}, "stop"),
     ({"stop": 5}, "stop"),
-    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"logprobs": -1}, "logprobs"),
@@ -150,9 +150,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"min_tokens": -1}, "min_tokens"),
     ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
     ({"best_of": 2}, "best_of"),
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"chat_template": "{{ x }}"}, "chat_template"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"bad_words": [""]}, "bad_words[0]"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"priority": 101}, "priority"),
+    ({"request_id": "with space"}, "request_id"),
+    ({"store": True}, "store"),
 ]
 
 
@@ -199,7 +202,7 @@ def test_chat_content_that_is_not_text(content: Any) -> None:
 
 
 def test_chat_without_messages() -> None:
-    with pytest.raises(InvalidRequest, match="at least one"):
+    with pytest.raises(InvalidRequest, match=r"messages: .* length >= 1"):
         DECODER.chat(b'{"messages": []}')
 
 

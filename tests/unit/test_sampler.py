@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -21,12 +22,17 @@ VOCAB_SIZE = 50
 
 
 def adjusted(logits: np.ndarray, wanted: Sample) -> np.ndarray:
-    """Bans, bias and penalties, one row, by the book."""
+    """Bans, what is allowed, bias and penalties, one row, by the book."""
     params, out = wanted.params, logits.astype(np.float64)
     for token_id, bias in params.logit_bias:
         out[token_id] += bias
     for token_id in wanted.banned_token_ids:
         out[token_id] = -math.inf
+    for *before, last in params.bad_words:
+        if tuple(wanted.output_token_ids)[len(wanted.output_token_ids) - len(before) :] == tuple(before):
+            out[last] = -math.inf
+    if params.allowed_token_ids:
+        out[[i for i in range(len(out)) if i not in params.allowed_token_ids]] = -math.inf
     counts = Counter(wanted.output_token_ids)
     for token_id in {*wanted.prompt_token_ids, *wanted.output_token_ids}:
         penalty = params.repetition_penalty
@@ -90,16 +96,32 @@ params_strategy = st.builds(
     presence_penalty=st.sampled_from([0.0, 0.0, 1.5, -2.0]),
     frequency_penalty=st.sampled_from([0.0, 0.0, 0.7, -0.3]),
     logit_bias=st.sampled_from([(), (), ((3, 5.0), (7, -100.0)), ((0, 100.0),)]),
+    allowed_token_ids=st.sampled_from([(), (), (0, 3, 5, 7, 9, 11, 13, 15), tuple(range(10, 50))]),
     seed=st.integers(0, 2**63 - 1),
 )
 token_ids = st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=12)
-samples_strategy = st.builds(
+plain_samples_strategy = st.builds(
     Sample,
     params=params_strategy,
     prompt_token_ids=token_ids,
     output_token_ids=token_ids,
     banned_token_ids=st.frozensets(st.integers(0, VOCAB_SIZE - 1), max_size=3),
 )
+
+
+@st.composite
+def samples_strategy_with_bad_words(draw: st.DrawFn) -> Sample:
+    """Some of the bad words are about to be completed."""
+    drawn = draw(plain_samples_strategy)
+    output = tuple(drawn.output_token_ids)
+    tails = st.integers(0, min(3, len(output))).map(lambda length: output[len(output) - length :])
+    befores = st.one_of(tails, st.lists(st.integers(0, VOCAB_SIZE - 1), max_size=2).map(tuple))
+    words = st.builds(lambda before, last: (*before, last), befores, st.integers(0, VOCAB_SIZE - 1))
+    bad_words = tuple(draw(st.lists(words, max_size=3)))
+    return msgspec.structs.replace(drawn, params=msgspec.structs.replace(drawn.params, bad_words=bad_words))
+
+
+samples_strategy = samples_strategy_with_bad_words()
 
 
 def check_against_reference(rows: list[tuple[Sample, int]], logits: torch.Tensor) -> None:
@@ -239,7 +261,7 @@ def test_nothing_is_copied_for_those_who_ask_for_nothing(monkeypatch: pytest.Mon
     """A greedy batch is one argmax."""
     seen: list[torch.Tensor] = []
     real: Callable[[torch.Tensor, list[Sample]], torch.Tensor] = engine.sampler.adjusted
-    monkeypatch.setattr(engine.sampler, "adjusted", lambda logits, s: seen.append(real(logits, s)) or seen[-1])
+    monkeypatch.setattr(engine.sampler, "adjusted", lambda logits, s, mask: seen.append(real(logits, s)) or seen[-1])
     logits = torch.randn(3, 9)
     sample(logits, [Sample(SamplingParams(temperature=0.0))] * 3, [0, 1, 2])
     assert seen[0] is logits

@@ -1,0 +1,260 @@
+"""What the proxy tells when a worker fails at any step, and the small routes. A failure is never a 200 with a body that
+looks whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from protocol.errors import InternalError, InvalidRequest, KVTransferFailed, Overloaded, TandemError
+from tests.fake_workers import MAX_MODEL_LEN, FakeWorkers, Proxy, make_tokenizer
+
+KEY = {"authorization": "Bearer secret"}
+CHAT = {"messages": [{"role": "user", "content": "abcdef"}]}
+TEXT = {"prompt": "abcdef"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("errors")
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def proxy(folder: Path) -> Iterator[Proxy]:
+    with Proxy(folder, api_key="secret", trust_request_chat_template=True) as started:
+        started.wait_for(503)
+        yield started
+
+
+@pytest.fixture(scope="module")
+def workers(proxy: Proxy, folder: Path) -> Iterator[FakeWorkers]:
+    made = FakeWorkers(folder, [proxy.control], [-1], [-1])
+    proxy.wait_for(200)
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def client(proxy: Proxy, workers: FakeWorkers) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=proxy.url, headers=KEY, timeout=20) as client:
+        yield client
+
+
+def events(text: str) -> list[Any]:
+    data = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
+    return [d if d == "[DONE]" else json.loads(d) for d in data]
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (KVTransferFailed("it did not arrive"), 503),
+        (InternalError("it broke"), 500),
+        (Overloaded("no room"), 503),
+        (InvalidRequest("no such thing", "prompt"), 400),
+    ],
+    ids=lambda value: getattr(value, "code", str(value)),
+)
+@pytest.mark.parametrize("where", ["prefill", "reserve", "decode"])
+def test_a_failed_sequence_fails_its_request(
+    client: httpx.Client,
+    workers: FakeWorkers,
+    where: str,
+    error: TandemError,
+    status: int,
+    stream: bool,
+    num_sequences: int,
+) -> None:
+    for path, fields in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
+        workers.fail_at = (where, error)
+        try:
+            answer = client.post(path, json={**fields, "max_tokens": 6, "stream": stream, "n": num_sequences})
+        finally:
+            workers.fail_at = None
+        if answer.status_code == 200:  # only a stream that had begun
+            assert stream and (where == "decode" or num_sequences == 2)
+            *chunks, last = events(answer.text)
+            assert (last["error"]["code"], last["error"]["message"]) == (error.code, error.message)
+            assert "[DONE]" not in chunks
+            ended = {c["choices"][0]["index"] for c in chunks if c["choices"][0]["finish_reason"]}
+            assert 0 not in ended, "the sequence that failed does not look whole"
+        else:
+            assert answer.status_code == status
+            told = answer.json()["error"]
+            assert (told["code"], told["message"], told["param"]) == (error.code, error.message, error.param)
+            assert ("retry-after" in answer.headers) == (status == 503)
+    assert client.post("/v1/completions", json={**TEXT, "max_tokens": 6}).json()["choices"][0]["text"] == "abcdef"
+
+
+def test_the_openai_client_raises_in_mid_stream(proxy: Proxy, workers: FakeWorkers) -> None:
+    with openai.OpenAI(base_url=f"{proxy.url}/v1", api_key="secret", max_retries=0) as client:
+        workers.fail_at = ("decode", KVTransferFailed("it did not arrive"))
+        try:
+            stream = client.completions.create(model="echo", prompt="abcdef", max_tokens=6, stream=True)
+            with pytest.raises(openai.APIError, match="it did not arrive"):
+                list(stream)
+        finally:
+            workers.fail_at = None
+
+
+def test_request_ids_are_taken_over(client: httpx.Client) -> None:
+    for path, fields, prefix in (("/v1/completions", TEXT, "cmpl-"), ("/v1/chat/completions", CHAT, "chatcmpl-")):
+        for stream in (False, True):
+            body = {**fields, "max_tokens": 2, "stream": stream, "request_id": "of-the-body"}
+            answer = client.post(path, json=body, headers={"x-request-id": "mine-7"})
+            assert answer.headers["x-request-id"] == "mine-7"
+            told = events(answer.text)[0]["id"] if stream else answer.json()["id"]
+            assert told == f"{prefix}mine-7"
+        assert client.post(path, json=body).headers["x-request-id"] == "of-the-body"
+    for method, path in (("GET", "/health"), ("GET", "/nothing"), ("PUT", "/tokenize"), ("POST", "/v1/completions")):
+        assert client.request(method, path, headers={"x-request-id": "abc"}).headers["x-request-id"] == "abc"
+    new = {client.get("/live").headers["x-request-id"] for _ in range(3)}
+    assert len(new) == 3
+    refused = client.post("/v1/completions", json=TEXT, headers={"x-request-id": "a b"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-request-id")
+
+
+def test_what_needs_no_key(proxy: Proxy, workers: FakeWorkers) -> None:
+    for path, status in (("/live", 200), ("/health", 200), ("/openapi.json", 200), ("/docs", 200), ("/version", 401)):
+        assert httpx.get(proxy.url + path).status_code == status
+    assert httpx.get(f"{proxy.url}/version", headers=KEY).json() == {"version": version("tandem-serve")}
+    for path in ("/tokenize", "/detokenize"):
+        assert httpx.post(proxy.url + path, json={}).status_code == 401
+    page = httpx.get(f"{proxy.url}/docs")
+    assert page.headers["content-type"].startswith("text/html") and "src=" not in page.text
+    assert 'href="http' not in page.text, "it needs no network"
+
+
+def test_one_model(client: httpx.Client) -> None:
+    assert client.get("/v1/models/echo").json()["max_model_len"] == MAX_MODEL_LEN
+    missing = client.get("/v1/models/org/other")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+    assert "'org/other'" in missing.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("padding", [0, 5_000], ids=["small", "spooled"])
+def test_tokenize_and_detokenize(client: httpx.Client, folder: Path, padding: int) -> None:
+    tokenizer = make_tokenizer(folder)
+    text = "Grüße, 世界" + " x" * padding
+    answer = client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
+    expected = tokenizer.encode(text)
+    assert (answer["tokens"], answer["token_strs"]) == (expected.ids, expected.tokens)
+    assert (answer["count"], answer["max_model_len"]) == (len(expected), MAX_MODEL_LEN), "longer than the model takes"
+    assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
+    assert client.post("/tokenize", json={"prompt": ""}).json() == {
+        "count": 0, "max_model_len": MAX_MODEL_LEN, "tokens": [], "token_strs": None,
+    }  # fmt: skip
+    assert client.post("/detokenize", json={"tokens": [0]}).json() == {"prompt": "</s>"}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": []}, 400, "prompt"),
+        ("/tokenize", {"prompt": 5}, 400, "prompt"),
+        ("/tokenize", {"messages": []}, 400, "messages"),
+        ("/tokenize", {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
+        ("/tokenize", b'{"prompt": "\\ud800"}', 400, None),
+        ("/detokenize", {"tokens": [10**6]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens[0]"),
+        ("/detokenize", {"tokens": "abc"}, 400, "tokens"),
+        ("/detokenize", {}, 400, "tokens"),
+    ],
+    ids=str,
+)
+def test_tokenize_refuses(client: httpx.Client, path: str, body: Any, status: int, param: str | None) -> None:
+    answer = client.post(path, content=body if isinstance(body, bytes) else json.dumps(body))
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+
+
+def tokenized(client: httpx.Client, messages: list[Any], template: str, **fields: Any) -> str:
+    body = {"messages": messages, "chat_template": template, **fields}
+    answer = client.post("/tokenize", json=body)
+    assert answer.status_code == 200, answer.text
+    text: str = client.post("/detokenize", json={"tokens": answer.json()["tokens"]}).json()["prompt"]
+    return text
+
+
+def test_what_templates_see(client: httpx.Client) -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1, 2]}'}}
+    messages = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "me"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1"},
+    ]
+    each = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}:{{ m.name }}:{{ m.tool_call_id }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments.x[1] }}{% endfor %};{% endfor %}"
+    )
+    assert tokenized(client, messages, each) == "system:be brief::;user:a\nb:me:;assistant:::f2;tool:3::c1;"
+    assert tokenized(client, messages[:1], "{{ messages[0].role }}{# developer #}") == "developer"
+    one = [{"role": "user", "content": "q"}]
+    shown = (
+        "{{ colour }}{{ reasoning_effort }}{% for d in documents %}{{ d.text }}{% endfor %}{{ add_generation_prompt }}"
+    )
+    seen = tokenized(
+        client, one, shown, chat_template_kwargs={"colour": "red"}, documents=[{"text": "doc"}], reasoning_effort="low"
+    )
+    assert seen == "redlowdocTrue"
+    assert tokenized(client, one, "{{ add_generation_prompt }}", add_generation_prompt=False) == "False"
+    ending = "{% for m in messages %}[{{ m.role }}]{{ m.content }}</end>{% endfor %}"
+    half = [*one, {"role": "assistant", "content": "The answer"}]
+    assert tokenized(client, half, ending, continue_final_message=True) == "[user]q</end>[assistant]The answer"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"chat_template": "{% for"}, "chat_template", "refuses"),
+        ({"chat_template": "{{ ''.__class__.__mro__ }}"}, "chat_template", "unsafe"),
+        (
+            {"chat_template": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"},
+            "chat_template",
+            "more than 2 s",
+        ),
+        ({"chat_template": "x" * 70_000}, "chat_template", "65536"),
+        ({"chat_template": ""}, "chat_template", "length >= 1"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "'tokenize'"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages'"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "exclude"),
+        ({"documents": ["text"]}, "documents[0]", "object"),
+    ],
+    ids=str,
+)
+def test_templates_that_are_refused(client: httpx.Client, fields: dict[str, Any], param: str, words: str) -> None:
+    answer = client.post("/v1/chat/completions", json={**CHAT, **fields})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param and words in error["message"]
+    assert client.get("/live").status_code == 200
+
+
+def test_an_echo_alone_generates_nothing(client: httpx.Client) -> None:
+    for stream in (False, True):
+        body = {"prompt": ["abc", "xy"], "echo": True, "max_tokens": 0, "stream": stream, "return_token_ids": True}
+        answer = client.post(
+            "/v1/completions", json=body | ({"stream_options": {"include_usage": True}} if stream else {})
+        )
+        assert answer.status_code == 200, answer.text
+        chunks = events(answer.text)[:-1] if stream else [answer.json()]
+        choices = sorted((choice for chunk in chunks for choice in chunk["choices"]), key=lambda c: int(c["index"]))
+        assert [c["text"] for c in choices] == ["abc", "xy"]
+        assert all(c["finish_reason"] == "length" and c["token_ids"] == [] for c in choices)
+        usage = chunks[-1]["usage"]
+        assert (usage["prompt_tokens"], usage["completion_tokens"]) == (5, 0)
+    refused = client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 0})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")

@@ -1,0 +1,78 @@
+"""Whatever fits `/openapi.json`, or nearly does, gets an answer that fits it too: no 5xx, no hang."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode, checks
+from schemathesis.specs.openapi import checks as openapi_checks
+
+from proxy.openapi import openapi_document
+from tests.cluster import MODEL, Cluster
+
+CHECKS = [
+    checks.not_a_server_error,
+    openapi_checks.status_code_conformance,
+    openapi_checks.content_type_conformance,
+    openapi_checks.response_headers_conformance,
+    openapi_checks.response_schema_conformance,
+    openapi_checks.negative_data_rejection,
+]
+HANG_S = 30.0
+CONSTRAINTS = (
+    "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tools",
+)  # fmt: skip
+"""Of the answer's text. They exclude each other, which a schema of the body does not say."""
+DOCUMENT = openapi_document(MODEL, has_api_key=False)
+OPERATIONS = [result.ok() for result in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Short sequences, because what is asked for may be as long as the model allows."""
+    with Cluster("--max-model-len", "64", "--trust-request-chat-template") as running:
+        yield running
+
+
+def test_the_document_is_what_is_served(cluster: Cluster) -> None:
+    assert httpx.get(f"{cluster.url}/openapi.json").json() == json.loads(json.dumps(DOCUMENT))
+
+
+@pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
+def test_answers_are_as_described(cluster: Cluster, operation: Any, mode: GenerationMode) -> None:
+    has_body = bool(operation.body)
+    if mode is GenerationMode.NEGATIVE and not has_body:
+        pytest.skip("there is nothing to get wrong")
+
+    statuses: Counter[int] = Counter()
+
+    @settings(
+        max_examples=30 if has_body else 3,
+        deadline=None,
+        derandomize=True,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def ask(case: Any) -> None:
+        if mode is GenerationMode.POSITIVE and isinstance(case.body, dict):
+            kept = sum(statuses.values()) % (2 * len(CONSTRAINTS))  # every second case keeps one, the others none
+            for number, field in enumerate(CONSTRAINTS):
+                if 2 * number != kept:
+                    case.body.pop(field, None)
+        response = case.call(base_url=cluster.url, timeout=HANG_S)
+        statuses[response.status_code] += 1
+        case.validate_response(response, checks=CHECKS)
+
+    ask()
+    if mode is GenerationMode.POSITIVE and operation.path != "/v1/models/{model}":
+        assert statuses[200] > 0, "so none of this tried more than refusals"

@@ -1,0 +1,250 @@
+"""Structured output and tools through a real cluster: a model of random weights cannot but give what was asked for."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import openai
+import pytest
+
+from tests.cluster import MODEL, Cluster
+
+BLOCK_SIZE = 16
+NUM_BLOCKS = 64
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "kind": {"enum": ["cat", "dog", "Ünicorn"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 30},
+        "tags": {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{1,4}$"}, "minItems": 1, "maxItems": 3},
+        "owner": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/owner"}]},
+    },
+    "required": ["name", "kind", "age", "tags", "owner"],
+    "additionalProperties": False,
+    "$defs": {"owner": {"type": "object", "properties": {"id": {"const": 7}}, "required": ["id"]}},
+}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "pet", "schema": SCHEMA, "strict": True}}
+BAD_FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "foo"}}}
+WEATHER_ARGUMENTS = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Łódź"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {"name": "get_weather", "description": "Weather", "parameters": WEATHER_ARGUMENTS},
+    },
+    {"type": "function", "function": {"name": "get_time"}},
+]
+CHAT: list[Any] = [{"role": "user", "content": "Tell me about a pet."}]
+
+
+@pytest.fixture(scope="module")
+def cluster(demo_model: Path) -> Iterator[Cluster]:
+    config = json.loads((demo_model / "config.json").read_text())
+    block_bytes = 4 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * BLOCK_SIZE
+    gib = block_bytes * NUM_BLOCKS / (1 << 30)
+    with Cluster("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--kv-cache-gib", str(gib),
+                 "--max-model-len", "1000") as running:  # fmt: skip
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def chat(client: openai.OpenAI, **fields: Any) -> Any:
+    return client.chat.completions.create(**({"model": MODEL, "messages": CHAT, "max_completion_tokens": 700} | fields))
+
+
+def joined(stream: Any) -> dict[int, dict[str, Any]]:
+    """By choice: its content, calls and finish_reason."""
+    choices: dict[int, dict[str, Any]] = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            told = choices.setdefault(choice.index, {"content": "", "calls": [], "finish_reason": None})
+            told["content"] += choice.delta.content or ""
+            for piece in choice.delta.tool_calls or []:
+                if piece.index == len(told["calls"]):
+                    assert piece.id and piece.type == "function"
+                    told["calls"].append({"id": piece.id, "name": piece.function.name, "arguments": ""})
+                else:
+                    assert piece.id is None and piece.function.name is None
+                told["calls"][piece.index]["arguments"] += piece.function.arguments
+            told["finish_reason"] = choice.finish_reason or told["finish_reason"]
+    return choices
+
+
+def check_pet(choice: Any) -> None:
+    assert choice.finish_reason == "stop"
+    jsonschema_rs.validate(SCHEMA, json.loads(choice.message.content))
+
+
+def test_a_schema_is_followed_each_time(client: openai.OpenAI) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(lambda seed: chat(client, response_format=FORMAT, seed=seed, n=3), range(8)))
+    by_seed: dict[int, set[str]] = {}
+    for first_seed, answer in enumerate(answers):
+        for choice in answer.choices:
+            check_pet(choice)
+            by_seed.setdefault(first_seed + choice.index, set()).add(choice.message.content)
+    # A seed gives one text in any batch, another seed another: the model chooses within the schema.
+    assert {len(texts) for texts in by_seed.values()} == {1}
+    assert len(set[str]().union(*by_seed.values())) == len(by_seed) == 10
+
+
+def test_it_is_followed_over_preemptions_and_streams(client: openai.OpenAI, cluster: Cluster) -> None:
+    """Sequences that need the whole pool each, one among them without a grammar: all that are preempted go on right."""
+    list_schema = {
+        "type": "array",
+        "items": {"type": "integer", "minimum": 0, "maximum": 999},
+        "minItems": 60,
+        "maxItems": 60,
+    }
+    before = cluster.worker("decode-0").load.num_preempted
+
+    def run(seed: int) -> str:
+        if seed == 0:
+            return str(chat(client, seed=seed, max_completion_tokens=300).choices[0].message.content)
+        fields = {"seed": seed, "max_completion_tokens": 700, "extra_body": {"guided_json": list_schema}}
+        if seed % 2:
+            [told] = joined(chat(client, stream=True, **fields)).values()
+            assert told["finish_reason"] == "stop"
+            return str(told["content"])
+        [choice] = chat(client, **fields).choices
+        assert choice.finish_reason == "stop"
+        return str(choice.message.content)
+
+    with ThreadPoolExecutor(7) as pool:
+        together = list(pool.map(run, range(7)))
+    for content in together[1:]:
+        jsonschema_rs.validate(list_schema, json.loads(content))
+    cluster.wait_for(lambda: cluster.worker("decode-0").load.num_preempted > before, 5)
+    assert run(3) == together[3]  # the same text without preemption
+
+
+def test_other_kinds_of_grammar(client: openai.OpenAI) -> None:
+    def complete(**extra: Any) -> str:
+        answer = client.completions.create(model=MODEL, prompt="Say:", max_tokens=200, extra_body=extra)
+        assert answer.choices[0].finish_reason == "stop"
+        return answer.choices[0].text
+
+    assert re.fullmatch(r"[A-Z]{3}-\d{2}é?", complete(guided_regex=r"[A-Z]{3}-[0-9]{2}é?", ignore_eos=True))
+    assert complete(guided_choice=['yes "sir"', "no"]) in ('yes "sir"', "no")
+    assert complete(structured_outputs={"choice": ["left", "right"]}, top_k=5, repetition_penalty=1.5) in (
+        "left",
+        "right",
+    )
+    assert re.fullmatch(r"(ab)+c", complete(guided_grammar='start: "ab"~1..5 "c"', min_tokens=3))
+    assert re.fullmatch(
+        r"[01]{4}", complete(structured_outputs={"grammar": 'root ::= bit bit bit bit\nbit ::= "0" | "1"'})
+    )
+    cut_off = client.completions.create(
+        model=MODEL, prompt="Say:", max_tokens=30, extra_body={"structured_outputs": {"json_object": True}}
+    )
+    assert cut_off.choices[0].finish_reason == "length" and cut_off.choices[0].text.startswith("{")
+
+
+def test_logprobs_stay_the_models_own(client: openai.OpenAI) -> None:
+    answer = client.completions.create(
+        model=MODEL, prompt="Say:", max_tokens=9, logprobs=3, extra_body={"guided_choice": ["forty-two"]}
+    )
+    told = answer.choices[0].logprobs
+    assert told is not None and told.token_logprobs is not None and told.top_logprobs is not None
+    assert answer.choices[0].text == "forty-two"
+    assert all(logprob is not None and logprob < -1 for logprob in told.token_logprobs)  # unlikely, though certain
+    assert all(max(top.values()) > -20 and len(top) >= 3 for top in told.top_logprobs)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_calls_that_must_be_made(client: openai.OpenAI, choice: Any) -> None:
+    for seed in range(3):
+        fields = {"tools": TOOLS, "tool_choice": choice, "seed": seed, "max_completion_tokens": 600}
+        if choice == "required":
+            fields["parallel_tool_calls"] = False
+        [whole] = chat(client, **fields).choices
+        assert (whole.finish_reason, whole.message.content) == ("tool_calls", None)
+        [call] = whole.message.tool_calls
+        arguments = json.loads(call.function.arguments)
+        assert call.type == "function" and call.id
+        if call.function.name == "get_weather":
+            jsonschema_rs.validate(WEATHER_ARGUMENTS, arguments)
+        else:
+            assert (choice, call.function.name, arguments) == ("required", "get_time", {})
+        [told] = joined(chat(client, stream=True, **fields)).values()
+        assert (told["finish_reason"], told["content"]) == ("tool_calls", "")
+        [streamed] = told["calls"]
+        assert (streamed["name"], streamed["arguments"]) == (call.function.name, call.function.arguments)
+
+
+def test_tools_are_shown_and_answered(client: openai.OpenAI) -> None:
+    """A whole round: the call goes back into the chat with its result. Random weights call nothing of themselves."""
+    [first] = chat(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=1).choices
+    call = first.message.tool_calls[0]
+    messages = [*CHAT, first.message, {"role": "tool", "tool_call_id": call.id, "content": "12 degrees"}]
+    fields = {"messages": messages, "max_completion_tokens": 8, "seed": 1}
+    with_tools = chat(client, tools=TOOLS, **fields)
+    assert with_tools.choices[0].message.tool_calls is None and with_tools.choices[0].message.content
+    without = chat(client, **fields)
+    not_to_be_called = chat(client, tools=TOOLS, tool_choice="none", **fields)
+    assert with_tools.usage.prompt_tokens > without.usage.prompt_tokens + 30
+    assert not_to_be_called.usage.prompt_tokens == without.usage.prompt_tokens
+
+
+def test_a_call_begun_freely_is_held_to_its_schema(client: openai.OpenAI, demo_model: Path) -> None:
+    """The bias makes the model begin one; what follows is the grammar's."""
+    format_of_call = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": "never"}}}
+    [whole] = chat(
+        client, tools=TOOLS[:1], tool_choice="auto", parallel_tool_calls=False, response_format=format_of_call,
+        logit_bias={str(token): -100.0 for token in quotes(demo_model)}, seed=2,
+    ).choices  # fmt: skip
+    [call] = whole.message.tool_calls
+    assert whole.finish_reason == "tool_calls" and call.function.name == "get_weather"
+    jsonschema_rs.validate(WEATHER_ARGUMENTS, json.loads(call.function.arguments))
+
+
+def quotes(demo_model: Path) -> list[int]:
+    """Tokens that begin with a quote: without them the answer "never" cannot begin."""
+    vocabulary = json.loads((demo_model / "tokenizer.json").read_text())["model"]["vocab"]
+    return [token_id for token, token_id in vocabulary.items() if token.startswith('"')]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": BAD_FORMAT}, "response_format.json_schema.schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"extra_body": {"guided_regex": "(a"}}, "guided_regex"),
+        ({"extra_body": {"guided_grammar": "start: nothing"}}, "guided_grammar"),
+        ({"extra_body": {"guided_grammar": "root ::= ("}}, "guided_grammar"),
+        ({"extra_body": {"guided_regex": "a", "guided_choice": ["a"]}}, "guided_choice"),
+        ({"extra_body": {"structured_outputs": {}}}, "structured_outputs"),
+        ({"extra_body": {"guided_regex": "a", "allowed_token_ids": [1]}}, "allowed_token_ids"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": [TOOLS[1], TOOLS[1]]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "foo"}}}]}, "tools"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_refused_before_it_is_sent(client: openai.OpenAI, fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as raised:
+        chat(client, **fields)
+    assert raised.value.param == param and "\n" not in raised.value.body["message"]  # type: ignore[index]
+
+
+def test_what_only_workers_can_tell_is_refused_by_them(client: openai.OpenAI) -> None:
+    """The proxy compiles grammars without the model's tokens."""
+    with pytest.raises(openai.BadRequestError, match="token"):
+        chat(client, extra_body={"guided_grammar": "start: <|no_such_token|>"})
+    assert chat(client, max_completion_tokens=3).usage.completion_tokens == 3
