@@ -8,6 +8,7 @@ import os
 import queue
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -146,7 +147,7 @@ def test_preparing_changes_nothing_and_takes_pages_where_the_peer_will_write(
 
 def num_mapped_pages(tensor: torch.Tensor) -> int:
     """Of this memory's pages those that are in our page table: bit 63 of each entry of pagemap."""
-    with open("/proc/self/pagemap", "rb") as pagemap:  # noqa: PTH123: seeks
+    with Path("/proc/self/pagemap").open("rb") as pagemap:
         pagemap.seek(tensor.data_ptr() // mmap.PAGESIZE * 8)
         entries = pagemap.read(-(-tensor.nbytes // mmap.PAGESIZE) * 8)
     return sum(entry >> 7 for entry in entries[7::8])
