@@ -309,6 +309,8 @@ class DecodeScheduler:
         if prefill.ended:
             self._release_local(prefill)
             return []
+        if output.error is not None:
+            return self._end_all(prefill.prompt, output.error.to_error())
         prefill.num_computed_tokens += num_tokens
         prefill.prompt_logprobs += output.prompt_logprobs
         return [] if prefill.num_remaining_tokens else self._on_first_tokens(now, prefill, output.tokens)
