@@ -1,9 +1,11 @@
 """Tandem, vLLM's prefill/decode pair and one vLLM on the same cores, in turn, under vLLM's own client and seed.
 
     python -m bench.side_by_side --peers FOLDER --vllm VENV --model FOLDER
+    python -m bench.side_by_side --peers FOLDER --vllm VENV --model FOLDER --burst 64
 
 FOLDER of --peers holds vllm_pd.sh and vllm_single.sh (VENV MODEL PORT); VENV is a virtual environment with vLLM. Every
-process started here is ended here, by process group.
+process started here is ended here, by process group. --burst is for a tiny model, where everything but the model is
+what costs: Tandem and one vLLM, so many requests of 128 tokens in and 128 out at once, rounds of it.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import contextlib
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,6 +23,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +35,8 @@ from bench.report import Aim, Report, add_common_options, finish
 START_TIMEOUT_S = 400.0
 CLIENT_TIMEOUT_S = 240.0
 WARM_UP_REQUESTS = 8
+BURST_TOKENS = 128
+BURST_ROUNDS = 2
 FIGURES = ("mean_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "p99_tpot_ms", "p99_itl_ms", "output_throughput", "completed")
 
 
@@ -41,6 +47,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rates", default="2,4", help="requests per second, comma-separated")
     parser.add_argument("--num-prompts", type=int, default=32)
+    parser.add_argument("--burst", type=int, metavar="N", help="N requests at once, in place of --rates")
     parser.add_argument("--port", type=int, default=8310)
     parser.add_argument("--kept", type=Path, help="keep figures here; servers whose figures are in it do not run again")
     add_common_options(parser)
@@ -62,21 +69,55 @@ def main() -> None:
     if options.kept is not None and options.kept.exists():
         figures = json.loads(options.kept.read_text())
     for name, command in commands.items():
-        if name in figures:
+        if name in figures or (options.burst and name == "vllm_pd"):
             continue
         say(f"{name}: starting")
-        with server(command, options.port):
+        with server(command, options.port) as session_id:
             say(f"{name}: warming up")
             for i in range(WARM_UP_REQUESTS):
                 complete(options.port, [i + 3] * 256, 16)
-            figures[name] = {}
-            for rate in rates if name != "vllm_single" else {4.0} & set(rates):
-                say(f"{name}: {options.num_prompts} requests at {rate:g}/s")
-                figures[name][f"{rate:g}"] = load(options, rate, options.num_prompts)
+            figures[name] = bursts(options, name, session_id) if options.burst else rated(options, name, rates)
         if options.kept is not None:
             options.kept.write_text(json.dumps(figures))
     print_table(figures)
-    finish(Report.of("side_by_side", figures, aims(figures)), options.json)
+    if options.burst:
+        finish(Report.of("side_by_side_burst", figures, burst_aims(figures)), options.json)
+    else:
+        finish(Report.of("side_by_side", figures, aims(figures)), options.json)
+
+
+def rated(options: argparse.Namespace, name: str, rates: list[float]) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
+    for rate in rates if name != "vllm_single" else {4.0} & set(rates):
+        say(f"{name}: {options.num_prompts} requests at {rate:g}/s")
+        figures[f"{rate:g}"] = load(options, str(rate), options.num_prompts, 256, 64)
+    return figures
+
+
+def bursts(options: argparse.Namespace, name: str, session_id: int) -> dict[str, Any]:
+    """Each round has prompts of its own."""
+    with ThreadPoolExecutor(options.burst) as clients:  # batches of that size for the first time
+        list(clients.map(lambda i: complete(options.port, [i + 3] * BURST_TOKENS, 16), range(options.burst)))
+    figures: dict[str, Any] = {}
+    for number in range(1, BURST_ROUNDS + 1):
+        say(f"{name}: {options.burst} requests at once, round {number}")
+        before = cpu_s(session_id)
+        told = load(options, "inf", options.burst, BURST_TOKENS, BURST_TOKENS, number)
+        # Holds also where others have part of the cores. What a server spins in is counted too.
+        told["cpu_ms_per_token"] = round((cpu_s(session_id) - before) * 1e3 / (options.burst * BURST_TOKENS), 3)
+        figures[f"burst {number}"] = told
+    return figures
+
+
+def cpu_s(session_id: int) -> float:
+    """User and system time of all processes of a session, so far."""
+    total = 0
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = stat.read_text().rpartition(")")[2].split()
+            if int(fields[3]) == session_id:
+                total += int(fields[11]) + int(fields[12])
+    return total / os.sysconf("SC_CLK_TCK")
 
 
 def say(text: str) -> None:
@@ -84,8 +125,8 @@ def say(text: str) -> None:
 
 
 @contextlib.contextmanager
-def server(command: list[str], port: int) -> Iterator[None]:
-    """Run it until /health answers 200 and a completion works; end its whole process group after."""
+def server(command: list[str], port: int) -> Iterator[int]:
+    """Run it until a completion works, yield its session's id; end its whole process group after."""
     with tempfile.TemporaryDirectory() as logs:
         process = subprocess.Popen(
             command, start_new_session=True, env={**os.environ, "LOG_DIR": logs}, stdout=subprocess.DEVNULL
@@ -98,7 +139,7 @@ def server(command: list[str], port: int) -> Iterator[None]:
                 if time.monotonic() > deadline:
                     raise SystemExit(f"{Path(command[0]).name} was not ready within {START_TIMEOUT_S:.0f} s")
                 time.sleep(1)
-            yield
+            yield process.pid
         finally:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -122,18 +163,26 @@ def complete(port: int, prompt: str | list[int], max_tokens: int) -> None:
     request = urllib.request.Request(
         f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=30) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         answer.read()
 
 
-def load(options: argparse.Namespace, rate: float, num_prompts: int) -> dict[str, float]:
-    """One run of `vllm bench serve`: 256 tokens in, 64 out, seed 0."""
+def load(
+    options: argparse.Namespace,
+    rate: str,
+    num_prompts: int,
+    num_input_tokens: int,
+    num_output_tokens: int,
+    seed: int = 0,
+) -> dict[str, float]:
+    """One run of `vllm bench serve`."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
             str(options.vllm / "bin" / "vllm"), "bench", "serve", "--backend", "openai",
             "--base-url", f"http://127.0.0.1:{options.port}", "--model", "m", "--tokenizer", str(options.model),
-            "--dataset-name", "random", "--random-input-len", "256", "--random-output-len", "64", "--seed", "0",
-            "--num-prompts", str(num_prompts), "--request-rate", str(rate), "--ignore-eos",
+            "--dataset-name", "random", "--random-input-len", str(num_input_tokens),
+            "--random-output-len", str(num_output_tokens), "--seed", str(seed),
+            "--num-prompts", str(num_prompts), "--request-rate", rate, "--ignore-eos",
             "--save-result", "--result-dir", folder, "--result-filename", "result.json",
         ]  # fmt: skip
         env = {**os.environ, "VLLM_TARGET_DEVICE": "cpu"}
@@ -166,11 +215,25 @@ def aims(figures: dict[str, dict[str, Any]]) -> list[Aim]:
     return wanted
 
 
+def burst_aims(figures: dict[str, dict[str, Any]]) -> list[Aim]:
+    def ratio_of(figure: str) -> float:
+        tandem, vllm = (
+            statistics.median(burst[figure] for burst in figures[name].values()) for name in ("tandem", "vllm_single")
+        )
+        return tandem / vllm
+
+    return [
+        Aim.of("output tokens/s, all at once, Tandem / one vLLM", ratio_of("output_throughput"), 2.0, "higher"),
+        Aim.of("CPU time per output token, Tandem / one vLLM", ratio_of("cpu_ms_per_token"), 0.5, "lower"),
+    ]
+
+
 def print_table(figures: dict[str, dict[str, Any]]) -> None:
-    table = Table("server", "requests/s", *FIGURES)
+    columns = list(next(iter(next(iter(figures.values())).values())))
+    table = Table("server", "requests/s", *columns)
     for server_name, by_rate in figures.items():
         for rate, values in by_rate.items():
-            table.add_row(server_name, rate, *(f"{values[name]:.1f}" for name in FIGURES))
+            table.add_row(server_name, rate, *(f"{values[name]:.2f}" for name in columns))
     Console(width=150).print(table)
 
 

@@ -4,6 +4,7 @@ In order: bans, bias, penalties and grammars (`engine.penalties`), temperature, 
 Log-probabilities are those of the logits as they came. The only randomness is one uniform number per row, a pure
 function of (seed, position): the same request gives the same text in any batch, on any worker, also when it moves. The
 number picks from the filtered distribution by its cumulative sum, so nothing that a row gets depends on its neighbours.
+What a row costs is passes over its vocabulary: without a filter a few in float32, and a cumulative sum of one part.
 
 A row of logits that are not numbers gives some token of the vocabulary and leaves the others alone.
 """
@@ -26,7 +27,9 @@ _FULL_SORT_VOCAB_SIZE = 4096
 _NUM_CANDIDATES = (128, 1024)
 """How many of the most likely tokens are looked at before all are sorted: the fewer for a small top_k."""
 _PART = 512
-"""Of a row, whose largest value is found before its place is."""
+"""Of a row: the right one is found first, by its largest value or its sum, and then the place in it."""
+_ALMOST_ONE = 1 - 2.0**-52
+"""Times any number, rounded to float64, this is less than the number."""
 
 
 def uniform(seed: int, position: int) -> float:
@@ -47,7 +50,8 @@ def sample(
     """One token per row of `logits` [num_rows, vocab_size]; `positions` are those of the tokens to be."""
     params = [s.params for s in samples]
     shaped = adjusted(logits, samples, mask)
-    chosen = argmax(shaped)
+    is_any_greedy = any(p.temperature == 0 for p in params)
+    chosen = argmax(shaped) if is_any_greedy else torch.empty(len(params), dtype=torch.long, device=logits.device)
     # Rows with and without a filter take their numbers through the vocabulary in different orders, so they are apart:
     # a row must not depend on what else is in the batch.
     plain = [i for i, p in enumerate(params) if p.temperature > 0 and not _is_filtered(p)]
@@ -55,8 +59,9 @@ def sample(
     for rows, choose in ((plain, _sample_plain), (filtered, _sample_filtered)):
         if rows:
             index = torch.tensor(rows, device=logits.device)
-            scaled, u = _scale(shaped.index_select(0, index), [params[i] for i in rows], [positions[i] for i in rows])
-            chosen.index_copy_(0, index, choose(scaled, u, [params[i] for i in rows]))
+            of_rows = shaped if len(rows) == len(params) else shaped.index_select(0, index)
+            u = _uniforms([params[i].seed for i in rows], [positions[i] for i in rows], logits.device)
+            chosen.index_copy_(0, index, choose(of_rows, u, [params[i] for i in rows]))
     logprobs = _logprobs(logits, params, chosen)
     return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(chosen.tolist())]
 
@@ -93,14 +98,15 @@ def _logprobs(logits: torch.Tensor, params: list[SamplingParams], chosen: torch.
     return dict(zip(rows, told, strict=True))
 
 
-def _scale(
-    logits: torch.Tensor, params: list[SamplingParams], positions: list[int]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logits over their temperature [num_rows, vocab_size], and the uniform numbers [num_rows, 1]."""
-    device = logits.device
-    temperatures = torch.tensor([p.temperature for p in params], device=device)[:, None]
-    numbers = [uniform(p.seed, position) for p, position in zip(params, positions, strict=True)]
-    return logits.float() / temperatures, torch.tensor(numbers, dtype=torch.float64, device=device)[:, None]
+def _uniforms(seeds: list[int], positions: list[int], device: torch.device) -> torch.Tensor:
+    """[num_rows, 1]"""
+    numbers = [uniform(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+    return torch.tensor(numbers, dtype=torch.float64, device=device)[:, None]
+
+
+def _temperatures(params: list[SamplingParams], device: torch.device) -> torch.Tensor:
+    """[num_rows, 1]"""
+    return torch.tensor([p.temperature for p in params], device=device)[:, None]
 
 
 def _pick(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
@@ -111,7 +117,24 @@ def _pick(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
 
 
 def _sample_plain(logits: torch.Tensor, u: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    return _pick(logits.softmax(-1).double(), u)[:, 0]
+    """`_pick` in two steps: the part of the row where the cumulative sum passes the number, then the place in it."""
+    num_rows, size = logits.shape
+    num_parts = -(-size // _PART)
+    weights = torch.zeros(num_rows, num_parts * _PART, device=logits.device)  # zero after the vocabulary's end
+    own = weights[:, :size].copy_(logits)
+    own -= own.amax(-1, keepdim=True)
+    if any(p.temperature != 1 for p in params):
+        own /= _temperatures(params, logits.device)
+    own.exp_()
+    parts = weights.view(num_rows, num_parts, _PART)
+    sums = parts.sum(-1).double()
+    part = _pick(sums, u)
+    before = sums.cumsum(-1) - sums
+    # How far into the part; below 1 whatever was rounded, or what follows the last possible token could be picked.
+    rest = (u * sums.sum(-1, keepdim=True) - before.gather(-1, part)) / sums.gather(-1, part)
+    in_part = parts[torch.arange(num_rows, device=logits.device), part[:, 0]].double()
+    place = _pick(in_part, rest.clamp_(0, _ALMOST_ONE))
+    return (part * _PART + place)[:, 0].clamp_(max=size - 1)
 
 
 def _sample_filtered(logits: torch.Tensor, u: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
@@ -120,6 +143,7 @@ def _sample_filtered(logits: torch.Tensor, u: torch.Tensor, params: list[Samplin
     How many a row is given depends on its own parameters alone, and both ways give the same token.
     """
     vocab_size = logits.shape[-1]
+    logits = logits.float() / _temperatures(params, logits.device)
     chosen = torch.empty(len(params), dtype=torch.long, device=logits.device)
     groups: dict[int, list[int]] = {}
     for i, p in enumerate(params):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Protocol
@@ -35,6 +36,19 @@ from proxy.validation import GenerationRequest
 
 _encode = msgspec.json.Encoder().encode
 _DONE = b"data: [DONE]\n\n"
+_MARK = secrets.token_hex(16)  # occurs nowhere else
+
+
+class _Pattern:
+    """Events of one choice that differ in a text alone, as most do: encoded once, with a mark in the text's place."""
+
+    def __init__(self, event: bytes) -> None:
+        before, mark, self._after = event.rpartition(_encode(_MARK))
+        assert mark, "the event was made with _MARK for its text"
+        self._before = before
+
+    def event(self, text: str) -> bytes:
+        return self._before + _encode(text) + self._after
 
 
 class _WholeSequence:
@@ -86,7 +100,9 @@ class CompletionAnswers:
         self._model = model
         self._id = f"cmpl-{request_id}"
         self._token_text = _token_text(generation, request)
+        self._is_plain = _is_plain(request)
         self._offsets: dict[int, int] = {}  # by index: characters of the tokens told so far
+        self._patterns: dict[int, _Pattern] = {}
 
     async def whole(self) -> bytes:
         choices = []
@@ -98,6 +114,8 @@ class CompletionAnswers:
         return _encode(self._response(choices, _usage(self._generation)))
 
     def chunk(self, delta: TextDelta) -> bytes:
+        if self._is_plain and delta.finish_reason is None:
+            return self._pattern(delta.index).event(delta.text) if delta.text else b""
         if _shows_nothing(delta, self._request):
             return b""
         logprobs = self._logprobs(delta.index, delta.prompt, delta.tokens[: delta.num_shown])
@@ -107,6 +125,13 @@ class CompletionAnswers:
 
     def usage_chunk(self) -> bytes:
         return _event(self._response([], _usage(self._generation)))
+
+    def _pattern(self, index: int) -> _Pattern:
+        if (pattern := self._patterns.get(index)) is None:
+            choice = CompletionChoice(index, _MARK)
+            event = _event(self._response([choice], _usage_beside(self._generation, self._request)))
+            pattern = self._patterns[index] = _Pattern(event)
+        return pattern
 
     def _response(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> CompletionResponse:
         return CompletionResponse(self._id, self._generation.created, self._model, choices, usage)
@@ -137,7 +162,8 @@ class ChatAnswers:
         self._model = model
         self._id = f"chatcmpl-{request_id}"
         self._token_text = _token_text(generation, request)
-        self._begun: set[int] = set()
+        self._is_plain = _is_plain(request)
+        self._patterns: dict[int, _Pattern] = {}  # of the choices that have begun
 
     async def whole(self) -> bytes:
         generation = self._generation
@@ -160,9 +186,13 @@ class ChatAnswers:
 
     def chunk(self, delta: TextDelta) -> bytes:
         events = b""
-        if delta.index not in self._begun:  # the first chunk of a choice tells its role, as OpenAI does
-            self._begun.add(delta.index)
+        if (pattern := self._patterns.get(delta.index)) is None:
+            # The first chunk of a choice tells its role, as OpenAI does.
             events = self._event(ChatChunkChoice(delta.index, ChatDelta("assistant", "")))
+            pattern = _Pattern(self._event(ChatChunkChoice(delta.index, ChatDelta(content=_MARK))))
+            self._patterns[delta.index] = pattern
+        if self._is_plain and delta.finish_reason is None:
+            return events + pattern.event(delta.text) if delta.text else events
         if _shows_nothing(delta, self._request):
             return events
         content = ChatDelta(content=delta.text) if delta.text else ChatDelta()
@@ -235,6 +265,11 @@ def _usage_beside(generation: Generation, request: GenerationRequest) -> Usage |
     if request.continuous_usage:
         return _usage(generation)
     return None if request.include_usage else UNSET
+
+
+def _is_plain(request: GenerationRequest) -> bool:
+    """Chunks that end nothing tell a text and nothing else."""
+    return not request.return_token_ids and request.base_sampling.logprobs is None and not request.continuous_usage
 
 
 def _shows_nothing(delta: TextDelta, request: GenerationRequest) -> bool:

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from litestar import Litestar, Request, Response, get, post
 from litestar.connection import ASGIConnection
 from litestar.exceptions import HTTPException
 from litestar.handlers import BaseRouteHandler
-from litestar.response import Stream
-from litestar.types import Receive
 
 from protocol.errors import Overloaded, RequestAborted, TandemError
 from proxy.answers import Answers, ChatAnswers, CompletionAnswers, stream_events
 from proxy.api_keys import ApiKeys
 from proxy.body_reader import BodyKind
 from proxy.config import ProxyConfig
+from proxy.event_stream import EventStream, first_of, unless_disconnected
 from proxy.generation import FrontDoor, Generation
 from proxy.http_errors import (
-    ClientDisconnected,
     InvalidApiKey,
     http_exception_response,
     tandem_error_response,
@@ -39,12 +36,10 @@ from proxy.tool_answers import ToolAnswers
 from proxy.validation import GenerationRequest, ModelNotFound
 from telemetry.metrics import CONTENT_TYPE
 
-T = TypeVar("T")
 HttpRequest = Request[Any, Any, Any]
 _JSON = "application/json"
 _OPEN = {"open": True}
 """Without a key: for load balancers, and for people who read."""
-_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # no proxy in between may hold events back
 
 
 def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
@@ -166,8 +161,8 @@ async def _serve(
         return Response(whole, media_type=_JSON, headers=headers)
     events = stream_events(generation, asked, answers)
     # The first event decides between an error's status and a stream; until then nothing is sent.
-    first = await unless_disconnected(request.receive, _next(events))
-    return Stream(_resume(first, events), media_type="text/event-stream", headers=_STREAM_HEADERS | headers)
+    first = await unless_disconnected(request.receive, first_of(events))
+    return EventStream(first, events, request_id)
 
 
 async def _transform(
@@ -206,37 +201,6 @@ def _soonest_priority(body: bytes | SpooledBody) -> int:
     """That the request may have, for all that is known before it is read."""
     has_none = isinstance(body, bytes) and b'"priority"' not in body
     return 0 if has_none else SOONEST_PRIORITY
-
-
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away first. Raises ClientDisconnected then."""
-    worker = asyncio.ensure_future(work)
-    watcher = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait((worker, watcher), return_when=asyncio.FIRST_COMPLETED)
-        if worker.done():
-            return worker.result()
-        raise ClientDisconnected("the client has gone away")
-    finally:
-        worker.cancel()
-        watcher.cancel()
-        await asyncio.gather(worker, watcher, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
-    return await anext(events)
-
-
-async def _resume(first: bytes, events: AsyncGenerator[bytes, None]) -> AsyncGenerator[bytes, None]:
-    async with aclosing(events):
-        yield first
-        async for event in events:
-            yield event
 
 
 def _key_guard(keys: ApiKeys) -> Callable[[ASGIConnection[Any, Any, Any, Any], BaseRouteHandler], None]:

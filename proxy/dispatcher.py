@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -34,6 +33,7 @@ from protocol.prefix_hash import unpack_short_hashes
 from protocol.token_ids import pack_token_ids
 from proxy.request import RunningRequest
 from proxy.router import PromptShape, Route, Router
+from proxy.turns import Turns
 from telemetry.metrics import ProxyMetrics
 
 log = logging.getLogger(__name__)
@@ -54,8 +54,7 @@ class Prompt:
     prefix_hashes: bytes = b""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenDelta:
+class TokenDelta(msgspec.Struct, frozen=True):
     """What has come since the last one: at least one token. `finish_reason` is set on the last.
 
     On the first, num_cached_tokens of the prompt, and prompt_logprobs for all but its first token if asked for.
@@ -80,18 +79,17 @@ class _SharedPrefill:
         self._router = router
         self._route = route
         self._started_at = started_at
-        self._ended = False
+        self.has_ended = False
         self.attempts: list[RunningRequest] = []
 
-    def end(self, first_token_at: float | None) -> bool:
-        """The first token is here, or (None) never will be. True the first time."""
-        if self._ended:
-            return False
-        self._ended = True
+    def end(self, first_token_at: float | None) -> None:
+        """The first token is here, or (None) never will be. Idempotent."""
+        if self.has_ended:
+            return
+        self.has_ended = True
         self._router.prefill_ended(self._route)
         if first_token_at is not None:
             self._router.on_first_token(self._route, first_token_at - self._started_at)
-        return True
 
     def prompt_logprobs(self) -> list[TokenLogprobs] | None:
         """Prefill tells them once, with the first of its first tokens."""
@@ -115,10 +113,12 @@ class DispatchedSequence:
 
 
 class Dispatcher:
-    def __init__(self, proxy_id: str, router: Router, metrics: ProxyMetrics) -> None:
+    def __init__(self, proxy_id: str, router: Router, metrics: ProxyMetrics, turns: Turns) -> None:
+        """turns: in which the readers of tokens are woken."""
         self._proxy_id = proxy_id
         self._router = router
         self._metrics = metrics
+        self._turns = turns
         self.pool: Sender
         """Set right after construction: the pool, in turn, calls `on_message`."""
         self._running: dict[str, RunningRequest] = {}
@@ -155,42 +155,38 @@ class Dispatcher:
             sequence.timer = loop.call_at(deadline, lambda s: s.attempt.fail(late), sequence)
         return sequences
 
-    async def tokens(self, sequence: DispatchedSequence) -> AsyncGenerator[TokenDelta, None]:
-        """The tokens of one sequence, which is dropped at the end; close the generator to abort.
+    async def next_tokens(self, sequence: DispatchedSequence) -> TokenDelta:
+        """What has come since the last call; not to be called again after the delta with a finish_reason.
 
         Raises WorkerLost, Overloaded, RequestAborted or what a worker reported.
         """
-        try:
-            while True:
-                attempt = sequence.attempt
-                await attempt.wake.wait()
+        while True:
+            attempt = sequence.attempt
+            await attempt.wait()
+            if attempt.first_token is not None and not sequence.prefill.has_ended:
+                self._on_prefilled(sequence, attempt.first_token)
+            if tokens := attempt.take():
+                is_first = not sequence.generated
+                for token in tokens:
+                    sequence.generated.append(token.token_id)
                 first_token = attempt.first_token
-                now = asyncio.get_running_loop().time()
-                if first_token is not None and sequence.prefill.end(now) and not sequence.generated:
-                    self._metrics.queue.observe(first_token.queue_s)
-                    self._metrics.prefill.observe(first_token.prefill_s)
-                    self._metrics.cached_prompt_tokens.inc(first_token.num_cached_tokens)
-                tokens = attempt.take()
-                # Read before the yield: what arrives while the reader is busy belongs to the next turn.
-                finish_reason, error, preempted = attempt.finish_reason, attempt.error, attempt.preempted
-                if tokens:
-                    is_first = not sequence.generated
-                    sequence.generated += [token.token_id for token in tokens]
-                    if is_first and first_token is not None:
-                        logprobs = sequence.prefill.prompt_logprobs()
-                        yield TokenDelta(tokens, finish_reason, first_token.num_cached_tokens, logprobs)
-                    else:
-                        yield TokenDelta(tokens, finish_reason)
-                if error is not None:
-                    raise error
-                if finish_reason is not None:
-                    return
-                if preempted:
-                    self._metrics.preempted.inc()
-                    self._end_attempt(sequence)
-                    self._dispatch([sequence])
-        finally:
-            self.drop(sequence)
+                if not is_first or first_token is None:
+                    return TokenDelta(tokens, attempt.finish_reason)
+                logprobs = sequence.prefill.prompt_logprobs()
+                return TokenDelta(tokens, attempt.finish_reason, first_token.num_cached_tokens, logprobs)
+            if attempt.error is not None:
+                raise attempt.error
+            if attempt.preempted:
+                self._metrics.preempted.inc()
+                self._end_attempt(sequence)
+                self._dispatch([sequence])
+
+    def _on_prefilled(self, sequence: DispatchedSequence, first_token: FirstToken) -> None:
+        sequence.prefill.end(asyncio.get_running_loop().time())
+        if not sequence.generated:
+            self._metrics.queue.observe(first_token.queue_s)
+            self._metrics.prefill.observe(first_token.prefill_s)
+            self._metrics.cached_prompt_tokens.inc(first_token.num_cached_tokens)
 
     def drop(self, sequence: DispatchedSequence) -> None:
         """The sequence has ended, or nobody wants it any more: then its workers are told to abort. Idempotent."""
@@ -219,8 +215,9 @@ class Dispatcher:
         numbers = [next(self._numbers) for _ in sequences]
         request_ids = [f"{self._prefix}-{number}" for number in numbers]
         for sequence, request_id in zip(sequences, request_ids, strict=True):
-            sequence.attempt = self._running[request_id] = RunningRequest(request_id, route, request_ids[0])
-            shared.attempts.append(sequence.attempt)
+            attempt = RunningRequest(request_id, route, request_ids[0], self._turns)
+            sequence.attempt = self._running[request_id] = attempt
+            shared.attempts.append(attempt)
             sequence.prefill = shared
         transfer_id = f"{self._proxy_id}-{numbers[0]}"
         token_ids = prompt.token_ids + pack_token_ids(generated)

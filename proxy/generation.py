@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing, closing
 from dataclasses import dataclass, replace
+
+import msgspec
 
 from protocol.errors import TandemError
 from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions, TokenLogprobs
 from protocol.token_ids import unpack_token_ids
-from proxy.admission import Admission
+from proxy.admission import Admission, Ticket
 from proxy.detokenizer import Detokenizer
 from proxy.dispatcher import DispatchedSequence, Dispatcher, Prompt, TokenDelta
 from proxy.model_text import ModelText
@@ -34,16 +35,14 @@ TOKENS_PER_TURN = 64
 """Detokenised in one go; about half a millisecond."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToldPrompt:
+class ToldPrompt(msgspec.Struct, frozen=True):
     """logprobs: of all tokens but the first; empty where they were not asked for."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs]
 
 
-@dataclass(frozen=True, slots=True)
-class TextDelta:
+class TextDelta(msgspec.Struct, frozen=True):
     """A piece of one sequence. index: prompt index * n + which of the n. text may be empty while it is held back.
 
     num_shown: of the tokens, those that are part of the text; a stop token is not. prompt: on the first piece, when the
@@ -106,17 +105,40 @@ class Generation:
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """All sequences' pieces as they come; each ends with one that has a finish_reason. Raises TandemError."""
+        door = self._door
         outcome = "aborted"  # what it stays when the generator is closed or cancelled
+        sequences: list[DispatchedSequence] = []
+        texts: list[_SequenceText] = []
+        ticket: Ticket | None = None
+        merged: _Merged | None = None
+
+        def on_displaced(error: TandemError) -> None:
+            for sequence in sequences:
+                sequence.attempt.fail(error)
+
         try:
             planned = self._plan()
-            self.num_sequences = sum(len(p.samplings) for p in planned)
-            async with aclosing(self._run(planned)) as deltas:
-                async for delta in deltas:
-                    self.num_completion_tokens += len(delta.tokens)
-                    yield delta
-                    outcome_if_last = delta.finish_reason
-            assert outcome_if_last is not None
-            outcome = outcome_if_last
+            # A prompt is computed once, whatever goes on from it: its first sequence waits for it.
+            prompt_tokens = [0 if i else p.prompt.num_tokens for p in planned for i in range(len(p.samplings))]
+            self.num_sequences = num_open = len(prompt_tokens)
+            ticket = door.admission.admit(self._client, prompt_tokens, self._request.priority, on_displaced)
+            for p in planned:
+                sequences += door.dispatcher.start(
+                    p.prompt, p.samplings, p.stop, self._seconds_left(), self._first_token_within_s()
+                )
+            for index, sequence in enumerate(sequences):
+                texts.append(_SequenceText(self, index, sequence, ticket))
+            if len(texts) > 1:
+                merged = _Merged(texts)
+            next_delta = merged.next_delta if merged is not None else texts[0].next_delta
+            # Every token comes through here: few awaits deep, and no generator within the generator.
+            while num_open:
+                delta = await next_delta()
+                self.num_completion_tokens += len(delta.tokens)
+                num_open -= delta.finish_reason is not None
+                yield delta
+            assert delta.finish_reason is not None
+            outcome = delta.finish_reason
         except TandemError as error:
             outcome = error.code
             raise
@@ -124,7 +146,15 @@ class Generation:
             outcome = "internal_error"
             raise
         finally:
-            self._door.metrics.requests.labels(outcome).inc()
+            if merged is not None:
+                await merged.close()
+            for text in texts:
+                text.timer.close()
+            for sequence in sequences:
+                door.dispatcher.drop(sequence)
+            if ticket is not None:
+                ticket.close()
+            door.metrics.requests.labels(outcome).inc()
 
     def _plan(self) -> list[_PlannedPrompt]:
         request, door = self._request, self._door
@@ -147,85 +177,6 @@ class Generation:
             for prompt in prompts
         ]
 
-    async def _run(self, planned: list[_PlannedPrompt]) -> AsyncGenerator[TextDelta, None]:
-        dispatcher = self._door.dispatcher
-        # A prompt is computed once, whatever goes on from it: its first sequence waits for it.
-        prompt_tokens = [0 if i else p.prompt.num_tokens for p in planned for i in range(len(p.samplings))]
-        sequences: list[DispatchedSequence] = []
-
-        def on_displaced(error: TandemError) -> None:
-            for sequence in sequences:
-                sequence.attempt.fail(error)
-
-        ticket = self._door.admission.admit(self._client, prompt_tokens, self._request.priority, on_displaced)
-        try:
-            for p in planned:
-                sequences += dispatcher.start(
-                    p.prompt, p.samplings, p.stop, self._seconds_left(), self._first_token_within_s()
-                )
-            streams = [self._sequence(index, sequence) for index, sequence in enumerate(sequences)]
-            async with aclosing(merge(streams) if len(streams) > 1 else streams[0]) as deltas:
-                async for delta in deltas:
-                    ticket.on_first_token(delta.index)
-                    yield delta
-        finally:
-            for sequence in sequences:
-                dispatcher.drop(sequence)
-            ticket.close()
-
-    async def _sequence(self, index: int, sequence: DispatchedSequence) -> AsyncGenerator[TextDelta, None]:
-        door, request = self._door, self._request
-        detokenizer = Detokenizer(door.text.tokenizer, sequence.prompt.token_ids, request.skip_special_tokens)
-        stop_strings = StopStrings(request.stop, request.include_stop_string)
-        timer = SequenceTimer(door.metrics, self._arrived_at)
-        tokens = door.dispatcher.tokens(sequence)
-        is_first = True
-        with closing(timer):
-            async with aclosing(tokens):
-                async for delta in tokens:
-                    await door.turns.take()
-                    if request.is_prompt_only:  # workers generate one token at least; nobody asked for this one
-                        delta = replace(delta, tokens=[], finish_reason="length")
-                    timer.on_tokens(time.monotonic(), len(delta.tokens))
-                    pieces: list[str] = []
-                    prompt: ToldPrompt | None = None
-                    if is_first:
-                        is_first = False
-                        prompt = await self._on_first(index, sequence, delta, pieces)
-                    finish_reason = delta.finish_reason
-                    # A stop token ends the text without being part of it, but was generated and counts.
-                    num_shown = len(delta.tokens) - (finish_reason == "stop")
-                    for number, token in enumerate(delta.tokens[:num_shown], start=1):
-                        if number % TOKENS_PER_TURN == 0:  # many come at once after a pause, to a slow reader above all
-                            await door.turns.take()
-                        piece, stopped = stop_strings.push(detokenizer.step(token.token_id))
-                        pieces.append(piece)
-                        if stopped:
-                            yield TextDelta(index, "".join(pieces), delta.tokens[:number], number, "stop", prompt)
-                            timer.on_finished()
-                            return
-                    if finish_reason is not None:
-                        piece, stopped = stop_strings.push(detokenizer.flush())
-                        pieces += (piece, "" if stopped else stop_strings.flush())
-                        if stopped:
-                            finish_reason = "stop"
-                        timer.on_finished()
-                    yield TextDelta(index, "".join(pieces), delta.tokens, num_shown, finish_reason, prompt)
-
-    async def _on_first(
-        self, index: int, sequence: DispatchedSequence, delta: TokenDelta, pieces: list[str]
-    ) -> ToldPrompt | None:
-        """What is known of the prompt now; an echo of it begins the text."""
-        request = self._request
-        if index % request.n == 0:
-            self.num_cached_tokens += delta.num_cached_tokens
-        if not request.echo and request.num_prompt_logprobs is None:
-            return None
-        token_ids = unpack_token_ids(sequence.prompt.token_ids)
-        if request.echo:
-            pieces.append(await self._door.readers.text_of(token_ids))
-        return ToldPrompt(token_ids, delta.prompt_logprobs or [])
-
     def _first_token_within_s(self) -> float | None:
         slo_s = self._door.ttft_slo_s
         return None if slo_s is None else slo_s - (time.monotonic() - self._arrived_at)
@@ -234,32 +185,95 @@ class Generation:
         return max(0.001, self._door.request_timeout_s - (time.monotonic() - self._arrived_at))
 
 
-async def merge(streams: list[AsyncGenerator[TextDelta, None]]) -> AsyncGenerator[TextDelta, None]:
-    """What any of them yields, as it comes. The first error ends all; so does closing."""
-    # Bounded: where the reader is slow each stream waits with one delta, and its tokens go on gathering in the request.
-    queue: asyncio.Queue[TextDelta | BaseException | None] = asyncio.Queue(maxsize=len(streams))
+class _SequenceText:
+    """One sequence from tokens to text."""
 
-    async def pump(stream: AsyncGenerator[TextDelta, None]) -> None:
+    def __init__(self, generation: Generation, index: int, sequence: DispatchedSequence, ticket: Ticket) -> None:
+        door, request = generation._door, generation._request
+        self._generation = generation
+        self._door = door
+        self._request = request
+        self._index = index
+        self._sequence = sequence
+        self._ticket = ticket
+        self._detokenizer = Detokenizer(door.text.tokenizer, sequence.prompt.token_ids, request.skip_special_tokens)
+        self._stop_strings = StopStrings(request.stop, request.include_stop_string)
+        self._has_begun = False
+        self.timer = SequenceTimer(door.metrics, generation._arrived_at)
+
+    async def next_delta(self) -> TextDelta:
+        """What the tokens that have come since the last call add to the text."""
+        delta = await self._door.dispatcher.next_tokens(self._sequence)
+        tokens, finish_reason = delta.tokens, delta.finish_reason
+        if self._request.is_prompt_only:  # workers generate one token at least; nobody asked for this one
+            tokens, finish_reason = [], "length"
+        self.timer.on_tokens(time.monotonic(), len(tokens))
+        pieces: list[str] = []
+        prompt: ToldPrompt | None = None
+        if not self._has_begun:
+            self._has_begun = True
+            prompt = await self._on_first(delta, pieces)
+        # A stop token ends the text without being part of it, but was generated and counts.
+        num_shown = len(tokens) - (finish_reason == "stop")
+        for number in range(num_shown):
+            if number % TOKENS_PER_TURN == TOKENS_PER_TURN - 1:  # many come at once to a slow reader
+                await self._door.turns.take()
+            piece, stopped = self._stop_strings.push(self._detokenizer.step(tokens[number].token_id))
+            pieces.append(piece)
+            if stopped:
+                tokens, num_shown, finish_reason = tokens[: number + 1], number + 1, "stop"
+                break
+        else:
+            if finish_reason is not None:
+                piece, stopped = self._stop_strings.push(self._detokenizer.flush())
+                pieces += (piece, "" if stopped else self._stop_strings.flush())
+                if stopped:
+                    finish_reason = "stop"
+        if finish_reason is not None:
+            self.timer.on_finished()
+            self._door.dispatcher.drop(self._sequence)  # at a stop string the workers do not know yet that it ended
+        return TextDelta(self._index, "".join(pieces), tokens, num_shown, finish_reason, prompt)
+
+    async def _on_first(self, delta: TokenDelta, pieces: list[str]) -> ToldPrompt | None:
+        """What is known of the prompt now; an echo of it begins the text."""
+        request = self._request
+        self._ticket.on_first_token(self._index)
+        if self._index % request.n == 0:
+            self._generation.num_cached_tokens += delta.num_cached_tokens
+        if not request.echo and request.num_prompt_logprobs is None:
+            return None
+        token_ids = unpack_token_ids(self._sequence.prompt.token_ids)
+        if request.echo:
+            pieces.append(await self._door.readers.text_of(token_ids))
+        return ToldPrompt(token_ids, delta.prompt_logprobs or [])
+
+
+class _Merged:
+    """The deltas of several sequences, as they come. The first error ends all."""
+
+    def __init__(self, texts: list[_SequenceText]) -> None:
+        # Bounded: a slow reader's sequences wait with one delta each; their tokens go on gathering in the requests.
+        self._queue: asyncio.Queue[TextDelta | Exception] = asyncio.Queue(maxsize=len(texts))
+        self._tasks = [asyncio.create_task(self._pump(text)) for text in texts]
+
+    async def next_delta(self) -> TextDelta:
+        match await self._queue.get():
+            case TextDelta() as delta:
+                return delta
+            case error:
+                raise error
+
+    async def _pump(self, text: _SequenceText) -> None:
         try:
-            async with aclosing(stream):
-                async for delta in stream:
-                    await queue.put(delta)
-            await queue.put(None)
+            finish_reason = None
+            while finish_reason is None:
+                delta = await text.next_delta()
+                finish_reason = delta.finish_reason
+                await self._queue.put(delta)
         except Exception as error:
-            await queue.put(error)
+            await self._queue.put(error)
 
-    tasks = [asyncio.create_task(pump(stream)) for stream in streams]
-    num_open = len(tasks)
-    try:
-        while num_open:
-            match await queue.get():
-                case None:
-                    num_open -= 1
-                case TextDelta() as delta:
-                    yield delta
-                case error:
-                    raise error
-    finally:
-        for task in tasks:
+    async def close(self) -> None:
+        for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)

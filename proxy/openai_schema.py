@@ -124,6 +124,13 @@ class NotServed(msgspec.Struct):
     store: Any = None
     service_tier: Any = None
     verbosity: Any = None
+    truncation_side: Any = None
+    logprob_token_ids: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
+    watermarking: Any = None
+    media_io_kwargs: Any = None
+    return_prompt_text: Any = None
 
 
 class GenerationFields(NotServed):
@@ -338,6 +345,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     chat_template_kwargs: ChatTemplateKwargs = None
     documents: Documents = None
     reasoning_effort: ReasoningEffort = None
+    echo: Annotated[OptionalBool, Meta(description="not served: true is refused")] = False
     add_special_tokens: AddSpecialTokensToChat = False
 
 

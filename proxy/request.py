@@ -1,8 +1,8 @@
 """One attempt to generate one sequence: puts what two workers send, in whatever order it arrives, into the order the
 client sees.
 
-Pure but for the event that wakes its reader. The first token comes first, and is held until decode has reserved, so
-that a stream that has begun does not stall. Tokens released before an error are delivered before it.
+Pure but for the future on which its reader waits. The first token comes first, and is held until decode has reserved,
+so that a stream that has begun does not stall. Tokens released before an error are delivered before it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from protocol.errors import TandemError
 from protocol.generation import FinishReason, SampledToken
 from protocol.membership import WorkerInfo
 from proxy.router import Route
+from proxy.turns import Turns
 
 
 class RunningRequest:
-    """Ends once: with `finish_reason`, `error` or `preempted`. `wake` is set whenever there is something to take."""
+    """Ends once: with `finish_reason`, `error` or `preempted`. Has one reader, which is woken when its turn comes."""
 
-    def __init__(self, request_id: str, route: Route, connection_key: str) -> None:
+    def __init__(self, request_id: str, route: Route, connection_key: str, turns: Turns) -> None:
         self.request_id = request_id
         self.route = route
         self.connection_key = connection_key  # commands with one key stay in order
-        self.wake = asyncio.Event()
+        self._turns = turns
+        self._reader: asyncio.Future[None] | None = None
         self.first_token: FirstToken | None = None
         self.finish_reason: FinishReason | None = None
         self.error: TandemError | None = None
@@ -47,6 +49,11 @@ class RunningRequest:
         self._release()
 
     def on_new_token(self, token: NewToken) -> None:
+        if self._first_released:  # all but the earliest
+            if not self.has_ended:
+                self._add(token)
+                self._wake()
+            return
         self._decode_reserved = True  # it decodes, so it has reserved
         self._decode_tokens.append(token)
         self._release()
@@ -73,7 +80,7 @@ class RunningRequest:
     def fail(self, error: TandemError) -> None:
         if not self.has_ended:
             self.error = error
-            self.wake.set()
+            self._wake()
 
     # ---- state
 
@@ -84,8 +91,13 @@ class RunningRequest:
     def take(self) -> list[SampledToken]:
         """The tokens released since the last call. `finish_reason`, `error` and `preempted` come after them."""
         tokens, self._tokens = self._tokens, []
-        self.wake.clear()
         return tokens
+
+    async def wait(self) -> None:
+        """Until there is something to take, or never will be."""
+        if not self._tokens and not self.has_ended and not self.preempted:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
 
     def workers_to_abort(self) -> list[WorkerInfo]:
         """Those that may still hold something for this attempt, which has ended or is being dropped."""
@@ -108,13 +120,21 @@ class RunningRequest:
         for token in self._decode_tokens:
             if self.finish_reason is not None:
                 break
-            self._num_decoded += 1
-            self._tokens.append(token.token)
-            if token.finish_reason is not None:
-                self._unended.clear()  # decode says so, and prefill's part was over when decode began
-                self.finish_reason = token.finish_reason
+            self._add(token)
         self._decode_tokens.clear()
-        self.wake.set()
+        self._wake()
+
+    def _add(self, token: NewToken) -> None:
+        self._num_decoded += 1
+        self._tokens.append(token.token)
+        if token.finish_reason is not None:
+            self._unended.clear()  # decode says so, and prefill's part was over when decode began
+            self.finish_reason = token.finish_reason
+
+    def _wake(self) -> None:
+        if self._reader is not None:
+            self._turns.wake(self._reader)
+            self._reader = None
 
     def _forget(self, worker: WorkerInfo) -> None:
         if worker in self._unended:

@@ -61,7 +61,8 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     scrapes = Scrapes(metrics)
     registry = Registry(config.worker_silence_s, decode_may_prefill=config.decode_prefill_threshold > 0)
     router = Router(registry, config.decode_prefill_threshold, config.num_proxies)
-    dispatcher = Dispatcher(proxy_id, router, metrics)
+    turns = Turns(_STREAMS_PER_ITERATION)
+    dispatcher = Dispatcher(proxy_id, router, metrics, turns)
     context = new_context()
     pool = WorkerPool(context, proxy_id, config.sockets_per_worker, dispatcher.on_message)
     dispatcher.pool = pool
@@ -96,7 +97,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         dispatcher,
         metrics,
         scrapes,
-        Turns(_STREAMS_PER_ITERATION),
+        turns,
         config.request_timeout_s,
         config.ttft_slo_ms / 1000 or None,
     )

@@ -11,8 +11,8 @@ from collections import deque
 
 
 class Turns:
-    """At most `num_per_iteration` callers of `take` go on per iteration of the loop, in the order in which they
-    came."""
+    """At most `num_per_iteration` callers of `take` or waiters given to `wake` go on per iteration of the loop, in the
+    order in which they came."""
 
     def __init__(self, num_per_iteration: int) -> None:
         self._num_per_iteration = num_per_iteration
@@ -21,15 +21,26 @@ class Turns:
         self._is_scheduled = False
 
     async def take(self) -> None:
+        if not self._may_go():
+            turn = asyncio.get_running_loop().create_future()
+            self._waiting.append(turn)
+            await turn
+
+    def wake(self, waiter: asyncio.Future[None]) -> None:
+        """The same for one who waits already: its future is resolved when its turn comes, perhaps now."""
+        if not self._may_go():
+            self._waiting.append(waiter)
+        elif not waiter.done():  # else its owner was cancelled
+            waiter.set_result(None)
+
+    def _may_go(self) -> bool:
         if not self._is_scheduled:
             self._is_scheduled = True
             asyncio.get_running_loop().call_soon(self._next_iteration)
         if self._num_left and not self._waiting:
             self._num_left -= 1
-            return
-        turn = asyncio.get_running_loop().create_future()
-        self._waiting.append(turn)
-        await turn
+            return True
+        return False
 
     def _next_iteration(self) -> None:
         self._num_left = self._num_per_iteration

@@ -9,6 +9,8 @@ for each process, and `telemetry.scraper` adds them up. Counters of a process th
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.values import MutexValue, ValueClass
 
@@ -37,8 +39,9 @@ _STEP_S = (
     10,
 )
 
-_TOKENS_PER_COUNT = 16
-"""Tokens of a sequence that are counted at once: a counter shared with other processes costs a microsecond."""
+_TELL_EVERY_S = 1.0
+"""What is counted for each token reaches prometheus_client so often, and when a sequence ends: there an observation
+that other processes can see costs some five microseconds."""
 
 
 def are_shared() -> bool:
@@ -77,7 +80,9 @@ class ProxyMetrics:
             "tandem_num_requests_running", "Sequences under way.", registry=self.registry, multiprocess_mode="livesum"
         )
         self.ttft = self._histogram("tandem_time_to_first_token_seconds", "TTFT.", _LONG_S)
-        self.itl = self._histogram("tandem_inter_token_latency_seconds", "ITL.", _STEP_S)
+        self.per_token = TokenTally(
+            self._histogram("tandem_inter_token_latency_seconds", "ITL.", _STEP_S), self.generation_tokens
+        )
         self.tpot = self._histogram("tandem_request_time_per_output_token_seconds", "TPOT.", _STEP_S)
         self.e2e = self._histogram("tandem_e2e_request_latency_seconds", "E2E.", _LONG_S)
         self.queue = self._histogram(
@@ -96,31 +101,62 @@ class ProxyMetrics:
         return text
 
 
+class TokenTally:
+    """What every token adds to: kept in plain lists, and told to prometheus_client now and then."""
+
+    def __init__(self, itl: Histogram, num_tokens: Counter) -> None:
+        self._itl = itl
+        self._counter = num_tokens
+        self._bounds: list[float] = list(itl._upper_bounds)  # the last is infinite
+        self._counts = [0] * len(self._bounds)
+        self._sum_s = 0.0
+        self._num_tokens = 0
+        self._told_at = 0.0
+
+    def on_tokens(self, now: float, num_tokens: int, itl_s: float | None) -> None:
+        """now: seconds of a monotonic clock. itl_s: since the tokens before these; None for a sequence's first."""
+        self._num_tokens += num_tokens
+        if itl_s is not None:
+            self._counts[bisect_left(self._bounds, itl_s)] += 1
+            self._sum_s += itl_s
+        if now - self._told_at >= _TELL_EVERY_S:
+            self._told_at = now
+            self.tell()
+
+    def tell(self) -> None:
+        if not self._num_tokens:
+            return
+        # prometheus_client has no public way to add many observations at once; these are what `observe` adds to.
+        for bucket, count in zip(self._itl._buckets, self._counts, strict=True):
+            if count:
+                bucket.inc(count)
+        self._itl._sum.inc(self._sum_s)
+        self._counter.inc(self._num_tokens)
+        self._counts = [0] * len(self._bounds)
+        self._sum_s = 0.0
+        self._num_tokens = 0
+
+
 class SequenceTimer:
     """The times of one sequence, fed with the moments its tokens arrived (seconds of one monotonic clock)."""
 
     def __init__(self, metrics: ProxyMetrics, arrived_at: float) -> None:
         self._metrics = metrics
+        self._tally = metrics.per_token
         self._arrived_at = arrived_at
         self._first_at = 0.0
         self._last_at = 0.0
         self._num_tokens = 0
-        self._num_told = 0
 
     def on_tokens(self, now: float, num_tokens: int) -> None:
         if self._num_tokens:
-            self._metrics.itl.observe(now - self._last_at)
+            self._tally.on_tokens(now, num_tokens, now - self._last_at)
         else:
             self._first_at = now
             self._metrics.ttft.observe(now - self._arrived_at)
+            self._tally.on_tokens(now, num_tokens, None)
         self._last_at = now
         self._num_tokens += num_tokens
-        if self._num_tokens - self._num_told >= _TOKENS_PER_COUNT:
-            self._tell()
-
-    def _tell(self) -> None:
-        self._metrics.generation_tokens.inc(self._num_tokens - self._num_told)
-        self._num_told = self._num_tokens
 
     def on_finished(self) -> None:
         """The sequence ended as it should; those that failed or were aborted would blur TPOT and E2E."""
@@ -130,4 +166,4 @@ class SequenceTimer:
 
     def close(self) -> None:
         """The sequence ended in whatever way."""
-        self._tell()
+        self._tally.tell()

@@ -84,10 +84,15 @@ def test_a_head_or_body_that_does_not_come(proxy: Proxy) -> None:
 def test_a_second_request_on_a_connection_has_its_time_too(proxy: Proxy) -> None:
     with socket.create_connection(("127.0.0.1", proxy.port), timeout=20) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-        assert b" 200 " in client.recv(65536)
+        answer = b""
+        while not answer.endswith(b'{"status":"ok"}'):  # head and body may come apart
+            answer += client.recv(65536)
+        assert b" 200 " in answer
         client.sendall(b"GET /health HTTP/1.1\r\n")
-        assert b" 408 " in client.recv(65536)
-        assert client.recv(65536) == b""
+        answer = b""
+        while piece := client.recv(65536):
+            answer += piece
+        assert b" 408 " in answer
 
 
 def test_a_client_may_have_so_many_under_way(proxy: Proxy) -> None:

@@ -36,9 +36,9 @@ from protocol.membership import PROTOCOL_VERSION, PairStatus, RegisterWorker, Wo
 from protocol.token_ids import pack_token_ids, unpack_token_ids
 from proxy.admission import Admission
 from proxy.answers import CompletionAnswers, stream_events
-from proxy.app import unless_disconnected
 from proxy.body_reader import BodyReader
 from proxy.dispatcher import Dispatcher, Prompt, TokenDelta
+from proxy.event_stream import unless_disconnected
 from proxy.generation import FrontDoor, Generation
 from proxy.http_errors import ClientDisconnected
 from proxy.model_text import ModelText
@@ -97,7 +97,8 @@ class Cluster:
         self.registry.on_status(0, WorkerStatus(PREFILL.worker_id, PREFILL.epoch, WorkerLoad(), pairs))
         self.router = Router(self.registry, threshold)
         self.metrics = ProxyMetrics()
-        self.dispatcher = Dispatcher("proxy", self.router, self.metrics)
+        turns = Turns(4)
+        self.dispatcher = Dispatcher("proxy", self.router, self.metrics, turns)
         self.pool = FakePool()
         self.dispatcher.pool = self.pool
         self.text = FakeText()
@@ -115,15 +116,20 @@ class Cluster:
             self.dispatcher,
             self.metrics,
             Scrapes(self.metrics),
-            Turns(4),
+            turns,
             request_timeout_s=60,
         )
 
     async def generate(self, max_tokens: int = 10, deadline_s: float = 60) -> AsyncGenerator[TokenDelta, None]:
         [sequence] = self.dispatcher.start(PROMPT, [SamplingParams()], StopConditions(max_tokens), deadline_s)
-        async with aclosing(self.dispatcher.tokens(sequence)) as deltas:
-            async for delta in deltas:
+        try:
+            finish_reason = None
+            while finish_reason is None:
+                delta = await self.dispatcher.next_tokens(sequence)
+                finish_reason = delta.finish_reason
                 yield delta
+        finally:
+            self.dispatcher.drop(sequence)
 
     def started(self, number: int = 0) -> str:
         return str(self.pool.of(StartPrefill)[number][1].request_ids[0])

@@ -50,3 +50,24 @@ def test_nothing_is_scheduled_when_nobody_comes() -> None:
         await turns.take()
 
     asyncio.run(run())
+
+
+def test_waiters_are_woken_in_the_same_order_as_callers() -> None:
+    async def run() -> None:
+        turns, went = Turns(1), list[str]()
+
+        async def wait(name: str, waiter: asyncio.Future[None]) -> None:
+            await waiter
+            went.append(name)
+
+        waiters = {name: asyncio.get_running_loop().create_future() for name in "abc"}
+        tasks = {name: asyncio.create_task(wait(name, waiter)) for name, waiter in waiters.items()}
+        await asyncio.sleep(0)
+        tasks["b"].cancel()
+        for waiter in waiters.values():
+            turns.wake(waiter)
+        await turns.take()
+        assert went == ["a", "c"]
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    asyncio.run(run())

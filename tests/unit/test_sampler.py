@@ -265,3 +265,19 @@ def test_nothing_is_copied_for_those_who_ask_for_nothing(monkeypatch: pytest.Mon
     logits = torch.randn(3, 9)
     sample(logits, [Sample(SamplingParams(temperature=0.0))] * 3, [0, 1, 2])
     assert seen[0] is logits
+
+
+@pytest.mark.parametrize("vocab_size", [3, 511, 512, 513, 1300])
+@pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])
+def test_the_ends_of_the_noise_choose_possible_tokens(
+    monkeypatch: pytest.MonkeyPatch, vocab_size: int, number: float
+) -> None:
+    """The first and the last token that can be at all, with impossible ones before, between and behind."""
+    monkeypatch.setattr("engine.sampler.uniform", lambda seed, position: number)
+    rows = torch.randn(64, vocab_size, generator=torch.Generator().manual_seed(0))
+    rows[torch.rand(rows.shape, generator=torch.Generator().manual_seed(1)) < 0.7] = float("-inf")
+    rows[:, 1] = 0.0
+    chosen = sample(rows, [Sample(SamplingParams(temperature=0.7))] * 64, [0] * 64)
+    for row, token in zip(rows, chosen, strict=True):
+        possible = row.isfinite().nonzero()[:, 0].tolist()
+        assert token.token_id == (possible[0] if number == 0 else possible[-1])
