@@ -72,11 +72,11 @@ def main() -> None:
         if name in figures or (options.burst and name == "vllm_pd"):
             continue
         say(f"{name}: starting")
-        with server(command, options.port) as session_id:
+        with server(command, options.port) as pid:
             say(f"{name}: warming up")
             for i in range(WARM_UP_REQUESTS):
                 complete(options.port, [i + 3] * 256, 16)
-            figures[name] = bursts(options, name, session_id) if options.burst else rated(options, name, rates)
+            figures[name] = bursts(options, name, pid) if options.burst else rated(options, name, rates)
         if options.kept is not None:
             options.kept.write_text(json.dumps(figures))
     print_table(figures)
@@ -94,30 +94,34 @@ def rated(options: argparse.Namespace, name: str, rates: list[float]) -> dict[st
     return figures
 
 
-def bursts(options: argparse.Namespace, name: str, session_id: int) -> dict[str, Any]:
+def bursts(options: argparse.Namespace, name: str, pid: int) -> dict[str, Any]:
     """Each round has prompts of its own."""
     with ThreadPoolExecutor(options.burst) as clients:  # batches of that size for the first time
         list(clients.map(lambda i: complete(options.port, [i + 3] * BURST_TOKENS, 16), range(options.burst)))
     figures: dict[str, Any] = {}
     for number in range(1, BURST_ROUNDS + 1):
         say(f"{name}: {options.burst} requests at once, round {number}")
-        before = cpu_s(session_id)
+        before = cpu_s(pid)
         told = load(options, "inf", options.burst, BURST_TOKENS, BURST_TOKENS, number)
         # Holds also where others have part of the cores. What a server spins in is counted too.
-        told["cpu_ms_per_token"] = round((cpu_s(session_id) - before) * 1e3 / (options.burst * BURST_TOKENS), 3)
+        told["cpu_ms_per_token"] = round((cpu_s(pid) - before) * 1e3 / (options.burst * BURST_TOKENS), 3)
         figures[f"burst {number}"] = told
     return figures
 
 
-def cpu_s(session_id: int) -> float:
-    """User and system time of all processes of a session, so far."""
-    total = 0
+def cpu_s(pid: int) -> float:
+    """User and system time so far of a process and all that descend from it; they may have sessions of their own."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended
             fields = stat.read_text().rpartition(")")[2].split()
-            if int(fields[3]) == session_id:
-                total += int(fields[11]) + int(fields[12])
-    return total / os.sysconf("SC_CLK_TCK")
+            parents[int(stat.parent.name)] = int(fields[1])
+            ticks[int(stat.parent.name)] = int(fields[11]) + int(fields[12])
+    family = {pid}
+    while grown := {child for child, parent in parents.items() if parent in family} - family:
+        family |= grown
+    return sum(ticks[member] for member in family) / os.sysconf("SC_CLK_TCK")
 
 
 def say(text: str) -> None:
@@ -126,7 +130,7 @@ def say(text: str) -> None:
 
 @contextlib.contextmanager
 def server(command: list[str], port: int) -> Iterator[int]:
-    """Run it until a completion works, yield its session's id; end its whole process group after."""
+    """Run it until a completion works, yield its process id; end its whole process group after."""
     with tempfile.TemporaryDirectory() as logs:
         process = subprocess.Popen(
             command, start_new_session=True, env={**os.environ, "LOG_DIR": logs}, stdout=subprocess.DEVNULL
