@@ -11,6 +11,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """worker_id survives restarts. endpoint: what its ROUTER binds. host: own address for KV data.
 
     kv_checksums: compare every block that arrives (debugging). max_num_seqs: sequences that decode in one step.
+    max_num_batched_tokens: of prompts that are computed here, in one step.
     """
 
     worker_id: str
@@ -21,4 +22,5 @@ class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_checksums: bool = False
     host: str = "127.0.0.1"
     max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
     log_level: str = "info"

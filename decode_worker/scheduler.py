@@ -4,23 +4,34 @@ A sequence's life:  prepared -> reserved -> running -> ended, or preempted
 PrepareDecode (from the proxy) and ReserveKV (from prefill) may come in either order. Reservations are served in order
 of arrival: blocks that the prefix cache has are shared, the others set aside. A sequence joins the batch when every
 block of its prompt is here, and takes more blocks as it grows. When none are left the newest sequence is preempted:
-it is forgotten here, and the proxy dispatches it again. The oldest never is, so there is always progress. A sequence
-that ends early is forgotten at once, but blocks that the peer may still write stay in quarantine until the transfer
-is over (`decode_worker.transfer`).
+it is forgotten here, and the proxy dispatches it again. The oldest never is, so there is always progress. A prompt
+that names no prefill worker is computed here, in chunks beside the running sequences (`decode_worker.local_prefill`).
+A sequence that ends early is forgotten at once, but blocks that the peer may still write stay in quarantine until the
+transfer is over (`decode_worker.transfer`).
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 
 from decode_worker.actions import Action, Receive, SendToPrefill, SendToProxy
+from decode_worker.local_prefill import LocalPrefill, share_out
 from decode_worker.sequence import DecodePrompt, DecodeSequence
 from decode_worker.transfer import IncomingTransfer
 from engine.batch import Batch, ItemOutput
 from engine.block_manager import BlockManager
 from engine.grammar import Grammar
-from protocol.dispatch import DecodeReserved, NewToken, PrepareDecode, RequestFailed, RequestPreempted, TokenBatch
+from protocol.dispatch import (
+    DecodeReserved,
+    FirstToken,
+    NewToken,
+    PrepareDecode,
+    RequestFailed,
+    RequestPreempted,
+    TokenBatch,
+)
 from protocol.errors import ErrorInfo, InternalError, KVTransferFailed, RequestAborted, TandemError, WorkerLost
+from protocol.generation import SampledToken
 from protocol.transfer import FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
 
 UNCLAIMED_TIMEOUT_S = 10.0
@@ -32,18 +43,24 @@ class DecodeScheduler:
     """Owns every sequence and transfer of the worker and, through the block manager, every block of its pool.
 
     model_id: goes into the hashes of the prefix cache. max_num_seqs: sequences that decode in one step.
+    max_num_batched_tokens: of prompts that are computed here, beside them.
     """
 
-    def __init__(self, blocks: BlockManager, model_id: str, max_num_seqs: int) -> None:
+    def __init__(
+        self, blocks: BlockManager, model_id: str, max_num_seqs: int, max_num_batched_tokens: int = 512
+    ) -> None:
         self.blocks = blocks
         self._model_id = model_id
         self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._by_request: dict[tuple[str, str], DecodeSequence] = {}
         self._by_transfer: dict[str, DecodePrompt] = {}  # not begun
         self._transfers: dict[str, IncomingTransfer] = {}
-        self._waiting: deque[IncomingTransfer] = deque()  # for blocks
+        self._local_prefills: dict[str, LocalPrefill] = {}  # not begun
+        self._waiting: deque[IncomingTransfer | LocalPrefill] = deque()  # for blocks
         self._running: list[DecodeSequence] = []
         self._step: list[DecodeSequence] = []
+        self._chunks: list[tuple[LocalPrefill, int]] = []  # of the step too
         self._copied_from: list[int] = []  # held for the step
         self._closed_transfers: OrderedDict[str, None] = OrderedDict()  # refused when they show up late
         self._num_arrived = 0
@@ -62,6 +79,18 @@ class DecodeScheduler:
     def num_waiting(self) -> int:
         return len(self._by_request) - len(self._running)
 
+    def waiting_tokens(self) -> list[tuple[int, int]]:
+        """Prompt tokens to be computed here, as (priority, tokens)."""
+        tokens: Counter[int] = Counter()
+        for prefill in self._local_prefills.values():
+            tokens[prefill.prompt.request.priority] += prefill.num_remaining_tokens
+        return sorted(tokens.items())
+
+    @property
+    def num_step_prompt_tokens(self) -> int:
+        """Of the step that runs."""
+        return sum(num_tokens for _, num_tokens in self._chunks)
+
     # ---- events from proxies
 
     def on_prepare(self, now: float, request: PrepareDecode, grammar: Grammar | None = None) -> list[Action]:
@@ -73,6 +102,9 @@ class DecodeScheduler:
         self._num_arrived += 1
         self._by_transfer[request.transfer_id] = prompt
         self._by_request.update({sequence.key: sequence for sequence in sequences})
+        if request.prefill_epoch is None:
+            prefill = self._local_prefills[request.transfer_id] = LocalPrefill.of(prompt, grammar)
+            self._waiting.append(prefill)
         return self._reserve()
 
     def _why_not(self, prompt: DecodePrompt) -> TandemError | None:
@@ -177,7 +209,8 @@ class DecodeScheduler:
         late = [s for s in self._by_request.values() if now >= s.prompt.arrived_at + s.prompt.request.deadline_s]
         error = RequestAborted("the request ran into its deadline")
         actions = [action for sequence in late for action in self._end(sequence, error)]
-        for transfer in [t for t in self._waiting if t.transfer_id not in self._by_transfer]:
+        transfers = [t for t in self._waiting if isinstance(t, IncomingTransfer)]
+        for transfer in [t for t in transfers if t.transfer_id not in self._by_transfer]:
             if now >= transfer.arrived_at + UNCLAIMED_TIMEOUT_S:
                 actions += self._give_up(transfer, RequestAborted("no request came for this reservation"))
         return actions
@@ -192,13 +225,13 @@ class DecodeScheduler:
 
     # ---- steps
 
-    def schedule(self) -> tuple[Batch, list[Action]]:
-        """One new token for each running sequence, and what preempted ones are told.
+    def schedule(self, now: float) -> tuple[Batch, list[Action]]:
+        """One new token for each running sequence, chunks of prompts, and what preempted ones are told.
 
         The oldest take their blocks first. Where there is none the newest goes; a sequence that is alone and finds no
         block, because transfers hold them, sits the step out.
         """
-        assert not self._step, "one step at a time"
+        assert not self._step and not self._chunks, "one step at a time"
         actions: list[Action] = []
         for sequence in sorted(self._running[: self._max_num_seqs], key=lambda s: s.age):
             if not sequence.ended and sequence.may_step and self._grow(sequence, actions):
@@ -210,7 +243,14 @@ class DecodeScheduler:
                 copies.append((sequence.copy_from, sequence.block_table[len(sequence.prompt.hashes)]))
                 self._copied_from.append(sequence.copy_from)
                 sequence.copy_from = None
-        return Batch([sequence.next_item() for sequence in self._step], copies), actions
+        items = [sequence.next_item() for sequence in self._step]
+        ready = (prefill for prefill in self._local_prefills.values() if prefill.may_compute)
+        self._chunks = share_out(self._max_num_batched_tokens, ready)
+        for prefill, num_tokens in self._chunks:
+            prefill.in_step = True
+            prefill.started_at = prefill.started_at or now
+            items.append(prefill.next_item(num_tokens))
+        return Batch(items, copies), actions
 
     def _grow(self, sequence: DecodeSequence, actions: list[Action]) -> bool:
         """Whether the sequence has, or gets, a block for its newest token."""
@@ -233,12 +273,12 @@ class DecodeScheduler:
         self._release(sequence)
         return SendToProxy(sequence.prompt.request.proxy_id, RequestPreempted(sequence.request_id))
 
-    def on_step(self, results: list[ItemOutput]) -> list[Action]:
-        """One TokenBatch for each proxy that has sequences in the step."""
-        step = self._end_step()
+    def on_step(self, now: float, results: list[ItemOutput]) -> list[Action]:
+        """One TokenBatch for each proxy that has sequences in the step, and first tokens of prompts that are done."""
+        step, chunks = self._end_step()
         batches: dict[str, list[NewToken]] = {}
         freed: list[Action] = []
-        for sequence, output in zip(step, results, strict=True):
+        for sequence, output in zip(step, results[: len(step)], strict=True):
             if sequence.ended:
                 self._release(sequence)
                 continue
@@ -261,24 +301,72 @@ class DecodeScheduler:
         if len(self._running) > self._max_num_seqs:  # others wait for their turn: go round
             stepped = set(map(id, step))
             self._running.sort(key=lambda sequence: id(sequence) in stepped)
+        for (prefill, num_tokens), output in zip(chunks, results[len(step) :], strict=True):
+            actions += self._on_chunk(now, prefill, num_tokens, output)
         return actions + freed + self._reserve()
+
+    def _on_chunk(self, now: float, prefill: LocalPrefill, num_tokens: int, output: ItemOutput) -> list[Action]:
+        if prefill.ended:
+            self._release_local(prefill)
+            return []
+        if output.error is not None:
+            return self._end_all(prefill.prompt, output.error.to_error())
+        prefill.num_computed_tokens += num_tokens
+        prefill.prompt_logprobs += output.prompt_logprobs
+        return [] if prefill.num_remaining_tokens else self._on_first_tokens(now, prefill, output.tokens)
+
+    def _on_first_tokens(self, now: float, prefill: LocalPrefill, tokens: list[SampledToken]) -> list[Action]:
+        prompt, request = prefill.prompt, prefill.prompt.request
+        actions: list[Action] = []
+        for number, (request_id, token) in enumerate(zip(request.request_ids, tokens, strict=True)):
+            if request_id not in prompt.sequences:
+                continue
+            # Once is enough for sequences that share the prompt.
+            tells_logprobs = request.num_prompt_logprobs is not None and number == 0
+            message = FirstToken(
+                request_id=request_id,
+                token=token,
+                finish_reason=request.stop.check(token.token_id, request.num_generated + 1),
+                queue_s=prefill.started_at - prompt.arrived_at,
+                prefill_s=now - prefill.started_at,
+                prompt_logprobs=prefill.prompt_logprobs if tells_logprobs else None,
+                num_cached_tokens=prefill.num_cached_tokens,
+            )
+            self.num_finished += message.finish_reason is not None
+            actions.append(SendToProxy(request.proxy_id, message))
+        del self._local_prefills[request.transfer_id]
+        token_ids = [token.token_id for token in tokens]
+        return actions + self._begin(prompt, prefill.block_table, prefill.spare_block_ids, token_ids)
+
+    def _release_local(self, prefill: LocalPrefill) -> None:
+        self.blocks.release(prefill.block_table + prefill.spare_block_ids)
 
     def on_step_failed(self, error: BaseException) -> list[Action]:
         actions: list[Action] = []
-        for sequence in self._end_step():
+        failure = InternalError(f"the model failed on this batch: {error}")
+        step, chunks = self._end_step()
+        for sequence in step:
             if sequence.ended:
                 self._release(sequence)
             else:
-                actions += self._end(sequence, InternalError(f"the model failed on this batch: {error}"))
+                actions += self._end(sequence, failure)
+        for prefill, _ in chunks:
+            if prefill.ended:
+                self._release_local(prefill)
+            else:
+                actions += self._end_all(prefill.prompt, failure)
         return actions + self._reserve()
 
-    def _end_step(self) -> list[DecodeSequence]:
+    def _end_step(self) -> tuple[list[DecodeSequence], list[tuple[LocalPrefill, int]]]:
         step, self._step = self._step, []
+        chunks, self._chunks = self._chunks, []
         for sequence in step:
             sequence.in_step = False
+        for prefill, _ in chunks:
+            prefill.in_step = False
         self.blocks.release(self._copied_from)
         self._copied_from = []
-        return step
+        return step, chunks
 
     # ---- reservation
 
@@ -298,6 +386,11 @@ class DecodeScheduler:
         unclaimed: list[IncomingTransfer] = []
         while self._waiting:
             transfer = self._waiting.popleft()
+            if isinstance(transfer, LocalPrefill):
+                if self._reserve_local(transfer):
+                    continue
+                self._waiting.appendleft(transfer)
+                break
             prompt = self._by_transfer.get(transfer.transfer_id)
             if prompt is None:
                 unclaimed.append(transfer)
@@ -320,13 +413,34 @@ class DecodeScheduler:
         self._waiting.extendleft(reversed(unclaimed))
         return actions
 
+    def _reserve_local(self, prefill: LocalPrefill) -> bool:
+        """As for a transfer, but whatever is needed of the prompt is computed here."""
+        prompt = prefill.prompt
+        cached = self.blocks.match(prompt.hashes[: prefill.num_cacheable_blocks(self.blocks.block_size)])
+        needed = self._num_blocks_to_begin(prompt) - len(cached)
+        if needed + len(self._running) > self.blocks.num_free_without(cached):
+            return False
+        self.blocks.share(cached)
+        new = self.blocks.allocate(needed)
+        num_written = self.blocks.num_blocks_for(prompt.num_tokens) - len(cached)
+        num_cached_tokens = len(cached) * self.blocks.block_size
+        prefill.reserve(cached + new[:num_written], new[num_written:], num_cached_tokens)
+        self.num_prompt_tokens += prompt.num_tokens
+        self.num_cached_tokens += num_cached_tokens
+        return True
+
     # ---- beginnings and ends
 
     def _advance(self, transfer: IncomingTransfer) -> list[Action]:
         """Start the sequences if their KV is complete, or free an abandoned transfer's blocks if it is over."""
         prompt = self._by_transfer.get(transfer.transfer_id)
         if prompt is not None:
-            return self._begin(transfer, prompt) if transfer.is_complete else []
+            if not transfer.is_complete:
+                return []
+            self._forget(transfer)
+            assert transfer.first_token_ids is not None
+            blocks = transfer.cached_block_ids + transfer.written_block_ids
+            return self._begin(prompt, blocks, transfer.spare_block_ids, transfer.first_token_ids)
         if transfer.may_still_be_written:
             return []
         if transfer.is_reserved:
@@ -336,26 +450,24 @@ class DecodeScheduler:
         self._forget(transfer)
         return self._reserve()
 
-    def _begin(self, transfer: IncomingTransfer, prompt: DecodePrompt) -> list[Action]:
+    def _begin(
+        self, prompt: DecodePrompt, prompt_blocks: list[int], spare: list[int], first_token_ids: list[int]
+    ) -> list[Action]:
         """The sequences share the prompt's full blocks; each gets blocks of its own for what follows."""
-        del self._by_transfer[transfer.transfer_id]
-        self._forget(transfer)
+        del self._by_transfer[prompt.request.transfer_id]
         prompt.has_begun = True
-        prompt_blocks = transfer.cached_block_ids + transfer.written_block_ids
         full = prompt_blocks[: len(prompt.hashes)]
         for block_id, block_hash in zip(full, prompt.hashes, strict=True):
             self.blocks.publish(block_id, block_hash)
-        spare = transfer.spare_block_ids
         partial = prompt_blocks[len(full) :]  # at most one; the first sequence takes it, the others take copies
         num_own = self._num_own_blocks(prompt)
         request = prompt.request
-        assert transfer.first_token_ids is not None
         is_first = True
-        for request_id, token_id in zip(request.request_ids, transfer.first_token_ids, strict=True):
+        for request_id, token_id in zip(request.request_ids, first_token_ids, strict=True):
             sequence = prompt.sequences.get(request_id)
             if sequence is None:
                 continue
-            if request.stop.check(token_id, request.num_generated + 1) is not None:  # prefill has told the proxy
+            if request.stop.check(token_id, request.num_generated + 1) is not None:  # the proxy has been told
                 self._remove(sequence)
                 continue
             num_spare = num_own - (len(partial) if is_first else 0)
@@ -369,7 +481,7 @@ class DecodeScheduler:
             is_first = False
             sequence.begin(full + own, token_id, self.blocks.block_size)
             self._running.append(sequence)
-        self.blocks.release(full)  # the transfer's own hold
+        self.blocks.release(full)  # the hold of who brought them
         self.blocks.release(spare + (partial if is_first else []))
         return self._reserve() if spare or is_first else []
 
@@ -407,6 +519,14 @@ class DecodeScheduler:
         if prompt.sequences:
             return actions  # others still wait for this transfer
         del self._by_transfer[prompt.request.transfer_id]
+        prefill = self._local_prefills.pop(prompt.request.transfer_id, None)
+        if prefill is not None:
+            prefill.ended = True
+            if not prefill.is_reserved:
+                self._waiting = deque(t for t in self._waiting if t is not prefill)
+            elif not prefill.in_step:
+                self._release_local(prefill)
+            return actions + self._reserve()
         transfer = self._transfers.get(prompt.request.transfer_id)
         if transfer is None:
             self._remember_closed(prompt.request.transfer_id)

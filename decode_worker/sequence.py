@@ -8,9 +8,9 @@ import msgspec
 
 from engine.batch import BatchItem, Sample
 from engine.grammar import Grammar, GrammarState
-from engine.prefix_hash import BlockHasher
 from protocol.dispatch import PrepareDecode
 from protocol.generation import SamplingParams
+from protocol.prefix_hash import BlockHasher
 from protocol.token_ids import BYTES_PER_TOKEN, unpack_token_ids
 
 

@@ -24,6 +24,7 @@ from engine.engine_thread import EngineThread
 from engine.grammar import Grammars
 from engine.kv_pool import KVPool
 from engine.model_loader import LoadedModel
+from engine.prompt_speed import PromptSpeed
 from engine.tensor_parallel import TensorParallelGroup
 from kv_transfer.checksums import corrupt_blocks
 from kv_transfer.handshake import offered_connectors
@@ -61,6 +62,7 @@ class DecodeWorker:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._step_time_s = 0.0
+        self._speed = PromptSpeed()
         self._num_transferred_bytes = self._num_compared_blocks = self._num_corrupt_blocks = 0
         self._stepping = False
 
@@ -80,7 +82,9 @@ class DecodeWorker:
         pool = KVPool(loaded, self._config.engine)
         blocks = BlockManager(pool.num_blocks, self._config.engine.block_size)
         self._block_bytes = pool.block_bytes * self._config.engine.tensor_parallel_size
-        self._scheduler = DecodeScheduler(blocks, loaded.layout.model_id, self._config.max_num_seqs)
+        self._scheduler = DecodeScheduler(
+            blocks, loaded.layout.model_id, self._config.max_num_seqs, self._config.max_num_batched_tokens
+        )
         self._engine = EngineThread(
             lambda: ranks.make_runner(loaded, pool), self._loop.call_soon_threadsafe, self._config.engine.num_threads
         )
@@ -119,10 +123,18 @@ class DecodeWorker:
         registration = Registration(
             context,
             self._config.proxy_endpoints,
-            RegisterWorker(PROTOCOL_VERSION, self._info, loaded.max_model_len, loaded.vocab_size),
+            RegisterWorker(
+                PROTOCOL_VERSION,
+                self._info,
+                loaded.max_model_len,
+                loaded.vocab_size,
+                loaded.layout.model_id,
+                blocks.block_size,
+            ),
             self._status,
             self._pairs.on_view,
             lambda proxy_id: self._perform(self._scheduler.on_proxy_lost(proxy_id)),
+            blocks.prefix_log.restart,
         )
         registration.start()
         log.info("ready: %d KV blocks of %d tokens", pool.num_blocks, self._config.engine.block_size)
@@ -159,6 +171,7 @@ class DecodeWorker:
         load = WorkerLoad(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
+            num_waiting_tokens=sum(num_tokens for _, num_tokens in scheduler.waiting_tokens()),
             num_blocks=scheduler.blocks.num_blocks,
             num_free_blocks=scheduler.blocks.num_free,
             num_quarantined_blocks=scheduler.blocks.num_quarantined,
@@ -171,8 +184,11 @@ class DecodeWorker:
             num_transferred_bytes=self._num_transferred_bytes,
             num_compared_blocks=self._num_compared_blocks,
             num_corrupt_blocks=self._num_corrupt_blocks,
+            waiting_tokens=scheduler.waiting_tokens(),
+            prompt_tokens_per_s=self._speed.tokens_per_s,
         )
-        return WorkerStatus(self._info.worker_id, self._info.epoch, load)
+        prefixes = scheduler.blocks.prefix_log.take()
+        return WorkerStatus(self._info.worker_id, self._info.epoch, load, prefixes=prefixes)
 
     # ---- events
 
@@ -275,7 +291,7 @@ class DecodeWorker:
     def _start_step(self) -> None:
         if self._stepping:
             return
-        batch, actions = self._scheduler.schedule()
+        batch, actions = self._scheduler.schedule(self._loop.time())
         if batch.items:
             self._stepping = True
             self._engine.submit(batch, self._on_step)
@@ -289,4 +305,5 @@ class DecodeWorker:
             log.error("a decode step failed", exc_info=error)
             self._perform(self._scheduler.on_step_failed(error or RuntimeError("unknown")))
         else:
-            self._perform(self._scheduler.on_step(results))
+            self._speed.on_step(self._scheduler.num_step_prompt_tokens, step_time_s)
+            self._perform(self._scheduler.on_step(self._loop.time(), results))

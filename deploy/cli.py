@@ -112,7 +112,7 @@ def _print_ready(console: Any, config: ClusterConfig, served_name: str, logs: Pa
     body = json.dumps(
         {"model": served_name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 48, "stream": True}
     )
-    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key else ""
+    key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key or config.api_keys_file else ""
     print(f"Tandem serves {served_name} on {url}/v1", flush=True)
     print(f"\ncurl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n", flush=True)
     console.print(f"Logs are in {logs}. Ctrl-C stops the cluster.", soft_wrap=True)

@@ -50,11 +50,24 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, Meta(ge=0, description="tokens per sequence, prompt and output together; 0 takes the model's limit")
     ] = 0
     api_key: Annotated[str, Meta(description="key that clients must send; empty lets everyone in")] = ""
+    api_keys_file: Annotated[
+        str,
+        Meta(description="file with more keys, one on a line; blank lines and those that begin with # are left out"),
+    ] = ""
     kv_cache_gib: Annotated[float, Meta(gt=0, description="GiB of KV cache per worker, in each rank of it")] = 1.0
     block_size: Annotated[int, Meta(ge=8, le=512, description="tokens per KV block")] = 64
     max_num_batched_tokens: Annotated[
-        int, Meta(ge=16, le=65536, description="prompt tokens that a prefill worker computes per step")
+        int, Meta(ge=16, le=65536, description="prompt tokens that a worker computes per step")
     ] = 512
+    decode_prefill_threshold: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=65536,
+            description="prompt tokens, not cached, that a decode worker computes itself; all of them when no prefill "
+            "worker is left; 0 never",
+        ),
+    ] = 64
     max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="sequences that a worker runs at once")] = 64
     tensor_parallel_size: Annotated[
         int, Meta(ge=1, le=64, description="processes (on GPUs: devices) that share the model in each worker")
@@ -84,7 +97,16 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = 1024
     max_waiting_tokens: Annotated[int, Meta(ge=0, description="the same for their prompt tokens; 0 sets no bound")] = 0
     max_requests_per_client: Annotated[
-        int, Meta(ge=0, description="sequences per proxy of one client address; more get 429; 0 sets no bound")
+        int,
+        Meta(
+            ge=0,
+            description="sequences per proxy of one API key, or of one address where there are no keys; more get 429; "
+            "0 sets no bound",
+        ),
+    ] = 0
+    ttft_slo_ms: Annotated[
+        int,
+        Meta(ge=0, description="refuse requests whose first token is predicted later, in milliseconds; 0 refuses none"),
     ] = 0
     client_timeout_s: Annotated[
         float, Meta(gt=0, description="seconds for a client to send its headers, or to send or read 16 KiB")
@@ -149,6 +171,19 @@ def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
     except ConfigError as error:
         raise ConfigError(f"kv_connector: {error.message}") from error
     return config
+
+
+def read_api_keys(file: Path) -> list[str]:
+    """Raises ConfigError, in one line, for a file that cannot be read or holds no keys."""
+    try:
+        lines = [line.strip() for line in file.read_text().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise ConfigError(f"api_keys_file: cannot read {file}: {reason}") from error
+    keys = [line for line in lines if line and not line.startswith("#")]
+    if not keys:
+        raise ConfigError(f"api_keys_file: {file} holds no keys; write one on each line")
+    return list(dict.fromkeys(keys))
 
 
 def _readable(error: msgspec.ValidationError) -> str:

@@ -21,7 +21,7 @@ import msgspec
 from prometheus_client.multiprocess import mark_process_dead
 
 from decode_worker.config import DecodeConfig
-from deploy.config import ClusterConfig
+from deploy.config import ClusterConfig, read_api_keys
 from deploy.gpus import share_out, visible_gpus
 from deploy.loading import fraction_loaded
 from deploy.processes import ChildProcess
@@ -106,6 +106,7 @@ class Launcher:
         proxies = self._control_endpoints(folder)
         self._metrics_dir = folder / "metrics"
         self._metrics_dir.mkdir()
+        api_keys = read_api_keys(Path(config.api_keys_file)) if config.api_keys_file else []
         for i, control in enumerate(proxies):
             name = f"proxy-{i}"
             proxy = ProxyConfig(
@@ -116,6 +117,7 @@ class Launcher:
                 model=self._model,
                 served_model_name=self._served_model_name,
                 api_key=config.api_key or None,
+                api_keys=api_keys,
                 ssl_certfile=config.ssl_certfile,
                 ssl_keyfile=config.ssl_keyfile,
                 tokenizer_threads=config.tokenizer_threads,
@@ -125,6 +127,9 @@ class Launcher:
                 max_waiting_requests=config.max_waiting_requests,
                 max_waiting_tokens=config.max_waiting_tokens,
                 max_requests_per_client=config.max_requests_per_client,
+                num_proxies=config.proxies,
+                decode_prefill_threshold=config.decode_prefill_threshold,
+                ttft_slo_ms=config.ttft_slo_ms,
                 client_timeout_s=config.client_timeout_s,
                 request_timeout_s=config.request_timeout_s,
                 shutdown_grace_s=PROXY_GRACE_S,
@@ -159,6 +164,7 @@ class Launcher:
                 kv_connector=config.kv_connector,
                 kv_checksums=config.kv_checksums,
                 max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
                 log_level=config.log_level,
             )
             self._add(name, "decode_worker", decode, folder, logs, shares[config.prefill + i])

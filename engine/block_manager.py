@@ -13,6 +13,8 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from engine.prefix_log import PrefixLog
+
 
 class OutOfBlocks(Exception):
     """More blocks were asked for than are free; callers ask `can_allocate` first."""
@@ -33,6 +35,7 @@ class BlockManager:
         self._quarantined: set[int] = set()
         self._by_hash: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}
+        self.prefix_log = PrefixLog()
 
     @property
     def num_free(self) -> int:
@@ -123,6 +126,7 @@ class BlockManager:
         if block_hash not in self._by_hash and block_id not in self._hashes:
             self._by_hash[block_hash] = block_id
             self._hashes[block_id] = block_hash
+            self.prefix_log.add(block_hash)
 
     def forget_cached(self) -> None:
         """Evict all that nobody holds."""
@@ -131,7 +135,9 @@ class BlockManager:
 
     def _evict(self) -> int:
         block_id, _ = self._cached.popitem(last=False)
-        del self._by_hash[self._hashes.pop(block_id)]
+        block_hash = self._hashes.pop(block_id)
+        del self._by_hash[block_hash]
+        self.prefix_log.evict(block_hash)
         return block_id
 
     def check(self) -> None:
@@ -140,5 +146,6 @@ class BlockManager:
         assert sum(map(len, owners)) == self.num_blocks
         assert len({block_id for owner in owners for block_id in owner}) == self.num_blocks
         assert {block_id: block_hash for block_hash, block_id in self._by_hash.items()} == self._hashes
+        assert self.prefix_log.here == self._by_hash.keys()
         assert self._cached.keys() <= self._hashes.keys()
         assert not self._hashes.keys() & (set(self._free) | self._quarantined)

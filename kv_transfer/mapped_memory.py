@@ -83,6 +83,13 @@ def _advise(blocks: torch.Tensor, block_ids: Sequence[int], advice: int) -> None
         _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
 
 
+def _unseen(block_ids: Sequence[int], seen: set[int]) -> list[int]:
+    """Those that `seen` has not got yet, and gets now."""
+    new = [block_id for block_id in block_ids if block_id not in seen]
+    seen.update(new)
+    return new
+
+
 class MappedMemorySender:
     """Prefill side. See `kv_transfer.connectors.open_sender`."""
 
@@ -98,12 +105,13 @@ class MappedMemorySender:
         self._src = blocks
         self._mapped = map_peer_pool(params)
         self._dst = same_heads(self._mapped, blocks, peer_view)
+        self._seen: set[int] = set()  # blocks whose pages have been taken
         self._thread = JobThread(name)
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
         """Take the pages now: a fresh one costs five times what is then written to it."""
-        dst = list(dst_block_ids)
-        self._thread.submit(lambda: take_pages(self._mapped, dst), lambda error: None)
+        if dst := _unseen(dst_block_ids, self._seen):
+            self._thread.submit(lambda: take_pages(self._mapped, dst), lambda error: None)
 
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
         src, dst = list(src_block_ids), list(dst_block_ids)
@@ -127,12 +135,12 @@ class MappedMemoryReceiver:
 
     def __init__(self, name: str, blocks: torch.Tensor) -> None:
         self._blocks = blocks
+        self._seen: set[int] = set()  # blocks that have been mapped before, and stay so
         self._thread = JobThread(name, keeps_going=True) if blocks.device.type == "cpu" else None
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
         on_done(None)
-        if self._thread is not None:
-            ids = list(block_ids)
+        if self._thread is not None and (ids := _unseen(block_ids, self._seen)):
             self._thread.submit(lambda: map_pages(self._blocks, ids), lambda error: None)
 
     def close(self) -> None:

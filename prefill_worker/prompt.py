@@ -8,9 +8,9 @@ import msgspec
 
 from engine.batch import BatchItem, Sample
 from engine.grammar import Grammar, GrammarState
-from engine.prefix_hash import BlockHasher
 from protocol.dispatch import StartPrefill
 from protocol.generation import TokenLogprobs
+from protocol.prefix_hash import BlockHasher
 from protocol.token_ids import unpack_token_ids
 
 

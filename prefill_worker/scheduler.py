@@ -10,6 +10,7 @@ more will be written. Blocks are kept for a decode worker for as long as it rene
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from engine.batch import Batch, ItemOutput
@@ -22,6 +23,9 @@ from protocol.dispatch import FirstToken, RequestFailed, StartPrefill
 from protocol.errors import ErrorInfo, InternalError, KVTransferFailed, RequestAborted, TandemError, WorkerLost
 from protocol.generation import SampledToken
 from protocol.transfer import CloseTransfer, FinishTransfer, KVReserved, RenewLeases, ReserveKV
+
+AGING_S = 2.0
+"""A prompt that has waited so long goes before one of the next sooner priority that comes now, so that none starves."""
 
 
 class PrefillScheduler:
@@ -64,6 +68,13 @@ class PrefillScheduler:
     def num_waiting_tokens(self) -> int:
         prompts = (*self._waiting.values(), *self._computing.values())
         return sum(prompt.num_remaining_tokens for prompt in prompts)
+
+    def waiting_tokens(self) -> list[tuple[int, int]]:
+        """`num_waiting_tokens` as (priority, tokens)."""
+        tokens: Counter[int] = Counter()
+        for prompt in (*self._waiting.values(), *self._computing.values()):
+            tokens[prompt.request.priority] += prompt.num_remaining_tokens
+        return sorted(tokens.items())
 
     def prompts(self) -> Iterable[PrefillPrompt]:
         return self._by_transfer.values()
@@ -142,8 +153,9 @@ class PrefillScheduler:
     def schedule(self, now: float) -> tuple[Batch, list[Action]]:
         """The next step's chunks, and the reservations that go out with first chunks.
 
-        The prompt that has waited longest gets half of the step's tokens, the rest goes to whoever has the fewest
-        tokens left. So short prompts pass long ones, and no stream of short ones starves a long one.
+        The first in line, by priority and time waited, gets half of the step's tokens. The rest goes by priority, and
+        then to whoever has the fewest tokens left. So short prompts pass long ones, and no stream of short ones or of
+        sooner priorities starves a long one.
         """
         assert not self._step, "one step at a time"
         actions: list[Action] = []
@@ -151,11 +163,12 @@ class PrefillScheduler:
         if not candidates:
             return Batch([]), actions
         budget = self._max_num_batched_tokens
-        oldest = min(candidates, key=lambda prompt: prompt.number)
+        first = min(candidates, key=lambda p: (p.arrived_at + AGING_S * p.request.priority, p.number))
         shares: dict[int, int] = {}
         may_begin = True
-        turns = [(oldest, budget - budget // 2)]
-        turns += [(p, budget) for p in sorted(candidates, key=lambda p: (p.num_remaining_tokens, p.number))]
+        turns = [(first, budget - budget // 2)]
+        by_turn = sorted(candidates, key=lambda p: (p.request.priority, p.num_remaining_tokens, p.number))
+        turns += [(p, budget) for p in by_turn]
         for prompt, limit in turns:
             if not budget:
                 break
@@ -163,7 +176,7 @@ class PrefillScheduler:
                 if not may_begin or len(self._computing) == self._max_num_seqs:
                     continue
                 if not self._begin(now, prompt, actions):
-                    may_begin = prompt is not oldest  # nobody takes blocks before the oldest has its own
+                    may_begin = prompt is not first  # nobody takes blocks before the first has its own
                     continue
             share = min(budget, limit, prompt.num_remaining_tokens - shares.get(prompt.number, 0))
             shares[prompt.number] = shares.get(prompt.number, 0) + share

@@ -17,6 +17,7 @@ from engine.engine_thread import EngineThread
 from engine.grammar import Grammars
 from engine.kv_pool import KVPool
 from engine.model_loader import LoadedModel
+from engine.prompt_speed import PromptSpeed
 from engine.tensor_parallel import TensorParallelGroup
 from kv_transfer.handshake import offered_connectors
 from kv_transfer.mapped_memory import host_id
@@ -48,6 +49,8 @@ class PrefillWorker:
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._step_time_s = 0.0
+        self._speed = PromptSpeed()
+        self._num_step_tokens = 0
         self._num_transferred_bytes = 0
         self._stepping = False
 
@@ -114,10 +117,18 @@ class PrefillWorker:
         registration = Registration(
             context,
             self._config.proxy_endpoints,
-            RegisterWorker(PROTOCOL_VERSION, self._info, loaded.max_model_len, loaded.vocab_size),
+            RegisterWorker(
+                PROTOCOL_VERSION,
+                self._info,
+                loaded.max_model_len,
+                loaded.vocab_size,
+                loaded.layout.model_id,
+                blocks.block_size,
+            ),
             self._status,
             self._pairs.on_view,
             lambda proxy_id: self._perform(self._scheduler.on_proxy_lost(proxy_id)),
+            blocks.prefix_log.restart,
         )
         registration.start()
         log.info("ready: %d KV blocks of %d tokens", pool.num_blocks, self._config.engine.block_size)
@@ -165,8 +176,11 @@ class PrefillWorker:
             step_time_s=self._step_time_s,
             num_finished=scheduler.num_finished,
             num_transferred_bytes=self._num_transferred_bytes,
+            waiting_tokens=scheduler.waiting_tokens(),
+            prompt_tokens_per_s=self._speed.tokens_per_s,
         )
-        return WorkerStatus(self._info.worker_id, self._info.epoch, load, self._pairs.status())
+        prefixes = scheduler.blocks.prefix_log.take()
+        return WorkerStatus(self._info.worker_id, self._info.epoch, load, self._pairs.status(), prefixes)
 
     # ---- events
 
@@ -260,6 +274,7 @@ class PrefillWorker:
         batch, actions = self._scheduler.schedule(self._loop.time())
         if batch.items:
             self._stepping = True
+            self._num_step_tokens = sum(len(item.token_ids) for item in batch.items)
             self._engine.submit(batch, self._on_step)
         if actions:
             self._perform(actions)
@@ -271,4 +286,5 @@ class PrefillWorker:
             log.error("a prefill step failed", exc_info=error)
             self._perform(self._scheduler.on_step_failed(error or RuntimeError("unknown")))
         else:
+            self._speed.on_step(self._num_step_tokens, step_time_s)
             self._perform(self._scheduler.on_step(self._loop.time(), results))

@@ -21,7 +21,8 @@ class StartPrefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     token_ids: see `protocol.token_ids`; the last `num_generated` of them were generated in earlier attempts.
     cache_salt: prompts with different salts share no cached KV. deadline_s: from receipt; then the request fails.
     decode_worker_id: None when one token is all that is asked, so that there is nothing to ship.
-    num_prompt_logprobs: None, or how many top tokens to report for each prompt token but the first.
+    num_prompt_logprobs: None, or how many top tokens to report for each prompt token but the first. priority: lower is
+    sooner.
     """
 
     proxy_id: str
@@ -37,10 +38,15 @@ class StartPrefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     num_prompt_logprobs: int | None = None
     num_generated: int = 0
     cache_salt: str = ""
+    priority: int = 0
 
 
 class PrepareDecode(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to decode: sequences are on their way from `prefill_worker_id`. The fields are those of StartPrefill."""
+    """Proxy to decode: sequences are on their way from `prefill_worker_id`. The fields are those of StartPrefill.
+
+    prefill_worker_id, prefill_epoch: None when the decode worker is to compute the prompt itself. Then it sends
+    FirstToken, and num_prompt_logprobs counts.
+    """
 
     proxy_id: str
     request_ids: list[str]
@@ -49,11 +55,13 @@ class PrepareDecode(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
     sampling: SamplingParams
     seeds: list[int]
     stop: StopConditions
-    prefill_worker_id: str
-    prefill_epoch: str
+    prefill_worker_id: str | None
+    prefill_epoch: str | None
     deadline_s: float
+    num_prompt_logprobs: int | None = None
     num_generated: int = 0
     cache_salt: str = ""
+    priority: int = 0
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -64,7 +72,7 @@ class AbortRequest(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Prefill to proxy: the prompt is done. Terminal when `finish_reason` is set.
+    """Whoever computes the prompt, prefill or decode, to proxy: it is done. Terminal when `finish_reason` is set.
 
     queue_s: from receipt to the first chunk; prefill_s: from there to this token. prompt_logprobs: for every prompt
     token but the first, where they were asked for. num_cached_tokens: of the prompt, those that were not computed.

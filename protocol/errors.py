@@ -38,8 +38,11 @@ class InvalidRequest(TandemError):
 
 
 class Overloaded(TandemError):
+    """retry_after_s: whole seconds after which the request may be served."""
+
     code = "overloaded"
     retryable = True
+    retry_after_s: int = 1
 
 
 class WorkerLost(TandemError):

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 """Raised by every change to a message; unequal versions refuse each other when they register or pair."""
 
 Role = Literal["prefill", "decode"]
@@ -35,7 +35,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     num_cached_blocks: of the free ones, those that hold a prefix. num_cached_tokens: prompt tokens that were found in
     the prefix cache, of num_prompt_tokens, since the start. num_compared_blocks: those that arrived and whose checksums
-    were looked at; num_corrupt_blocks: of these, those that were not what was sent.
+    were looked at; num_corrupt_blocks: of these, those that were not what was sent. waiting_tokens: num_waiting_tokens,
+    as (priority, tokens). prompt_tokens_per_s: computed of late while prompts were computed; 0 before the first.
     """
 
     num_running: int = 0
@@ -53,6 +54,21 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_transferred_bytes: int = 0
     num_compared_blocks: int = 0
     num_corrupt_blocks: int = 0
+    waiting_tokens: list[tuple[int, int]] = []
+    prompt_tokens_per_s: float = 0.0
+
+
+class PrefixUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which blocks the prefix cache has gained and lost since the update before. Bounded: the rest follows.
+
+    number: one more than that of the update before; a proxy that finds a gap asks for a restart in its ClusterView.
+    restart: forget what was told before. added, evicted: packed short hashes, see `protocol.prefix_hash`.
+    """
+
+    number: int
+    restart: bool
+    added: bytes
+    evicted: bytes
 
 
 class PairStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,12 +82,17 @@ class PairStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Worker to proxy, once per connection and whenever the proxy says that it does not know the worker."""
+    """Worker to proxy, once per connection and whenever the proxy says that it does not know the worker.
+
+    model_id and block_size: what its prefix hashes depend on.
+    """
 
     version: int
     worker: WorkerInfo
     max_model_len: int
     vocab_size: int
+    model_id: str
+    block_size: int
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -81,6 +102,7 @@ class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     epoch: str
     load: WorkerLoad
     pairs: list[PairStatus] = []
+    prefixes: PrefixUpdate | None = None
 
 
 class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -95,11 +117,15 @@ class GetStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
 
 
 class ClusterView(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to worker, after each status: proof that the proxy lives, and the workers that it knows."""
+    """Proxy to worker, after each status: proof that the proxy lives, and the workers that it knows.
+
+    restart_prefixes: it has missed a PrefixUpdate, so the next is to be a restart.
+    """
 
     proxy_id: str
     known: bool
     workers: list[WorkerInfo]
+    restart_prefixes: bool = False
 
 
 class RegistrationRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -50,7 +50,8 @@ class Registration:
     """Runs from `start` to `close` on the worker's loop.
 
     status: makes the current status. on_view: called with all workers that any proxy knows, when that changes.
-    on_proxy_lost: called with the id of a proxy whose requests must be aborted.
+    on_proxy_lost: called with the id of a proxy whose requests must be aborted. on_restart_prefixes: called when a
+    proxy has missed some of what status told of the prefix cache.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Registration:
         status: Callable[[], WorkerStatus],
         on_view: Callable[[list[WorkerInfo]], None],
         on_proxy_lost: Callable[[str], None],
+        on_restart_prefixes: Callable[[], None],
     ) -> None:
         self._context = context
         self._links = [_ProxyLink(endpoint) for endpoint in proxy_endpoints]
@@ -68,6 +70,7 @@ class Registration:
         self._status = status
         self._on_view = on_view
         self._on_proxy_lost = on_proxy_lost
+        self._on_restart_prefixes = on_restart_prefixes
         self._view: list[WorkerInfo] = []
         self._task: asyncio.Task[None] | None = None
 
@@ -107,6 +110,8 @@ class Registration:
                     link.proxy_id, link.first_heard_at = message.proxy_id, link.heard_at
                 if not message.known and link.socket is not None:
                     link.socket.send(self._register)
+                if message.restart_prefixes:
+                    self._on_restart_prefixes()
                 link.workers = message.workers
                 if link.heard_at - link.first_heard_at < PROXY_SETTLES_S:
                     told = {worker.worker_id for worker in message.workers}

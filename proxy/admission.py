@@ -1,4 +1,8 @@
-"""Who may wait for a first token, and how many. Pure. Beyond the bounds requests are refused at once, not queued."""
+"""Who may wait for a first token, and how many. Pure. Beyond the bounds requests are refused at once, not queued.
+
+The bounds hold over all priorities. Where they are reached, a request of a sooner priority displaces waiting ones of
+the latest, the newest first: those are refused as if they came now.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from protocol.errors import InvalidRequest, Overloaded
 _SPEED_WINDOW_S = 10.0
 """Prompt tokens per second are those of so long."""
 _MAX_RETRY_AFTER_S = 60
+_DURATION_WEIGHT = 0.1
+"""Of a request that has ended, in the mean of how long requests take."""
 
 
 class QueueFull(Overloaded):
@@ -28,26 +34,49 @@ class ClientLimitExceeded(QueueFull):
 
 
 class Ticket:
-    """The sequences of one admitted request; each waits until its `on_first_token`, all run until `close`."""
+    """The sequences of one admitted request; each waits until its `on_first_token`, all run until `close`.
 
-    def __init__(self, admission: Admission, client: str, prompt_tokens: Sequence[int]) -> None:
+    on_displaced: called with the error that the request ends with, at most once and before any first token.
+    """
+
+    def __init__(
+        self,
+        admission: Admission,
+        client: str,
+        prompt_tokens: Sequence[int],
+        priority: int,
+        admitted_at: float,
+        on_displaced: Callable[[QueueFull], None],
+    ) -> None:
         self._admission = admission
-        self._client = client
-        self._waiting = dict(enumerate(prompt_tokens))  # sequence to tokens
-        self._num_sequences = len(prompt_tokens)
+        self.client = client
+        self.priority = priority
+        self.admitted_at = admitted_at
+        self.waiting = dict(enumerate(prompt_tokens))  # sequence to tokens
+        self.num_sequences = len(prompt_tokens)
+        self.on_displaced = on_displaced
         self._is_open = True
 
+    @property
+    def is_untouched(self) -> bool:
+        """None of its sequences has a first token."""
+        return len(self.waiting) == self.num_sequences
+
     def on_first_token(self, index: int) -> None:
-        if (num_tokens := self._waiting.pop(index, None)) is not None:
-            self._admission._leave(num_tokens, is_served=True)
+        if (num_tokens := self.waiting.pop(index, None)) is not None:
+            self._admission._leave(self, num_tokens, is_served=True)
+
+    def give_up_waiting(self) -> None:
+        while self.waiting:
+            _, num_tokens = self.waiting.popitem()
+            self._admission._leave(self, num_tokens, is_served=False)
 
     def close(self) -> None:
         """Idempotent. What has no first token has been given up."""
         if self._is_open:
             self._is_open = False
-            for num_tokens in self._waiting.values():
-                self._admission._leave(num_tokens, is_served=False)
-            self._admission._forget(self._client, self._num_sequences)
+            self.give_up_waiting()
+            self._admission._forget(self)
 
 
 class Admission:
@@ -65,12 +94,47 @@ class Admission:
         self._max_per_client = max_per_client
         self._clock = clock
         self._running: Counter[str] = Counter()  # sequences, by client
+        self._open: dict[Ticket, None] = {}  # in order of admission
+        self._levels: Counter[int] = Counter()  # waiting sequences, by priority
         self._served: deque[tuple[float, int]] = deque()  # when, and prompt tokens, within the window
+        self._duration_s = 0.0  # of requests of late, from admission to end
         self.num_waiting = 0
         self.num_waiting_tokens = 0
 
-    def check(self, client: str, num_sequences: int = 1, num_tokens: int = 0) -> None:
+    def check(self, client: str, num_sequences: int = 1, num_tokens: int = 0, priority: int = 0) -> None:
         """Raises QueueFull, ClientLimitExceeded, or InvalidRequest for more sequences than could ever be admitted."""
+        self._to_displace(client, num_sequences, num_tokens, priority)
+
+    def admit(
+        self,
+        client: str,
+        prompt_tokens: Sequence[int],
+        priority: int = 0,
+        on_displaced: Callable[[QueueFull], None] = lambda error: None,
+    ) -> Ticket:
+        """For one request; prompt_tokens: to be computed for each of its sequences. Raises as `check` does."""
+        for ticket in self._to_displace(client, len(prompt_tokens), sum(prompt_tokens), priority):
+            ticket.give_up_waiting()
+            ticket.on_displaced(self._full("Requests of a sooner priority came"))
+        self.num_waiting += len(prompt_tokens)
+        self.num_waiting_tokens += sum(prompt_tokens)
+        self._running[client] += len(prompt_tokens)
+        self._levels[priority] += len(prompt_tokens)
+        ticket = Ticket(self, client, prompt_tokens, priority, self._clock(), on_displaced)
+        self._open[ticket] = None
+        return ticket
+
+    def retry_after_s(self) -> int:
+        """Whole seconds, at least one: what waits, over the speed at which prompts were served of late."""
+        self._drop_old()
+        num_served = sum(num_tokens for _, num_tokens in self._served)
+        if not num_served:
+            return 1
+        speed = num_served / max(1.0, self._clock() - self._served[0][0])
+        return _whole_seconds(self.num_waiting_tokens / speed)
+
+    def _to_displace(self, client: str, num_sequences: int, num_tokens: int, priority: int) -> list[Ticket]:
+        """Who must go so that these can come."""
         most = min(self._max_waiting, self._max_per_client or self._max_waiting)
         if num_sequences > most:
             raise InvalidRequest(
@@ -80,56 +144,72 @@ class Admission:
         if self._max_per_client and running + num_sequences > self._max_per_client:
             raise ClientLimitExceeded(
                 f"{running} of your sequences are under way; the limit is {self._max_per_client} for each client.",
-                self.retry_after_s(),
+                self._client_retry_after_s(client),
             )
-        if self.num_waiting + num_sequences > self._max_waiting:
-            raise QueueFull(
-                f"{self.num_waiting} requests are waiting already; the limit is {self._max_waiting}. Try again later.",
-                self.retry_after_s(),
-            )
-        # One that is larger than the bound by itself may go when nothing else waits.
-        if (
-            self._max_waiting_tokens
-            and self.num_waiting_tokens + num_tokens > self._max_waiting_tokens
-            and self.num_waiting
-        ):
-            raise QueueFull(
-                f"{self.num_waiting_tokens} prompt tokens are waiting already; the limit is "
-                f"{self._max_waiting_tokens}. Try again later.",
-                self.retry_after_s(),
-            )
+        displaced: list[Ticket] = []
+        num_waiting, num_waiting_tokens = self.num_waiting, self.num_waiting_tokens
+        later: list[Ticket] | None = None  # the first to go comes last
+        while True:
+            if num_waiting + num_sequences > self._max_waiting:
+                reason = f"{self.num_waiting} requests are waiting already; the limit is {self._max_waiting}"
+            # One that is larger than the bound by itself may go when nothing else waits.
+            elif (
+                self._max_waiting_tokens and num_waiting and num_waiting_tokens + num_tokens > self._max_waiting_tokens
+            ):
+                reason = (
+                    f"{self.num_waiting_tokens} prompt tokens are waiting already; the limit is "
+                    f"{self._max_waiting_tokens}"
+                )
+            else:
+                return displaced
+            if later is None:
+                later = self._later_than(priority)
+            if not later:
+                raise self._full(reason)
+            ticket = later.pop()
+            displaced.append(ticket)
+            num_waiting -= ticket.num_sequences
+            num_waiting_tokens -= sum(ticket.waiting.values())
 
-    def admit(self, client: str, prompt_tokens: Sequence[int]) -> Ticket:
-        """For one request; prompt_tokens: to be computed for each of its sequences. Raises as `check` does."""
-        self.check(client, len(prompt_tokens), sum(prompt_tokens))
-        self.num_waiting += len(prompt_tokens)
-        self.num_waiting_tokens += sum(prompt_tokens)
-        self._running[client] += len(prompt_tokens)
-        return Ticket(self, client, prompt_tokens)
+    def _later_than(self, priority: int) -> list[Ticket]:
+        """Waiting requests that may be displaced; of the latest priority the newest comes last."""
+        if not any(level > priority for level in self._levels):
+            return []  # as it nearly always is; no request need be looked at
+        later = [ticket for ticket in self._open if ticket.priority > priority and ticket.waiting]
+        return sorted((ticket for ticket in later if ticket.is_untouched), key=lambda ticket: ticket.priority)
 
-    def retry_after_s(self) -> int:
-        """Whole seconds, at least one: what waits, over the speed at which prompts were served of late."""
-        self._drop_old()
-        num_served = sum(num_tokens for _, num_tokens in self._served)
-        if not num_served:
-            return 1
-        speed = num_served / max(1.0, self._clock() - self._served[0][0])
-        return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(self.num_waiting_tokens / speed)))
+    def _full(self, reason: str) -> QueueFull:
+        return QueueFull(f"{reason}. Try again later.", self.retry_after_s())
 
-    def _leave(self, num_tokens: int, is_served: bool) -> None:
+    def _client_retry_after_s(self, client: str) -> int:
+        """By then its oldest request will have ended, if it takes as long as requests did of late."""
+        oldest = next((ticket.admitted_at for ticket in self._open if ticket.client == client), self._clock())
+        return _whole_seconds(oldest + self._duration_s - self._clock())
+
+    def _leave(self, ticket: Ticket, num_tokens: int, is_served: bool) -> None:
         self.num_waiting -= 1
         self.num_waiting_tokens -= num_tokens
         assert self.num_waiting >= 0 and self.num_waiting_tokens >= 0
+        self._levels[ticket.priority] -= 1
+        if not self._levels[ticket.priority]:
+            del self._levels[ticket.priority]
         if is_served and num_tokens:
             self._drop_old()
             self._served.append((self._clock(), num_tokens))
 
-    def _forget(self, client: str, num_sequences: int) -> None:
-        self._running[client] -= num_sequences
-        assert self._running[client] >= 0
-        if not self._running[client]:
-            del self._running[client]
+    def _forget(self, ticket: Ticket) -> None:
+        del self._open[ticket]
+        self._running[ticket.client] -= ticket.num_sequences
+        assert self._running[ticket.client] >= 0
+        if not self._running[ticket.client]:
+            del self._running[ticket.client]
+        took_s = self._clock() - ticket.admitted_at
+        self._duration_s += _DURATION_WEIGHT * (took_s - self._duration_s)
 
     def _drop_old(self) -> None:
         while self._served and self._clock() - self._served[0][0] > _SPEED_WINDOW_S:
             self._served.popleft()
+
+
+def _whole_seconds(seconds: float) -> int:
+    return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(seconds)))

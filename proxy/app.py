@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
 from collections.abc import Callable, Coroutine
 from importlib.metadata import version
@@ -17,6 +16,7 @@ from litestar.handlers import BaseRouteHandler
 
 from protocol.errors import Overloaded, RequestAborted, TandemError
 from proxy.answers import Answers, ChatAnswers, CompletionAnswers, stream_events
+from proxy.api_keys import ApiKeys
 from proxy.body_reader import BodyKind
 from proxy.config import ProxyConfig
 from proxy.event_stream import EventStream, first_of, unless_disconnected
@@ -28,6 +28,7 @@ from proxy.http_errors import (
     unexpected_error_response,
 )
 from proxy.openai_answers import HealthResponse, ModelCard, ModelList, VersionResponse
+from proxy.openai_schema import SOONEST_PRIORITY
 from proxy.openapi import docs_page, openapi_document
 from proxy.request_body import SpooledBody
 from proxy.request_id import HEADER, check_request_id, id_header, request_id_of
@@ -42,8 +43,9 @@ _OPEN = {"open": True}
 
 
 def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
+    keys = [*config.api_keys, *([config.api_key] if config.api_key is not None else [])]
     card = ModelCard(config.served_model_name, int(time.time()), None)
-    document = openapi_document(config.served_model_name, config.api_key is not None)
+    document = openapi_document(config.served_model_name, bool(keys))
     page = docs_page(document)
 
     def model_card() -> ModelCard:
@@ -124,7 +126,7 @@ def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
             docs,
             metrics,
         ],
-        guards=[_key_guard(config.api_key)] if config.api_key is not None else [],
+        guards=[_key_guard(ApiKeys(keys))] if keys else [],
         exception_handlers={
             TandemError: tandem_error_response,
             HTTPException: http_exception_response,
@@ -145,7 +147,7 @@ async def _serve(
 ) -> Response[Any]:
     arrived_at = time.monotonic()
     check_request_id(request)
-    client = request.client.host if request.client is not None else ""
+    client = _client(request)
     async with door.bodies.receive(request.receive, request.headers) as body:
         reading = _read(door, kind, body, client)
         asked = await (reading if isinstance(body, bytes) else unless_disconnected(request.receive, reading))
@@ -184,7 +186,7 @@ def _chat_answers(generation: Generation, request: GenerationRequest, model: str
 
 async def _read(door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody, client: str) -> GenerationRequest:
     try:
-        door.admission.check(client)  # before the work of tokenising
+        door.admission.check(client, priority=_soonest_priority(body))  # before the work of tokenising
         async with asyncio.timeout(door.request_timeout_s):
             return await door.readers.read(kind, body, door.registry.limits())
     except TimeoutError:
@@ -195,15 +197,28 @@ async def _read(door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody, clie
         raise
 
 
-def _key_guard(api_key: str) -> Callable[[ASGIConnection[Any, Any, Any, Any], BaseRouteHandler], None]:
-    expected = f"Bearer {api_key}".encode()
+def _soonest_priority(body: bytes | SpooledBody) -> int:
+    """That the request may have, for all that is known before it is read."""
+    has_none = isinstance(body, bytes) and b'"priority"' not in body
+    return 0 if has_none else SOONEST_PRIORITY
+
+
+def _key_guard(keys: ApiKeys) -> Callable[[ASGIConnection[Any, Any, Any, Any], BaseRouteHandler], None]:
+    """Lets those in who have a key, and notes which: limits for each client are then limits for each key."""
 
     def check(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
-        given = connection.headers.get("authorization", "").encode("utf-8", "surrogateescape")
-        if not handler.opt.get("open") and not hmac.compare_digest(given, expected):
+        client = keys.client_of(connection.headers.get("authorization", ""))
+        if client is None and not handler.opt.get("open"):
             raise InvalidApiKey("The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.")
+        connection.state.client = client
 
     return check
+
+
+def _client(request: HttpRequest) -> str:
+    """Whose limits the request counts towards: its key's, or where none is needed its address's."""
+    address = request.client.host if request.client is not None else ""
+    return getattr(request.state, "client", None) or address
 
 
 def _json(request: HttpRequest, body: msgspec.Struct, status_code: int = 200) -> Response[bytes]:

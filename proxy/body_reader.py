@@ -57,7 +57,7 @@ class BodyReader:
         if request.base_sampling.grammar is not None:
             grammar = checked_grammar(request.base_sampling.grammar, request.grammar_param)
             request = _with_sampling(request, grammar=grammar)
-        prompts = self._renderer.render(request.prompt, limits, request.max_prompt_tokens(limits))
+        prompts = self._renderer.render(request.prompt, limits, request.max_prompt_tokens(limits), request.cache_salt)
         request = msgspec.structs.replace(request, prompt=RenderedPrompts(prompts))
         if request.bad_words:
             bad_words = self._renderer.bad_words(request.bad_words)

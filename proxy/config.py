@@ -16,12 +16,15 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The file that `python -m proxy FILE` reads, as JSON.
 
     control_endpoint: where workers, the launcher and `tandem status` reach this proxy (ZeroMQ, bound here).
-    model: folder or hub id; its tokeniser and configuration alone are read. api_key: None lets everyone in.
+    model: folder or hub id; its tokeniser and configuration alone are read. api_key, api_keys: None and [] let everyone
+    in.
     sockets_per_worker: connections to each worker; one request stays on one of them.
     worker_silence_s: a worker that has sent no status for so long is lost.
     max_waiting_requests: sequences that may wait for their first token; beyond that requests are refused.
-    max_waiting_tokens: the same for prompt tokens. max_requests_per_client: sequences that one client address may have
-    under way. 0 sets no bound.
+    max_waiting_tokens: the same for prompt tokens. max_requests_per_client: sequences that one client (a key, or an
+    address where there are no keys) may have under way. 0 sets no bound.
+    num_proxies: that share the workers. decode_prefill_threshold: uncached prompt tokens that a decode worker computes
+    itself; 0 never. ttft_slo_ms: requests whose first token is predicted later are refused; 0 refuses none.
     client_timeout_s: for a request's head to arrive, for each 16 KiB of its body, and for the client to take as much of
     the answer when its buffer is full. ssl_certfile, ssl_keyfile: PEM files; then HTTPS alone is served.
     tokenizer_threads: of execution, each a process of its own, see `proxy.reader_pool`.
@@ -37,6 +40,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
     api_key: str | None = None
+    api_keys: list[str] = []
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
     sockets_per_worker: Annotated[int, Meta(ge=1, le=64)] = 1
     request_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
@@ -45,6 +49,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_waiting_requests: Annotated[int, Meta(ge=1)] = 1024
     max_waiting_tokens: Annotated[int, Meta(ge=0)] = 0
     max_requests_per_client: Annotated[int, Meta(ge=0)] = 0
+    num_proxies: Annotated[int, Meta(ge=1)] = 1
+    decode_prefill_threshold: Annotated[int, Meta(ge=0)] = 0
+    ttft_slo_ms: Annotated[int, Meta(ge=0)] = 0
     client_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     trust_request_chat_template: bool = False
     tool_call_parser: ToolFormatName = "hermes"

@@ -66,7 +66,7 @@ class Control:
                 self._register(now, identity, message)
             case WorkerStatus():
                 known = self._registry.on_status(now, message)
-                self._socket.send(identity, self._view(known))
+                self._socket.send(identity, self._view(known, self._registry.prefixes.has_missed(message.epoch)))
             case WorkerExited():
                 self._apply(self._registry.on_exited(message.worker_id, message.pid))
             case GetStatus():
@@ -111,8 +111,8 @@ class Control:
         for identity in self._identities.values():
             self._socket.send(identity, view)
 
-    def _view(self, known: bool) -> ClusterView:
-        return ClusterView(self._proxy_id, known, self._registry.workers())
+    def _view(self, known: bool, restart_prefixes: bool = False) -> ClusterView:
+        return ClusterView(self._proxy_id, known, self._registry.workers(), restart_prefixes)
 
     def close(self) -> None:
         self._timer.cancel()

@@ -29,9 +29,10 @@ from protocol.dispatch import (
 from protocol.errors import RequestAborted, TandemError, WorkerLost
 from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions, TokenLogprobs
 from protocol.membership import WorkerInfo
+from protocol.prefix_hash import unpack_short_hashes
 from protocol.token_ids import pack_token_ids
 from proxy.request import RunningRequest
-from proxy.router import Route, Router
+from proxy.router import PromptShape, Route, Router
 from proxy.turns import Turns
 from telemetry.metrics import ProxyMetrics
 
@@ -40,12 +41,17 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """token_ids: packed, see `protocol.token_ids`. num_prompt_logprobs and cache_salt: as StartPrefill's."""
+    """token_ids: packed, see `protocol.token_ids`. num_prompt_logprobs, cache_salt and priority: as StartPrefill's.
+
+    prefix_hashes: of the full blocks, packed, see `protocol.prefix_hash`; the router finds cached prefixes by them.
+    """
 
     token_ids: bytes
     num_tokens: int
     num_prompt_logprobs: int | None = None
     cache_salt: str = ""
+    priority: int = 0
+    prefix_hashes: bytes = b""
 
 
 class TokenDelta(msgspec.Struct, frozen=True):
@@ -69,18 +75,21 @@ class Sender(Protocol):
 class _SharedPrefill:
     """The prompt of one dispatch, which the router counts once however many sequences share it."""
 
-    def __init__(self, router: Router, route: Route, num_prompt_tokens: int) -> None:
+    def __init__(self, router: Router, route: Route, started_at: float) -> None:
         self._router = router
         self._route = route
-        self._num_prompt_tokens = num_prompt_tokens
+        self._started_at = started_at
         self.has_ended = False
         self.attempts: list[RunningRequest] = []
 
-    def end(self) -> None:
-        """The first token is here, or never will be. Idempotent."""
-        if not self.has_ended:
-            self.has_ended = True
-            self._router.prefill_ended(self._route, self._num_prompt_tokens)
+    def end(self, first_token_at: float | None) -> None:
+        """The first token is here, or (None) never will be. Idempotent."""
+        if self.has_ended:
+            return
+        self.has_ended = True
+        self._router.prefill_ended(self._route)
+        if first_token_at is not None:
+            self._router.on_first_token(self._route, first_token_at - self._started_at)
 
     def prompt_logprobs(self) -> list[TokenLogprobs] | None:
         """Prefill tells them once, with the first of its first tokens."""
@@ -123,17 +132,22 @@ class Dispatcher:
     # ---- the life of a sequence
 
     def start(
-        self, prompt: Prompt, samplings: list[SamplingParams], stop: StopConditions, deadline_s: float
+        self,
+        prompt: Prompt,
+        samplings: list[SamplingParams],
+        stop: StopConditions,
+        deadline_s: float,
+        max_ttft_s: float | None = None,
     ) -> list[DispatchedSequence]:
         """Send one prompt to a pair of workers, for as many sequences as there are samplings, which differ in seed.
 
-        Each of them is owed one `drop`. deadline_s: seconds from now. Raises Overloaded or WorkerLost; then nothing is
-        owed.
+        Each of them is owed one `drop`. deadline_s: seconds from now. max_ttft_s: as Router.pick's. Raises Overloaded
+        or WorkerLost; then nothing is owed.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
         sequences = [DispatchedSequence(prompt, sampling, stop, deadline) for sampling in samplings]
-        self._dispatch(sequences)
+        self._dispatch(sequences, max_ttft_s)
         self._metrics.prompt_tokens.inc(prompt.num_tokens)
         self._metrics.running.inc(len(sequences))
         late = RequestAborted(f"the request was not finished within its {deadline_s:.0f} s")
@@ -168,7 +182,7 @@ class Dispatcher:
                 self._dispatch([sequence])
 
     def _on_prefilled(self, sequence: DispatchedSequence, first_token: FirstToken) -> None:
-        sequence.prefill.end()
+        sequence.prefill.end(asyncio.get_running_loop().time())
         if not sequence.generated:
             self._metrics.queue.observe(first_token.queue_s)
             self._metrics.prefill.observe(first_token.prefill_s)
@@ -182,26 +196,33 @@ class Dispatcher:
             self._metrics.running.dec()
             self._end_attempt(sequence)
 
-    def _dispatch(self, sequences: list[DispatchedSequence]) -> None:
+    def _dispatch(self, sequences: list[DispatchedSequence], max_ttft_s: float | None = None) -> None:
         """Begin an attempt. After a preemption the prompt ends with what was generated before."""
         first = sequences[0]
         prompt, stop, generated = first.prompt, first.stop, first.generated
-        num_tokens = prompt.num_tokens + len(generated)
-        needs_decode = stop.max_tokens - len(generated) > 1
-        route = self._router.pick(num_tokens, len(sequences), needs_decode)
-        prefill = _SharedPrefill(self._router, route, num_tokens)
+        num_prompt_logprobs = None if generated else prompt.num_prompt_logprobs
+        shape = PromptShape(
+            num_tokens=prompt.num_tokens + len(generated),
+            num_sequences=len(sequences),
+            needs_decode=stop.max_tokens - len(generated) > 1,
+            hashes=unpack_short_hashes(prompt.prefix_hashes),
+            priority=prompt.priority,
+            can_be_cached=num_prompt_logprobs is None,
+        )
+        now = asyncio.get_running_loop().time()
+        route = self._router.pick(shape, max_ttft_s)
+        shared = _SharedPrefill(self._router, route, now)
         numbers = [next(self._numbers) for _ in sequences]
         request_ids = [f"{self._prefix}-{number}" for number in numbers]
         for sequence, request_id in zip(sequences, request_ids, strict=True):
             attempt = RunningRequest(request_id, route, request_ids[0], self._turns)
             sequence.attempt = self._running[request_id] = attempt
-            prefill.attempts.append(attempt)
-            sequence.prefill = prefill
+            shared.attempts.append(attempt)
+            sequence.prefill = shared
         transfer_id = f"{self._proxy_id}-{numbers[0]}"
         token_ids = prompt.token_ids + pack_token_ids(generated)
         seeds = [sequence.sampling.seed for sequence in sequences]
-        deadline_s = first.deadline - asyncio.get_running_loop().time()
-        decode = route.decode
+        prefill, decode = route.prefill, route.decode
         try:
             if decode is not None:
                 prepare = PrepareDecode(
@@ -212,29 +233,33 @@ class Dispatcher:
                     sampling=first.sampling,
                     seeds=seeds,
                     stop=stop,
-                    prefill_worker_id=route.prefill.worker_id,
-                    prefill_epoch=route.prefill.epoch,
-                    deadline_s=deadline_s,
+                    prefill_worker_id=prefill.worker_id if prefill is not None else None,
+                    prefill_epoch=prefill.epoch if prefill is not None else None,
+                    deadline_s=first.deadline - now,
+                    num_prompt_logprobs=num_prompt_logprobs if prefill is None else None,
                     num_generated=len(generated),
                     cache_salt=prompt.cache_salt,
+                    priority=prompt.priority,
                 )
                 self._send(decode, request_ids[0], prepare)
-            start = StartPrefill(
-                proxy_id=self._proxy_id,
-                request_ids=request_ids,
-                transfer_id=transfer_id,
-                token_ids=token_ids,
-                sampling=first.sampling,
-                seeds=seeds,
-                stop=stop,
-                decode_worker_id=decode.worker_id if decode is not None else None,
-                decode_epoch=decode.epoch if decode is not None else None,
-                deadline_s=deadline_s,
-                num_prompt_logprobs=None if generated else prompt.num_prompt_logprobs,
-                num_generated=len(generated),
-                cache_salt=prompt.cache_salt,
-            )
-            self._send(route.prefill, request_ids[0], start)
+            if prefill is not None:
+                start = StartPrefill(
+                    proxy_id=self._proxy_id,
+                    request_ids=request_ids,
+                    transfer_id=transfer_id,
+                    token_ids=token_ids,
+                    sampling=first.sampling,
+                    seeds=seeds,
+                    stop=stop,
+                    decode_worker_id=decode.worker_id if decode is not None else None,
+                    decode_epoch=decode.epoch if decode is not None else None,
+                    deadline_s=first.deadline - now,
+                    num_prompt_logprobs=num_prompt_logprobs,
+                    num_generated=len(generated),
+                    cache_salt=prompt.cache_salt,
+                    priority=prompt.priority,
+                )
+                self._send(prefill, request_ids[0], start)
         except WorkerLost:
             for sequence in sequences:
                 self._end_attempt(sequence)
@@ -244,7 +269,7 @@ class Dispatcher:
         attempt = sequence.attempt
         if self._running.pop(attempt.request_id, None) is None:
             return
-        sequence.prefill.end()
+        sequence.prefill.end(None)
         self._router.ended(attempt.route)
         for worker in attempt.workers_to_abort():
             self.pool.send(worker, attempt.connection_key, AbortRequest(self._proxy_id, attempt.request_id))
@@ -282,7 +307,6 @@ class Dispatcher:
 
     def on_worker_lost(self, worker: WorkerInfo, reason: str) -> None:
         """Call before the worker's connections are closed."""
-        self._router.forget(worker)
         error = WorkerLost(f"{worker.role} worker {worker.worker_id} was lost while it held the request: {reason}")
         for request in self._running.values():
             if _runs_on(request.route, worker):
@@ -296,4 +320,4 @@ class Dispatcher:
 
 
 def _runs_on(route: Route, worker: WorkerInfo) -> bool:
-    return route.prefill.epoch == worker.epoch or (route.decode is not None and route.decode.epoch == worker.epoch)
+    return any(each is not None and each.epoch == worker.epoch for each in (route.prefill, route.decode))

@@ -72,6 +72,7 @@ class FrontDoor:
     scrapes: Scrapes
     turns: Turns
     request_timeout_s: float
+    ttft_slo_s: float | None = None  # of first tokens; what is predicted to miss it is refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,14 +111,21 @@ class Generation:
         texts: list[_SequenceText] = []
         ticket: Ticket | None = None
         merged: _Merged | None = None
+
+        def on_displaced(error: TandemError) -> None:
+            for sequence in sequences:
+                sequence.attempt.fail(error)
+
         try:
             planned = self._plan()
             # A prompt is computed once, whatever goes on from it: its first sequence waits for it.
             prompt_tokens = [0 if i else p.prompt.num_tokens for p in planned for i in range(len(p.samplings))]
             self.num_sequences = num_open = len(prompt_tokens)
-            ticket = door.admission.admit(self._client, prompt_tokens)
+            ticket = door.admission.admit(self._client, prompt_tokens, self._request.priority, on_displaced)
             for p in planned:
-                sequences += door.dispatcher.start(p.prompt, p.samplings, p.stop, self._seconds_left())
+                sequences += door.dispatcher.start(
+                    p.prompt, p.samplings, p.stop, self._seconds_left(), self._first_token_within_s()
+                )
             for index, sequence in enumerate(sequences):
                 texts.append(_SequenceText(self, index, sequence, ticket))
             if len(texts) > 1:
@@ -157,12 +165,21 @@ class Generation:
         self.num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
         return [
             _PlannedPrompt(
-                replace(prompt, num_prompt_logprobs=request.num_prompt_logprobs, cache_salt=request.cache_salt),
+                replace(
+                    prompt,
+                    num_prompt_logprobs=request.num_prompt_logprobs,
+                    cache_salt=request.cache_salt,
+                    priority=request.priority,
+                ),
                 request.samplings(),
                 request.stop_conditions(prompt.num_tokens, limits, door.text.eos_token_ids),
             )
             for prompt in prompts
         ]
+
+    def _first_token_within_s(self) -> float | None:
+        slo_s = self._door.ttft_slo_s
+        return None if slo_s is None else slo_s - (time.monotonic() - self._arrived_at)
 
     def _seconds_left(self) -> float:
         return max(0.001, self._door.request_timeout_s - (time.monotonic() - self._arrived_at))

@@ -22,6 +22,7 @@ from proxy.admission import ClientLimitExceeded, QueueFull
 from proxy.openai_answers import ErrorDetail, ErrorResponse
 from proxy.rendering import ContextLengthExceeded
 from proxy.request_id import id_header
+from proxy.router import SLOUnreachable
 from proxy.validation import ModelNotFound
 
 log = logging.getLogger("proxy")
@@ -68,6 +69,7 @@ _STATUS: dict[type[TandemError], int] = {
     QueueFull: 503,
     ClientLimitExceeded: 429,
     Overloaded: 503,
+    SLOUnreachable: 503,
     WorkerLost: 503,
     KVTransferFailed: 503,
     RequestAborted: 504,
@@ -87,7 +89,7 @@ def tandem_error_response(request: Request[Any, Any, Any], error: TandemError) -
     status = status_of(error)
     headers = id_header(request)
     if status in (429, 503):
-        headers["retry-after"] = str(error.retry_after_s) if isinstance(error, QueueFull) else RETRY_AFTER_S
+        headers["retry-after"] = str(error.retry_after_s) if isinstance(error, Overloaded) else RETRY_AFTER_S
     if status == 408:  # the rest of the body may still come
         headers["connection"] = "close"
     return _response(status, error_body(error), headers)

@@ -39,6 +39,8 @@ _PROMPT_SCHEMA: JsonObject = {
     ]
 }
 
+SOONEST_PRIORITY = -100
+
 
 class StreamOptions(msgspec.Struct):
     include_usage: Annotated[OptionalBool, Meta(description="one more chunk at the end, with the usage")] = False
@@ -122,6 +124,13 @@ class NotServed(msgspec.Struct):
     store: Any = None
     service_tier: Any = None
     verbosity: Any = None
+    truncation_side: Any = None
+    logprob_token_ids: Any = None
+    thinking_token_budget: Any = None
+    repetition_detection: Any = None
+    watermarking: Any = None
+    media_io_kwargs: Any = None
+    return_prompt_text: Any = None
 
 
 class GenerationFields(NotServed):
@@ -218,7 +227,7 @@ class GenerationFields(NotServed):
         Meta(description="a longer prompt loses its beginning; -1: as many as fit beside max_tokens"),
     ] = None
     priority: Annotated[
-        Annotated[int, Meta(ge=-100, le=100)] | None, Meta(description="a lower one is served first")
+        Annotated[int, Meta(ge=SOONEST_PRIORITY, le=100)] | None, Meta(description="a lower one is served first")
     ] = 0
     request_id: Annotated[
         Annotated[str, Meta(pattern=REQUEST_ID_PATTERN)] | None,
@@ -336,6 +345,7 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     chat_template_kwargs: ChatTemplateKwargs = None
     documents: Documents = None
     reasoning_effort: ReasoningEffort = None
+    echo: Annotated[OptionalBool, Meta(description="not served: true is refused")] = False
     add_special_tokens: AddSpecialTokensToChat = False
 
 

@@ -18,25 +18,62 @@ from protocol.membership import (
     WorkerReport,
     WorkerStatus,
 )
+from proxy.prefix_index import PrefixIndex
+from proxy.worker_load import PromptQueue, WorkerUse
 
 CHECK_INTERVAL_S = 0.25
 """How often `check` is called."""
+_UNKNOWN_SPEED = 5000.0
+"""Prompt tokens per second of a worker that has computed none yet, where no other has either."""
 _STALL_S = 1.0
 """A check that comes so late says that this process stood still, not that the workers did."""
 
 
-@dataclass(slots=True)
-class WorkerRecord:
-    """One registered worker and what it last said of itself."""
+@dataclass(frozen=True, slots=True)
+class ModelLimits:
+    """What every registered worker can take: tokens per sequence (prompt and output), and ids below `vocab_size`.
 
-    worker: WorkerInfo
+    model_id, block_size: what the hashes of the prefix caches depend on.
+    """
+
     max_model_len: int
     vocab_size: int
+    model_id: str = ""
+    block_size: int = 64
+
+
+@dataclass(slots=True, eq=False)
+class WorkerRecord:
+    """One registered worker, what it last said of itself, and what this proxy has there.
+
+    bit: its place in the prefix index. use: kept by the router.
+    """
+
+    worker: WorkerInfo
+    limits: ModelLimits
     heard_at: float
+    bit: int
+    use: WorkerUse
     load: WorkerLoad = field(default_factory=WorkerLoad)
     pairs: list[PairStatus] = field(default_factory=list)
-    decode_peers: list[WorkerRecord] = field(default_factory=list)
+    decode_peers: Candidates = field(default_factory=lambda: Candidates([]))
     """On a prefill worker: the decode workers that it has a ready pair with, in their present epoch."""
+
+
+class Candidates:
+    """Workers to choose from, laid out for the router: it reads `uses` and `queues` of all for each request.
+
+    by_bit: place in these lists, by the worker's bit in the prefix index.
+    """
+
+    def __init__(self, records: list[WorkerRecord]) -> None:
+        self.records = records
+        self.uses = [record.use for record in records]
+        self.queues = [record.use.prompts for record in records]
+        self.by_bit = {record.bit: number for number, record in enumerate(records)}
+
+    def __bool__(self) -> bool:
+        return bool(self.records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +93,20 @@ class MembershipChange:
         return bool(self.lost or self.joined)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """What every registered worker can take: tokens per sequence (prompt and output), and ids below `vocab_size`."""
-
-    max_model_len: int
-    vocab_size: int
-
-
 class Registry:
-    def __init__(self, worker_silence_s: float) -> None:
+    """decode_may_prefill: so that decode workers serve alone where they must."""
+
+    def __init__(self, worker_silence_s: float, decode_may_prefill: bool = False) -> None:
+        self._decode_may_prefill = decode_may_prefill
         self._worker_silence_s = worker_silence_s
         self._by_epoch: dict[str, WorkerRecord] = {}
         self._checked_at: float | None = None
-        self.prefill_workers: list[WorkerRecord] = []
-        self.decode_workers: list[WorkerRecord] = []
+        self.prefill_workers = Candidates([])
+        self.paired_prefill_workers = Candidates([])  # those with a decode worker to ship to
+        self.decode_workers = Candidates([])
+        self.block_size = 1
+        self.prefixes = PrefixIndex()
+        self._typical_speed = _UNKNOWN_SPEED
 
     # ---- events
 
@@ -91,10 +127,11 @@ class Registry:
             if record.worker.worker_id == message.worker.worker_id
         ]
         for old in lost:
-            del self._by_epoch[old.worker.epoch]
-        self._by_epoch[message.worker.epoch] = WorkerRecord(
-            message.worker, message.max_model_len, message.vocab_size, heard_at=now
-        )
+            self._forget(old.worker.epoch)
+        limits = ModelLimits(message.max_model_len, message.vocab_size, message.model_id, message.block_size)
+        bit = self.prefixes.join(message.worker.epoch)
+        use = WorkerUse(PromptQueue(1 / self._typical_speed))
+        self._by_epoch[message.worker.epoch] = WorkerRecord(message.worker, limits, now, bit, use)
         self._rebuild()
         return MembershipChange(lost, [message.worker])
 
@@ -105,6 +142,12 @@ class Registry:
             return False
         record.heard_at = now
         record.load = message.load
+        record.use.on_report(message.load)
+        if message.load.prompt_tokens_per_s:
+            self._typical_speed = message.load.prompt_tokens_per_s
+            record.use.prompts.s_per_token = 1 / self._typical_speed
+        if message.prefixes is not None:
+            self.prefixes.apply(message.epoch, message.prefixes)
         if message.pairs != record.pairs:
             record.pairs = message.pairs
             self._rebuild()
@@ -137,6 +180,9 @@ class Registry:
 
     # ---- state
 
+    def find(self, epoch: str) -> WorkerRecord | None:
+        return self._by_epoch.get(epoch)
+
     def workers(self) -> list[WorkerInfo]:
         return [record.worker for record in self._by_epoch.values()]
 
@@ -145,22 +191,30 @@ class Registry:
         if not self._by_epoch:
             raise Overloaded("no worker is ready")
         records = self._by_epoch.values()
-        return ModelLimits(min(r.max_model_len for r in records), min(r.vocab_size for r in records))
+        first = next(iter(records)).limits  # workers of another model or block size get no pair with it
+        return ModelLimits(
+            min(r.limits.max_model_len for r in records),
+            min(r.limits.vocab_size for r in records),
+            first.model_id,
+            first.block_size,
+        )
 
     def why_not_ready(self) -> str | None:
-        """None when a prefill and a decode worker can serve together, else what is missing."""
+        """None when a prefill and a decode worker can serve together, or decode alone, else what is missing."""
         if not self.prefill_workers and not self.decode_workers:
             return "no worker is ready"
+        if self.decode_workers and self._decode_may_prefill:
+            return None
         if not self.prefill_workers:
             return "no prefill worker is ready"
         if not self.decode_workers:
             return "no decode worker is ready"
-        if any(record.decode_peers for record in self.prefill_workers):
+        if self.paired_prefill_workers:
             return None
         troubles = [
             f"{record.worker.worker_id} to {pair.decode_worker_id} is {pair.state}"
             + (f" ({pair.reason})" if pair.reason else "")
-            for record in self.prefill_workers
+            for record in self.prefill_workers.records
             for pair in record.pairs
             if pair.state != "ready"
         ]
@@ -174,21 +228,31 @@ class Registry:
 
     def _remove(self, lost: list[LostWorker]) -> MembershipChange:
         for gone in lost:
-            del self._by_epoch[gone.worker.epoch]
+            self._forget(gone.worker.epoch)
         if lost:
             self._rebuild()
         return MembershipChange(lost)
 
+    def _forget(self, epoch: str) -> None:
+        del self._by_epoch[epoch]
+        self.prefixes.leave(epoch)
+
     def _rebuild(self) -> None:
         """Done at changes, which are rare, so that the router finds its lists ready for each request."""
         records = sorted(self._by_epoch.values(), key=lambda record: record.worker.worker_id)
-        self.prefill_workers = [record for record in records if record.worker.role == "prefill"]
-        self.decode_workers = [record for record in records if record.worker.role == "decode"]
-        decode_by_key = {(r.worker.worker_id, r.worker.epoch): r for r in self.decode_workers}
-        for record in self.prefill_workers:
-            peers = (
+        decodes = [record for record in records if record.worker.role == "decode"]
+        prefills = [record for record in records if record.worker.role == "prefill"]
+        decode_by_key = {(r.worker.worker_id, r.worker.epoch): r for r in decodes}
+        self.decode_workers = Candidates(decodes)
+        for record in prefills:
+            found = (
                 decode_by_key.get((pair.decode_worker_id, pair.decode_epoch))
                 for pair in record.pairs
                 if pair.state == "ready"
             )
-            record.decode_peers = [peer for peer in peers if peer is not None]
+            peers = [peer for peer in found if peer is not None]
+            record.decode_peers = self.decode_workers if peers == decodes else Candidates(peers)
+        self.prefill_workers = Candidates(prefills)
+        self.paired_prefill_workers = Candidates([record for record in prefills if record.decode_peers])
+        if records:
+            self.block_size = records[0].limits.block_size

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Annotated, Any
 
 import msgspec
@@ -15,6 +16,7 @@ from msgspec import Meta
 from tokenizers import Encoding
 
 from protocol.errors import InvalidRequest
+from protocol.prefix_hash import BlockHasher, pack_short_hashes
 from protocol.token_ids import pack_token_ids
 from proxy.cpu_time import cpu_time_limit
 from proxy.dispatcher import Prompt
@@ -79,11 +81,21 @@ class Renderer:
         prompt: ChatPrompt | CompletionPrompt | RenderedPrompts,
         limits: ModelLimits,
         max_tokens: int | None = None,
+        cache_salt: str = "",
     ) -> list[Prompt]:
-        """One prompt for a chat, one or more for a completion.
+        """One prompt for a chat, one or more for a completion; with the hashes of their prefixes.
 
         max_tokens: longer prompts lose their beginning; None refuses those that do not fit. Raises InvalidRequest.
         """
+        hasher = BlockHasher(limits.block_size, limits.model_id, cache_salt)
+        return [
+            replace(rendered, prefix_hashes=pack_short_hashes(hasher.prompt_hashes(rendered.token_ids)))
+            for rendered in self._tokens(prompt, limits, max_tokens)
+        ]
+
+    def _tokens(
+        self, prompt: ChatPrompt | CompletionPrompt | RenderedPrompts, limits: ModelLimits, max_tokens: int | None
+    ) -> list[Prompt]:
         match prompt:
             case RenderedPrompts(prompts):
                 return prompts

@@ -30,12 +30,12 @@ class RunningRequest:
         self.finish_reason: FinishReason | None = None
         self.error: TandemError | None = None
         self.preempted = False
-        self._decode_reserved = route.decode is None
+        self._decode_reserved = route.decode is None or route.prefill is None  # else it has begun with the prompt
         self._decode_tokens: list[NewToken] = []  # held until the first token is released
         self._first_released = False
         self._num_decoded = 0
         self._tokens: list[SampledToken] = []  # released, not taken
-        self._unended = [route.prefill] if route.decode is None else [route.prefill, route.decode]
+        self._unended = [worker for worker in (route.prefill, route.decode) if worker is not None]
 
     # ---- events
 
@@ -113,7 +113,9 @@ class RunningRequest:
             self._first_released = True
             self._tokens.append(first.token)
             if first.finish_reason is not None:
-                self._forget(self.route.prefill)  # decode, which was prepared in vain, is still to be told
+                self._forget(
+                    self.route.computes_prompt
+                )  # decode, prepared in vain by prefill's side, is still to be told
                 self.finish_reason = first.finish_reason
         for token in self._decode_tokens:
             if self.finish_reason is not None:

@@ -1,77 +1,237 @@
-"""Chooses a (prefill, decode) pair for each request. Pure policy: knows the registry and what this proxy has under way.
+"""Chooses the workers of each request. Pure policy: knows the registry and what this proxy has under way.
 
-Prefill goes to the worker with the fewest prompt tokens ahead (dispatched by this proxy and not answered yet, plus what
-the worker reports as waiting), decode to the peer with the fewest sequences; ties go round.
+Prefill goes where the first token is predicted soonest: prompt tokens ahead plus those of this prompt that the worker
+has not cached, over its measured speed. Decode goes where there are few sequences, room for the blocks, and much of the
+prompt already. A short rest of a prompt is computed by the decode worker itself, and so is every prompt when no prefill
+worker is left. docs/routing.md has the formulas and their reasons.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass
+import math
+import random
+from collections.abc import Sequence
+
+import msgspec
 
 from protocol.errors import Overloaded
 from protocol.membership import WorkerInfo
-from proxy.registry import Registry, WorkerRecord
+from proxy.prefix_index import NO_DEPTHS, Depths
+from proxy.registry import Candidates, Registry, WorkerRecord
+
+_SLACK_S = 0.001
+_SLACK = 0.05
+"""Prefill workers whose prediction is the best one's, to this time and part, are as good: one is drawn."""
+_DECODE_SLACK = 0.5
+"""The same for decode workers, in sequences."""
+_CACHED_WEIGHT = 2.0
+"""A prompt that is wholly in a decode worker's cache is worth as many sequences."""
+_NO_ROOM = 1e6
+_MAX_LOCAL_PROMPTS = 4
+"""Prompt tokens of so many thresholds may be under way on a decode worker; more would slow its streams."""
+_LEARNING_RATE = 0.1
+_MIN_TTFT_S = 0.002
+"""What a first token takes with nothing to compute: dispatch and one step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
-    """decode: None when one token is all that is asked, so that there is nothing to ship."""
+class SLOUnreachable(Overloaded):
+    """The first token is predicted to come later than `--ttft-slo-ms` allows. retry_after_s: by then it might not."""
 
-    prefill: WorkerInfo
+    code = "ttft_slo_unreachable"
+
+    def __init__(self, predicted_s: float, limit_s: float) -> None:
+        super().__init__(
+            f"The first token is predicted after {predicted_s:.2f} s, {max(0.0, limit_s):.2f} s are left of the limit. "
+            "Try again later."
+        )
+        self.retry_after_s = min(60, max(1, math.ceil(predicted_s - limit_s)))
+
+
+class PromptShape(msgspec.Struct, frozen=True):
+    """What routing needs to know of a prompt. hashes: short ones of its full blocks; priority: lower is sooner.
+
+    needs_decode: False when one token is all that is asked, so that there is nothing to ship. can_be_cached: False
+    where every token must be computed for its logprobs.
+    """
+
+    num_tokens: int
+    num_sequences: int = 1
+    needs_decode: bool = True
+    hashes: Sequence[int] = ()
+    priority: int = 0
+    can_be_cached: bool = True
+
+
+class Route(msgspec.Struct, frozen=True):
+    """decode: None when one token is all that is asked. prefill: None when the decode worker computes the prompt.
+
+    num_uncached_tokens: expected, of the prompt. predicted_s: seconds to the first token before the correction that is
+    learned. num_blocks: promised on decode.
+    """
+
+    prefill: WorkerInfo | None
     decode: WorkerInfo | None
+    priority: int = 0
+    num_uncached_tokens: int = 0
+    predicted_s: float = 0.0
+    num_blocks: int = 0
+
+    @property
+    def computes_prompt(self) -> WorkerInfo:
+        worker = self.prefill or self.decode
+        assert worker is not None
+        return worker
 
 
 class Router:
-    """`pick` counts the prompt as under way; the caller owes one `prefill_ended`, and one `ended` for each sequence."""
+    """`pick` counts the prompt as under way; the caller owes one `prefill_ended`, and one `ended` for each sequence.
 
-    def __init__(self, registry: Registry) -> None:
+    decode_prefill_threshold: uncached tokens that decode computes itself; 0 never. num_proxies: that share the workers.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        decode_prefill_threshold: int = 0,
+        num_proxies: int = 1,
+        rng: random.Random | None = None,
+    ) -> None:
         self._registry = registry
-        self._prompt_tokens: Counter[str] = Counter()  # by prefill epoch: dispatched, first token not seen
-        self._sequences: Counter[str] = Counter()  # by decode epoch
-        self._picked_at: dict[str, int] = {}  # by epoch: the number of the pick that chose it last
-        self._num_picks = 0
+        self._threshold = decode_prefill_threshold
+        self._num_proxies = num_proxies
+        self._rng = rng or random.Random()
+        self._correction = 1.0  # what first tokens took, over what was predicted
 
-    def pick(self, num_prompt_tokens: int, num_sequences: int, needs_decode: bool) -> Route:
-        """Raises Overloaded, which says what is missing, when no pair can take the request."""
+    def pick(self, prompt: PromptShape, max_ttft_s: float | None = None) -> Route:
+        """Raises Overloaded, which says what is missing, when nobody can take the request.
+
+        max_ttft_s: raises SLOUnreachable when the first token is predicted later (early rejection: Qin et al.,
+        Mooncake, FAST 2025, section 7).
+        """
         registry = self._registry
-        candidates = [r for r in registry.prefill_workers if r.decode_peers or not needs_decode]
-        if not candidates:
+        depths = NO_DEPTHS
+        if prompt.can_be_cached and prompt.hashes:
+            depths = registry.prefixes.depths(prompt.hashes)
+        block_size = registry.block_size
+        prefills = registry.prefill_workers
+        if prompt.needs_decode:
+            prefills = registry.paired_prefill_workers
+        prefill: WorkerRecord | None = None
+        decode: WorkerRecord | None = None
+        if prefills:
+            prefill, predicted_s = self._pick_prefill(prefills, prompt, depths, block_size)
+            if prompt.needs_decode:
+                decode = self._pick_decode(prefill.decode_peers, prompt, depths, block_size)
+                if self._threshold and self._is_short(decode, prompt, depths, block_size):
+                    prefill = None
+        elif self._threshold and registry.decode_workers:
+            decode = self._pick_decode(registry.decode_workers, prompt, depths, block_size)
+        else:
             raise Overloaded(registry.why_not_ready() or "no prefill worker is ready")
-        self._num_picks += 1
-        prefill = min(candidates, key=self._prefill_order)
-        decode = min(prefill.decode_peers, key=self._decode_order) if needs_decode else None
-        self._prompt_tokens[prefill.worker.epoch] += num_prompt_tokens
-        self._picked_at[prefill.worker.epoch] = self._num_picks
+        computing = prefill or decode
+        assert computing is not None
+        num_uncached = _num_uncached(computing, prompt, depths, block_size)
+        if prefill is None:
+            predicted_s = (
+                computing.use.prompts.ahead_of(prompt.priority) + num_uncached
+            ) * computing.use.prompts.s_per_token
+        if max_ttft_s is not None:
+            expected_s = (predicted_s + _MIN_TTFT_S) * self._correction
+            if expected_s > max_ttft_s:
+                raise SLOUnreachable(expected_s, max_ttft_s)
+        computing.use.prompts.add(prompt.priority, num_uncached, self._num_proxies)
+        num_blocks = 0
         if decode is not None:
-            self._sequences[decode.worker.epoch] += num_sequences
-            self._picked_at[decode.worker.epoch] = self._num_picks
-        return Route(prefill.worker, decode.worker if decode is not None else None)
+            num_blocks = self._num_blocks(decode, prompt, depths, block_size)
+            decode.use.add(prompt.num_sequences, num_blocks, self._num_proxies)
+        return Route(
+            prefill.worker if prefill is not None else None,
+            decode.worker if decode is not None else None,
+            prompt.priority,
+            num_uncached,
+            predicted_s,
+            num_blocks,
+        )
 
-    def prefill_ended(self, route: Route, num_prompt_tokens: int) -> None:
-        """The first token came, or never will."""
-        _subtract(self._prompt_tokens, route.prefill.epoch, num_prompt_tokens)
+    def on_first_token(self, route: Route, ttft_s: float) -> None:
+        """How long the first token took from its dispatch: corrects what is predicted from now on."""
+        ratio = ttft_s / (route.predicted_s + _MIN_TTFT_S)
+        corrected = self._correction + _LEARNING_RATE * (min(ratio, 10.0) - self._correction)
+        self._correction = min(4.0, max(0.5, corrected))
+
+    def prefill_ended(self, route: Route) -> None:
+        """The first token came, or never will. What is owed for a worker that is lost is paid into nothing."""
+        if (record := self._registry.find(route.computes_prompt.epoch)) is not None:
+            record.use.prompts.remove(route.priority, route.num_uncached_tokens)
+        if route.decode is not None and (record := self._registry.find(route.decode.epoch)) is not None:
+            record.use.end_promise(route.num_blocks)
 
     def ended(self, route: Route) -> None:
-        if route.decode is not None:
-            _subtract(self._sequences, route.decode.epoch, 1)
+        if route.decode is not None and (record := self._registry.find(route.decode.epoch)) is not None:
+            record.use.end_sequence()
 
-    def forget(self, worker: WorkerInfo) -> None:
-        """The worker is lost. What is still owed for it is paid into nothing."""
-        for counts in (self._prompt_tokens, self._sequences, self._picked_at):
-            counts.pop(worker.epoch, None)
+    # ---- who
 
-    def _prefill_order(self, record: WorkerRecord) -> tuple[int, int]:
-        epoch = record.worker.epoch
-        return self._prompt_tokens[epoch] + record.load.num_waiting_tokens, self._picked_at.get(epoch, 0)
+    def _pick_prefill(
+        self, candidates: Candidates, prompt: PromptShape, depths: Depths, block_size: int
+    ) -> tuple[WorkerRecord, float]:
+        """And the predicted seconds to the first token."""
+        priority, most_cached = prompt.priority, _num_usable_blocks(prompt, block_size)
+        work = prompt.num_tokens - block_size * min(depths.common, most_cached)
+        queues = candidates.queues
+        predicted = [
+            ((queue.total if priority >= queue.latest else queue.ahead_of(priority)) + work) * queue.s_per_token
+            for queue in queues
+        ]
+        for bit, depth in depths.other.items():
+            if (number := candidates.by_bit.get(bit)) is not None:
+                saved = work - prompt.num_tokens + block_size * min(depth, most_cached)
+                predicted[number] -= saved * queues[number].s_per_token
+        best = min(predicted)
+        number = self._draw(predicted, best + _SLACK_S + _SLACK * best)
+        return candidates.records[number], predicted[number]
 
-    def _decode_order(self, record: WorkerRecord) -> tuple[int, int]:
-        return self._sequences[record.worker.epoch], self._picked_at.get(record.worker.epoch, 0)
+    def _pick_decode(
+        self, candidates: Candidates, prompt: PromptShape, depths: Depths, block_size: int
+    ) -> WorkerRecord:
+        num_full = prompt.num_tokens // block_size
+        num_own = prompt.num_sequences * ((prompt.num_tokens + block_size) // block_size - num_full)
+        needed, worth = num_full + num_own - depths.common, _CACHED_WEIGHT / (num_full or 1)
+        uses = candidates.uses
+        costs = [
+            use.busy + needed * use.block_weight + (0.0 if use.num_free_blocks >= needed else _NO_ROOM) for use in uses
+        ]
+        for bit, depth in depths.other.items():
+            if (number := candidates.by_bit.get(bit)) is not None:
+                use, deeper = uses[number], depth - depths.common
+                costs[number] -= deeper * (worth + use.block_weight)
+                if needed > use.num_free_blocks >= needed - deeper:
+                    costs[number] -= _NO_ROOM
+                elif needed <= use.num_free_blocks < needed - deeper:
+                    costs[number] += _NO_ROOM
+        return candidates.records[self._draw(costs, min(costs) + _DECODE_SLACK)]
+
+    def _draw(self, costs: list[float], most: float) -> int:
+        """One of those that cost no more than `most`: where proxies all took the first, they would crowd it."""
+        good = [number for number, cost in enumerate(costs) if cost <= most]
+        return good[0] if len(good) == 1 else good[int(self._rng.random() * len(good))]
+
+    def _is_short(self, decode: WorkerRecord, prompt: PromptShape, depths: Depths, block_size: int) -> bool:
+        """Whether the decode worker is to compute what it has not cached of the prompt."""
+        num_uncached = _num_uncached(decode, prompt, depths, block_size)
+        under_way = decode.use.prompts.total
+        return num_uncached <= self._threshold and under_way + num_uncached <= _MAX_LOCAL_PROMPTS * self._threshold
+
+    def _num_blocks(self, decode: WorkerRecord, prompt: PromptShape, depths: Depths, block_size: int) -> int:
+        num_full = prompt.num_tokens // block_size
+        num_own = prompt.num_sequences * ((prompt.num_tokens + block_size) // block_size - num_full)
+        return max(0, num_full - depths.of(decode.bit)) + num_own
 
 
-def _subtract(counts: Counter[str], epoch: str, amount: int) -> None:
-    remaining = counts[epoch] - amount
-    if remaining > 0:
-        counts[epoch] = remaining
-    else:
-        counts.pop(epoch, None)
+def _num_usable_blocks(prompt: PromptShape, block_size: int) -> int:
+    """Of the cached ones: the last token is always computed, since its logits are needed."""
+    return (prompt.num_tokens - 1) // block_size
+
+
+def _num_uncached(record: WorkerRecord, prompt: PromptShape, depths: Depths, block_size: int) -> int:
+    return prompt.num_tokens - block_size * min(depths.of(record.bit), _num_usable_blocks(prompt, block_size))

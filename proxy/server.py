@@ -59,8 +59,8 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     proxy_id = f"{config.proxy_id}-{secrets.token_hex(4)}"
     metrics = ProxyMetrics()
     scrapes = Scrapes(metrics)
-    registry = Registry(config.worker_silence_s)
-    router = Router(registry)
+    registry = Registry(config.worker_silence_s, decode_may_prefill=config.decode_prefill_threshold > 0)
+    router = Router(registry, config.decode_prefill_threshold, config.num_proxies)
     turns = Turns(_STREAMS_PER_ITERATION)
     dispatcher = Dispatcher(proxy_id, router, metrics, turns)
     context = new_context()
@@ -99,6 +99,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         scrapes,
         turns,
         config.request_timeout_s,
+        config.ttft_slo_ms / 1000 or None,
     )
     uvicorn_config = uvicorn.Config(
         make_app(config, door),

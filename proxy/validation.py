@@ -49,6 +49,10 @@ NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
     "verbosity": ("medium",),
+    "truncation_side": ("left",),
+    "watermarking": (False,),
+    "media_io_kwargs": ({},),
+    "return_prompt_text": (False,),
 }
 """Beside null, which always is: values of fields not served that ask for nothing."""
 
@@ -189,6 +193,8 @@ class BodyDecoder:
     def chat(self, body: bytes) -> GenerationRequest:
         request = _decode(self._chat, body)
         self._check_model(request.model)
+        if request.echo:
+            raise InvalidRequest("echo is not supported for chats; the last message is yours already.", "echo")
         prompt = self._chat_prompt(request)
         if request.max_completion_tokens is not None:
             return self._check(request, prompt, request.max_completion_tokens, "max_completion_tokens", None)

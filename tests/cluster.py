@@ -36,7 +36,7 @@ def tandem(*arguments: str) -> list[str]:
 
 
 class Cluster:
-    """A context manager; `url` serves while it is open."""
+    """A context manager; `url` serves while it is open. Prompts go through prefill unless a test says else."""
 
     def __init__(self, *arguments: str) -> None:
         self.port = free_port()
@@ -46,7 +46,7 @@ class Cluster:
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
-            tandem("up", "--port", str(self.port), *self._arguments),
+            tandem("up", "--port", str(self.port), "--decode-prefill-threshold", "0", *self._arguments),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

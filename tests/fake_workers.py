@@ -101,10 +101,11 @@ class FakeWorkers:
             registration = Registration(
                 context,
                 self._controls,
-                RegisterWorker(PROTOCOL_VERSION, info, self._max_model_len, 300),
+                RegisterWorker(PROTOCOL_VERSION, info, self._max_model_len, 300, "echo", 64),
                 lambda status=status: status,  # type: ignore[misc]
                 self._on_view,
                 lambda _proxy_id: None,
+                lambda: None,
             )
             registration.start()
             self._registrations[name] = registration

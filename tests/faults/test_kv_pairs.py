@@ -172,7 +172,7 @@ def test_another_layout_is_refused_by_name_and_nobody_else_notices(cluster: Clus
             reports = cluster.status().workers
             return [pair.reason for report in reports for pair in report.pairs if pair.state == "refused"]
 
-        cluster.wait_for(lambda: len(reasons()) == 2, 60)
+        cluster.wait_for(lambda: len(reasons()) == 2, 100)
         assert set(reasons()) == {"KV layout differs in block_size: prefill has 64, decode has 32"}
         shown = subprocess.run(
             [sys.executable, "-m", "deploy.cli", "status", "--port", str(cluster.port)],

@@ -68,6 +68,9 @@ def expected(demo_model: Path, prompts: list[list[int]]) -> list[list[int]]:
     [
         pytest.param(["--kv-connector", "ipc", "--max-num-batched-tokens", "100"], id="ipc-chunks-of-100"),
         pytest.param(["--kv-connector", "gloo", "--max-num-batched-tokens", "333"], id="gloo-chunks-of-333"),
+        pytest.param(
+            ["--decode-prefill-threshold", "4096", "--max-num-batched-tokens", "100"], id="decode-computes-prompts"
+        ),
         pytest.param(["--prefill", "2", "--decode", "2", "--kv-connector", "gloo"], id="gloo-2-prefill-2-decode"),
         pytest.param(["--prefill", "2", "--decode", "2", "--block-size", "32"], id="auto-2-prefill-2-decode"),
     ],

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
+from msgspec.structs import replace
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from engine.batch import ItemOutput, Sample
@@ -166,7 +167,7 @@ ROWS = [
 
 
 @given(seed=st.integers(0, 2**32))
-@settings(max_examples=20)
+@settings(max_examples=8)
 def test_sampled_text_is_the_grammars_whatever_else_is_asked_for(seed: int) -> None:
     """The masks come from `GrammarMasks`, rows with and without a grammar in one batch, over random logits."""
     rng = random.Random(seed)
@@ -317,3 +318,22 @@ def test_the_demo_vocabulary_spells_json(demo_model: Any) -> None:
     matcher = compile_grammar(tokenizer, GRAMMARS[0])
     text = '{"name": "né日", "size": 7}'
     assert matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting()
+
+
+@given(seed=st.integers(0, 2**31), num_allowed=st.sampled_from([1, 2, 7, 300]), scale=st.sampled_from([0.1, 5.0, 60.0]))
+@settings(max_examples=10)
+def test_nothing_else_is_sampled_from_a_large_vocabulary(seed: int, num_allowed: int, scale: float) -> None:
+    """Where the sampler looks at parts of a row, or at a few candidates, most of them may be impossible."""
+    torch.manual_seed(seed)
+    vocab_size = 5000
+    params = [replace(p, temperature=t, seed=seed + i) for i, p in enumerate(ROWS[:6]) for t in (0.0, 1.0)]
+    allowed_ids = torch.randperm(vocab_size)[:num_allowed]
+    is_allowed = np.zeros(8 * 632, dtype=np.uint8)
+    is_allowed[allowed_ids.numpy()] = 1
+    bits = torch.from_numpy(np.packbits(is_allowed, bitorder="little"))[None]
+    mask = StepMask(list(range(len(params))), [0] * len(params), bits, {})
+    samples = [Sample(p, output_token_ids=[1, 2]) for p in params]
+    logits = torch.randn(len(params), vocab_size) * scale
+    logits[:, allowed_ids] -= 3 * scale
+    chosen = sample(logits, samples, list(range(len(params))), mask)
+    assert {token.token_id for token in chosen} <= set(allowed_ids.tolist())

@@ -6,6 +6,7 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from decode_worker.actions import SendToProxy as DecodeToProxy
 from decode_worker.scheduler import DecodeScheduler
@@ -98,11 +99,11 @@ def test_decode_steps_a_sequence_when_its_grammar_is_compiled(decode: DecodeSche
     shared, compiled = grammar()
     begin(decode, prepare(0, SAMPLING, num_sequences=2, num_generated=3), shared)
     begin(decode, prepare(1, SamplingParams()), None)
-    batch, _ = decode.schedule()
+    batch, _ = decode.schedule(0.0)
     assert [item.samples[0].grammar for item in batch.items] == [None]
-    decode.on_step([ItemOutput([SampledToken(5)])])
+    decode.on_step(0.0, [ItemOutput([SampledToken(5)])])
     compiled.set_result(None)
-    batch, _ = decode.schedule()
+    batch, _ = decode.schedule(0.0)
     states = [item.samples[0].grammar for item in batch.items]
     assert states[0] is not states[1] and states[2] is None  # each sequence goes its own way
     assert list(batch.items[0].samples[0].output_token_ids) == [*TOKENS[-3:], 7]
@@ -113,13 +114,27 @@ def test_one_that_leaves_its_grammar_ends_alone(decode: DecodeScheduler) -> None
     compiled.set_result(None)
     begin(decode, prepare(0, SAMPLING), shared)
     begin(decode, prepare(1, SAMPLING), shared)
-    assert len(decode.schedule()[0].items) == 2
-    actions = decode.on_step([ERROR, ItemOutput([SampledToken(5)])])
+    assert len(decode.schedule(0.0)[0].items) == 2
+    actions = decode.on_step(0.0, [ERROR, ItemOutput([SampledToken(5)])])
     told = [action.message for action in actions if isinstance(action, DecodeToProxy)]
     [failed] = [message for message in told if isinstance(message, RequestFailed)]
     [tokens] = [message for message in told if isinstance(message, TokenBatch)]
     assert (failed.request_id, failed.error.code) == ("r0.0", "invalid_request")
     assert [token.request_id for token in tokens.tokens] == ["r1.0"]
-    assert len(decode.schedule()[0].items) == 1
-    decode.on_step([ItemOutput([SampledToken(0)])])
+    assert len(decode.schedule(0.0)[0].items) == 1
+    decode.on_step(0.0, [ItemOutput([SampledToken(0)])])
+    assert decode.blocks.num_free == 20
+
+
+def test_a_prompt_that_decode_computes_itself_waits_and_fails_alike(decode: DecodeScheduler) -> None:
+    shared, compiled = grammar()
+    request = replace(prepare(0, SAMPLING, num_sequences=2), prefill_worker_id=None, prefill_epoch=None)
+    decode.on_prepare(0.0, request, shared)
+    assert not decode.schedule(0.0)[0].items
+    compiled.set_result(None)
+    [item] = decode.schedule(0.0)[0].items
+    assert item.samples[0].grammar is item.samples[1].grammar is not None
+    actions = decode.on_step(0.0, [ItemOutput(ERROR.tokens * 2, error=ERROR.error)])
+    told = [action.message for action in actions if isinstance(action, DecodeToProxy)]
+    assert [type(message) for message in told] == [RequestFailed, RequestFailed]
     assert decode.blocks.num_free == 20

@@ -111,7 +111,7 @@ class Handover(RuleBasedStateMachine):
         self.prefill = PrefillScheduler(
             BlockManager(12, BLOCK_SIZE), "model", max_num_batched_tokens=6, max_num_seqs=4, lease_s=math.inf
         )
-        self.decode = DecodeScheduler(BlockManager(12, BLOCK_SIZE), "model", max_num_seqs=3)
+        self.decode = DecodeScheduler(BlockManager(12, BLOCK_SIZE), "model", max_num_seqs=3, max_num_batched_tokens=5)
         self.prefill_memory, self.decode_memory = Memory(12), Memory(12)
         self.pair_id = "pair-0"
         self.num_pairs = 1
@@ -128,6 +128,7 @@ class Handover(RuleBasedStateMachine):
         self.attempts: dict[str, Wanted] = {}  # by request_id
         self.current: dict[int, str] = {}  # request_id of the latest attempt, by id() of the sequence
         self.num_preempted = 0
+        self.num_local = 0  # chunks that decode computed
 
     # ---- the proxy
 
@@ -157,10 +158,20 @@ class Handover(RuleBasedStateMachine):
         alone = first.stop.max_tokens - generated == 1
         packed, seeds = pack_token_ids(first.prompt + first.tokens), [s.seed for s in sequences]
         transfer_id = f"t-{request_ids[0]}"
+        priority = len(self.attempts) % 3 - 1
+        if len(self.attempts) % 4 == 0:  # decode computes the prompt
+            self.to_decode.append(
+                PrepareDecode(
+                    "proxy", request_ids, transfer_id, packed, SamplingParams(), seeds, first.stop,
+                    None, None, DEADLINE_S, num_generated=generated, priority=priority,
+                )
+            )  # fmt: skip
+            return
         self.to_prefill.append(
             StartPrefill(
                 "proxy", request_ids, transfer_id, packed, SamplingParams(), seeds, first.stop,
-                None if alone else "decode-0", None if alone else "epoch", DEADLINE_S, num_generated=generated,
+                None if alone else "decode-0", None if alone else "epoch", DEADLINE_S,
+                num_generated=generated, priority=priority,
             )
         )  # fmt: skip
         if not alone:
@@ -344,7 +355,7 @@ class Handover(RuleBasedStateMachine):
     @rule()
     def begin_decode_step(self) -> None:
         if self.decode_step is None:
-            batch, actions = self.decode.schedule()
+            batch, actions = self.decode.schedule(self.now)
             self.decode_step = batch if batch.items else None
             self._perform(actions)
 
@@ -357,17 +368,26 @@ class Handover(RuleBasedStateMachine):
         for source, destination in batch.block_copies:
             memory.blocks[destination] = list(memory.blocks[source])
         outputs = []
-        for item, sequence in zip(batch.items, self.decode._step, strict=True):
+        for item, sequence in zip(batch.items, self.decode._step, strict=False):
             wanted = self.attempts[sequence.request_id]
             token_ids = wanted.prompt + sequence.output_token_ids
             assert len(token_ids) == sequence.num_tokens == item.start + 1
             memory.check(token_ids, sequence.block_table, item.start)
             memory.write(token_ids, sequence.block_table, item.start, item.start + 1)
             outputs.append(self._sample(token_ids, item.samples))
+        chunks = batch.items[len(outputs) :]
+        assert sum(len(item.token_ids) for item in chunks) <= 5
+        for item, (prefill, _) in zip(chunks, self.decode._chunks, strict=True):
+            end = item.start + len(item.token_ids)
+            memory.check(prefill.token_ids, prefill.block_table, item.start)
+            memory.write(prefill.token_ids, prefill.block_table, item.start, end)
+            assert bool(item.samples) == (end == len(prefill.token_ids))
+            outputs.append(self._sample(prefill.token_ids, item.samples))
+            self.num_local += 1
         if fails:
             self._perform(self.decode.on_step_failed(RuntimeError("boom")))
         else:
-            self._perform(self.decode.on_step(outputs))
+            self._perform(self.decode.on_step(self.now, outputs))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 30.0]))
     def tick(self, seconds: float) -> None:
@@ -391,6 +411,10 @@ class Handover(RuleBasedStateMachine):
             assert not targets & set(ship.dst_block_ids)
             targets |= set(ship.dst_block_ids)
         writing = [sequence.block_table[(sequence.num_tokens - 1) // BLOCK_SIZE] for sequence in self.decode._step]
+        for prefill, num_tokens in self.decode._chunks:
+            start, end = prefill.num_computed_tokens, prefill.num_computed_tokens + num_tokens
+            writing += prefill.block_table[start // BLOCK_SIZE : self.decode.blocks.num_blocks_for(end)]
+        assert set(writing) <= owned(self.decode.blocks)
         assert len(set(writing)) == len(writing) and not targets & set(writing)
         tables = Counter(block_id for sequence in self.decode._running for block_id in sequence.block_table)
         assert all(tables[block_id] <= 1 for block_id in writing)
@@ -476,13 +500,14 @@ def _random_schedule(seed: int) -> Handover:
 
 def test_two_thousand_random_schedules() -> None:
     finished: Counter[str | None] = Counter()
-    num_preempted = num_cached = 0
+    num_preempted = num_cached = num_local = 0
     for seed in range(2000):
         machine = _random_schedule(seed)
         machine.teardown()
         finished.update(sequence.ended for sequence in machine.wanted)
         num_preempted += machine.num_preempted
+        num_local += machine.num_local
         num_cached += min(machine.prefill.num_cached_tokens, machine.decode.num_cached_tokens)
     # The schedules must reach all of it, or the test would show nothing.
     assert min(finished[reason] for reason in ("stop", "length", "worker_lost", "internal_error")) > 100, finished
-    assert num_preempted > 1000 and num_cached > 10_000
+    assert num_preempted > 1000 and num_cached > 10_000 and num_local > 1000

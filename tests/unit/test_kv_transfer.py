@@ -8,6 +8,7 @@ import os
 import queue
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -140,6 +141,30 @@ def test_preparing_changes_nothing_and_takes_pages_where_the_peer_will_write(
     else:
         assert received.next() is None
     assert torch.equal(destination[5], source[0])
+    sender.close(lambda: None)
+    receiver.close()
+
+
+def num_mapped_pages(tensor: torch.Tensor) -> int:
+    """Of this memory's pages those that are in our page table: bit 63 of each entry of pagemap."""
+    with Path("/proc/self/pagemap").open("rb") as pagemap:
+        pagemap.seek(tensor.data_ptr() // mmap.PAGESIZE * 8)
+        entries = pagemap.read(-(-tensor.nbytes // mmap.PAGESIZE) * 8)
+    return sum(entry >> 7 for entry in entries[7::8])
+
+
+def test_pages_that_arrived_are_mapped_before_they_are_read(pool_file: tuple[int, torch.Tensor]) -> None:
+    sender, receiver, _, destination = open_pair("ipc", pool_file)
+    blocks = list(range(NUM_BLOCKS))
+    sent, received, mapped = Outcomes(), Outcomes(), Outcomes()
+    sender.send(blocks, blocks, sent)
+    assert sent.next() is None and num_mapped_pages(destination) == 0, "written through the sender's mapping alone"
+    for _ in range(2):
+        receiver.receive(blocks, received)
+        assert received.next() is None
+    receiver._thread.submit(lambda: None, mapped)
+    assert mapped.next() is None
+    assert num_mapped_pages(destination) == NUM_BLOCKS * BLOCK_BYTES // mmap.PAGESIZE
     sender.close(lambda: None)
     receiver.close()
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from litestar import Request
 
 from protocol.errors import InvalidRequest
 from proxy.admission import Admission, ClientLimitExceeded, QueueFull, Ticket
 from proxy.http_errors import tandem_error_response
+
+
+def some_request() -> Request[Any, Any, Any]:
+    return Request({"type": "http", "headers": [], "state": {}})  # type: ignore[typeddict-item]
 
 
 class Clock:
@@ -55,12 +62,56 @@ def test_a_client_has_so_many_under_way_until_they_end() -> None:
     one.on_first_token(1)
     with pytest.raises(ClientLimitExceeded, match="2 of your sequences") as refused:
         admission.check("a")
-    assert tandem_error_response(None, refused.value).status_code == 429  # type: ignore[arg-type]
+    assert tandem_error_response(some_request(), refused.value).status_code == 429
     admission.admit("b", [1])
     one.close()
     admission.admit("a", [1])
     with pytest.raises(InvalidRequest, match="the limit is 2"):
         admission.check("c", 3)
+
+
+def test_sooner_priorities_displace_later_ones_the_newest_first() -> None:
+    admission = Admission(4, Clock(), max_waiting_tokens=100)
+    displaced: list[str] = []
+
+    def admit(name: str, priority: int, *tokens: int) -> Ticket:
+        def on_displaced(error: QueueFull) -> None:
+            assert error.retry_after_s >= 1
+            displaced.append(name)
+
+        return admission.admit("a", tokens, priority, on_displaced)
+
+    first, old, new = admit("first", 5, 10), admit("old", 5, 10), admit("new", 5, 10)
+    admit("sooner", 1, 10)
+    with pytest.raises(QueueFull, match="4 requests are waiting"):
+        admit("as late", 5, 10)
+    admission.check("a", priority=4)
+    assert displaced == [], "a check displaces nobody"
+    first.on_first_token(0)  # it is being answered, so it stays
+    admit("soon", 0, 10, 10)
+    assert displaced == ["new"]
+    new.close()
+    admit("large", -1, 75)  # the tokens of `old` and of `sooner` make room, and those of `soon` may stay
+    assert displaced == ["new", "old", "sooner"]
+    with pytest.raises(QueueFull, match="95 prompt tokens"):
+        admit("too large", 0, 30)
+    for ticket in (first, old):
+        ticket.close()
+    assert (admission.num_waiting, admission.num_waiting_tokens) == (3, 95)
+
+
+def test_a_client_over_its_limit_may_come_back_when_its_oldest_request_should_have_ended() -> None:
+    clock = Clock()
+    admission = Admission(10, clock, max_per_client=1)
+    for _ in range(50):
+        ticket = admission.admit("a", [1])
+        clock.now += 20
+        ticket.close()
+    admission.admit("a", [1])
+    clock.now += 5
+    with pytest.raises(ClientLimitExceeded) as refused:
+        admission.check("a")
+    assert refused.value.retry_after_s == 15
 
 
 def test_retry_after_is_what_waits_over_the_speed_of_late() -> None:
@@ -77,7 +128,7 @@ def test_retry_after_is_what_waits_over_the_speed_of_late() -> None:
     with pytest.raises(QueueFull) as refused:
         admission.check("a")
     assert refused.value.retry_after_s == 8  # 9000 tokens, 5000 in the last 4 s
-    response = tandem_error_response(None, refused.value)  # type: ignore[arg-type]
+    response = tandem_error_response(some_request(), refused.value)
     assert (response.status_code, response.headers["retry-after"]) == (503, "8")
     clock.now += 60
     assert admission.retry_after_s() == 1, "what was long ago says nothing"
@@ -92,14 +143,19 @@ class AnyOrder(RuleBasedStateMachine):
         self.admission = Admission(6, self.clock, max_waiting_tokens=50, max_per_client=4)
         self.open: list[tuple[Ticket, str, dict[int, int], int]] = []
 
-    @rule(client=st.sampled_from("ab"), tokens=st.lists(st.integers(0, 30), min_size=1, max_size=3))
-    def admit(self, client: str, tokens: list[int]) -> None:
+    @rule(
+        client=st.sampled_from("ab"),
+        tokens=st.lists(st.integers(0, 30), min_size=1, max_size=3),
+        priority=st.integers(-1, 1),
+    )
+    def admit(self, client: str, tokens: list[int], priority: int) -> None:
+        waiting = dict(enumerate(tokens))
         try:
-            ticket = self.admission.admit(client, tokens)
+            ticket = self.admission.admit(client, tokens, priority, lambda error: waiting.clear())
         except QueueFull as refused:
             assert 1 <= refused.retry_after_s <= 60
             return
-        self.open.append((ticket, client, dict(enumerate(tokens)), len(tokens)))
+        self.open.append((ticket, client, waiting, len(tokens)))
 
     @precondition(lambda self: self.open)
     @rule(data=st.data(), index=st.integers(0, 2))

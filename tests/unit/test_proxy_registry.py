@@ -15,7 +15,6 @@ from protocol.membership import (
     WorkerStatus,
 )
 from proxy.registry import Registry
-from proxy.router import Router
 
 SILENCE_S = 2.5
 
@@ -26,12 +25,12 @@ def worker(worker_id: str, epoch: str | None = None, pid: int = 1) -> WorkerInfo
 
 
 def register(info: WorkerInfo, max_model_len: int = 2048, version: int = PROTOCOL_VERSION) -> RegisterWorker:
-    return RegisterWorker(version, info, max_model_len, vocab_size=1000)
+    return RegisterWorker(version, info, max_model_len, vocab_size=1000, model_id="m", block_size=4)
 
 
-def status(info: WorkerInfo, *peers: WorkerInfo, num_waiting_tokens: int = 0, state: str = "ready") -> WorkerStatus:
+def status(info: WorkerInfo, *peers: WorkerInfo, state: str = "ready") -> WorkerStatus:
     pairs = [PairStatus(peer.worker_id, peer.epoch, state) for peer in peers]  # type: ignore[arg-type]
-    return WorkerStatus(info.worker_id, info.epoch, WorkerLoad(num_waiting_tokens=num_waiting_tokens), pairs)
+    return WorkerStatus(info.worker_id, info.epoch, WorkerLoad(), pairs)
 
 
 def cluster(num_prefill: int, num_decode: int) -> tuple[Registry, list[WorkerInfo], list[WorkerInfo]]:
@@ -128,56 +127,10 @@ def test_what_is_missing_is_said() -> None:
 
 def test_a_pair_with_an_old_epoch_is_not_used() -> None:
     registry, [prefill], [_old] = cluster(1, 1)
+    assert len(registry.paired_prefill_workers.records) == 1
     new = worker("decode-0", "decode-0/2")
     registry.on_register(1.0, register(new))
-    with pytest.raises(Overloaded):
-        Router(registry).pick(10, 1, needs_decode=True)
+    assert not registry.paired_prefill_workers
     registry.on_status(1.0, status(prefill, new))
-    assert Router(registry).pick(10, 1, needs_decode=True).decode == new
-
-
-def test_prefill_by_prompt_tokens_ahead() -> None:
-    registry, prefills, decodes = cluster(2, 1)
-    router = Router(registry)
-    long = router.pick(1000, 1, needs_decode=True)
-    assert {router.pick(10, 1, needs_decode=True).prefill for _ in range(5)} == set(prefills) - {long.prefill}
-    router.prefill_ended(long, 1000)
-    assert router.pick(10, 1, needs_decode=True).prefill == long.prefill
-    registry.on_status(0.0, status(long.prefill, *decodes, num_waiting_tokens=500))  # by another proxy, perhaps
-    assert router.pick(10, 1, needs_decode=True).prefill != long.prefill
-
-
-def test_decode_by_sequences_and_ties_go_round() -> None:
-    registry, _, decodes = cluster(1, 3)
-    router = Router(registry)
-    routes = [router.pick(1, 1, needs_decode=True) for _ in range(6)]
-    assert sorted(str(r.decode and r.decode.worker_id) for r in routes) == sorted(d.worker_id for d in decodes * 2)
-    router.ended(routes[1])
-    assert router.pick(1, 1, needs_decode=True).decode == routes[1].decode
-    idle = Router(registry)
-    seen = []
-    for _ in range(6):
-        route = idle.pick(1, 1, needs_decode=True)
-        idle.prefill_ended(route, 1)
-        idle.ended(route)
-        seen.append(route.decode)
-    assert seen == decodes * 2
-
-
-def test_one_token_needs_no_decode_worker() -> None:
-    registry, [prefill], _ = cluster(1, 0)
-    route = Router(registry).pick(1, 1, needs_decode=False)
-    assert (route.prefill, route.decode) == (prefill, None)
-    with pytest.raises(Overloaded, match="no decode worker is ready"):
-        Router(registry).pick(1, 1, needs_decode=True)
-
-
-def test_a_lost_worker_leaves_no_debt() -> None:
-    registry, [prefill], [decode] = cluster(1, 1)
-    router = Router(registry)
-    route = router.pick(100, 1, needs_decode=True)
-    for info in (prefill, decode):
-        router.forget(info)
-    router.prefill_ended(route, 100)
-    router.ended(route)
-    assert router.pick(1, 1, needs_decode=True) == route
+    [record] = registry.paired_prefill_workers.records
+    assert [peer.worker for peer in record.decode_peers.records] == [new]

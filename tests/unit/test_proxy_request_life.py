@@ -89,13 +89,13 @@ class FakeText:
 
 
 class Cluster:
-    def __init__(self) -> None:
-        self.registry = Registry(2.5)
+    def __init__(self, threshold: int = 0) -> None:
+        self.registry = Registry(2.5, decode_may_prefill=threshold > 0)
         for worker in (PREFILL, DECODE):
-            self.registry.on_register(0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 500))
+            self.registry.on_register(0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 500, "m", 64))
         pairs = [PairStatus(DECODE.worker_id, DECODE.epoch, "ready")]
         self.registry.on_status(0, WorkerStatus(PREFILL.worker_id, PREFILL.epoch, WorkerLoad(), pairs))
-        self.router = Router(self.registry)
+        self.router = Router(self.registry, threshold)
         self.metrics = ProxyMetrics()
         turns = Turns(4)
         self.dispatcher = Dispatcher("proxy", self.router, self.metrics, turns)
@@ -152,19 +152,20 @@ class Cluster:
     def check_nothing_is_left(self) -> None:
         assert self.dispatcher.num_running == 0
         assert self.admission.num_waiting == 0
-        assert not self.router._prompt_tokens and not self.router._sequences
+        records = self.registry.prefill_workers.records + self.registry.decode_workers.records
+        assert all(record.use.is_idle for record in records)
 
 
 @contextmanager
-def _cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
+def _cluster(threshold: int) -> Iterator[Cluster]:
+    cluster = Cluster(threshold)
     yield cluster
     cluster.check_nothing_is_left()
 
 
-def play(test: Callable[[Cluster], Coroutine[Any, Any, None]]) -> None:
+def play(test: Callable[[Cluster], Coroutine[Any, Any, None]], threshold: int = 0) -> None:
     async def run() -> None:
-        with _cluster() as cluster:
+        with _cluster(threshold) as cluster:
             await asyncio.wait_for(test(cluster), 30)
 
     asyncio.run(run())
@@ -575,3 +576,57 @@ def test_too_many_waiting_are_refused() -> None:
         assert made.num_completion_tokens == 16
 
     play(test)
+
+
+def test_decode_alone_hears_of_a_short_prompt_and_answers_it() -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        assert cluster.pool.of(StartPrefill) == []
+        [(decode_id, prepare)] = cluster.pool.of(PrepareDecode)
+        assert (decode_id, prepare.prefill_worker_id, prepare.prefill_epoch) == ("decode-0", None, None)
+        [request_id] = prepare.request_ids
+        cluster.first(request_id, 5)  # prefill has no part in it, so this is nothing
+        cluster.dispatcher.on_message(DECODE, FirstToken(request_id, SampledToken(4), None, 0.1, 0.2))
+        await turn()
+        assert not reader.done()
+        cluster.token(request_id, 6, "length")
+        assert await reader == ([4, 6], "length")
+        assert cluster.aborted() == []
+
+    play(test, threshold=3)
+
+
+def test_a_short_prompt_may_end_with_its_first_token_or_with_its_worker() -> None:
+    async def test(cluster: Cluster) -> None:
+        ended = asyncio.create_task(collect(cluster.generate()))
+        lost = asyncio.create_task(collect(cluster.generate()))
+        dropped = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        ids = [prepare.request_ids[0] for _, prepare in cluster.pool.of(PrepareDecode)]
+        cluster.dispatcher.on_message(DECODE, FirstToken(ids[0], SampledToken(EOS), "stop", 0.1, 0.2))
+        assert await ended == ([EOS], "stop")
+        assert cluster.aborted() == [], "it has told its end itself"
+        dropped.cancel()
+        await turn()
+        assert cluster.aborted() == ["decode-0"]
+        cluster.dispatcher.on_worker_lost(PREFILL, "gone")  # not theirs
+        await turn()
+        assert not lost.done()
+        cluster.dispatcher.on_worker_lost(DECODE, "gone")
+        with pytest.raises(WorkerLost):
+            await lost
+
+    play(test, threshold=3)
+
+
+def test_prompts_go_on_without_prefill_workers() -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.registry.on_exited(PREFILL.worker_id, PREFILL.pid)
+        reader = asyncio.create_task(collect(cluster.generate(max_tokens=1)))
+        await turn()
+        [(_, prepare)] = cluster.pool.of(PrepareDecode)
+        cluster.dispatcher.on_message(DECODE, FirstToken(prepare.request_ids[0], SampledToken(4), "length", 0.1, 0.2))
+        assert await reader == ([4], "length")
+
+    play(test, threshold=1)

@@ -201,6 +201,12 @@ def test_chat_content_that_is_not_text(content: Any) -> None:
     assert str(caught.value.param).startswith("messages[0]") or str(caught.value.param).startswith("messages")
 
 
+def test_an_echo_of_a_chat_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="echo is not supported for chats"):
+        chat(echo=True)
+    assert chat(echo=False).echo is False
+
+
 def test_chat_without_messages() -> None:
     with pytest.raises(InvalidRequest, match=r"messages: .* length >= 1"):
         DECODER.chat(b'{"messages": []}')

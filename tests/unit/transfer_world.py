@@ -447,7 +447,7 @@ class World:
     def _decode_step(self, decode: Decode) -> None:
         batch, decode.step = decode.step, None
         if batch is None:
-            batch, actions = decode.scheduler.schedule()
+            batch, actions = decode.scheduler.schedule(self.now)
             decode.step = batch if batch.items else None
             decode.perform(actions)
             return
@@ -457,7 +457,7 @@ class World:
             self._check_memory(decode.memory, token_ids, sequence.block_table, item.start)
             self._compute(decode.memory, token_ids, sequence.block_table, item.start, item.start + 1)
             outputs.append(ItemOutput([SampledToken(next_token(token_ids))]))
-        decode.perform(decode.scheduler.on_step(outputs))
+        decode.perform(decode.scheduler.on_step(self.now, outputs))
 
     @staticmethod
     def _check_memory(memory: list[int], token_ids: list[int], block_table: list[int], num_computed: int) -> None:

@@ -3,11 +3,14 @@
 A block's hash covers its tokens and the hash of the block before it, and so everything that its keys and values depend
 on. The chain is the idea of vLLM's automatic prefix caching; the hash is a cryptographic one, since two prompts whose
 hashes collide would read each other's keys and values.
+
+Proxies compute the same chain to find the workers that hold a prompt's beginning. What travels for that are short
+hashes, the first eight bytes as a number: where two of these collide, a prompt is sent to a worker that has less of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 import msgspec
@@ -15,6 +18,16 @@ import msgspec
 from protocol.token_ids import BYTES_PER_TOKEN, pack_token_ids
 
 _DIGEST_BYTES = 16
+
+
+def pack_short_hashes(hashes: Iterable[bytes]) -> bytes:
+    """Eight bytes for each."""
+    return b"".join(block_hash[:8] for block_hash in hashes)
+
+
+def unpack_short_hashes(packed: bytes) -> Sequence[int]:
+    """The inverse, as numbers, made one by one when they are asked for. Raises TypeError for other lengths than 8 n."""
+    return memoryview(packed).cast("Q")
 
 
 class MediaSpan(msgspec.Struct, frozen=True):

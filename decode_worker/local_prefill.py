@@ -1,0 +1,111 @@
+"""A prompt that the decode worker computes itself: it is short, or no prefill worker is left.
+
+    waiting -> computing -> begun
+                        \\-> ended
+
+It waits for its blocks in one line with the transfers. Its chunks share steps with the tokens of running sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from decode_worker.sequence import DecodePrompt
+from engine.batch import BatchItem, Sample
+from engine.grammar import Grammar, GrammarState
+from protocol.generation import TokenLogprobs
+
+
+@dataclass(eq=False)
+class LocalPrefill:
+    """block_table: of the prompt, the cached blocks first. spare_block_ids: as IncomingTransfer's."""
+
+    prompt: DecodePrompt
+    token_ids: list[int]
+    samples: list[Sample]
+    grammar: GrammarState | None
+    block_table: list[int] = field(default_factory=list)
+    spare_block_ids: list[int] = field(default_factory=list)
+    num_computed_tokens: int = 0  # cached ones included
+    num_cached_tokens: int = 0
+    started_at: float = 0.0
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    in_step: bool = False
+    ended: bool = False
+
+    @classmethod
+    def of(cls, prompt: DecodePrompt, grammar: Grammar | None = None) -> LocalPrefill:
+        request = prompt.request
+        token_ids = prompt.token_ids(0, prompt.num_tokens)
+        num_before = len(token_ids) - request.num_generated
+        has_penalties = request.sampling.has_penalties
+        # The sequences begin at one place in the grammar, so one state does for all of them.
+        state = grammar.new_state(request.stop.stop_token_ids) if grammar is not None else None
+        samples = [
+            Sample(
+                msgspec.structs.replace(request.sampling, seed=seed),
+                prompt_token_ids=token_ids[:num_before] if has_penalties else (),
+                output_token_ids=token_ids[num_before:] if request.sampling.needs_history else (),
+                banned_token_ids=request.stop.banned(request.num_generated),
+                grammar=state,
+            )
+            for seed in request.seeds
+        ]
+        return cls(prompt, token_ids, samples, state)
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def is_reserved(self) -> bool:
+        return bool(self.block_table)
+
+    @property
+    def may_compute(self) -> bool:
+        """Not before it has its blocks and its grammar is compiled."""
+        return self.is_reserved and (self.grammar is None or self.grammar.is_ready)
+
+    def num_cacheable_blocks(self, block_size: int) -> int:
+        """The last token is always computed, since its logits are needed; so are all whose logits are asked for."""
+        if self.prompt.request.num_prompt_logprobs is not None:
+            return 0
+        return (len(self.token_ids) - 1) // block_size
+
+    def reserve(self, block_table: list[int], spare: list[int], num_cached_tokens: int) -> None:
+        self.block_table, self.spare_block_ids = block_table, spare
+        self.num_cached_tokens = self.num_computed_tokens = num_cached_tokens
+
+    def next_item(self, num_tokens: int) -> BatchItem:
+        """The next chunk."""
+        start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
+        num_logprobs = self.prompt.request.num_prompt_logprobs
+        return BatchItem(
+            token_ids=self.token_ids[start:end],
+            start=start,
+            block_table=self.block_table,
+            samples=self.samples if end == len(self.token_ids) else (),
+            num_prompt_logprobs=num_logprobs,
+            target_token_ids=() if num_logprobs is None else self.token_ids[start + 1 : end + 1],
+        )
+
+
+def share_out(budget: int, prefills: Iterable[LocalPrefill]) -> list[tuple[LocalPrefill, int]]:
+    """The next step's chunks, as prefill workers choose them: half of the tokens to the one that came first, the rest
+    by priority and then to whoever has the fewest left.
+    """
+    candidates = sorted(prefills, key=lambda p: (p.prompt.request.priority, p.num_remaining_tokens, p.prompt.number))
+    if not candidates:
+        return []
+    first = min(candidates, key=lambda p: p.prompt.number)
+    shares = {first.prompt.number: min(budget - budget // 2, first.num_remaining_tokens)}
+    budget -= shares[first.prompt.number]
+    for prefill in candidates:
+        number = prefill.prompt.number
+        share = min(budget, prefill.num_remaining_tokens - shares.get(number, 0))
+        shares[number] = shares.get(number, 0) + share
+        budget -= share
+    return [(prefill, shares[prefill.prompt.number]) for prefill in candidates if shares[prefill.prompt.number]]

@@ -1,0 +1,25 @@
+"""How fast a worker computes prompts, as it measures itself. Pure."""
+
+from __future__ import annotations
+
+_HALF_LIFE_TOKENS = 4096
+"""After so many more prompt tokens a measurement weighs half."""
+
+
+class PromptSpeed:
+    """tokens_per_s: 0 until a step with prompt tokens has run; later steps outweigh earlier ones."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0.0
+        self._time_s = 0.0
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self._num_tokens / self._time_s if self._time_s else 0.0
+
+    def on_step(self, num_tokens: int, step_time_s: float) -> None:
+        """num_tokens: of prompts, in this step."""
+        if num_tokens:
+            remaining = 0.5 ** (num_tokens / _HALF_LIFE_TOKENS)
+            self._num_tokens = self._num_tokens * remaining + num_tokens
+            self._time_s = self._time_s * remaining + step_time_s

@@ -1,0 +1,128 @@
+"""Which worker holds which KV blocks, as the workers tell it. Pure; `PrefixIndex.depths` is on every request's path.
+
+One table maps each block's short hash to the set of workers that hold it, as the bits of one number. A worker that has
+a block of a prompt has, but for rare evictions, all blocks before it; so the longest prefixes of all workers are found
+by bisection over sets of workers, not worker by worker and block by block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from protocol.membership import PrefixUpdate
+from protocol.prefix_hash import unpack_short_hashes
+
+MAX_LOOKUPS = 64
+"""For one prompt. Where many workers hold parts of many lengths, the shorter parts are then taken as shorter still."""
+
+
+@dataclass(slots=True)
+class _Holder:
+    bit: int
+    held: set[int] = field(default_factory=set)
+    last_number: int | None = None  # None: what it holds is not known
+
+
+class Depths(msgspec.Struct, frozen=True):
+    """Leading blocks of a prompt that each worker holds. common: of every worker whose bit is not in `other`."""
+
+    common: int
+    other: dict[int, int]
+
+    def of(self, bit: int) -> int:
+        return self.other.get(bit, self.common)
+
+
+NO_DEPTHS = Depths(0, {})
+
+
+class PrefixIndex:
+    def __init__(self) -> None:
+        self._workers: dict[int, int] = {}  # short hash to the bits of those who hold it
+        self._holders: dict[str, _Holder] = {}  # by epoch
+        self._all = 0
+
+    def join(self, epoch: str) -> int:
+        """The number of the worker's bit, which stays its own until it leaves."""
+        bit = (~self._all & (self._all + 1)).bit_length() - 1  # the lowest that is free
+        self._all |= 1 << bit
+        self._holders[epoch] = _Holder(bit)
+        return bit
+
+    def leave(self, epoch: str) -> None:
+        holder = self._holders.pop(epoch)
+        self._forget(holder)
+        self._all &= ~(1 << holder.bit)
+
+    def apply(self, epoch: str, update: PrefixUpdate) -> None:
+        """An update after a gap is of no use; `has_missed` then asks for a restart."""
+        holder = self._holders[epoch]
+        if update.restart:
+            self._forget(holder)
+        elif holder.last_number is None or update.number != holder.last_number + 1:
+            self._forget(holder)
+            holder.last_number = None
+            return
+        holder.last_number = update.number
+        mask = 1 << holder.bit
+        for block_hash in unpack_short_hashes(update.evicted):
+            self._remove(block_hash, mask)
+            holder.held.discard(block_hash)
+        workers = self._workers
+        for block_hash in unpack_short_hashes(update.added):
+            workers[block_hash] = workers.get(block_hash, 0) | mask
+            holder.held.add(block_hash)
+
+    def has_missed(self, epoch: str) -> bool:
+        holder = self._holders.get(epoch)
+        return holder is not None and holder.last_number is None
+
+    def depths(self, hashes: Sequence[int]) -> Depths:
+        """For the short hashes of a prompt's full blocks, in order."""
+        workers = self._workers
+        here = workers.get(hashes[0], 0) if hashes else 0
+        if not here:
+            return NO_DEPTHS
+        groups: list[tuple[int, int]] = []  # depth, and the workers of that depth
+        if here != self._all:
+            groups.append((0, self._all & ~here))
+        unsettled = [(1, len(hashes), here)]
+        num_left = MAX_LOOKUPS
+        while unsettled:
+            low, high, mask = unsettled.pop()  # they hold `low` blocks and at most `high`
+            if low == high or not num_left:
+                groups.append((low, mask))
+                continue
+            num_left -= 1
+            middle = (low + high + 1) // 2
+            deeper = workers.get(hashes[middle - 1], 0) & mask
+            if deeper != mask:
+                unsettled.append((low, middle - 1, mask & ~deeper))
+            if deeper:  # taken up next: the longest prefixes matter most
+                unsettled.append((middle, high, deeper))
+        # Bits are taken out of their sets for all groups but the largest, since that costs most.
+        largest = max(range(len(groups)), key=lambda i: groups[i][1].bit_count())
+        common, _ = groups.pop(largest)
+        other: dict[int, int] = {}
+        for depth, mask in groups:
+            while mask:
+                lowest = mask & -mask
+                other[lowest.bit_length() - 1] = depth
+                mask ^= lowest
+        return Depths(common, other)
+
+    def _forget(self, holder: _Holder) -> None:
+        mask = 1 << holder.bit
+        for block_hash in holder.held:
+            self._remove(block_hash, mask)
+        holder.held.clear()
+
+    def _remove(self, block_hash: int, mask: int) -> None:
+        left = self._workers.get(block_hash, 0) & ~mask
+        if left:
+            self._workers[block_hash] = left
+        else:
+            self._workers.pop(block_hash, None)

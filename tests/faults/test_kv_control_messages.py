@@ -1,0 +1,158 @@
+"""A decode worker's process gets control messages twice and out of order, from a prefill worker played by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from decode_worker.config import DecodeConfig
+from deploy.runtime_dir import runtime_dir
+from engine.model_loader import load_model
+from kv_transfer.mapped_memory import host_id, map_peer_pool
+from protocol.codec import Codec
+from protocol.dispatch import AbortRequest, DecodeReserved, PrepareDecode, TokenBatch, ToProxy
+from protocol.generation import SamplingParams, StopConditions
+from protocol.membership import PROTOCOL_VERSION
+from protocol.sockets import DealerSocket, new_context
+from protocol.token_ids import pack_token_ids
+from protocol.transfer import (
+    ClosePair,
+    CloseTransfer,
+    FinishTransfer,
+    KVLayout,
+    KVReserved,
+    OpenPair,
+    PairAccepted,
+    RenewLeases,
+    ReserveKV,
+    ShipKV,
+    ToPrefillPeer,
+)
+from tests.cluster import Cluster
+from tests.faults.test_kv_pairs import ask
+
+PROXY, PAIR = "played-proxy", "played-pair"
+NUM_PROMPT_TOKENS = 100  # two blocks
+NUM_TOKENS = 4
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster("--threads-per-worker", "1", "--kv-cache-gib", "0.05", "--kv-connector", "ipc") as running:
+        yield running
+
+
+class Played:
+    """A prefill worker and a proxy, as the decode worker at `endpoint` sees them."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context = new_context()
+        self._arrived: asyncio.Queue[Any] = asyncio.Queue()
+        self.prefill: DealerSocket[ToPrefillPeer] = DealerSocket(
+            self._context, endpoint, Codec(ToPrefillPeer), self._arrived.put_nowait, PAIR.encode()
+        )
+        self.proxy: DealerSocket[ToProxy] = DealerSocket(
+            self._context, endpoint, Codec(ToProxy), self._arrived.put_nowait, f"{PROXY}:0".encode()
+        )
+
+    async def next(self) -> Any:
+        """But for renewals, which come when they like."""
+        while isinstance(message := await asyncio.wait_for(self._arrived.get(), 20), RenewLeases):
+            pass
+        return message
+
+    async def both(self) -> dict[type, Any]:
+        """Two messages that come over two connections, by type."""
+        return {type(message): message for message in (await self.next(), await self.next())}
+
+    def prepare(self, name: str, prefill_epoch: str) -> None:
+        tokens = pack_token_ids([4 + i + len(name) for i in range(NUM_PROMPT_TOKENS)])
+        stop = StopConditions(NUM_TOKENS, frozenset())
+        self.proxy.send(
+            PrepareDecode(
+                PROXY, [f"r-{name}"], name, tokens, SamplingParams(), [1], stop, "prefill-0", prefill_epoch, 60.0,
+                cache_salt=name,
+            )
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self.prefill.close()
+        self.proxy.close()
+        self._context.term()
+
+
+async def play(endpoint: str, layout: KVLayout, epoch: str) -> None:
+    played = Played(endpoint)
+    prefill = played.prefill
+    open_pair = OpenPair(PROTOCOL_VERSION, "prefill-0", epoch, [os.getpid()], PAIR, layout, host_id(), "cpu", ["ipc"])
+    for _ in range(2):
+        prefill.send(open_pair)
+    accepted = await played.next()
+    assert isinstance(accepted, PairAccepted)  # once: else the next answer would not be a reservation
+
+    # Everything twice: it is as if it had come once.
+    played.prepare("twice", epoch)
+    for _ in range(2):
+        prefill.send(ReserveKV(PAIR, "twice", NUM_PROMPT_TOKENS))
+    answers = await played.both()
+    assert answers.keys() == {KVReserved, DecodeReserved}
+    block_ids = answers[KVReserved].block_ids
+    assert len(block_ids) == 2
+    map_peer_pool(accepted.params[0])[block_ids] = 0
+    for _ in range(2):
+        prefill.send(ShipKV(PAIR, 0, "twice", 0, 2))
+    for _ in range(2):
+        prefill.send(FinishTransfer("twice", NUM_PROMPT_TOKENS, [5]))
+    reasons: list[str | None] = []
+    while len(reasons) < NUM_TOKENS - 1:  # the first came from prefill
+        message = await played.next()
+        assert isinstance(message, TokenBatch)
+        reasons += [token.finish_reason for token in message.tokens]
+    assert reasons == [None, None, "length"]
+    for _ in range(2):
+        prefill.send(CloseTransfer("twice"))  # long over
+
+    # A reservation that comes after its own end is refused, so nothing is set aside for it.
+    prefill.send(CloseTransfer("late"))
+    prefill.send(ReserveKV(PAIR, "late", NUM_PROMPT_TOKENS))
+    refused = await played.next()
+    assert refused.transfer_id == "late" and refused.error.code == "request_aborted"
+
+    # Blocks 1 before blocks 0: one message is missing, and the pair cannot go on.
+    played.prepare("gap", epoch)
+    prefill.send(ReserveKV(PAIR, "gap", NUM_PROMPT_TOKENS))
+    assert (await played.both()).keys() == {KVReserved, DecodeReserved}
+    prefill.send(ShipKV(PAIR, 2, "gap", 1, 1))
+    closed = None
+    while not isinstance(closed, ClosePair):
+        closed = await played.next()  # the request and the transfer fail with it
+    assert "message 1 about shipped blocks was lost" in closed.reason
+    played.proxy.send(AbortRequest(PROXY, "r-gap"))
+    prefill.send(ClosePair(PAIR, "as you say"))  # our word that we write no more: only now are the blocks free again
+    prefill.send(ClosePair(PAIR, "as you say"))
+    prefill.send(open_pair)  # late or doubled: a pair's id is used once, so it has no answer
+    prefill.send(ReserveKV(PAIR, "after", NUM_PROMPT_TOKENS))
+    answer = None
+    while getattr(answer, "transfer_id", None) != "after":
+        answer = await played.next()
+        assert not isinstance(answer, PairAccepted)
+    assert "the pair is closed" in answer.error.message
+    played.close()
+
+
+def test_doubled_and_disordered_messages(cluster: Cluster) -> None:
+    decode, prefill = cluster.worker("decode-0").worker, cluster.worker("prefill-0").worker
+    config = msgspec.json.decode((runtime_dir(cluster.port) / "decode-0.json").read_bytes(), type=DecodeConfig)
+    answers = ask(cluster, 4, 300)
+    asyncio.run(play(decode.endpoint, load_model(config.engine).layout, prefill.epoch))
+    assert [answer.result(30) for answer in answers] == [200] * 4, "the other pair never notices"
+    cluster.wait_for(cluster.all_blocks_free, 20)
+    assert [answer.result(30) for answer in ask(cluster, 4, 300)] == [200] * 4
+    (pair,) = cluster.worker("prefill-0").pairs
+    assert pair.state == "ready" and cluster.worker("decode-0").worker.epoch == decode.epoch
+    assert "Traceback" not in cluster.logs()

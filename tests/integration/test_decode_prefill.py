@@ -1,0 +1,81 @@
+"""Prompts that the decode worker computes itself: answers as by the usual route, also with no prefill worker left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster import MODEL, Cluster
+
+SHORT = [7 * i % 500 + 4 for i in range(20)]
+LONG = [11 * i % 900 + 4 for i in range(700)]
+BODIES: list[dict[str, Any]] = [
+    {"prompt": SHORT, "max_tokens": 8, "temperature": 0},
+    {"prompt": [SHORT, LONG], "max_tokens": 6, "n": 3, "seed": 5, "temperature": 1.0, "top_p": 0.9},
+    {"prompt": LONG, "max_tokens": 5, "temperature": 0, "logprobs": 2, "prompt_logprobs": 1},
+    {"prompt": LONG[:65], "max_tokens": 5, "temperature": 0.7, "seed": 3, "repetition_penalty": 1.3},
+    {
+        "prompt": SHORT,
+        "max_tokens": 12,
+        "n": 2,
+        "seed": 1,
+        "guided_choice": ["alpha", "beta and more"],
+        "ignore_eos": False,
+    },
+    {"prompt": SHORT, "max_tokens": 1, "temperature": 0, "n": 2, "logprobs": 1},
+]
+
+
+def ask(cluster: Cluster, body: dict[str, Any]) -> list[dict[str, Any]]:
+    fields = {"model": MODEL, "ignore_eos": True, "return_token_ids": True, **body}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=fields, timeout=60)
+    assert answer.status_code == 200, answer.text
+    choices: list[dict[str, Any]] = answer.json()["choices"]
+    return choices
+
+
+def token_ids(choices: list[dict[str, Any]]) -> list[list[int]]:
+    return [choice["token_ids"] for choice in choices]
+
+
+def logprobs(choices: list[dict[str, Any]]) -> list[float]:
+    found = [choice["logprobs"]["token_logprobs"] for choice in choices if choice.get("logprobs")]
+    for choice in choices:
+        for entry in choice.get("prompt_logprobs") or []:
+            found.append([told["logprob"] for told in (entry or {}).values()])
+    return [value for values in found for value in values if value is not None]
+
+
+@pytest.mark.timeout(240)
+def test_both_routes_answer_alike_and_nobody_misses_a_lost_prefill_worker() -> None:
+    options = ("--dtype", "float32", "--max-num-batched-tokens", "128")
+    with Cluster(*options) as cluster:
+        usual = [ask(cluster, body) for body in BODIES]
+        cluster.wait_for(lambda: cluster.worker("decode-0").load.num_transferred_bytes > 0, 5)
+    with Cluster(*options, "--decode-prefill-threshold", "2000") as cluster:
+        # One token alone goes to prefill, which has nothing to ship.
+        local = [ask(cluster, body) for body in BODIES]
+        cluster.wait_for(lambda: cluster.worker("prefill-0").load.num_finished == 2, 5)
+        assert cluster.worker("decode-0").load.num_transferred_bytes == 0
+        for body, here, there in zip(BODIES, local, usual, strict=True):
+            assert token_ids(here) == token_ids(there), body
+            assert logprobs(here) == pytest.approx(logprobs(there), abs=1e-3), body
+        ask(cluster, BODIES[0] | {"prompt": LONG})
+        cluster.wait_for(lambda: cluster.worker("decode-0").load.num_cached_tokens >= 640, 5)  # its own prefixes
+        cluster.wait_for(cluster.all_blocks_free, 10)
+    with Cluster(*options, "--decode-prefill-threshold", "16") as cluster:
+        ask(cluster, BODIES[1])
+        cluster.wait_for(lambda: cluster.worker("decode-0").load.num_transferred_bytes > 0, 5)  # longer prompts
+        os.kill(cluster.worker("prefill-0").worker.pid, signal.SIGKILL)
+        cluster.wait_for(lambda: all(r.worker.role == "decode" for r in cluster.status().workers), 5)
+        assert cluster.is_healthy()
+        again = [ask(cluster, body) for body in BODIES]
+        assert all(r.worker.role == "decode" for r in cluster.status().workers), (
+            "it came back too soon to show anything"
+        )
+        assert [token_ids(choices) for choices in again] == [token_ids(choices) for choices in usual]
+        cluster.wait_for(cluster.all_blocks_free, 10)

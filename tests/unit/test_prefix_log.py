@@ -1,0 +1,102 @@
+"""What workers tell of their prefix caches, and what proxies make of it: after any loss both sides agree again."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from engine.prefix_log import PrefixLog
+from protocol.prefix_hash import BlockHasher, pack_short_hashes, unpack_short_hashes
+from protocol.token_ids import pack_token_ids
+from proxy.prefix_index import PrefixIndex
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(8, "little") + bytes(8)
+
+
+def test_short_hashes_travel() -> None:
+    hashes = BlockHasher(4, "model").prompt_hashes(pack_token_ids(range(13)))
+    assert len(hashes) == 3
+    assert list(unpack_short_hashes(pack_short_hashes(hashes))) == [int.from_bytes(h[:8], "little") for h in hashes]
+
+
+def test_updates_are_bounded_and_the_rest_follows() -> None:
+    log = PrefixLog(max_told=5, max_per_update=2)
+    for number in range(8):
+        log.add(name(number))
+    updates = [log.take() for _ in range(4)]
+    assert [len(update.added) // 8 for update in updates] == [2, 2, 1, 0], "no more than five are told of"
+    assert [update.restart for update in updates] == [True, False, False, False]
+    log.evict(name(0))
+    log.evict(name(7))  # never told
+    update = log.take()
+    assert (list(unpack_short_hashes(update.evicted)), list(unpack_short_hashes(update.added))) == ([0], [5])
+
+
+class LossyUpdates(RuleBasedStateMachine):
+    """One worker, two proxies; updates get lost. Once a restart came through, each knows what there is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = PrefixLog(max_told=100, max_per_update=3)
+        self.indices = [PrefixIndex(), PrefixIndex()]
+        for index in self.indices:
+            index.join("other")
+            index.join("worker")
+
+    @rule(number=st.integers(0, 9))
+    def toggle(self, number: int) -> None:
+        (self.log.evict if name(number) in self.log.here else self.log.add)(name(number))
+
+    @rule(lost=st.tuples(st.booleans(), st.booleans()))
+    def tell(self, lost: tuple[bool, bool]) -> None:
+        update = self.log.take()
+        for index, is_lost in zip(self.indices, lost, strict=True):
+            if not is_lost:
+                index.apply("worker", update)
+        if any(index.has_missed("worker") for index in self.indices):
+            self.log.restart()
+
+    def teardown(self) -> None:
+        for _ in range(15):
+            self.tell((False, False))
+        here = {int.from_bytes(block_hash[:8], "little") for block_hash in self.log.here}
+        for index in self.indices:
+            assert not index.has_missed("worker")
+            assert {number for number in range(10) if index.depths([number]).of(1)} == here
+            index.leave("worker")
+            assert not index._workers, "nothing is kept of a worker that left"
+
+
+TestLossyUpdates = LossyUpdates.TestCase
+TestLossyUpdates.settings = settings(max_examples=80, deadline=None)
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=9))
+def test_the_longest_prefix_of_every_worker_is_found(held: list[int]) -> None:
+    index = PrefixIndex()
+    hashes = list(range(100, 112))
+    for number, depth in enumerate(held):
+        assert index.join(str(number)) == number
+        log = PrefixLog()
+        for block_hash in hashes[:depth]:
+            log.add(name(block_hash))
+        index.apply(str(number), log.take())
+    depths = index.depths(hashes)
+    assert [depths.of(number) for number in range(len(held))] == held
+
+
+def test_a_bit_is_used_again_and_begins_empty() -> None:
+    index = PrefixIndex()
+    log = PrefixLog()
+    log.add(name(1))
+    index.join("a")
+    index.join("b")
+    index.apply("a", log.take())
+    assert index.depths([1]).of(0) == 1
+    index.leave("a")
+    assert index.join("c") == 0
+    assert index.depths([1]).of(0) == 0
+    assert index.has_missed("c") and not index.has_missed("gone")
