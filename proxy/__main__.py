@@ -33,6 +33,7 @@ def main(arguments: list[str]) -> int:
         from proxy.model_text import ModelText
         from proxy.reader_pool import ReaderPool
         from proxy.server import serve
+        from telemetry.time_slice import ask_for_short_slices
 
         text = ModelText(config.model)
         options = (config.served_model_name, config.trust_request_chat_template, config.tool_call_parser)
@@ -42,6 +43,7 @@ def main(arguments: list[str]) -> int:
             config.tokenizer_threads,
         )
         readers.fork()
+        ask_for_short_slices()  # after the fork: what takes long is not to come before what answers at once
         give_back_large_blocks()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         uvloop.run(serve(config, text, readers))
