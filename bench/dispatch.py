@@ -101,6 +101,7 @@ def cluster(variant: str, model: Path) -> Iterator[int]:
     command = [
         sys.executable, "-m", *start, "up", "--model", str(model), "--served-model-name", MODEL, "--port", str(port),
         "--load-format", "dummy", "--max-num-batched-tokens", "2048", "--kv-cache-gib", "0.2", "--max-num-seqs", "128",
+        "--decode-prefill-threshold", "0",  # each request goes to both workers, also when its prompt is cached
     ]  # fmt: skip
     launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:

@@ -66,6 +66,7 @@ class HttpRouter(RouterSocket[Any]):
                 queue.put_nowait(None)
             return web.Response()
         assert isinstance(message, StartPrefill | PrepareDecode) and len(message.request_ids) == 1, "n is 1 here"
+        assert isinstance(message, StartPrefill) or message.prefill_worker_id, "prefill's first token is its last fact"
         [request_id] = message.request_ids
         queue = self._responses[request_id] = asyncio.Queue()
         response = web.StreamResponse()
