@@ -11,11 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-import msgspec
-
 from decode_worker.sequence import DecodePrompt
 from engine.batch import BatchItem, Sample
 from engine.grammar import Grammar, GrammarState
+from engine.prompt_chunks import chunk, first_samples
 from protocol.generation import TokenLogprobs
 
 
@@ -40,20 +39,8 @@ class LocalPrefill:
     def of(cls, prompt: DecodePrompt, grammar: Grammar | None = None) -> LocalPrefill:
         request = prompt.request
         token_ids = prompt.token_ids(0, prompt.num_tokens)
-        num_before = len(token_ids) - request.num_generated
-        has_penalties = request.sampling.has_penalties
-        # The sequences begin at one place in the grammar, so one state does for all of them.
         state = grammar.new_state(request.stop.stop_token_ids) if grammar is not None else None
-        samples = [
-            Sample(
-                msgspec.structs.replace(request.sampling, seed=seed),
-                prompt_token_ids=token_ids[:num_before] if has_penalties else (),
-                output_token_ids=token_ids[num_before:] if request.sampling.needs_history else (),
-                banned_token_ids=request.stop.banned(request.num_generated),
-                grammar=state,
-            )
-            for seed in request.seeds
-        ]
+        samples = first_samples(request.sampling, request.seeds, request.stop, token_ids, request.num_generated, state)
         return cls(prompt, token_ids, samples, state)
 
     @property
@@ -81,15 +68,13 @@ class LocalPrefill:
 
     def next_item(self, num_tokens: int) -> BatchItem:
         """The next chunk."""
-        start, end = self.num_computed_tokens, self.num_computed_tokens + num_tokens
-        num_logprobs = self.prompt.request.num_prompt_logprobs
-        return BatchItem(
-            token_ids=self.token_ids[start:end],
-            start=start,
-            block_table=self.block_table,
-            samples=self.samples if end == len(self.token_ids) else (),
-            num_prompt_logprobs=num_logprobs,
-            target_token_ids=() if num_logprobs is None else self.token_ids[start + 1 : end + 1],
+        return chunk(
+            self.token_ids,
+            self.num_computed_tokens,
+            num_tokens,
+            self.block_table,
+            self.samples,
+            self.prompt.request.num_prompt_logprobs,
         )
 
 

@@ -151,9 +151,15 @@ def test_other_kinds_of_grammar(client: openai.OpenAI) -> None:
         r"[01]{4}", complete(structured_outputs={"grammar": 'root ::= bit bit bit bit\nbit ::= "0" | "1"'})
     )
     cut_off = client.completions.create(
-        model=MODEL, prompt="Say:", max_tokens=30, extra_body={"structured_outputs": {"json_object": True}}
+        model=MODEL, prompt="Say:", max_tokens=30, extra_body={"structured_outputs": {"regex": r"\{[a-z]{300,}\}"}}
     )
-    assert cut_off.choices[0].finish_reason == "length" and cut_off.choices[0].text.startswith("{")
+    assert cut_off.choices[0].finish_reason == "length" and re.fullmatch(r"\{[a-z]{28,}", cut_off.choices[0].text)
+    an_object = client.completions.create(
+        model=MODEL, prompt="Say:", max_tokens=100, extra_body={"structured_outputs": {"json_object": True}}
+    ).choices[0]
+    assert an_object.text.startswith("{")
+    if an_object.finish_reason == "stop":  # else it is one that is not finished yet
+        assert isinstance(json.loads(an_object.text), dict)
 
 
 def test_logprobs_stay_the_models_own(client: openai.OpenAI) -> None:
