@@ -40,7 +40,7 @@ format: setup
 	$(BIN)/ruff check --fix .
 
 lock: setup
-	$(BIN)/uv pip compile --quiet --universal --upgrade --no-emit-index-url --no-header --no-annotate --extra dev --extra ray pyproject.toml -o requirements.lock
+	$(BIN)/uv pip compile --quiet --universal --upgrade --no-emit-index-url --no-header --no-annotate --extra dev --extra ray --extra tracing pyproject.toml -o requirements.lock
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
