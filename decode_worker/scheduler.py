@@ -30,7 +30,15 @@ from protocol.dispatch import (
     RequestPreempted,
     TokenBatch,
 )
-from protocol.errors import ErrorInfo, InternalError, KVTransferFailed, RequestAborted, TandemError, WorkerLost
+from protocol.errors import (
+    DeadlineExceeded,
+    ErrorInfo,
+    InternalError,
+    KVTransferFailed,
+    RequestAborted,
+    TandemError,
+    WorkerLost,
+)
 from protocol.generation import SampledToken
 from protocol.transfer import FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
 
@@ -207,7 +215,7 @@ class DecodeScheduler:
 
     def on_tick(self, now: float) -> list[Action]:
         late = [s for s in self._by_request.values() if now >= s.prompt.arrived_at + s.prompt.request.deadline_s]
-        error = RequestAborted("the request ran into its deadline")
+        error = DeadlineExceeded("the request ran into its deadline")
         actions = [action for sequence in late for action in self._end(sequence, error)]
         transfers = [t for t in self._waiting if isinstance(t, IncomingTransfer)]
         for transfer in [t for t in transfers if t.transfer_id not in self._by_transfer]:

@@ -132,6 +132,7 @@ class Launcher:
                 ttft_slo_ms=config.ttft_slo_ms,
                 client_timeout_s=config.client_timeout_s,
                 request_timeout_s=config.request_timeout_s,
+                worker_wait_s=config.worker_wait_s,
                 shutdown_grace_s=PROXY_GRACE_S,
                 log_level=config.log_level,
             )

@@ -20,7 +20,7 @@ from prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
 from prefill_worker.leases import Leases
 from prefill_worker.prompt import PrefillPrompt
 from protocol.dispatch import FirstToken, RequestFailed, StartPrefill
-from protocol.errors import ErrorInfo, InternalError, KVTransferFailed, RequestAborted, TandemError, WorkerLost
+from protocol.errors import DeadlineExceeded, ErrorInfo, InternalError, KVTransferFailed, TandemError, WorkerLost
 from protocol.generation import SampledToken
 from protocol.transfer import CloseTransfer, FinishTransfer, KVReserved, RenewLeases, ReserveKV
 
@@ -138,7 +138,7 @@ class PrefillScheduler:
 
     def on_tick(self, now: float) -> list[Action]:
         late = [p for p in self._by_transfer.values() if not (p.ended or p.finish_sent) and now >= p.deadline]
-        error = RequestAborted("the request ran into its deadline before its first token was decoded")
+        error = DeadlineExceeded("the request ran into its deadline before its first token was decoded")
         actions = [action for prompt in late for action in self._end(prompt, error)]
         for transfer_id in self._leases.expired(now):
             self.num_expired_leases += 1

@@ -6,7 +6,8 @@ TandemError
   WorkerLost          a worker died or went silent while it held the request
   KVLayoutMismatch    two workers' KV caches do not fit together; the pair is refused
   KVTransferFailed    the KV cache did not arrive
-  RequestAborted      the client went away, or a deadline passed
+  RequestAborted      the client went away, or the server stops
+    DeadlineExceeded  the request's own time, or the server's limit, has passed
   ProtocolError       bytes on a socket that are not one of our messages
   ConfigError         the operator's configuration cannot work (never travels)
   InternalError       our own fault
@@ -63,6 +64,10 @@ class RequestAborted(TandemError):
     code = "request_aborted"
 
 
+class DeadlineExceeded(RequestAborted):
+    code = "deadline_exceeded"
+
+
 class ProtocolError(TandemError):
     code = "protocol_error"
 
@@ -85,6 +90,7 @@ _BY_CODE: dict[str, type[TandemError]] = {
         KVLayoutMismatch,
         KVTransferFailed,
         RequestAborted,
+        DeadlineExceeded,
         ProtocolError,
         InternalError,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Coroutine
 from importlib.metadata import version
@@ -14,7 +15,7 @@ from litestar.connection import ASGIConnection
 from litestar.exceptions import HTTPException
 from litestar.handlers import BaseRouteHandler
 
-from protocol.errors import Overloaded, RequestAborted, TandemError
+from protocol.errors import DeadlineExceeded, Overloaded, TandemError
 from proxy.answers import Answers, ChatAnswers, CompletionAnswers, stream_events
 from proxy.api_keys import ApiKeys
 from proxy.body_reader import BodyKind
@@ -32,6 +33,7 @@ from proxy.openai_schema import SOONEST_PRIORITY
 from proxy.openapi import docs_page, openapi_document
 from proxy.request_body import SpooledBody
 from proxy.request_id import HEADER, check_request_id, id_header, request_id_of
+from proxy.request_timeout import request_timeout_s
 from proxy.tool_answers import ToolAnswers
 from proxy.validation import GenerationRequest, ModelNotFound
 from telemetry.metrics import CONTENT_TYPE
@@ -147,11 +149,12 @@ async def _serve(
 ) -> Response[Any]:
     arrived_at = time.monotonic()
     check_request_id(request)
+    timeout_s = request_timeout_s(request)
     client = _client(request)
     async with door.bodies.receive(request.receive, request.headers) as body:
-        reading = _read(door, kind, body, client)
+        reading = _read(door, kind, body, client, min(door.request_timeout_s, timeout_s or math.inf))
         asked = await (reading if isinstance(body, bytes) else unless_disconnected(request.receive, reading))
-    generation = Generation(door, asked, arrived_at, client)
+    generation = Generation(door, asked, arrived_at, client, timeout_s)
     # The header is what the infrastructure around the client knows the request by, so it comes first.
     request_id = request_id_of(request) if HEADER in request.headers or not asked.request_id else asked.request_id
     headers = {HEADER: request_id}
@@ -175,7 +178,7 @@ async def _transform(
             async with asyncio.timeout(door.request_timeout_s):
                 answer = await unless_disconnected(request.receive, work(body))
         except TimeoutError:
-            raise RequestAborted("the request was not finished in time") from None
+            raise DeadlineExceeded("the request was not finished in time") from None
     return Response(answer, media_type=_JSON, headers=id_header(request))
 
 
@@ -184,14 +187,16 @@ def _chat_answers(generation: Generation, request: GenerationRequest, model: str
     return answers(generation, request, model, request_id)
 
 
-async def _read(door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody, client: str) -> GenerationRequest:
+async def _read(
+    door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody, client: str, timeout_s: float
+) -> GenerationRequest:
     try:
         door.admission.check(client, priority=_soonest_priority(body))  # before the work of tokenising
-        async with asyncio.timeout(door.request_timeout_s):
-            return await door.readers.read(kind, body, door.registry.limits())
+        async with asyncio.timeout(timeout_s):
+            return await door.readers.read(kind, body, await door.arrivals.limits())
     except TimeoutError:
-        door.metrics.requests.labels(RequestAborted.code).inc()
-        raise RequestAborted("the prompt was not tokenised in time") from None
+        door.metrics.requests.labels(DeadlineExceeded.code).inc()
+        raise DeadlineExceeded(f"the request was not finished within its {timeout_s:.3g} s") from None
     except TandemError as error:
         door.metrics.requests.labels(error.code).inc()
         raise

@@ -19,6 +19,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: folder or hub id; its tokeniser and configuration alone are read. api_key, api_keys: None and [] let everyone
     in.
     sockets_per_worker: connections to each worker; one request stays on one of them.
+    worker_wait_s: how long requests wait while no worker of a role is there; then they are refused.
     worker_silence_s: a worker that has sent no status for so long is lost.
     max_waiting_requests: sequences that may wait for their first token; beyond that requests are refused.
     max_waiting_tokens: the same for prompt tokens. max_requests_per_client: sequences that one client (a key, or an
@@ -44,6 +45,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
     sockets_per_worker: Annotated[int, Meta(ge=1, le=64)] = 1
     request_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
+    worker_wait_s: Annotated[float, Meta(ge=0)] = 60.0
     worker_silence_s: Annotated[float, Meta(gt=0)] = 2.5
     max_body_bytes: Annotated[int, Meta(ge=1024)] = 16 * 1024 * 1024
     max_waiting_requests: Annotated[int, Meta(ge=1)] = 1024

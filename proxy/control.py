@@ -30,7 +30,8 @@ log = logging.getLogger(__name__)
 
 
 class Control:
-    """on_joined(worker) and on_lost(worker, reason) are called on the loop.
+    """on_joined(worker), on_lost(worker, reason) and on_changed(), after every change of whom to choose, are called on
+    the loop.
 
     num_requests() is asked for the status report. Binding raises zmq's error when the endpoint is taken.
     """
@@ -44,6 +45,7 @@ class Control:
         registry: Registry,
         on_joined: Callable[[WorkerInfo], None],
         on_lost: Callable[[WorkerInfo, str], None],
+        on_changed: Callable[[], None],
         num_requests: Callable[[], int],
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -52,7 +54,9 @@ class Control:
         self._registry = registry
         self._on_joined = on_joined
         self._on_lost = on_lost
+        self._on_changed = on_changed
         self._num_requests = num_requests
+        self._num_changes_told = 0
         self._identities: dict[str, bytes] = {}  # of registered workers, by epoch
         self._socket: RouterSocket[ToProxyControl] = RouterSocket(
             context, endpoint, Codec(ToProxyControl), self._on_message
@@ -78,6 +82,7 @@ class Control:
                     self._registry.report(now),
                 )
                 self._socket.send(identity, report)
+        self._tell_changes()
 
     def _register(self, now: float, identity: bytes, message: RegisterWorker) -> None:
         try:
@@ -95,6 +100,12 @@ class Control:
     def _check(self) -> None:
         self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
         self._apply(self._registry.check(self._loop.time()))
+        self._tell_changes()
+
+    def _tell_changes(self) -> None:
+        if self._num_changes_told != self._registry.num_changes:
+            self._num_changes_told = self._registry.num_changes
+            self._on_changed()
 
     def _apply(self, change: MembershipChange) -> None:
         if not change:

@@ -17,14 +17,16 @@ from protocol.errors import TandemError
 from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions, TokenLogprobs
 from protocol.token_ids import unpack_token_ids
 from proxy.admission import Admission, Ticket
+from proxy.arrivals import Arrivals
 from proxy.detokenizer import Detokenizer
-from proxy.dispatcher import DispatchedSequence, Dispatcher, Prompt, TokenDelta
+from proxy.dispatcher import Dispatcher
 from proxy.model_text import ModelText
 from proxy.reader_pool import ReaderPool
 from proxy.registry import Registry
 from proxy.rendering import RenderedPrompts
 from proxy.request_body import RequestBodies
 from proxy.scrapes import Scrapes
+from proxy.sequence import DispatchedSequence, Prompt, TokenDelta
 from proxy.stop_strings import StopStrings
 from proxy.token_text import TokenText
 from proxy.turns import Turns
@@ -72,7 +74,8 @@ class FrontDoor:
     scrapes: Scrapes
     turns: Turns
     request_timeout_s: float
-    ttft_slo_s: float | None = None  # of first tokens; what is predicted to miss it is refused
+    ttft_slo_s: float | None  # of first tokens; what is predicted to miss it is refused
+    arrivals: Arrivals
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +90,21 @@ class _PlannedPrompt:
 class Generation:
     """`num_prompt_tokens` is right from the first delta on, `num_completion_tokens` counts the deltas seen so far."""
 
-    def __init__(self, door: FrontDoor, request: GenerationRequest, arrived_at: float, client: str = "") -> None:
+    def __init__(
+        self,
+        door: FrontDoor,
+        request: GenerationRequest,
+        arrived_at: float,
+        client: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
         """arrived_at: on the monotonic clock. client: whose limits it counts towards.
 
-        request: as `ReaderPool.read` gives it, its prompts tokenised.
+        request: as `ReaderPool.read` gives it, its prompts tokenised. timeout_s: from arrival; None is as long as the
+        server and the request allow.
         """
+        limits_s = (door.request_timeout_s, timeout_s, request.timeout_s)
+        self._timeout_s = min(limit_s for limit_s in limits_s if limit_s is not None)
         self.token_text = door.token_text
         self._door = door
         self._request = request
@@ -114,7 +127,7 @@ class Generation:
 
         def on_displaced(error: TandemError) -> None:
             for sequence in sequences:
-                sequence.attempt.fail(error)
+                sequence.fail(error)
 
         try:
             planned = self._plan()
@@ -182,7 +195,7 @@ class Generation:
         return None if slo_s is None else slo_s - (time.monotonic() - self._arrived_at)
 
     def _seconds_left(self) -> float:
-        return max(0.001, self._door.request_timeout_s - (time.monotonic() - self._arrived_at))
+        return max(0.001, self._timeout_s - (time.monotonic() - self._arrived_at))
 
 
 class _SequenceText:

@@ -10,6 +10,7 @@ from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
 from protocol.errors import (
+    DeadlineExceeded,
     InternalError,
     InvalidRequest,
     KVTransferFailed,
@@ -22,7 +23,7 @@ from proxy.admission import ClientLimitExceeded, QueueFull
 from proxy.openai_answers import ErrorDetail, ErrorResponse
 from proxy.rendering import ContextLengthExceeded
 from proxy.request_id import id_header
-from proxy.router import SLOUnreachable
+from proxy.router import NoWorkerReady, SLOUnreachable
 from proxy.validation import ModelNotFound
 
 log = logging.getLogger("proxy")
@@ -70,9 +71,11 @@ _STATUS: dict[type[TandemError], int] = {
     ClientLimitExceeded: 429,
     Overloaded: 503,
     SLOUnreachable: 503,
+    NoWorkerReady: 503,
     WorkerLost: 503,
     KVTransferFailed: 503,
     RequestAborted: 504,
+    DeadlineExceeded: 504,
     ClientDisconnected: 499,
 }
 

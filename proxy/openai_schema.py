@@ -229,6 +229,13 @@ class GenerationFields(NotServed):
     priority: Annotated[
         Annotated[int, Meta(ge=SOONEST_PRIORITY, le=100)] | None, Meta(description="a lower one is served first")
     ] = 0
+    timeout: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="seconds until the last token, or the request ends with deadline_exceeded; the header "
+            "X-Request-Timeout and the server's --request-timeout-s may say less"
+        ),
+    ] = None
     request_id: Annotated[
         Annotated[str, Meta(pattern=REQUEST_ID_PATTERN)] | None,
         Meta(description="the answer's id ends with it; the header X-Request-Id comes first"),

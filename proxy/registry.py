@@ -107,6 +107,9 @@ class Registry:
         self.block_size = 1
         self.prefixes = PrefixIndex()
         self._typical_speed = _UNKNOWN_SPEED
+        self._limits: ModelLimits | None = None
+        self.num_changes = 0
+        """Raised whenever there may be workers to choose that were not there before."""
 
     # ---- events
 
@@ -187,17 +190,20 @@ class Registry:
         return [record.worker for record in self._by_epoch.values()]
 
     def limits(self) -> ModelLimits:
-        """Raises Overloaded while no worker is registered."""
-        if not self._by_epoch:
-            raise Overloaded("no worker is ready")
+        """Of the workers that are there, or were there last. Raises Overloaded before the first comes."""
         records = self._by_epoch.values()
+        if not records:
+            if self._limits is None:
+                raise Overloaded("no worker is ready")
+            return self._limits
         first = next(iter(records)).limits  # workers of another model or block size get no pair with it
-        return ModelLimits(
+        self._limits = ModelLimits(
             min(r.limits.max_model_len for r in records),
             min(r.limits.vocab_size for r in records),
             first.model_id,
             first.block_size,
         )
+        return self._limits
 
     def why_not_ready(self) -> str | None:
         """None when a prefill and a decode worker can serve together, or decode alone, else what is missing."""
@@ -239,6 +245,7 @@ class Registry:
 
     def _rebuild(self) -> None:
         """Done at changes, which are rare, so that the router finds its lists ready for each request."""
+        self.num_changes += 1
         records = sorted(self._by_epoch.values(), key=lambda record: record.worker.worker_id)
         decodes = [record for record in records if record.worker.role == "decode"]
         prefills = [record for record in records if record.worker.role == "prefill"]

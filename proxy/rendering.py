@@ -19,9 +19,9 @@ from protocol.errors import InvalidRequest
 from protocol.prefix_hash import BlockHasher, pack_short_hashes
 from protocol.token_ids import pack_token_ids
 from proxy.cpu_time import cpu_time_limit
-from proxy.dispatcher import Prompt
 from proxy.model_text import ModelText
 from proxy.registry import ModelLimits
+from proxy.sequence import Prompt
 from proxy.token_size import max_characters_per_token
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]

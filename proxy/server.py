@@ -19,6 +19,7 @@ from protocol.membership import WorkerInfo
 from protocol.sockets import new_context
 from proxy.admission import Admission
 from proxy.app import make_app
+from proxy.arrivals import Arrivals
 from proxy.config import ProxyConfig
 from proxy.control import Control
 from proxy.dispatcher import Dispatcher
@@ -62,7 +63,8 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     registry = Registry(config.worker_silence_s, decode_may_prefill=config.decode_prefill_threshold > 0)
     router = Router(registry, config.decode_prefill_threshold, config.num_proxies)
     turns = Turns(_STREAMS_PER_ITERATION)
-    dispatcher = Dispatcher(proxy_id, router, metrics, turns)
+    dispatcher = Dispatcher(proxy_id, router, metrics, turns, config.worker_wait_s)
+    arrivals = Arrivals(registry, config.max_waiting_requests, config.worker_wait_s)
     context = new_context()
     pool = WorkerPool(context, proxy_id, config.sockets_per_worker, dispatcher.on_message)
     dispatcher.pool = pool
@@ -70,6 +72,10 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     def on_lost(worker: WorkerInfo, reason: str) -> None:
         dispatcher.on_worker_lost(worker, reason)
         pool.close(worker)
+
+    def on_changed() -> None:
+        arrivals.on_cluster_changed()
+        dispatcher.on_cluster_changed()
 
     try:
         control = Control(
@@ -80,6 +86,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
             registry,
             pool.open,
             on_lost,
+            on_changed,
             lambda: dispatcher.num_running,
         )
     except Exception as error:  # zmq's own, which has no name here
@@ -100,6 +107,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         turns,
         config.request_timeout_s,
         config.ttft_slo_ms / 1000 or None,
+        arrivals,
     )
     uvicorn_config = uvicorn.Config(
         make_app(config, door),

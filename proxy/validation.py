@@ -71,6 +71,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     num_prompt_logprobs: how many to ask prefill for, which an echo may need too. is_prompt_only: the client wants to
     see its prompt and nothing generated; max_tokens is 1 then, because workers generate at least one. bad_words: of
     `base_sampling`, before they are tokenised. priority: less is served first. request_id: "" for a new one.
+    timeout_s: None for the server's limit, from arrival to the last token.
     grammar_param: the field that `base_sampling.grammar` comes from. tool_format: of the calls in the answer.
     """
 
@@ -92,6 +93,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     bad_words: list[str]
     priority: int
     request_id: str
+    timeout_s: float | None
     tokens_as_ids: bool
     grammar_param: str
     tool_format: ToolFormat | None
@@ -300,6 +302,7 @@ class BodyDecoder:
             bad_words=request.bad_words or [],
             priority=request.priority or 0,
             request_id=request.request_id or "",
+            timeout_s=request.timeout,
             tokens_as_ids=bool(request.return_tokens_as_token_ids),
             grammar_param=output.param or "",
             tool_format=self._tool_format if output.calls else None,

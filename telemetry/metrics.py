@@ -73,6 +73,11 @@ class ProxyMetrics:
             "Sequences that lost their place on a decode worker and were dispatched again.",
             registry=self.registry,
         )
+        self.migrated = Counter(
+            "tandem_migrations",
+            "Sequences that lost a worker and went on elsewhere.",
+            registry=self.registry,
+        )
         self.generation_tokens = Counter(
             "tandem_generation_tokens", "Tokens generated for clients.", registry=self.registry
         )
