@@ -12,6 +12,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     kv_checksums: compare every block that arrives (debugging). max_num_seqs: sequences that decode in one step.
     max_num_batched_tokens: of prompts that are computed here, in one step.
+    drain_timeout_s: what is under way when the worker is told to leave has so long to end.
     """
 
     worker_id: str
@@ -23,4 +24,5 @@ class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    drain_timeout_s: float = 30.0
     log_level: str = "info"

@@ -84,6 +84,10 @@ class DecodeScheduler:
         return len(self._running)
 
     @property
+    def is_idle(self) -> bool:
+        return not self._by_request
+
+    @property
     def num_waiting(self) -> int:
         return len(self._by_request) - len(self._running)
 
@@ -137,6 +141,10 @@ class DecodeScheduler:
     def on_proxy_lost(self, proxy_id: str) -> list[Action]:
         gone = [s for s in self._by_request.values() if s.prompt.request.proxy_id == proxy_id]
         return [action for sequence in gone for action in self._end(sequence)]
+
+    def on_epoch_over(self) -> list[Action]:
+        """The proxies have given everything up that is here."""
+        return [action for sequence in list(self._by_request.values()) for action in self._end(sequence)]
 
     # ---- events from prefill workers
 

@@ -33,8 +33,9 @@ from kv_transfer.rank_pool import RankPool
 from kv_transfer.worker_pools import WorkerPools
 from protocol.codec import Codec
 from protocol.dispatch import AbortRequest, PrepareDecode, ToDecode
+from protocol.drain import Drain, Retired
 from protocol.errors import ErrorInfo, KVTransferFailed
-from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
+from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLeft, WorkerLoad, WorkerStatus
 from protocol.registration import Registration
 from protocol.sockets import RouterSocket, new_context
 from protocol.transfer import (
@@ -61,6 +62,8 @@ class DecodeWorker:
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
+        self._drain = Drain(config.drain_timeout_s)
+        self._registration: Registration | None = None  # while it serves
         self._step_time_s = 0.0
         self._speed = PromptSpeed()
         self._num_transferred_bytes = self._num_compared_blocks = self._num_corrupt_blocks = 0
@@ -68,6 +71,18 @@ class DecodeWorker:
 
     def stop(self) -> None:
         self._stopping.set()
+
+    def drain(self) -> bool:
+        """Take no new work, finish what is under way, and end. False before there is any."""
+        return self._begin_drain(for_good=False)
+
+    def _begin_drain(self, for_good: bool) -> bool:
+        if self._registration is None:
+            return False
+        log.info("draining: %d requests run, %d wait", self._scheduler.num_running, self._scheduler.num_waiting)
+        self._drain.begin(self._loop.time(), for_good)
+        self._registration.tell(self._status())
+        return True
 
     async def run(self) -> None:
         ranks = TensorParallelGroup(
@@ -120,27 +135,32 @@ class DecodeWorker:
             on_pair_lost=self._on_pair_lost,
             on_prefill_lost=lambda epoch: self._perform(self._scheduler.on_prefill_lost(epoch)),
         )
-        registration = Registration(
+        self._register = RegisterWorker(
+            PROTOCOL_VERSION,
+            self._info,
+            loaded.max_model_len,
+            loaded.vocab_size,
+            loaded.layout.model_id,
+            blocks.block_size,
+        )
+        self._registration = registration = Registration(
             context,
             self._config.proxy_endpoints,
-            RegisterWorker(
-                PROTOCOL_VERSION,
-                self._info,
-                loaded.max_model_len,
-                loaded.vocab_size,
-                loaded.layout.model_id,
-                blocks.block_size,
-            ),
+            self._register,
             self._status,
             self._pairs.on_view,
             lambda proxy_id: self._perform(self._scheduler.on_proxy_lost(proxy_id)),
             blocks.prefix_log.restart,
+            self._begin_epoch,
+            lambda: self._begin_drain(for_good=True),
         )
         registration.start()
         log.info("ready: %d KV blocks of %d tokens", pool.num_blocks, self._config.engine.block_size)
         try:
             await self._tick_until_stopped()
         finally:
+            self._registration = None
+            registration.tell(WorkerLeft(self._info.worker_id, self._info.epoch))
             registration.close()
             self._pairs.close()
             self._router.close()
@@ -148,6 +168,8 @@ class DecodeWorker:
             self._grammars.close()
             self._engine.stop(timeout_s=1.5)
             ranks.close()
+        if self._drain.for_good:
+            raise Retired("it was told to leave")
 
     async def _engine_ready(self) -> None:
         ready: asyncio.Future[None] = self._loop.create_future()
@@ -157,6 +179,10 @@ class DecodeWorker:
     async def _tick_until_stopped(self) -> None:
         while not self._stopping.is_set():
             now = self._loop.time()
+            if self._drain.is_over(now, self._scheduler.is_idle):
+                num_left = self._scheduler.num_running + self._scheduler.num_waiting
+                log.info("drained; %d requests go on elsewhere", num_left)
+                return
             self._perform(self._scheduler.on_tick(now))
             for pair_id in self._pairs.due_for_renewal(now):
                 if wanted := self._scheduler.wanted_transfers(pair_id):
@@ -165,6 +191,19 @@ class DecodeWorker:
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
             except TimeoutError:
                 continue
+
+    def _begin_epoch(self) -> None:
+        """A proxy has counted this worker as lost, and gave its requests to others: nothing of before counts any more.
+
+        Blocks that a peer may still write or read stay where they are until it has stopped, as always.
+        """
+        self._perform(self._scheduler.on_epoch_over())
+        self._info = msgspec.structs.replace(self._info, epoch=secrets.token_hex(8))
+        self._pairs.begin_epoch(self._info)
+        self._scheduler.blocks.prefix_log.restart()
+        self._register = msgspec.structs.replace(self._register, worker=self._info)
+        assert self._registration is not None
+        self._registration.begin_epoch(self._register)
 
     def _status(self) -> WorkerStatus:
         scheduler = self._scheduler
@@ -188,7 +227,9 @@ class DecodeWorker:
             prompt_tokens_per_s=self._speed.tokens_per_s,
         )
         prefixes = scheduler.blocks.prefix_log.take()
-        return WorkerStatus(self._info.worker_id, self._info.epoch, load, prefixes=prefixes)
+        return WorkerStatus(
+            self._info.worker_id, self._info.epoch, load, prefixes=prefixes, draining=self._drain.has_begun
+        )
 
     # ---- events
 

@@ -1,4 +1,4 @@
-"""The `tandem` command: `up` starts a cluster and stays with it, `status` asks a running one."""
+"""The `tandem` command: `up` starts a cluster and stays with it; the others speak to a running one."""
 
 from __future__ import annotations
 
@@ -45,6 +45,17 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--port", type=int, default=ClusterConfig().port, help="port of its HTTP endpoint")
     status.add_argument("--json", action="store_true", help="print JSON")
     status.set_defaults(run=_status)
+    drain = commands.add_parser("drain", help="let a worker finish what it has and leave for good")
+    drain.add_argument("worker", metavar="WORKER", help="its name, such as decode-1")
+    restart = commands.add_parser("restart", help="start processes anew one at a time, losing nothing")
+    restart.add_argument("names", nargs="*", metavar="NAME", help="such as decode-1 or proxy-0; none: all of them")
+    restart.set_defaults(run=_restart)
+    drain.set_defaults(run=_drain)
+    for command, timeout_s in ((drain, 60.0), (restart, 600.0)):
+        command.add_argument("--port", type=int, default=ClusterConfig().port, help="port of the HTTP endpoint")
+        command.add_argument(
+            "--timeout-s", type=float, default=timeout_s, metavar="X", help="give up after so long, for each process"
+        )
     return parser
 
 
@@ -122,6 +133,24 @@ def _status(arguments: argparse.Namespace) -> int:
     from deploy.status import print_status
 
     return print_status(arguments.port, arguments.json)
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    from deploy.draining import drain
+
+    drain(arguments.port, arguments.worker, arguments.timeout_s, _say)
+    return 0
+
+
+def _restart(arguments: argparse.Namespace) -> int:
+    from deploy.draining import restart
+
+    restart(arguments.port, arguments.names, arguments.timeout_s, _say)
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -115,6 +115,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker_wait_s: Annotated[
         float, Meta(ge=0, description="seconds that requests wait while no worker of a role is left; then they get 503")
     ] = 60.0
+    drain_timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="seconds that a process which is told to leave has to finish what is under way"),
+    ] = 30.0
     trust_remote_code: Annotated[bool, Meta(description="run model code that comes with the checkpoint")] = False
     tool_call_parser: Annotated[
         ToolFormatName, Meta(description="how the model writes tool calls: hermes (also Qwen) or llama3_json")

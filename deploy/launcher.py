@@ -31,6 +31,7 @@ from prefill_worker.config import PrefillConfig
 from protocol.codec import Codec
 from protocol.errors import ConfigError, InternalError
 from protocol.membership import FromProxyControl, GetStatus, Role, StatusReport, WorkerExited
+from protocol.process import EXIT_BAD_CONFIG, EXIT_RETIRED
 from protocol.sockets import DealerSocket, new_context
 from proxy.config import ProxyConfig
 
@@ -39,7 +40,6 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 600.0
 PROXY_GRACE_S = 1.5
 STOP_GRACE_S = 2.5
-EXIT_BAD_CONFIG = 2
 
 OnProgress = Callable[[str, float | None], None]
 """Called with what is up, and with the fraction of the weights that is loaded, None before that is known."""
@@ -134,6 +134,7 @@ class Launcher:
                 request_timeout_s=config.request_timeout_s,
                 worker_wait_s=config.worker_wait_s,
                 shutdown_grace_s=PROXY_GRACE_S,
+                drain_timeout_s=config.drain_timeout_s,
                 log_level=config.log_level,
             )
             self._add(name, "proxy", proxy, folder, logs)
@@ -152,6 +153,7 @@ class Launcher:
                 kv_lease_s=config.kv_lease_s,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_num_seqs=config.max_num_seqs,
+                drain_timeout_s=config.drain_timeout_s,
                 log_level=config.log_level,
             )
             self._add(name, "prefill_worker", prefill, folder, logs, shares[i])
@@ -165,6 +167,7 @@ class Launcher:
                 kv_connector=config.kv_connector,
                 kv_checksums=config.kv_checksums,
                 max_num_seqs=config.max_num_seqs,
+                drain_timeout_s=config.drain_timeout_s,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 log_level=config.log_level,
             )
@@ -217,7 +220,9 @@ class Launcher:
             env["PROMETHEUS_MULTIPROC_DIR"] = str(self._metrics_dir)  # there the metrics of all proxies add up
         if gpus is not None:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        self._children[name] = ChildProcess(name, module, config_file, logs / f"{name}.log", env, self._on_exit)
+        self._children[name] = ChildProcess(
+            name, module, config_file, logs / f"{name}.log", env, self._on_exit, folder / f"{name}.pid"
+        )
 
     # ---- while it runs
 
@@ -230,6 +235,9 @@ class Launcher:
         if returncode == EXIT_BAD_CONFIG:
             self._fatal = ConfigError(child.last_error() or f"{name} refused its configuration: see {child.log_file}")
             self.stop()
+            return False
+        if returncode == EXIT_RETIRED:
+            log.info("%s (process %d) has drained and left", name, pid)
             return False
         if not self._ready and child.num_starts >= 3:
             self._fatal = InternalError(f"{name} died {child.num_starts} times while starting: see {child.log_file}")
@@ -289,11 +297,11 @@ class Launcher:
     async def _stop_children(self) -> None:
         proxies = [child for name, child in self._children.items() if name.startswith("proxy-")]
         for child in proxies:
-            child.terminate()
+            child.stop()
         tasks = dict(zip(self._children.values(), self._tasks, strict=False))
         await self._wait([tasks[child] for child in proxies if child in tasks], PROXY_GRACE_S + 0.3)
         for child in self._children.values():
-            child.terminate()
+            child.stop()
         await self._wait(self._tasks, STOP_GRACE_S)
         for child in self._children.values():
             child.kill()

@@ -22,7 +22,7 @@ ANSWER_TIMEOUT_S = 3.0
 
 async def fetch_status(port: int) -> list[StatusReport]:
     """One report per proxy that answers in time, by name. Raises ConfigError when no cluster runs on `port`."""
-    sockets = _proxy_sockets(port)
+    sockets = proxy_sockets(port)
     if not sockets:
         raise ConfigError(f"no cluster runs on port {port}; start one with `tandem up`, or give its --port")
     context = new_context()
@@ -48,14 +48,14 @@ async def fetch_status(port: int) -> list[StatusReport]:
     return sorted(reports, key=lambda report: report.proxy_id)
 
 
-def _proxy_sockets(port: int) -> list[Path]:
+def proxy_sockets(port: int) -> list[Path]:
     return sorted(runtime_dir(port).glob("proxy-*.sock"))
 
 
 def print_status(port: int, as_json: bool) -> int:
     """Exit code 0 when the cluster is ready, 1 when it runs but cannot serve, or a proxy of it does not answer."""
     reports = asyncio.run(fetch_status(port))
-    num_silent = len(_proxy_sockets(port)) - len(reports)
+    num_silent = len(proxy_sockets(port)) - len(reports)
     if as_json:
         sys.stdout.write(msgspec.json.encode(reports).decode() + "\n")
     else:
@@ -81,7 +81,7 @@ def _print_tables(reports: list[StatusReport], num_silent: int) -> None:
     for worker in sorted(first.workers, key=lambda w: (w.worker.role != "prefill", w.worker.worker_id)):
         load = worker.load
         workers.add_row(
-            worker.worker.worker_id,
+            worker.worker.worker_id + (" [yellow]drains[/]" if worker.draining else ""),
             str(worker.worker.pid),
             str(worker.worker.num_ranks),
             str(load.num_running),

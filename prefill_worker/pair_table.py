@@ -259,7 +259,14 @@ class PairTable:
         del self._by_id[pair.pair_id]
         return [Disconnect(pair.pair_id)]
 
+    def begin_epoch(self, now: float, worker: WorkerInfo) -> list[PairAction]:
+        """This worker is another one now; its pairs are made anew with the next view, which shows it."""
+        self._worker = worker
+        return self._drop_all(now, "the prefill worker begins a new epoch")
+
     def close(self, now: float) -> list[PairAction]:
         """The worker shuts down."""
-        pairs = list(self._by_epoch.values())
-        return [action for pair in pairs for action in self._drop(now, pair, "the prefill worker shuts down")]
+        return self._drop_all(now, "the prefill worker shuts down")
+
+    def _drop_all(self, now: float, reason: str) -> list[PairAction]:
+        return [action for pair in list(self._by_epoch.values()) for action in self._drop(now, pair, reason)]

@@ -74,6 +74,9 @@ class Pairs:
     def on_view(self, workers: list[WorkerInfo]) -> None:
         self._perform(self._table.on_view(self._loop.time(), workers))
 
+    def begin_epoch(self, worker: WorkerInfo) -> None:
+        self._perform(self._table.begin_epoch(self._loop.time(), worker))
+
     def on_tick(self, now: float) -> None:
         self._perform(self._table.on_tick(now))
 

@@ -61,6 +61,10 @@ class PrefillScheduler:
         return len(self._by_transfer) - len(self._waiting)
 
     @property
+    def is_idle(self) -> bool:
+        return not self._by_transfer
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -108,6 +112,10 @@ class PrefillScheduler:
     def on_proxy_lost(self, proxy_id: str) -> list[Action]:
         gone = [prompt for prompt in self._by_transfer.values() if prompt.request.proxy_id == proxy_id]
         return [action for prompt in gone for action in self._end(prompt)]
+
+    def on_epoch_over(self) -> list[Action]:
+        """The proxies have given everything up that is here."""
+        return [action for prompt in list(self._by_transfer.values()) for action in self._end(prompt)]
 
     def on_reserved(self, message: KVReserved) -> list[Action]:
         prompt = self._by_transfer.get(message.transfer_id)

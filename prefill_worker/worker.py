@@ -11,6 +11,8 @@ import logging
 import os
 import secrets
 
+import msgspec
+
 from engine.batch import ItemOutput
 from engine.block_manager import BlockManager
 from engine.engine_thread import EngineThread
@@ -30,8 +32,9 @@ from prefill_worker.pairs import Pairs
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.codec import Codec
 from protocol.dispatch import AbortRequest, RequestFailed, StartPrefill, ToPrefill
+from protocol.drain import Drain, Retired
 from protocol.errors import ErrorInfo, KVTransferFailed, WorkerLost
-from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
+from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLeft, WorkerLoad, WorkerStatus
 from protocol.registration import Registration
 from protocol.sockets import RouterSocket, new_context
 from protocol.transfer import KVRefused, KVReserved, RenewLeases, ShipKV
@@ -48,6 +51,8 @@ class PrefillWorker:
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
+        self._drain = Drain(config.drain_timeout_s)
+        self._registration: Registration | None = None  # while it serves
         self._step_time_s = 0.0
         self._speed = PromptSpeed()
         self._num_step_tokens = 0
@@ -56,6 +61,18 @@ class PrefillWorker:
 
     def stop(self) -> None:
         self._stopping.set()
+
+    def drain(self) -> bool:
+        """Take no new work, finish what is under way, and end. False before there is any."""
+        return self._begin_drain(for_good=False)
+
+    def _begin_drain(self, for_good: bool) -> bool:
+        if self._registration is None:
+            return False
+        log.info("draining: %d requests run, %d wait", self._scheduler.num_running, self._scheduler.num_waiting)
+        self._drain.begin(self._loop.time(), for_good)
+        self._registration.tell(self._status())
+        return True
 
     async def run(self) -> None:
         ranks = TensorParallelGroup(
@@ -114,27 +131,32 @@ class PrefillWorker:
             on_message=self._on_decode_answer,
             on_pair_lost=lambda pair_id, reason: self._perform(self._scheduler.on_pair_lost(pair_id, reason)),
         )
-        registration = Registration(
+        self._register = RegisterWorker(
+            PROTOCOL_VERSION,
+            self._info,
+            loaded.max_model_len,
+            loaded.vocab_size,
+            loaded.layout.model_id,
+            blocks.block_size,
+        )
+        self._registration = registration = Registration(
             context,
             self._config.proxy_endpoints,
-            RegisterWorker(
-                PROTOCOL_VERSION,
-                self._info,
-                loaded.max_model_len,
-                loaded.vocab_size,
-                loaded.layout.model_id,
-                blocks.block_size,
-            ),
+            self._register,
             self._status,
             self._pairs.on_view,
             lambda proxy_id: self._perform(self._scheduler.on_proxy_lost(proxy_id)),
             blocks.prefix_log.restart,
+            self._begin_epoch,
+            lambda: self._begin_drain(for_good=True),
         )
         registration.start()
         log.info("ready: %d KV blocks of %d tokens", pool.num_blocks, self._config.engine.block_size)
         try:
             await self._tick_until_stopped()
         finally:
+            self._registration = None
+            registration.tell(WorkerLeft(self._info.worker_id, self._info.epoch))
             registration.close()
             self._pairs.close()
             self._router.close()
@@ -142,6 +164,8 @@ class PrefillWorker:
             self._grammars.close()
             self._engine.stop(timeout_s=1.5)
             ranks.close()
+        if self._drain.for_good:
+            raise Retired("it was told to leave")
 
     async def _engine_ready(self) -> None:
         ready: asyncio.Future[None] = self._loop.create_future()
@@ -151,6 +175,10 @@ class PrefillWorker:
     async def _tick_until_stopped(self) -> None:
         while not self._stopping.is_set():
             now = self._loop.time()
+            if self._drain.is_over(now, self._scheduler.is_idle):
+                num_left = self._scheduler.num_running + self._scheduler.num_waiting
+                log.info("drained; %d requests go on elsewhere", num_left)
+                return
             self._pairs.on_tick(now)
             num_expired = self._scheduler.num_expired_leases
             self._perform(self._scheduler.on_tick(now))
@@ -160,6 +188,19 @@ class PrefillWorker:
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
             except TimeoutError:
                 continue
+
+    def _begin_epoch(self) -> None:
+        """A proxy has counted this worker as lost, and gave its requests to others: nothing of before counts any more.
+
+        Blocks that a peer may still write or read stay where they are until it has stopped, as always.
+        """
+        self._perform(self._scheduler.on_epoch_over())
+        self._info = msgspec.structs.replace(self._info, epoch=secrets.token_hex(8))
+        self._pairs.begin_epoch(self._info)
+        self._scheduler.blocks.prefix_log.restart()
+        self._register = msgspec.structs.replace(self._register, worker=self._info)
+        assert self._registration is not None
+        self._registration.begin_epoch(self._register)
 
     def _status(self) -> WorkerStatus:
         scheduler = self._scheduler
@@ -180,7 +221,14 @@ class PrefillWorker:
             prompt_tokens_per_s=self._speed.tokens_per_s,
         )
         prefixes = scheduler.blocks.prefix_log.take()
-        return WorkerStatus(self._info.worker_id, self._info.epoch, load, self._pairs.status(), prefixes)
+        return WorkerStatus(
+            self._info.worker_id,
+            self._info.epoch,
+            load,
+            self._pairs.status(),
+            prefixes,
+            self._drain.has_begun,
+        )
 
     # ---- events
 

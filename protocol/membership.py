@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised by every change to a message; unequal versions refuse each other when they register or pair."""
 
 Role = Literal["prefill", "decode"]
@@ -96,13 +96,24 @@ class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Worker to proxy, every `heartbeat_interval_s`. `pairs` is empty on decode workers."""
+    """Worker to proxy, every `heartbeat_interval_s`. `pairs` is empty on decode workers.
+
+    draining: it is to get no new work.
+    """
 
     worker_id: str
     epoch: str
     load: WorkerLoad
     pairs: list[PairStatus] = []
     prefixes: PrefixUpdate | None = None
+    draining: bool = False
+
+
+class WorkerLeft(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Worker to proxy: it ends now. What it still has goes on at others."""
+
+    worker_id: str
+    epoch: str
 
 
 class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -114,6 +125,23 @@ class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 class GetStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """`tandem status` to proxy."""
+
+
+class DrainWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """`tandem drain` to proxy: this worker is to leave for good. Answered by DrainAnswer."""
+
+    worker_id: str
+
+
+class DrainAnswer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Proxy to `tandem drain`. error: "" when the worker was told."""
+
+    worker_id: str
+    error: str = ""
+
+
+class LeaveCluster(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Proxy to worker: drain, then end for good."""
 
 
 class ClusterView(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -139,6 +167,7 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load: WorkerLoad
     pairs: list[PairStatus]
     silence_s: float
+    draining: bool = False
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -151,5 +180,5 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     workers: list[WorkerReport]
 
 
-ToProxyControl = RegisterWorker | WorkerStatus | WorkerExited | GetStatus
-FromProxyControl = ClusterView | RegistrationRefused | StatusReport
+ToProxyControl = RegisterWorker | WorkerStatus | WorkerLeft | WorkerExited | GetStatus | DrainWorker
+FromProxyControl = ClusterView | RegistrationRefused | StatusReport | LeaveCluster | DrainAnswer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m proxy CONFIG.json", file=sys.stderr)
         return 2
-    die_with_parent()
+    die_with_parent(signal.SIGINT)
     try:
         config = read_config(Path(arguments[0]))
         setup_logging(config.proxy_id, config.log_level)

@@ -31,7 +31,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenizer_threads: of execution, each a process of its own, see `proxy.reader_pool`.
     trust_request_chat_template: requests may bring a chat template of their own.
     tool_call_parser: how the model writes tool calls, see `proxy.tool_formats`.
-    shutdown_grace_s: how long running streams may go on after SIGTERM.
+    shutdown_grace_s, drain_timeout_s: how long running streams may go on after SIGINT, and after SIGTERM.
     """
 
     proxy_id: str
@@ -60,6 +60,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
     shutdown_grace_s: Annotated[float, Meta(ge=0)] = 3.0
+    drain_timeout_s: Annotated[float, Meta(ge=0)] = 30.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 

@@ -14,13 +14,17 @@ from protocol.codec import Codec
 from protocol.errors import ProtocolError
 from protocol.membership import (
     ClusterView,
+    DrainAnswer,
+    DrainWorker,
     GetStatus,
+    LeaveCluster,
     RegisterWorker,
     RegistrationRefused,
     StatusReport,
     ToProxyControl,
     WorkerExited,
     WorkerInfo,
+    WorkerLeft,
     WorkerStatus,
 )
 from protocol.sockets import RouterSocket
@@ -71,6 +75,10 @@ class Control:
             case WorkerStatus():
                 known = self._registry.on_status(now, message)
                 self._socket.send(identity, self._view(known, self._registry.prefixes.has_missed(message.epoch)))
+            case WorkerLeft():
+                self._apply(self._registry.on_left(message.epoch))
+            case DrainWorker():
+                self._socket.send(identity, DrainAnswer(message.worker_id, self._drain(message.worker_id)))
             case WorkerExited():
                 self._apply(self._registry.on_exited(message.worker_id, message.pid))
             case GetStatus():
@@ -83,6 +91,16 @@ class Control:
                 )
                 self._socket.send(identity, report)
         self._tell_changes()
+
+    def _drain(self, worker_id: str) -> str:
+        """Tell the worker; what is wrong, or ""."""
+        workers = {worker.worker_id: worker for worker in self._registry.workers()}
+        if (worker := workers.get(worker_id)) is None:
+            return f"no worker {worker_id} is registered; there are {', '.join(sorted(workers)) or 'none'}"
+        if not self._socket.send(self._identities[worker.epoch], LeaveCluster()):
+            return f"{worker_id} does not read its messages"
+        log.info("%s is told to leave", worker_id)
+        return ""
 
     def _register(self, now: float, identity: bytes, message: RegisterWorker) -> None:
         try:

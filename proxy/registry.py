@@ -56,6 +56,7 @@ class WorkerRecord:
     use: WorkerUse
     load: WorkerLoad = field(default_factory=WorkerLoad)
     pairs: list[PairStatus] = field(default_factory=list)
+    draining: bool = False  # no new work for it
     decode_peers: Candidates = field(default_factory=lambda: Candidates([]))
     """On a prefill worker: the decode workers that it has a ready pair with, in their present epoch."""
 
@@ -151,10 +152,15 @@ class Registry:
             record.use.prompts.s_per_token = 1 / self._typical_speed
         if message.prefixes is not None:
             self.prefixes.apply(message.epoch, message.prefixes)
-        if message.pairs != record.pairs:
-            record.pairs = message.pairs
+        if message.pairs != record.pairs or message.draining != record.draining:
+            record.pairs, record.draining = message.pairs, message.draining
             self._rebuild()
         return True
+
+    def on_left(self, epoch: str) -> MembershipChange:
+        """The worker itself says so."""
+        record = self._by_epoch.get(epoch)
+        return self._remove([LostWorker(record.worker, "it has left")] if record is not None else [])
 
     def on_exited(self, worker_id: str, pid: int) -> MembershipChange:
         """The launcher saw the process end. Another process of that name may have registered already: it stays."""
@@ -228,7 +234,7 @@ class Registry:
 
     def report(self, now: float) -> list[WorkerReport]:
         return [
-            WorkerReport(record.worker, record.load, record.pairs, max(0.0, now - record.heard_at))
+            WorkerReport(record.worker, record.load, record.pairs, max(0.0, now - record.heard_at), record.draining)
             for record in self._by_epoch.values()
         ]
 
@@ -247,8 +253,9 @@ class Registry:
         """Done at changes, which are rare, so that the router finds its lists ready for each request."""
         self.num_changes += 1
         records = sorted(self._by_epoch.values(), key=lambda record: record.worker.worker_id)
-        decodes = [record for record in records if record.worker.role == "decode"]
-        prefills = [record for record in records if record.worker.role == "prefill"]
+        open_ones = [record for record in records if not record.draining]
+        decodes = [record for record in open_ones if record.worker.role == "decode"]
+        prefills = [record for record in open_ones if record.worker.role == "prefill"]
         decode_by_key = {(r.worker.worker_id, r.worker.epoch): r for r in decodes}
         self.decode_workers = Candidates(decodes)
         for record in prefills:

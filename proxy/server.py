@@ -54,7 +54,10 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> None:
-    """Runs until SIGTERM or SIGINT. Raises ConfigError when an address cannot be bound."""
+    """Runs until SIGTERM (running streams have time to end) or SIGINT (hardly any).
+
+    Raises ConfigError when an address cannot be bound.
+    """
     listener = _listen(config.host, config.port)
     # Unique for each start, so that workers tell a restarted proxy, whose requests are gone, from its predecessor.
     proxy_id = f"{config.proxy_id}-{secrets.token_hex(4)}"
@@ -120,7 +123,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         proxy_headers=False,
         backlog=_BACKLOG,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=config.shutdown_grace_s + _FAREWELL_S,  # type: ignore[arg-type]  # any number does
+        timeout_graceful_shutdown=max(config.shutdown_grace_s, config.drain_timeout_s) + _FAREWELL_S,  # type: ignore[arg-type]  # any number does
         ssl_certfile=config.ssl_certfile or None,
         ssl_keyfile=config.ssl_keyfile or None,
     )
@@ -134,15 +137,20 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     server = _Uvicorn(uvicorn_config)
     loop = asyncio.get_running_loop()
 
-    def stop() -> None:
-        if not server.should_exit:
-            log.info("stopping; %d sequences are under way", dispatcher.num_running)
-            server.should_exit = True
-            error = RequestAborted("the server is shutting down")
-            loop.call_later(config.shutdown_grace_s, dispatcher.fail_all, error)
+    farewell: asyncio.TimerHandle | None = None
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    def stop(grace_s: float) -> None:
+        """No new connections; running streams have so long. Again: the time that is said last."""
+        nonlocal farewell
+        log.info("stopping within %.1f s; %d sequences are under way", grace_s, dispatcher.num_running)
+        if farewell is not None:
+            farewell.cancel()
+        error = RequestAborted("the server is shutting down")
+        farewell = loop.call_later(grace_s, dispatcher.fail_all, error)
+        server.should_exit = True
+
+    loop.add_signal_handler(signal.SIGTERM, stop, config.drain_timeout_s)
+    loop.add_signal_handler(signal.SIGINT, stop, config.shutdown_grace_s)
     log.info("proxy %s serves %s on %s:%d", proxy_id, config.served_model_name, config.host, config.port)
     try:
         await scrapes.start()

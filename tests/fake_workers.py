@@ -106,6 +106,8 @@ class FakeWorkers:
                 self._on_view,
                 lambda _proxy_id: None,
                 lambda: None,
+                lambda: None,
+                lambda: None,
             )
             registration.start()
             self._registrations[name] = registration
