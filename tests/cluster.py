@@ -38,7 +38,8 @@ def tandem(*arguments: str) -> list[str]:
 class Cluster:
     """A context manager; `url` serves while it is open. Prompts go through prefill unless a test says else."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, start_timeout_s: float = START_TIMEOUT_S) -> None:
+        self._start_timeout_s = start_timeout_s
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._arguments = arguments
@@ -52,7 +53,7 @@ class Cluster:
             text=True,
         )
         try:
-            self.wait_for(self.is_healthy, START_TIMEOUT_S)
+            self.wait_for(self.is_healthy, self._start_timeout_s)
             assert self._process.stdout is not None
             self.first_line = self._process.stdout.readline()
             while "Tandem serves" not in self.first_line:  # printed when every pair is open
