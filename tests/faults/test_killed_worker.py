@@ -1,4 +1,4 @@
-"""The only worker of a role dies with requests on it: they wait for its successor and end well; nobody else restarts."""
+"""The only worker of a role dies with requests on it: they wait for its successor, and nobody else restarts."""
 
 from __future__ import annotations
 

@@ -30,7 +30,18 @@ REQUESTS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Cluster]:
-    arguments = ["--prefill", "2", "--decode", "2", "--worker-wait-s", "240", "--max-num-batched-tokens", "64"]
+    arguments = [
+        "--prefill",
+        "2",
+        "--decode",
+        "2",
+        "--dtype",
+        "float32",
+        "--worker-wait-s",
+        "240",
+        "--max-num-batched-tokens",
+        "64",
+    ]
     with Cluster(*arguments, start_timeout_s=240) as cluster:
         yield cluster
 
@@ -71,11 +82,11 @@ def num_migrations(cluster: Cluster) -> float:
 
 
 def check_same(answers: list[Any], expected: list[Any]) -> None:
-    for answer, reference in zip(answers, expected, strict=True):
+    for body, answer, reference in zip(REQUESTS, answers, expected, strict=True):
         for got, wanted in zip(answer, reference, strict=True):
             assert len(got["ends"]) == 1
             for field in ("ids", "text", "ends"):
-                assert got[field] == wanted[field]
+                assert got[field] == wanted[field], (field, body)
             # Computed in another batch: the same but for rounding.
             assert got["logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-3)
 
