@@ -10,9 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
-
-import zmq
 
 from protocol.codec import Codec
 from protocol.membership import (
@@ -24,6 +21,7 @@ from protocol.membership import (
     WorkerInfo,
     WorkerStatus,
 )
+from protocol.network import Context
 from protocol.sockets import DealerSocket
 
 log = logging.getLogger(__name__)
@@ -56,7 +54,7 @@ class Registration:
 
     def __init__(
         self,
-        context: zmq.Context[Any],
+        context: Context,
         proxy_endpoints: list[str],
         register: RegisterWorker,
         status: Callable[[], WorkerStatus],
@@ -84,6 +82,7 @@ class Registration:
                 codec,
                 partial(self._on_message, link),
                 identity,
+                peer="proxy",
             )
             link.socket.send(self._register)
         self._task = asyncio.get_running_loop().create_task(self._beat())
