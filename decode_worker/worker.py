@@ -92,7 +92,8 @@ class DecodeWorker:
         own_pool = RankPool(0, loaded.layout, pool.as_blocks(), self._config.host)
         pools = WorkerPools(own_pool, pool.location(), ranks.transfer_connections)
         await self._loop.run_in_executor(None, pools.wait_until_ready)
-        context = new_context()
+        context = new_context("worker", self._config.network)
+        self._refusals = context.refusals
         codec: Codec[ToDecode | ToDecodePeer] = Codec(ToDecode | ToDecodePeer)
         self._router = RouterSocket(context, self._config.endpoint, codec, self._on_message)
         self._info = WorkerInfo(
@@ -186,6 +187,7 @@ class DecodeWorker:
             num_corrupt_blocks=self._num_corrupt_blocks,
             waiting_tokens=scheduler.waiting_tokens(),
             prompt_tokens_per_s=self._speed.tokens_per_s,
+            refusals=self._refusals.totals(),
         )
         prefixes = scheduler.blocks.prefix_log.take()
         return WorkerStatus(self._info.worker_id, self._info.epoch, load, prefixes=prefixes)

@@ -77,6 +77,7 @@ class Context(zmq.Context[Any]):
     def _keys_for(self, socket: zmq.Socket[Any], endpoint: str) -> NetworkKeys | None:
         if not endpoint.startswith("tcp://"):
             return None
+        socket.setsockopt(zmq.IPV6, int("[" in endpoint))
         socket.setsockopt(zmq.HEARTBEAT_IVL, _HEARTBEAT_INTERVAL_MS)
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
         if self.keys is None and not self.insecure:

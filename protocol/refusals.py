@@ -21,10 +21,11 @@ _LOG_INTERVAL_S = 10.0
 
 
 class Refusals:
-    """One for each process. clock: seconds."""
+    """One for each process. clock: seconds. on_refused(reason): called for each."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self.on_refused: Callable[[RefusalReason], None] = lambda reason: None
         self._counts: dict[RefusalReason, int] = dict.fromkeys(REASONS, 0)
         self._logged_at: dict[RefusalReason, float] = {}
         self._num_unlogged: dict[RefusalReason, int] = dict.fromkeys(REASONS, 0)
@@ -32,6 +33,7 @@ class Refusals:
     def count(self, reason: RefusalReason, detail: str) -> None:
         """detail: for the log, without anything that a client has sent."""
         self._counts[reason] += 1
+        self.on_refused(reason)
         now = self._clock()
         if now - self._logged_at.get(reason, now - _LOG_INTERVAL_S) < _LOG_INTERVAL_S:
             self._num_unlogged[reason] += 1

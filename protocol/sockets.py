@@ -110,11 +110,17 @@ class _MessageSocket(Generic[M]):
 class RouterSocket(_MessageSocket[M]):
     """A bound ROUTER. `on_message(identity, message)` runs on the loop; `send` answers by identity.
 
-    Raises ConfigError for a tcp endpoint without protection, zmq's error for one that is taken.
+    tcp_endpoint: bound as well, for peers on other hosts. Raises ConfigError for a tcp endpoint without protection,
+    zmq's error for one that is taken.
     """
 
     def __init__(
-        self, context: Context, endpoint: str, codec: Codec[M], on_message: Callable[[bytes, M], None]
+        self,
+        context: Context,
+        endpoint: str,
+        codec: Codec[M],
+        on_message: Callable[[bytes, M], None],
+        tcp_endpoint: str = "",
     ) -> None:
         super().__init__(context, zmq.ROUTER, codec)
         self._on_message = on_message
@@ -123,13 +129,16 @@ class RouterSocket(_MessageSocket[M]):
         try:
             context.secure_bind(self._socket, endpoint)
             self._socket.bind(endpoint)
+            self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            if tcp_endpoint:  # options count for what is bound after them: what was bound before stays as it is
+                context.secure_bind(self._socket, tcp_endpoint)
+                self._socket.bind(tcp_endpoint)
         except BaseException:
             self._socket.close()
             raise
         self._handshakes = self._socket.get_monitor_socket(_FAILED_HANDSHAKES)
         self._loop.add_reader(self._handshakes.getsockopt(zmq.FD), self._count_handshakes)
         self._loop.call_soon(self._count_handshakes)  # as with `_drain`: from then on the descriptor tells
-        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._watch()
 
     def _handle(self, frames: list[bytes]) -> None:

@@ -32,19 +32,22 @@ log = logging.getLogger(__name__)
 class Control:
     """on_joined(worker) and on_lost(worker, reason) are called on the loop.
 
-    num_requests() is asked for the status report. Binding raises zmq's error when the endpoint is taken.
+    tcp_endpoint: bound as well, for other hosts. num_requests() is asked for the status report.
+    Binding raises zmq's error when the endpoint is taken.
     """
 
     def __init__(
         self,
         context: Any,
         endpoint: str,
+        tcp_endpoint: str,
         proxy_id: str,
         model: str,
         registry: Registry,
         on_joined: Callable[[WorkerInfo], None],
         on_lost: Callable[[WorkerInfo, str], None],
         num_requests: Callable[[], int],
+        on_refusals: Callable[[str, list[tuple[str, int]]], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._proxy_id = proxy_id
@@ -53,9 +56,10 @@ class Control:
         self._on_joined = on_joined
         self._on_lost = on_lost
         self._num_requests = num_requests
+        self._on_refusals = on_refusals
         self._identities: dict[str, bytes] = {}  # of registered workers, by epoch
         self._socket: RouterSocket[ToProxyControl] = RouterSocket(
-            context, endpoint, Codec(ToProxyControl), self._on_message
+            context, endpoint, Codec(ToProxyControl), self._on_message, tcp_endpoint
         )
         self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
 
@@ -66,6 +70,8 @@ class Control:
                 self._register(now, identity, message)
             case WorkerStatus():
                 known = self._registry.on_status(now, message)
+                if known and message.load.refusals:
+                    self._on_refusals(message.worker_id, message.load.refusals)
                 self._socket.send(identity, self._view(known, self._registry.prefixes.has_missed(message.epoch)))
             case WorkerExited():
                 self._apply(self._registry.on_exited(message.worker_id, message.pid))
