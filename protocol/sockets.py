@@ -22,9 +22,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from protocol.codec import MAX_MESSAGE_BYTES, Codec
-from protocol.errors import ProtocolError
+from protocol.errors import ImplausibleMessage, ProtocolError
 from protocol.network import Context, NetworkConfig
 from protocol.network_keys import Part
+from protocol.refusals import RefusalReason
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +76,8 @@ class _MessageSocket(Generic[M]):
             try:
                 self._handle(frames)
             except ProtocolError as error:
-                self._refusals.count("not_a_message", error.message)
+                reason: RefusalReason = "not_possible" if isinstance(error, ImplausibleMessage) else "not_a_message"
+                self._refusals.count(reason, error.message)
             except Exception:
                 log.exception("a message handler failed")
         self._schedule_drain()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from protocol.codec import Codec
-from protocol.errors import ProtocolError
+from protocol.errors import ImplausibleMessage, ProtocolError
 from protocol.membership import (
     ClusterView,
     GetStatus,
@@ -23,6 +23,7 @@ from protocol.membership import (
     WorkerInfo,
     WorkerStatus,
 )
+from protocol.plausibility import check_register, check_status
 from protocol.sockets import RouterSocket
 from proxy.registry import CHECK_INTERVAL_S, MembershipChange, Registry
 
@@ -69,6 +70,7 @@ class Control:
             case RegisterWorker():
                 self._register(now, identity, message)
             case WorkerStatus():
+                check_status(message)
                 known = self._registry.on_status(now, message)
                 if known and message.load.refusals:
                     self._on_refusals(message.worker_id, message.load.refusals)
@@ -87,10 +89,13 @@ class Control:
 
     def _register(self, now: float, identity: bytes, message: RegisterWorker) -> None:
         try:
+            check_register(message)
             change = self._registry.on_register(now, message)
         except ProtocolError as error:
             log.error("%s", error)
             self._socket.send(identity, RegistrationRefused(error.message))
+            if isinstance(error, ImplausibleMessage):
+                raise  # to be counted
             return
         self._identities[message.worker.epoch] = identity
         if change:
@@ -111,7 +116,11 @@ class Control:
             self._on_lost(gone.worker, gone.reason)
         for worker in change.joined:
             log.info("%s joined (epoch %s, pid %d)", worker.worker_id, worker.epoch, worker.pid)
-            self._on_joined(worker)
+            try:
+                self._on_joined(worker)
+            except Exception as error:  # zmq's own, or a tcp endpoint without keys
+                log.error("cannot connect to %s at %s: %s", worker.worker_id, worker.endpoint, error)
+                self._apply(self._registry.on_exited(worker.worker_id, worker.pid))
         # Told at once, not at their next status: a prefill worker begins to pair with a new decode worker right away.
         view = self._view(known=True)
         for identity in self._identities.values():
