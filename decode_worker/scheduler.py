@@ -30,8 +30,17 @@ from protocol.dispatch import (
     RequestPreempted,
     TokenBatch,
 )
-from protocol.errors import ErrorInfo, InternalError, KVTransferFailed, RequestAborted, TandemError, WorkerLost
+from protocol.errors import (
+    ErrorInfo,
+    InternalError,
+    KVTransferFailed,
+    Overloaded,
+    RequestAborted,
+    TandemError,
+    WorkerLost,
+)
 from protocol.generation import SampledToken
+from protocol.plausibility import MAX_HELD_SEQUENCES
 from protocol.transfer import FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
 
 UNCLAIMED_TIMEOUT_S = 10.0
@@ -113,6 +122,8 @@ class DecodeScheduler:
             sequence.key in self._by_request for sequence in prompt.sequences.values()
         ):
             return InternalError(f"transfer {request.transfer_id} is already here")
+        if len(self._by_request) >= MAX_HELD_SEQUENCES:
+            return Overloaded("this decode worker has too many sequences")
         if request.transfer_id in self._closed_transfers:
             return KVTransferFailed("the prefill worker gave the transfer up")
         needed = max(self.blocks.num_blocks_for(prompt.max_num_tokens), self._num_blocks_to_begin(prompt))
@@ -137,6 +148,9 @@ class DecodeScheduler:
             return []
         if message.transfer_id in self._closed_transfers:
             error = ErrorInfo.of(RequestAborted("the request has ended"))
+            return [SendToPrefill(message.pair_id, KVRefused(message.transfer_id, error))]
+        if len(self._transfers) >= MAX_HELD_SEQUENCES:
+            error = ErrorInfo.of(Overloaded("this decode worker has too many transfers"))
             return [SendToPrefill(message.pair_id, KVRefused(message.transfer_id, error))]
         transfer = IncomingTransfer(message.transfer_id, message.pair_id, message.num_prompt_tokens, now)
         self._transfers[message.transfer_id] = transfer

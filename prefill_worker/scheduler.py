@@ -20,8 +20,17 @@ from prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
 from prefill_worker.leases import Leases
 from prefill_worker.prompt import PrefillPrompt
 from protocol.dispatch import FirstToken, RequestFailed, StartPrefill
-from protocol.errors import ErrorInfo, InternalError, KVTransferFailed, RequestAborted, TandemError, WorkerLost
+from protocol.errors import (
+    ErrorInfo,
+    InternalError,
+    KVTransferFailed,
+    Overloaded,
+    RequestAborted,
+    TandemError,
+    WorkerLost,
+)
 from protocol.generation import SampledToken
+from protocol.plausibility import MAX_HELD_SEQUENCES
 from protocol.transfer import CloseTransfer, FinishTransfer, KVReserved, RenewLeases, ReserveKV
 
 AGING_S = 2.0
@@ -88,6 +97,8 @@ class PrefillScheduler:
         keys = [(request.proxy_id, request_id) for request_id in request.request_ids]
         if request.transfer_id in self._by_transfer or any(key in self._by_request for key in keys):
             return _failures(prompt, InternalError(f"transfer {request.transfer_id} is already here"))
+        if len(self._by_request) >= MAX_HELD_SEQUENCES:
+            return _failures(prompt, Overloaded("this prefill worker has too many sequences"))
         needed = self.blocks.num_blocks_for(prompt.num_prompt_tokens)
         if needed > self.blocks.num_blocks:
             message = f"the prompt needs {needed} KV blocks, this prefill worker has {self.blocks.num_blocks}"

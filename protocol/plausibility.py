@@ -23,6 +23,9 @@ from protocol.transfer import KVReserved, OpenPair
 
 MAX_SEQUENCES = 1024
 """That share one prompt; clients may ask for 128."""
+MAX_DEADLINE_S = 30 * 86400.0
+MAX_HELD_SEQUENCES = 100_000
+"""By one worker, waiting and running; proxies bound what they have under way far below."""
 MAX_NAME_CHARACTERS = 1024
 MAX_RANKS = 1024
 MAX_TOP_LOGPROBS = 20
@@ -42,7 +45,7 @@ def check_request(message: StartPrefill | PrepareDecode, vocab_size: int, max_mo
     _require(all(seed in _INT64 for seed in message.seeds), kind, "seeds", "64 bits")
     for name in (message.proxy_id, message.transfer_id, *message.request_ids):
         _require(0 < len(name) <= MAX_NAME_CHARACTERS, kind, "ids", "empty or too long")
-    _require(math.isfinite(message.deadline_s), kind, "deadline_s", "not finite")
+    _require(abs(message.deadline_s) <= MAX_DEADLINE_S, kind, "deadline_s", "not finite, or too long")
     num_tokens, rest = divmod(len(message.token_ids), BYTES_PER_TOKEN)
     _require(rest == 0 and num_tokens > 0, kind, "token_ids", "not whole tokens")
     _require(0 <= message.num_generated < num_tokens, kind, "num_generated", "out of range")

@@ -23,6 +23,8 @@ from proxy.worker_load import PromptQueue, WorkerUse
 
 CHECK_INTERVAL_S = 0.25
 """How often `check` is called."""
+MAX_WORKERS = 1024
+"""Each costs connections, here and on every prefill worker."""
 _UNKNOWN_SPEED = 5000.0
 """Prompt tokens per second of a worker that has computed none yet, where no other has either."""
 _STALL_S = 1.0
@@ -121,6 +123,8 @@ class Registry:
         if known is not None and known.worker == message.worker:
             known.heard_at = now
             return MembershipChange()
+        if len(self._by_epoch) >= MAX_WORKERS:
+            raise ProtocolError(f"there are {MAX_WORKERS} workers already; start no more of them")
         lost = [
             LostWorker(record.worker, "it was restarted")
             for record in self._by_epoch.values()
