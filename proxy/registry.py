@@ -123,13 +123,13 @@ class Registry:
         if known is not None and known.worker == message.worker:
             known.heard_at = now
             return MembershipChange()
-        if len(self._by_epoch) >= MAX_WORKERS:
-            raise ProtocolError(f"there are {MAX_WORKERS} workers already; start no more of them")
         lost = [
             LostWorker(record.worker, "it was restarted")
             for record in self._by_epoch.values()
             if record.worker.worker_id == message.worker.worker_id
         ]
+        if len(self._by_epoch) - len(lost) >= MAX_WORKERS:
+            raise ProtocolError(f"there are {MAX_WORKERS} workers already; start no more of them")
         for old in lost:
             self._forget(old.worker.epoch)
         limits = ModelLimits(message.max_model_len, message.vocab_size, message.model_id, message.block_size)

@@ -118,6 +118,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         raise ConfigError(
             f"cannot read the certificate {config.ssl_certfile} with the key {config.ssl_keyfile or '(none)'}: {error}"
         ) from error
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are a line for each bad request
     server = _Uvicorn(uvicorn_config)
     serving = [server.serve(sockets=[listener])]
     admin: _Uvicorn | None = None

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol import network
 from protocol.codec import Codec
 from protocol.errors import ConfigError
 from protocol.membership import FromProxyControl, GetStatus, StatusReport, ToProxyControl
@@ -30,8 +31,8 @@ def keys(tmp_path: Path) -> Path:
 class Server:
     """A proxy's control socket on tcp, which answers everything with REPORT."""
 
-    def __init__(self, network: NetworkConfig) -> None:
-        self.context = new_context("proxy", network)
+    def __init__(self, protection: NetworkConfig) -> None:
+        self.context = new_context("proxy", protection)
         codec: Codec[ToProxyControl] = Codec(ToProxyControl)
         self.router = RouterSocket(
             self.context, "tcp://127.0.0.1:*", codec, lambda identity, _: self.router.send(identity, REPORT) and None
@@ -90,8 +91,8 @@ def test_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", ["worker", "operator"])
 def test_members_are_let_in(keys: Path, part: Part) -> None:
-    network = NetworkConfig(str(keys))
-    assert asyncio.run(exchange(network, part, network)).totals() == []
+    with_keys = NetworkConfig(str(keys))
+    assert asyncio.run(exchange(with_keys, part, with_keys)).totals() == []
 
 
 def test_a_key_that_is_not_on_the_list_is_refused_and_counted(keys: Path, tmp_path: Path) -> None:
@@ -106,17 +107,17 @@ def test_a_key_that_is_not_on_the_list_is_refused_and_counted(keys: Path, tmp_pa
 
 def test_a_member_may_not_connect_to_just_anyone(keys: Path) -> None:
     """Proxies have no business on a proxy's control socket."""
-    network = NetworkConfig(str(keys))
-    assert dict(asyncio.run(exchange(network, "proxy", network)).totals())["unknown_key"] >= 1
+    with_keys = NetworkConfig(str(keys))
+    assert dict(asyncio.run(exchange(with_keys, "proxy", with_keys)).totals())["unknown_key"] >= 1
 
 
 @pytest.mark.parametrize("client", ["plain", "wrong server key"])
 def test_who_does_not_speak_curve_with_us_is_refused_and_counted(keys: Path, client: str) -> None:
-    network = NetworkConfig(str(keys))
+    with_keys = NetworkConfig(str(keys))
     asked = asyncio.run(
-        exchange(network, "worker", NetworkConfig(insecure=True))
+        exchange(with_keys, "worker", NetworkConfig(insecure=True))
         if client == "plain"
-        else exchange(network, "worker", network, peer="worker")
+        else exchange(with_keys, "worker", with_keys, peer="worker")
     )
     assert dict(asked.totals())["bad_handshake"] >= 1
 
@@ -162,19 +163,85 @@ def test_rubbish_from_a_plain_connection_does_not_end_the_gate(keys: Path) -> No
     """After bytes that are no handshake, members are still let in."""
 
     async def run() -> None:
-        network = NetworkConfig(str(keys))
-        server = Server(network)
+        with_keys = NetworkConfig(str(keys))
+        server = Server(with_keys)
         host, port = server.router.endpoint.removeprefix("tcp://").split(":")
         for rubbish in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(9) + b"\x7f\x03", bytes(100), b"\xff" * 64):
             with socket.create_connection((host, int(port))) as connection:
                 connection.sendall(rubbish)
-        context = new_context("operator", network)
+        context = new_context("operator", with_keys)
         answers: list[FromProxyControl] = []
         dealer = dial(context, server.router.endpoint, answers, "proxy")
         await until(lambda: bool(answers))
         dealer.close()
         context.destroy(linger=0)
         server.close()
+
+    asyncio.run(run())
+
+
+class Forgetful:
+    """A relay like a firewall: what was connected before `forget` gets nothing through, and is not told."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._forgotten: set[int] = set()
+        self._pumps: set[asyncio.Task[None]] = set()
+        self.num_connections = 0
+
+    async def start(self) -> int:
+        self._server = await asyncio.start_server(self._on_connection, "127.0.0.1", 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        number = self.num_connections
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            pump = asyncio.create_task(self._pump(number, source, sink))
+            self._pumps.add(pump)
+
+    async def _pump(self, number: int, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(65536):
+                if number not in self._forgotten:
+                    sink.write(data)
+        except ConnectionError:
+            pass
+        finally:
+            sink.close()
+
+    def forget(self) -> None:
+        self._forgotten.update(range(self.num_connections + 1))
+
+    async def close(self) -> None:
+        self._server.close()
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+
+def test_a_connection_that_was_forgotten_while_idle_is_made_anew(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is sent but heartbeats; they find out, and the next message goes through."""
+    monkeypatch.setattr(network, "_HEARTBEAT_INTERVAL_MS", 50)
+    monkeypatch.setattr(network, "_HEARTBEAT_TIMEOUT_MS", 200)
+
+    async def run() -> None:
+        protection = NetworkConfig(str(keys))
+        server, context = Server(protection), new_context("operator", protection)
+        relay = Forgetful(int(server.router.endpoint.rsplit(":", 1)[1]))
+        answers: list[FromProxyControl] = []
+        dealer = dial(context, f"tcp://127.0.0.1:{await relay.start()}", answers, "proxy")
+        await until(lambda: len(answers) == 1)
+        relay.forget()
+        await until(lambda: relay.num_connections >= 2)
+        dealer.send(GetStatus())
+        await until(lambda: len(answers) == 2)
+        dealer.close()
+        context.destroy(linger=0)
+        server.close()
+        await relay.close()
 
     asyncio.run(run())
 
