@@ -92,11 +92,8 @@ class Control:
             check_register(message)
             change = self._registry.on_register(now, message)
         except ProtocolError as error:
-            log.error("%s", error)
             self._socket.send(identity, RegistrationRefused(error.message))
-            if isinstance(error, ImplausibleMessage):
-                raise  # to be counted
-            return
+            raise ImplausibleMessage(error.message) from error  # to be counted, and logged now and then
         self._identities[message.worker.epoch] = identity
         if change:
             self._apply(change)

@@ -21,10 +21,9 @@ SECRETS = (KEY, WRONG_KEY, PROMPT, URL, SALT)
 def test_nothing_that_a_client_says_is_kept(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"{KEY}\n")
-    with Cluster(
-        "--api-keys-file", str(keys), "--log-level", "debug", "--kv-cache-gib", "0.05", "--device", "cpu"
-    ) as cluster:
-        client = httpx.Client(base_url=cluster.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=120)
+    flags = ("--api-keys-file", str(keys), "--log-level", "debug", "--kv-cache-gib", "0.05", "--device", "cpu")
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with Cluster(*flags) as cluster, httpx.Client(base_url=cluster.url, headers=headers, timeout=120) as client:
         message = {"role": "user", "content": PROMPT}
         image = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": f"http://127.0.0.1:9/{URL}"}}]}
         chat = {"model": "tandem-demo", "messages": [message], "max_tokens": 4, "cache_salt": SALT, "user": PROMPT}
