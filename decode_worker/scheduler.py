@@ -35,11 +35,13 @@ from protocol.errors import (
     ErrorInfo,
     InternalError,
     KVTransferFailed,
+    Overloaded,
     RequestAborted,
     TandemError,
     WorkerLost,
 )
 from protocol.generation import SampledToken
+from protocol.plausibility import MAX_HELD_SEQUENCES
 from protocol.transfer import FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
 
 UNCLAIMED_TIMEOUT_S = 10.0
@@ -125,6 +127,8 @@ class DecodeScheduler:
             sequence.key in self._by_request for sequence in prompt.sequences.values()
         ):
             return InternalError(f"transfer {request.transfer_id} is already here")
+        if len(self._by_request) >= MAX_HELD_SEQUENCES:
+            return Overloaded("this decode worker has too many sequences")
         if request.transfer_id in self._closed_transfers:
             return KVTransferFailed("the prefill worker gave the transfer up")
         needed = max(self.blocks.num_blocks_for(prompt.max_num_tokens), self._num_blocks_to_begin(prompt))
@@ -154,6 +158,9 @@ class DecodeScheduler:
         if message.transfer_id in self._closed_transfers:
             error = ErrorInfo.of(RequestAborted("the request has ended"))
             return [SendToPrefill(message.pair_id, KVRefused(message.transfer_id, error))]
+        if len(self._transfers) >= MAX_HELD_SEQUENCES:
+            error = ErrorInfo.of(Overloaded("this decode worker has too many transfers"))
+            return [SendToPrefill(message.pair_id, KVRefused(message.transfer_id, error))]
         transfer = IncomingTransfer(message.transfer_id, message.pair_id, message.num_prompt_tokens, now)
         self._transfers[message.transfer_id] = transfer
         self._waiting.append(transfer)
@@ -165,6 +172,10 @@ class DecodeScheduler:
         if transfer is None or not transfer.is_reserved:
             # Cannot happen while both sides keep the order of messages; the pair cannot go on after it.
             raise KVTransferFailed(f"blocks came for transfer {message.transfer_id}, which is not open")
+        if transfer.pair_id != message.pair_id:
+            raise KVTransferFailed(f"blocks came for transfer {message.transfer_id}, which is another pair's")
+        if message.num_blocks < 1:
+            raise KVTransferFailed(f"{message.num_blocks} blocks are none")
         first = message.first_block - len(transfer.cached_block_ids)
         last = first + message.num_blocks
         if first != transfer.num_received_blocks or last > len(transfer.written_block_ids):
@@ -453,8 +464,13 @@ class DecodeScheduler:
         if prompt is not None:
             if not transfer.is_complete:
                 return []
-            self._forget(transfer)
             assert transfer.first_token_ids is not None
+            if len(transfer.first_token_ids) != len(prompt.request.request_ids):
+                wrong = (
+                    f"{len(transfer.first_token_ids)} first tokens came for {len(prompt.request.request_ids)} sequences"
+                )
+                return self._give_up(transfer, KVTransferFailed(wrong))
+            self._forget(transfer)
             blocks = transfer.cached_block_ids + transfer.written_block_ids
             return self._begin(prompt, blocks, transfer.spare_block_ids, transfer.first_token_ids)
         if transfer.may_still_be_written:

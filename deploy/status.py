@@ -15,22 +15,32 @@ from deploy.runtime_dir import runtime_dir
 from protocol.codec import Codec
 from protocol.errors import ConfigError, Overloaded
 from protocol.membership import FromProxyControl, GetStatus, StatusReport
+from protocol.network import NetworkConfig
 from protocol.sockets import DealerSocket, new_context
 
 ANSWER_TIMEOUT_S = 3.0
 
 
-async def fetch_status(port: int) -> list[StatusReport]:
-    """One report per proxy that answers in time, by name. Raises ConfigError when no cluster runs on `port`."""
-    sockets = proxy_sockets(port)
+async def fetch_status(
+    port: int,
+    endpoints: Sequence[str] = (),
+    network: NetworkConfig = NetworkConfig(),  # noqa: B008  # frozen
+) -> list[StatusReport]:
+    """One report per proxy that answers in time, by name. Raises ConfigError when no cluster runs on `port`.
+
+    endpoints: of proxies on another host, in place of those on `port`.
+    """
+    sockets = list(endpoints) or [f"ipc://{path}" for path in proxy_sockets(port)]
     if not sockets:
         raise ConfigError(f"no cluster runs on port {port}; start one with `tandem up`, or give its --port")
-    context = new_context()
+    context = new_context("operator", network)
     codec: Codec[FromProxyControl] = Codec(FromProxyControl)
     answers: asyncio.Queue[FromProxyControl] = asyncio.Queue()
-    dealers = [DealerSocket(context, f"ipc://{path}", codec, answers.put_nowait) for path in sockets]
+    dealers: list[DealerSocket[FromProxyControl]] = []
     reports: list[StatusReport] = []
     try:
+        for endpoint in sockets:
+            dealers.append(DealerSocket(context, endpoint, codec, answers.put_nowait, peer="proxy"))
         for dealer in dealers:
             dealer.send(GetStatus())
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -40,7 +50,8 @@ async def fetch_status(port: int) -> list[StatusReport]:
                     reports.append(answer)
     except TimeoutError:
         if not reports:
-            raise Overloaded(f"the cluster on port {port} gave no answer within {ANSWER_TIMEOUT_S:.0f} s") from None
+            where = ", ".join(endpoints) or f"port {port}"
+            raise Overloaded(f"the cluster on {where} gave no answer within {ANSWER_TIMEOUT_S:.0f} s") from None
     finally:
         for dealer in dealers:
             dealer.close()
@@ -52,10 +63,15 @@ def proxy_sockets(port: int) -> list[Path]:
     return sorted(runtime_dir(port).glob("proxy-*.sock"))
 
 
-def print_status(port: int, as_json: bool) -> int:
+def print_status(
+    port: int,
+    as_json: bool,
+    endpoints: Sequence[str] = (),
+    network: NetworkConfig = NetworkConfig(),  # noqa: B008  # frozen
+) -> int:
     """Exit code 0 when the cluster is ready, 1 when it runs but cannot serve, or a proxy of it does not answer."""
-    reports = asyncio.run(fetch_status(port))
-    num_silent = len(proxy_sockets(port)) - len(reports)
+    reports = asyncio.run(fetch_status(port, endpoints, network))
+    num_silent = len(endpoints or proxy_sockets(port)) - len(reports)
     if as_json:
         sys.stdout.write(msgspec.json.encode(reports).decode() + "\n")
     else:

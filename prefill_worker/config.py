@@ -5,10 +5,12 @@ from __future__ import annotations
 import msgspec
 
 from engine.config import EngineConfig
+from protocol.network import NetworkConfig
 
 
 class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """worker_id survives restarts. endpoint: what its ROUTER binds. host: own address for KV data.
+    network: how tcp endpoints are protected.
 
     kv_checksums: compare every block that is shipped (debugging). kv_lease_s: for so long a prompt's blocks
     are kept for a decode worker that no longer asks for them.
@@ -27,4 +29,5 @@ class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     drain_timeout_s: float = 30.0
+    network: NetworkConfig = NetworkConfig()
     log_level: str = "info"

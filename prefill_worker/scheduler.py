@@ -20,8 +20,17 @@ from prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
 from prefill_worker.leases import Leases
 from prefill_worker.prompt import PrefillPrompt
 from protocol.dispatch import FirstToken, RequestFailed, StartPrefill
-from protocol.errors import DeadlineExceeded, ErrorInfo, InternalError, KVTransferFailed, TandemError, WorkerLost
+from protocol.errors import (
+    DeadlineExceeded,
+    ErrorInfo,
+    InternalError,
+    KVTransferFailed,
+    Overloaded,
+    TandemError,
+    WorkerLost,
+)
 from protocol.generation import SampledToken
+from protocol.plausibility import MAX_HELD_SEQUENCES
 from protocol.transfer import CloseTransfer, FinishTransfer, KVReserved, RenewLeases, ReserveKV
 
 AGING_S = 2.0
@@ -92,6 +101,8 @@ class PrefillScheduler:
         keys = [(request.proxy_id, request_id) for request_id in request.request_ids]
         if request.transfer_id in self._by_transfer or any(key in self._by_request for key in keys):
             return _failures(prompt, InternalError(f"transfer {request.transfer_id} is already here"))
+        if len(self._by_request) >= MAX_HELD_SEQUENCES:
+            return _failures(prompt, Overloaded("this prefill worker has too many sequences"))
         needed = self.blocks.num_blocks_for(prompt.num_prompt_tokens)
         if needed > self.blocks.num_blocks:
             message = f"the prompt needs {needed} KV blocks, this prefill worker has {self.blocks.num_blocks}"
@@ -119,8 +130,12 @@ class PrefillScheduler:
 
     def on_reserved(self, message: KVReserved) -> list[Action]:
         prompt = self._by_transfer.get(message.transfer_id)
-        if prompt is None or prompt.dst_block_ids is not None:
+        if prompt is None or not prompt.reserve_sent or prompt.dst_block_ids is not None:
             return []
+        num_cached, num_blocks = message.num_cached_blocks, len(prompt.block_table)
+        if num_cached > num_blocks or len(message.block_ids) != num_blocks - num_cached:
+            error = f"decode set {num_cached} + {len(message.block_ids)} blocks aside for a prompt of {num_blocks}"
+            return self._end(prompt, KVTransferFailed(error))
         prompt.dst_block_ids = message.block_ids
         prompt.num_decode_cached_blocks = prompt.num_shipped_blocks = message.num_cached_blocks
         return self._ship(prompt) + self._settle(prompt)

@@ -9,6 +9,7 @@ TandemError
   RequestAborted      the client went away, or the server stops
     DeadlineExceeded  the request's own time, or the server's limit, has passed
   ProtocolError       bytes on a socket that are not one of our messages
+    ImplausibleMessage  one that none of our processes would send
   ConfigError         the operator's configuration cannot work (never travels)
   InternalError       our own fault
 
@@ -70,6 +71,10 @@ class DeadlineExceeded(RequestAborted):
 
 class ProtocolError(TandemError):
     code = "protocol_error"
+
+
+class ImplausibleMessage(ProtocolError):
+    """Of the right type, and still nothing that one of our processes would send."""
 
 
 class ConfigError(TandemError):

@@ -11,9 +11,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
-
-import zmq
 
 from protocol.codec import Codec
 from protocol.membership import (
@@ -28,6 +25,7 @@ from protocol.membership import (
     WorkerLeft,
     WorkerStatus,
 )
+from protocol.network import Context
 from protocol.sockets import DealerSocket
 
 log = logging.getLogger(__name__)
@@ -62,7 +60,7 @@ class Registration:
 
     def __init__(
         self,
-        context: zmq.Context[Any],
+        context: Context,
         proxy_endpoints: list[str],
         register: RegisterWorker,
         status: Callable[[], WorkerStatus],
@@ -94,6 +92,7 @@ class Registration:
                 codec,
                 partial(self._on_message, link),
                 identity,
+                peer="proxy",
             )
             link.socket.send(self._register)
         self._task = asyncio.get_running_loop().create_task(self._beat())

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from protocol.codec import Codec
-from protocol.errors import ProtocolError
+from protocol.errors import ImplausibleMessage, ProtocolError
 from protocol.membership import (
     ClusterView,
     DrainAnswer,
@@ -27,6 +27,7 @@ from protocol.membership import (
     WorkerLeft,
     WorkerStatus,
 )
+from protocol.plausibility import check_register, check_status
 from protocol.sockets import RouterSocket
 from proxy.registry import CHECK_INTERVAL_S, MembershipChange, Registry
 
@@ -37,13 +38,15 @@ class Control:
     """on_joined(worker), on_lost(worker, reason) and on_changed(), after every change of whom to choose, are called on
     the loop.
 
-    num_requests() is asked for the status report. Binding raises zmq's error when the endpoint is taken.
+    tcp_endpoint: bound as well, for other hosts. num_requests() is asked for the status report.
+    Binding raises zmq's error when the endpoint is taken.
     """
 
     def __init__(
         self,
         context: Any,
         endpoint: str,
+        tcp_endpoint: str,
         proxy_id: str,
         model: str,
         registry: Registry,
@@ -51,6 +54,7 @@ class Control:
         on_lost: Callable[[WorkerInfo, str], None],
         on_changed: Callable[[], None],
         num_requests: Callable[[], int],
+        on_refusals: Callable[[str, list[tuple[str, int]]], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._proxy_id = proxy_id
@@ -61,9 +65,10 @@ class Control:
         self._on_changed = on_changed
         self._num_requests = num_requests
         self._num_changes_told = 0
+        self._on_refusals = on_refusals
         self._identities: dict[str, bytes] = {}  # of registered workers, by epoch
         self._socket: RouterSocket[ToProxyControl] = RouterSocket(
-            context, endpoint, Codec(ToProxyControl), self._on_message
+            context, endpoint, Codec(ToProxyControl), self._on_message, tcp_endpoint
         )
         self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
 
@@ -73,7 +78,10 @@ class Control:
             case RegisterWorker():
                 self._register(now, identity, message)
             case WorkerStatus():
+                check_status(message)
                 known = self._registry.on_status(now, message)
+                if known and message.load.refusals:
+                    self._on_refusals(message.worker_id, message.load.refusals)
                 self._socket.send(identity, self._view(known, self._registry.prefixes.has_missed(message.epoch)))
             case WorkerLeft():
                 self._apply(self._registry.on_left(message.epoch))
@@ -104,11 +112,11 @@ class Control:
 
     def _register(self, now: float, identity: bytes, message: RegisterWorker) -> None:
         try:
+            check_register(message)
             change = self._registry.on_register(now, message)
         except ProtocolError as error:
-            log.error("%s", error)
             self._socket.send(identity, RegistrationRefused(error.message))
-            return
+            raise ImplausibleMessage(error.message) from error  # to be counted, and logged now and then
         self._identities[message.worker.epoch] = identity
         if change:
             self._apply(change)
@@ -134,7 +142,11 @@ class Control:
             self._on_lost(gone.worker, gone.reason)
         for worker in change.joined:
             log.info("%s joined (epoch %s, pid %d)", worker.worker_id, worker.epoch, worker.pid)
-            self._on_joined(worker)
+            try:
+                self._on_joined(worker)
+            except Exception as error:  # zmq's own, or a tcp endpoint without keys
+                log.error("cannot connect to %s at %s: %s", worker.worker_id, worker.endpoint, error)
+                self._apply(self._registry.on_exited(worker.worker_id, worker.pid))
         # Told at once, not at their next status: a prefill worker begins to pair with a new decode worker right away.
         view = self._view(known=True)
         for identity in self._identities.values():

@@ -95,7 +95,6 @@ ROUTES = [
           is_open=True),
     Route("get", "/live", "200 while the process runs.", HealthResponse, errors=(405, 431, 500), is_open=True),
     Route("get", "/version", "Tandem's version.", VersionResponse),
-    Route("get", "/metrics", "For Prometheus; adds up over all proxies.", "text/plain"),
     Route("get", "/openapi.json", "This description.", "application/json", errors=(405, 431, 500), is_open=True),
     Route("get", "/docs", "This description as a page.", "text/html", errors=(405, 431, 500), is_open=True),
 ]  # fmt: skip

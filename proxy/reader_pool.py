@@ -21,7 +21,7 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import TypeVar
 
-from protocol.errors import InternalError
+from protocol.errors import InternalError, Overloaded
 from protocol.lifetime import die_with_parent
 from proxy.body_reader import BodyKind, BodyReader
 from proxy.heap import trim
@@ -37,6 +37,8 @@ T = TypeVar("T")
 MAX_INLINE_BYTES = 2048
 """Bodies up to that are read on the loop: 0.6 ms at most (measured), where the way to a process and back takes 0.5. Up
 to `MAX_UNSPOOLED_BYTES` those whose prompts are token ids are, too: 0.2 ms."""
+MAX_PENDING_JOBS = 4096
+"""That wait for a process. What generates is bounded before (`proxy.admission`), `/tokenize` by this alone."""
 MAX_INLINE_TOKENS = 1024
 """More are turned into text in a process."""
 _NICENESS = 10
@@ -50,6 +52,7 @@ class ReaderPool:
         self._reader = reader
         self._make_reader = make_reader
         self._num_processes = num_processes
+        self._num_pending = 0
         self._executor: ProcessPoolExecutor | None = None
 
     def fork(self) -> None:
@@ -86,6 +89,9 @@ class ReaderPool:
         if self._executor is None:
             self._executor = self._start(multiprocessing.get_context("spawn"), self._make_reader)
         executor = self._executor
+        if self._num_pending >= MAX_PENDING_JOBS:
+            raise Overloaded("too many requests wait to be read; try again later")
+        self._num_pending += 1
         try:
             return await asyncio.wrap_future(executor.submit(job, *arguments))
         except BrokenProcessPool as error:
@@ -94,6 +100,8 @@ class ReaderPool:
                 self._executor = None
                 executor.shutdown(wait=False)
             raise InternalError("the process that read the request was lost") from error
+        finally:
+            self._num_pending -= 1
 
     def _start(self, context: BaseContext, make_reader: Callable[[], BodyReader]) -> ProcessPoolExecutor:
         executor = ProcessPoolExecutor(self._num_processes, context, _begin, (make_reader,))

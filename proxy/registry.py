@@ -23,6 +23,8 @@ from proxy.worker_load import PromptQueue, WorkerUse
 
 CHECK_INTERVAL_S = 0.25
 """How often `check` is called."""
+MAX_WORKERS = 1024
+"""Each costs connections, here and on every prefill worker."""
 _UNKNOWN_SPEED = 5000.0
 """Prompt tokens per second of a worker that has computed none yet, where no other has either."""
 _STALL_S = 1.0
@@ -130,6 +132,8 @@ class Registry:
             for record in self._by_epoch.values()
             if record.worker.worker_id == message.worker.worker_id
         ]
+        if len(self._by_epoch) - len(lost) >= MAX_WORKERS:
+            raise ProtocolError(f"there are {MAX_WORKERS} workers already; start no more of them")
         for old in lost:
             self._forget(old.worker.epoch)
         limits = ModelLimits(message.max_model_len, message.vocab_size, message.model_id, message.block_size)

@@ -253,7 +253,7 @@ def split_prompt(raw: msgspec.Raw) -> Sequence[str | list[int]]:
         )
     try:
         decoded = msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"prompt: {error}".replace("`$[...]`", "one of its items"), "prompt") from error
     prompts: list[str | list[int]] = [decoded] if kind in (str, list[TokenId]) else decoded
     if not prompts or any(len(prompt) == 0 for prompt in prompts):

@@ -81,6 +81,19 @@ class ProxyMetrics:
         self.generation_tokens = Counter(
             "tandem_generation_tokens", "Tokens generated for clients.", registry=self.registry
         )
+        self.refusals = Counter(
+            "tandem_refusals",
+            "Connections and messages on this proxy's sockets that were refused, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.worker_refusals = Gauge(
+            "tandem_worker_refusals",
+            "The same on a worker's sockets, since its start.",
+            ["worker", "reason"],
+            registry=self.registry,
+            multiprocess_mode="livemax",
+        )
         self.running = Gauge(
             "tandem_num_requests_running", "Sequences under way.", registry=self.registry, multiprocess_mode="livesum"
         )
@@ -96,6 +109,11 @@ class ProxyMetrics:
         self.prefill = self._histogram(
             "tandem_request_prefill_time_seconds", "Computing the prompt, as the prefill worker reports.", _LONG_S
         )
+
+    def on_worker_refusals(self, worker_id: str, refusals: list[tuple[str, int]]) -> None:
+        """refusals: (reason, how many since the worker's start)."""
+        for reason, count in refusals:
+            self.worker_refusals.labels(worker_id, reason).set(count)
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, documentation, buckets=buckets, registry=self.registry)

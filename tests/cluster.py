@@ -19,7 +19,7 @@ from deploy.runtime_dir import log_dir, runtime_dir
 from deploy.status import fetch_status
 from protocol.membership import StatusReport, WorkerReport
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 5.0
 MODEL = "tandem-demo"
 
@@ -42,7 +42,9 @@ class Cluster:
         self._start_timeout_s = start_timeout_s
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._arguments = arguments
+        admin_port = free_port()
+        self.admin_url = f"http://127.0.0.1:{admin_port}"
+        self._arguments = ("--admin-port", str(admin_port), *arguments)
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
