@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from protocol.errors import InvalidRequest, Overloaded, TandemError
+from protocol.errors import InternalError, InvalidRequest, Overloaded, TandemError
 from protocol.media_cache import CommittedMedia, MediaKey, WantedMedia
 
 _MAX_ENDED_LEASES = 4096
@@ -53,7 +53,7 @@ class _Lease:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Answer the lease's acquire: one entry, or None, for each item. Those with the lease as writer are to be written."""
+    """Answer the lease's acquire: one entry, or None, for each item. Those whose writer it is are to be written."""
 
     lease_id: str
     entries: tuple[Entry | None, ...]
@@ -104,12 +104,17 @@ class MediaStore:
         entry = self._by_key.get(key)
         return entry if entry is not None and entry.is_ready else None
 
+    def lease_entry(self, lease_id: str, key: MediaKey) -> Entry | None:
+        """What the lease has of that key."""
+        return self._leases[lease_id].entries.get(key)
+
     # ---- calls
 
     def acquire(self, client: str, lease_id: str, wanted: Sequence[WantedMedia]) -> list[Action]:
         """The grant is among the actions, or follows when what it waits for is ready.
 
-        Raises Overloaded when the room is held by others, InvalidRequest for what could never fit; then nothing changed.
+        Raises Overloaded when the room is held by others, InvalidRequest for what could never fit; then nothing has
+        changed.
         """
         if lease_id in self._leases or lease_id in self._ended:
             raise InvalidRequest(f"the lease {lease_id} has been used before")
@@ -147,10 +152,10 @@ class MediaStore:
 
     def commit(self, lease_id: str, items: Sequence[CommittedMedia]) -> list[Action]:
         """Raises InvalidRequest for items that are not the lease's to write, Overloaded when they have grown over what
-        was set aside and there is no room; then nothing changed."""
+        was set aside and there is no room, InternalError when the lease has ended; then nothing has changed."""
         lease = self._leases.get(lease_id)
         if lease is None:
-            raise InvalidRequest(f"there is no lease {lease_id}")
+            raise InternalError("the media cache does not know the request's lease; was it started again?")
         written: dict[int, tuple[Entry, CommittedMedia]] = {}
         for item in items:
             entry = lease.entries.get(item.key)
@@ -224,7 +229,7 @@ class MediaStore:
         return []
 
     def _give_up(self, entry: Entry) -> list[Action]:
-        """Its writer is gone. The next writer gets a segment of its own: nobody knows what may still come to this one."""
+        """Its writer is gone. The next one gets a new segment: nobody knows what may still come to this one."""
         actions: list[Action] = [self._remove(entry)]
         if not entry.waiting:
             return actions

@@ -1,4 +1,4 @@
-"""Messages between the users of a host's media cache (DEALER) and the cache (ROUTER). The bytes travel in shared memory.
+"""Messages between the users of a host's media cache (DEALER) and the cache (ROUTER). Bytes are in shared memory.
 
 A lease is what a request holds: the items that it uses stay until it is released, or until its client's process is
 gone. A call takes any number of items: a request whose items are all cached costs one round trip (AcquireMedia), others

@@ -1,4 +1,4 @@
-"""The media cache's metadata: allocation, pins, eviction, waiting, clearing; by example and through random schedules."""
+"""The media cache's metadata: allocation, pins, eviction, waiting, clearing; by example and by random schedules."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from media_cache.store import Action, Drop, Entry, Grant, MediaStore
-from protocol.errors import InvalidRequest, Overloaded
+from protocol.errors import InternalError, InvalidRequest, Overloaded
 from protocol.media_cache import CommittedMedia, MediaKey, WantedMedia
 
 
@@ -163,9 +163,11 @@ def test_a_commit_that_grows_makes_room_or_is_refused() -> None:
     with pytest.raises(Overloaded):
         store.commit("b", done(3, num_bytes=6))
     store.commit("b", done(3, num_bytes=5))
-    for lease_id, item in (("b", 3), ("b", 4), ("nobody", 1)):
+    for item in (3, 4):  # committed already, never asked for
         with pytest.raises(InvalidRequest):
-            store.commit(lease_id, done(item))
+            store.commit("b", done(item))
+    with pytest.raises(InternalError):
+        store.commit("nobody", done(1))
 
 
 class _Schedule(RuleBasedStateMachine):
