@@ -39,7 +39,7 @@ class DecodePrompt:
         model_id: str,
         grammar: Grammar | None = None,
     ) -> DecodePrompt:
-        hasher = BlockHasher(block_size, model_id, request.cache_salt)
+        hasher = BlockHasher(block_size, model_id, request.cache_salt, request.media)
         prompt = cls(request, number, now, hasher, hasher.prompt_hashes(request.token_ids))
         for index, (request_id, seed) in enumerate(zip(request.request_ids, request.seeds, strict=True)):
             sampling = msgspec.structs.replace(request.sampling, seed=seed)

@@ -78,7 +78,9 @@ class PrefillPrompt:
 
     def hash_blocks(self, block_size: int, model_id: str) -> list[bytes]:
         """Of all full blocks. Those after the first may be many, so it is done once, when the prompt begins."""
-        self.hashes = BlockHasher(block_size, model_id, self.request.cache_salt).prompt_hashes(self.request.token_ids)
+        request = self.request
+        hasher = BlockHasher(block_size, model_id, request.cache_salt, request.media)
+        self.hashes = hasher.prompt_hashes(request.token_ids)
         return self.hashes
 
     def next_item(self, num_tokens: int) -> BatchItem:

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised by every change to a message; unequal versions refuse each other when they register or pair."""
 
 Role = Literal["prefill", "decode"]
