@@ -199,4 +199,3 @@ class MediaCacheServer:
         actions = self._store.client_lost(client)
         log.info("client %s is gone; its references are dropped", client)
         self._perform(actions)
-

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import msgspec
 import zmq
 
-from protocol.codec import Codec
-from protocol.errors import InternalError, Overloaded
+from protocol.codec import MAX_MESSAGE_BYTES, Codec
+from protocol.errors import InternalError, InvalidRequest, Overloaded
 from protocol.media_cache import (
     AcquireMedia,
     ClearMedia,
@@ -39,6 +39,7 @@ from protocol.sockets import DealerSocket
 R = TypeVar("R", bound=msgspec.Struct)
 
 CALL_TIMEOUT_S = 10.0
+MAX_SET_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
 _GET_BYTES = 8 << 20
 """Of an item at once, over the socket."""
 
@@ -93,7 +94,9 @@ class MediaCacheClient:
         return b"".join(pieces), description
 
     async def set(self, key: MediaKey, data: bytes, description: bytes) -> None:
-        """The other way. Raises Overloaded and InvalidRequest as `acquire` does."""
+        """The other way. Raises Overloaded and InvalidRequest as `acquire` does, and for more than MAX_SET_BYTES."""
+        if len(data) > MAX_SET_BYTES:
+            raise InvalidRequest(f"an item of {len(data)} bytes is too large for the socket: at most {MAX_SET_BYTES}")
         call_id = self.new_id()
         answer = await self._call(call_id, SetMedia(call_id, key, description, data), MediaStored, CALL_TIMEOUT_S)
         if answer.error is not None:
