@@ -173,7 +173,7 @@ class MediaCacheServer:
             if isinstance(action, Drop):
                 self._segments.drop(action.number)
             elif (caller := self._callers.pop(action.lease_id, None)) is not None:
-                granted = [entry and self._granted(entry) for entry in action.entries]
+                granted = [None if entry is None else self._granted(entry) for entry in action.entries]
                 self._socket.send(caller, MediaGranted(action.lease_id, granted))
 
     def _granted(self, entry: Entry) -> GrantedMedia:

@@ -17,7 +17,7 @@ from litestar.handlers import BaseRouteHandler
 from protocol.errors import Overloaded, RequestAborted, TandemError
 from proxy.answers import Answers, ChatAnswers, CompletionAnswers, stream_events
 from proxy.api_keys import ApiKeys
-from proxy.body_reader import BodyKind
+from proxy.body_reader import BodyKind, HasMedia
 from proxy.config import ProxyConfig
 from proxy.event_stream import EventStream, first_of, unless_disconnected
 from proxy.generation import FrontDoor, Generation
@@ -30,7 +30,7 @@ from proxy.http_errors import (
 from proxy.openai_answers import HealthResponse, ModelCard, ModelList, VersionResponse
 from proxy.openai_schema import SOONEST_PRIORITY
 from proxy.openapi import docs_page, openapi_document
-from proxy.request_body import SpooledBody
+from proxy.request_body import SpooledBody, mentions_media
 from proxy.request_id import HEADER, check_request_id, id_header, request_id_of
 from proxy.tool_answers import ToolAnswers
 from proxy.validation import GenerationRequest, ModelNotFound
@@ -188,13 +188,26 @@ async def _read(door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody, clie
     try:
         door.admission.check(client, priority=_soonest_priority(body))  # before the work of tokenising
         async with asyncio.timeout(door.request_timeout_s):
-            return await door.readers.read(kind, body, door.registry.limits())
+            return await _read_by(door, kind, body)
     except TimeoutError:
         door.metrics.requests.labels(RequestAborted.code).inc()
         raise RequestAborted("the prompt was not tokenised in time") from None
     except TandemError as error:
         door.metrics.requests.labels(error.code).inc()
         raise
+
+
+async def _read_by(door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody) -> GenerationRequest:
+    """By whoever is there for it; what only looks like a request with media is read as text by the others too."""
+    limits = door.registry.limits()
+    if door.media is None:
+        return await door.readers.read(kind, body, limits)
+    if kind == "chat" and mentions_media(body):
+        return await door.media.read(kind, body, limits)
+    try:
+        return await door.readers.read(kind, body, limits)
+    except HasMedia:
+        return await door.media.read(kind, body, limits)
 
 
 def _soonest_priority(body: bytes | SpooledBody) -> int:

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import ConfigError
+from proxy.media_source import MediaLimits
 from proxy.tool_formats import ToolFormatName
 
 
@@ -30,6 +31,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenizer_threads: of execution, each a process of its own, see `proxy.reader_pool`.
     trust_request_chat_template: requests may bring a chat template of their own.
     tool_call_parser: how the model writes tool calls, see `proxy.tool_formats`.
+    media_cache_endpoint: of the host's media cache; "" where the model takes text only. media_threads: of execution, in
+    a process of their own, see `proxy.media_process`. max_waiting_media: requests with images or video that are fetched
+    and processed, or wait for it; more are refused. trust_remote_code: of the processor.
     shutdown_grace_s: how long running streams may go on after SIGTERM.
     """
 
@@ -57,6 +61,11 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tool_call_parser: ToolFormatName = "hermes"
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
+    media_cache_endpoint: str = ""
+    media_threads: Annotated[int, Meta(ge=1, le=64)] = 1
+    max_waiting_media: Annotated[int, Meta(ge=1)] = 512
+    media: MediaLimits = MediaLimits()
+    trust_remote_code: bool = False
     shutdown_grace_s: Annotated[float, Meta(ge=0)] = 3.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 

@@ -28,6 +28,7 @@ from protocol.dispatch import (
 )
 from protocol.errors import RequestAborted, TandemError, WorkerLost
 from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions, TokenLogprobs
+from protocol.media import MediaItem
 from protocol.membership import WorkerInfo
 from protocol.prefix_hash import unpack_short_hashes
 from protocol.token_ids import pack_token_ids
@@ -44,6 +45,7 @@ class Prompt:
     """token_ids: packed, see `protocol.token_ids`. num_prompt_logprobs, cache_salt and priority: as StartPrefill's.
 
     prefix_hashes: of the full blocks, packed, see `protocol.prefix_hash`; the router finds cached prefixes by them.
+    media: whose placeholders are among the tokens; readable until the sequence is dropped.
     """
 
     token_ids: bytes
@@ -52,6 +54,7 @@ class Prompt:
     cache_salt: str = ""
     priority: int = 0
     prefix_hashes: bytes = b""
+    media: tuple[MediaItem, ...] = ()
 
 
 class TokenDelta(msgspec.Struct, frozen=True):
@@ -208,6 +211,7 @@ class Dispatcher:
             hashes=unpack_short_hashes(prompt.prefix_hashes),
             priority=prompt.priority,
             can_be_cached=num_prompt_logprobs is None,
+            has_media=bool(prompt.media),
         )
         now = asyncio.get_running_loop().time()
         route = self._router.pick(shape, max_ttft_s)
@@ -240,6 +244,7 @@ class Dispatcher:
                     num_generated=len(generated),
                     cache_salt=prompt.cache_salt,
                     priority=prompt.priority,
+                    media=prompt.media,
                 )
                 self._send(decode, request_ids[0], prepare)
             if prefill is not None:
@@ -258,6 +263,7 @@ class Dispatcher:
                     num_generated=len(generated),
                     cache_salt=prompt.cache_salt,
                     priority=prompt.priority,
+                    media=prompt.media,
                 )
                 self._send(prefill, request_ids[0], start)
         except WorkerLost:

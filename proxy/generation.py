@@ -19,6 +19,7 @@ from protocol.token_ids import unpack_token_ids
 from proxy.admission import Admission, Ticket
 from proxy.detokenizer import Detokenizer
 from proxy.dispatcher import DispatchedSequence, Dispatcher, Prompt, TokenDelta
+from proxy.media_pool import MediaPool
 from proxy.model_text import ModelText
 from proxy.reader_pool import ReaderPool
 from proxy.registry import Registry
@@ -73,6 +74,7 @@ class FrontDoor:
     turns: Turns
     request_timeout_s: float
     ttft_slo_s: float | None = None  # of first tokens; what is predicted to miss it is refused
+    media: MediaPool | None = None  # None where the model takes text only
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +156,8 @@ class Generation:
                 door.dispatcher.drop(sequence)
             if ticket is not None:
                 ticket.close()
+            if self._request.media_lease is not None:
+                self._request.media_lease.release()
             door.metrics.requests.labels(outcome).inc()
 
     def _plan(self) -> list[_PlannedPrompt]:

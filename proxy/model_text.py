@@ -37,7 +37,12 @@ _TEXT_FILES = [
     "additional_chat_templates/*",
     "vocab.json",
     "merges.txt",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
 ]
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+_PROBE_TEXT = "tandem"
 
 
 class ModelText:
@@ -48,13 +53,14 @@ class ModelText:
 
     def __init__(self, model: str) -> None:
         """Raises ConfigError when there is no such model or it has no tokeniser that can be read."""
-        folder = _find(model)
+        folder = self.folder = _find(model)
         try:
             self._backend: Any = TokenizersBackend.from_pretrained(str(folder))
         except Exception as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(f"cannot read the tokeniser of model {model!r} (tokenizer.json): {first_line}") from error
         self.tokenizer: Tokenizer = self._backend.backend_tokenizer
+        self._lists_only: bool | None = None  # whether its template takes content as a list of parts alone
         self.eos_token_ids = _eos_token_ids(folder, self._backend.eos_token_id)
         if not self.eos_token_ids:
             log.warning("model %s names no end-of-sequence token: sequences end by max_tokens alone", model)
@@ -80,6 +86,8 @@ class ModelText:
             source = self._backend.get_chat_template(template)
             if "developer" not in source:  # OpenAI's newer name for it, which few templates know
                 messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+            if template is None and self._takes_lists_only(source):
+                messages = [_with_parts(message) for message in messages]
             text = self._backend.apply_chat_template(
                 messages,
                 tokenize=False,
@@ -97,6 +105,49 @@ class ModelText:
             raise InvalidRequest(f"{whose} chat template refuses these messages: {error}", param) from error
         assert isinstance(text, str)
         return text
+
+    def _takes_lists_only(self, source: str) -> bool:
+        """Templates of models that take media may lose a content that is a plain string."""
+        if self._lists_only is None:
+            message = {"role": "user", "content": _PROBE_TEXT}
+            try:
+                told = self._backend.apply_chat_template([message], tokenize=False, chat_template=source)
+                self._lists_only = _PROBE_TEXT not in told
+            except Exception:  # whatever a template stumbles over; does it take the other form?
+                try:
+                    told = self._backend.apply_chat_template(
+                        [_with_parts(message)], tokenize=False, chat_template=source
+                    )
+                    self._lists_only = _PROBE_TEXT in told
+                except Exception:
+                    self._lists_only = False
+        return self._lists_only
+
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return message | {"content": [{"type": "text", "text": content}]}
+
+
+class _MediaConfig(msgspec.Struct):
+    vision_config: dict[str, Any] | None = None
+    image_token_id: int | None = None
+    image_token_index: int | None = None
+    video_token_id: int | None = None
+
+
+def takes_media(model: str) -> bool:
+    """Whether the model takes images or video, by its files. Raises ConfigError."""
+    folder = _find(model)
+    if not any((folder / name).is_file() for name in _PROCESSOR_FILES):
+        return False
+    try:
+        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=_MediaConfig)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"cannot read {folder / 'config.json'}: {error}") from error
+    return any(getattr(config, field) is not None for field in config.__struct_fields__)
 
 
 def _find(model: str) -> Path:

@@ -51,7 +51,7 @@ class PromptShape(msgspec.Struct, frozen=True):
     """What routing needs to know of a prompt. hashes: short ones of its full blocks; priority: lower is sooner.
 
     needs_decode: False when one token is all that is asked, so that there is nothing to ship. can_be_cached: False
-    where every token must be computed for its logprobs.
+    where every token must be computed for its logprobs. has_media: images or video, which prefill workers alone see.
     """
 
     num_tokens: int
@@ -60,6 +60,7 @@ class PromptShape(msgspec.Struct, frozen=True):
     hashes: Sequence[int] = ()
     priority: int = 0
     can_be_cached: bool = True
+    has_media: bool = False
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -122,9 +123,9 @@ class Router:
             prefill, predicted_s = self._pick_prefill(prefills, prompt, depths, block_size)
             if prompt.needs_decode:
                 decode = self._pick_decode(prefill.decode_peers, prompt, depths, block_size)
-                if self._threshold and self._is_short(decode, prompt, depths, block_size):
+                if self._threshold and not prompt.has_media and self._is_short(decode, prompt, depths, block_size):
                     prefill = None
-        elif self._threshold and registry.decode_workers:
+        elif self._threshold and not prompt.has_media and registry.decode_workers:
             decode = self._pick_decode(registry.decode_workers, prompt, depths, block_size)
         else:
             raise Overloaded(registry.why_not_ready() or "no prefill worker is ready")

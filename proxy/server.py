@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from protocol.errors import ConfigError, RequestAborted
+from protocol.media_client import MediaCacheClient
 from protocol.membership import WorkerInfo
 from protocol.sockets import new_context
 from proxy.admission import Admission
@@ -24,6 +25,8 @@ from proxy.control import Control
 from proxy.dispatcher import Dispatcher
 from proxy.generation import FrontDoor
 from proxy.http_connection import make_protocol
+from proxy.media_jobs import MediaSetup
+from proxy.media_pool import MediaPool
 from proxy.model_text import ModelText
 from proxy.reader_pool import ReaderPool
 from proxy.registry import Registry
@@ -85,6 +88,10 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     except Exception as error:  # zmq's own, which has no name here
         listener.close()
         raise ConfigError(f"cannot bind the control endpoint {config.control_endpoint}: {error}") from error
+    media_cache = media = None
+    if config.media_cache_endpoint:
+        media_cache = MediaCacheClient(context, config.media_cache_endpoint)
+        media = MediaPool(_media_setup(config), media_cache, config.max_waiting_media)
     door = FrontDoor(
         text,
         TokenText(text.tokenizer),
@@ -100,6 +107,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         turns,
         config.request_timeout_s,
         config.ttft_slo_ms / 1000 or None,
+        media,
     )
     uvicorn_config = uvicorn.Config(
         make_app(config, door),
@@ -138,13 +146,34 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     log.info("proxy %s serves %s on %s:%d", proxy_id, config.served_model_name, config.host, config.port)
     try:
         await scrapes.start()
+        if media is not None:
+            await media.start()
         await server.serve(sockets=[listener])
     finally:
         pool.close_all()
         control.close()
         readers.close()
+        if media is not None:
+            media.close()
+        if media_cache is not None:
+            media_cache.close()
         scrapes.close()
         context.destroy(linger=300)
+
+
+def _media_setup(config: ProxyConfig) -> MediaSetup:
+    return MediaSetup(
+        name=f"{config.proxy_id}-media",
+        log_level=config.log_level,
+        model=config.model,
+        served_model_name=config.served_model_name,
+        trust_chat_template=config.trust_request_chat_template,
+        tool_call_parser=config.tool_call_parser,
+        trust_remote_code=config.trust_remote_code,
+        cache_endpoint=config.media_cache_endpoint,
+        limits=config.media,
+        num_threads=config.media_threads,
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:
