@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from engine.prompt_media import EncodeUnit, PromptMedia
 from protocol.errors import InvalidRequest
+from protocol.media import MediaItem
 
 FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
 """What a model does with an image cannot be found out by running it on tokens, as the rest can. These were compared."""
@@ -73,15 +74,21 @@ class VisionTower:
         parameter = next(whole.parameters())
         self._device, self._dtype = parameter.device, parameter.dtype
 
-    def check(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Raises InvalidRequest for tensors that this model does not take."""
-        known = self._arguments[kind] | self._rope_arguments
+    def check(self, item: MediaItem, tensors: Mapping[str, torch.Tensor]) -> None:
+        """What can be said without running the tower. Raises InvalidRequest."""
+        known = self._arguments[item.kind] | self._rope_arguments
         unknown = [name for name in tensors if name not in known]
         if unknown:
-            raise InvalidRequest(f"this model takes no {unknown[0]} for an {kind}; its processor is another's")
-        grid = tensors.get(f"{kind}_grid_thw")
-        if grid is not None and (grid.shape != (1, 3) or grid.dtype != torch.int64 or int(grid.min()) < 1):
-            raise InvalidRequest(f"{kind}_grid_thw of an item must be [1, 3] of positive int64")
+            raise InvalidRequest(f"this model takes no {unknown[0]}; the item comes from another model's processor")
+        grid_name = f"{item.kind}_grid_thw"
+        if grid_name not in known:
+            return
+        grid = tensors.get(grid_name)
+        if grid is None or grid.shape != (1, 3) or grid.dtype != torch.int64 or int(grid.min()) < 1:
+            raise InvalidRequest(f"an item of this model must have one {grid_name}, [1, 3] of positive int64")
+        num_tokens = int(grid.prod()) // self._model.config.vision_config.spatial_merge_size**2
+        if num_tokens != item.num_tokens:
+            raise _misfit(item, num_tokens)
 
     def num_frames(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> int:
         """Of which each can be encoded by itself: the vision towers with grids attend within frames only."""
@@ -107,10 +114,7 @@ class VisionTower:
             ) from error
         layers = [_flat(features.pooler_output), *map(_flat, getattr(features, "deepstack_features", None) or [])]
         if len(layers[0]) != unit.num_tokens:
-            raise InvalidRequest(
-                f"media item {unit.number}: this {item.kind} has {unit.num_tokens} placeholder tokens in the prompt, "
-                f"and the model makes {len(layers[0])} of it"
-            )
+            raise _misfit(item, len(layers[0]), unit.number)
         embedding = torch.stack(layers).to(self._dtype)
         if unit.num_tokens == item.num_tokens:
             media.partial[unit.number] = embedding
@@ -142,6 +146,14 @@ class VisionTower:
             raise InvalidRequest(f"the media's sizes do not fit their placeholders in the prompt: {line}") from error
         media.positions = positions[:, 0]
         media.position_offset = int(deltas[0, 0])
+
+
+def _misfit(item: MediaItem, num_tokens: int, number: int | None = None) -> InvalidRequest:
+    which = "" if number is None else f"media item {number}: "
+    return InvalidRequest(
+        f"{which}this {item.kind} has {item.num_tokens} placeholder tokens in the prompt, "
+        f"and the model makes {num_tokens} of it"
+    )
 
 
 def _arguments(function: Any) -> set[str]:

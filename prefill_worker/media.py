@@ -74,7 +74,7 @@ class MediaIntake:
         for number, item in enumerate(message.media):
             try:
                 opened = open_tensors(item)
-                self._vision.check(item.kind, opened)
+                self._vision.check(item, opened)
                 num_frames.append(self._vision.num_frames(item.kind, opened))
             except InvalidRequest as error:
                 raise InvalidRequest(f"media item {number}: {error}") from error

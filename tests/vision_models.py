@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch.nn.functional import pad
 from transformers import (
     AutoModelForImageTextToText,
     LlavaOnevisionConfig,
@@ -158,7 +159,7 @@ class VisionPrompt:
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         for medium in self.media:
             for name, tensor in medium.tensors.items():
-                inputs[name] = torch.cat((inputs[name], tensor)) if name in inputs else tensor
+                inputs[name] = torch.cat(_padded(inputs[name], tensor)) if name in inputs else tensor
         if any(name.endswith("_grid_thw") for name in inputs):
             inputs["mm_token_type_ids"] = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
         return inputs
@@ -166,6 +167,14 @@ class VisionPrompt:
     def items(self) -> tuple[MediaItem, ...]:
         """On the wire, in memory of their own that lasts as long as this process."""
         return tuple(make_item(m, spans) for m, spans in zip(self.media, self.spans, strict=True))
+
+
+def _padded(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """To as many tiles, as LLaVA's processor does; the model leaves them out again."""
+    if one.ndim < 5:
+        return one, other
+    most = max(one.shape[1], other.shape[1])
+    return pad(one, [0] * 6 + [0, most - one.shape[1]]), pad(other, [0] * 6 + [0, most - other.shape[1]])
 
 
 def make_item(medium: Medium, spans: Sequence[tuple[int, int]]) -> MediaItem:

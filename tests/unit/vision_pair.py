@@ -85,8 +85,8 @@ class VisionPair:
             "proxy", [transfer_id], transfer_id, packed, GREEDY, [0], stop, "prefill", "epoch", 1e9,
             num_generated=len(generated), media=items,
         )  # fmt: skip
-        self._on_decode(self.decode.on_prepare(self._now, prepare))
         media = self.intake.open(start)
+        self._on_decode(self.decode.on_prepare(self._now, prepare))
         self._on_prefill(self.prefill.on_start(self._now, start, "pair", None, media))
 
     def run(self) -> None:
