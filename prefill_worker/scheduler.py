@@ -163,7 +163,7 @@ class PrefillScheduler:
         The first in line, by priority and time waited, gets half of the step's tokens. The rest goes by priority, and
         then to whoever has the fewest tokens left. So short prompts pass long ones, and no stream of short ones or of
         sooner priorities starves a long one. Encoding a placeholder of an image counts as a token, so that images
-        hold others up no more than text does; one that is larger than the share of the first in line it gets in whole.
+        hold others up no more than text does; one that is larger than that is encoded in a step that it begins.
         """
         assert not self._step and not self._encoding, "one step at a time"
         actions: list[Action] = []
@@ -188,7 +188,7 @@ class PrefillScheduler:
                     may_begin = prompt is not first  # nobody takes blocks before the first has its own
                     continue
             number, planned = prompt.number, shares.get(prompt.number, 0)
-            may_exceed = prompt is first and not shares.get(number) and not units[number]
+            may_exceed = budget == self._max_num_batched_tokens  # nobody else has anything of this step
             share, new_units, cost = prompt.next_work(planned, min(budget, limit), units[number], may_exceed)
             shares[number] = planned + share
             units[number] += new_units
