@@ -13,6 +13,7 @@ class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_checksums: compare every block that is shipped (debugging). kv_lease_s: for so long a prompt's blocks
     are kept for a decode worker that no longer asks for them.
     max_num_batched_tokens: prompt tokens per step, the size of a chunk. max_num_seqs: prompts under way at once.
+    embedding_cache_bytes: of what the vision tower made, kept for the next prompt with the same image.
     """
 
     worker_id: str
@@ -25,4 +26,5 @@ class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
+    embedding_cache_bytes: int = 256 << 20
     log_level: str = "info"

@@ -13,6 +13,7 @@ import secrets
 
 from engine.batch import ItemOutput
 from engine.block_manager import BlockManager
+from engine.embedding_cache import EmbeddingCache
 from engine.engine_thread import EngineThread
 from engine.grammar import Grammars
 from engine.kv_pool import KVPool
@@ -25,12 +26,13 @@ from kv_transfer.rank_pool import RankPool
 from kv_transfer.worker_pools import WorkerPools
 from prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
 from prefill_worker.config import PrefillConfig
+from prefill_worker.media import MediaIntake
 from prefill_worker.pair_table import PairTable
 from prefill_worker.pairs import Pairs
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.codec import Codec
 from protocol.dispatch import AbortRequest, RequestFailed, StartPrefill, ToPrefill
-from protocol.errors import ErrorInfo, KVTransferFailed, WorkerLost
+from protocol.errors import ErrorInfo, KVTransferFailed, TandemError, WorkerLost
 from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
 from protocol.registration import Registration
 from protocol.sockets import RouterSocket, new_context
@@ -76,6 +78,13 @@ class PrefillWorker:
             self._config.max_num_batched_tokens,
             self._config.max_num_seqs,
             self._config.kv_lease_s,
+        )
+        self._media = MediaIntake(
+            loaded.vision,
+            EmbeddingCache(self._config.embedding_cache_bytes),
+            self._config.max_num_batched_tokens // 2,  # what is left of a step for the first in line
+            None,
+            self._start_step,
         )
         self._engine = EngineThread(
             lambda: ranks.make_runner(loaded, pool), self._loop.call_soon_threadsafe, self._config.engine.num_threads
@@ -140,6 +149,7 @@ class PrefillWorker:
             self._router.close()
             context.term()
             self._grammars.close()
+            self._media.close()
             self._engine.stop(timeout_s=1.5)
             ranks.close()
 
@@ -192,17 +202,24 @@ class PrefillWorker:
                 self._perform(self._scheduler.on_abort(message.proxy_id, message.request_id))
 
     def _start(self, message: StartPrefill) -> None:
-        pair_id = None
-        if message.decode_epoch is not None:
-            pair = self._pairs.ready_pair(message.decode_epoch)
-            if pair is None:
-                error = WorkerLost(f"the pair with {message.decode_worker_id} is not ready")
-                for request_id in message.request_ids:
-                    self._send_to_proxy(message.proxy_id, RequestFailed(request_id, ErrorInfo.of(error)))
-                return
-            pair_id = pair.pair_id
+        try:
+            pair_id = self._pair_id(message)
+            media = self._media.open(message)
+        except TandemError as error:
+            for request_id in message.request_ids:
+                self._send_to_proxy(message.proxy_id, RequestFailed(request_id, ErrorInfo.of(error)))
+            return
         grammar = self._grammars.get(message.sampling.grammar)
-        self._perform(self._scheduler.on_start(self._loop.time(), message, pair_id, grammar))
+        self._perform(self._scheduler.on_start(self._loop.time(), message, pair_id, grammar, media))
+
+    def _pair_id(self, message: StartPrefill) -> str | None:
+        """None where nothing is to be shipped. Raises WorkerLost."""
+        if message.decode_epoch is None:
+            return None
+        pair = self._pairs.ready_pair(message.decode_epoch)
+        if pair is None:
+            raise WorkerLost(f"the pair with {message.decode_worker_id} is not ready")
+        return pair.pair_id
 
     def _on_decode_answer(self, message: KVReserved | KVRefused | RenewLeases) -> None:
         match message:
@@ -272,7 +289,7 @@ class PrefillWorker:
         if self._stepping:
             return
         batch, actions = self._scheduler.schedule(self._loop.time())
-        if batch.items:
+        if batch.items or batch.encodes:
             self._stepping = True
             self._num_step_tokens = sum(len(item.token_ids) for item in batch.items)
             self._engine.submit(batch, self._on_step)
@@ -282,6 +299,7 @@ class PrefillWorker:
     def _on_step(self, results: list[ItemOutput] | None, error: BaseException | None, step_time_s: float) -> None:
         self._stepping = False
         self._step_time_s = step_time_s
+        self._media.share_encoded()
         if results is None:
             log.error("a prefill step failed", exc_info=error)
             self._perform(self._scheduler.on_step_failed(error or RuntimeError("unknown")))
