@@ -9,12 +9,15 @@ import stat
 
 import torch
 
-from protocol.errors import InvalidRequest
-from protocol.media import MediaItem, check_segment
+from protocol.errors import InvalidRequest, WorkerLost
+from protocol.media import DIGEST_BYTES, MediaItem, check_segment
 
 
 def open_tensors(item: MediaItem) -> dict[str, torch.Tensor]:
-    """By name. They stay readable when the segment's name goes; nobody may write to them. Raises InvalidRequest."""
+    """By name. They stay readable when the segment's name goes; nobody may write to them.
+
+    Raises InvalidRequest, or WorkerLost when the item is not in its segment any more.
+    """
     if not item.tensors:
         return {}
     memory = _map(item)
@@ -44,6 +47,9 @@ def _map(item: MediaItem) -> mmap.mmap:
         check_segment(item, status.st_size)
         if not status.st_size:
             raise InvalidRequest(f"the media segment {item.segment} is empty")
-        return mmap.mmap(fd, status.st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        memory = mmap.mmap(fd, status.st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        if memory[:DIGEST_BYTES] != item.digest:  # descriptors are used again
+            raise WorkerLost("the media cache has let an image or video go that the request still needs")
+        return memory
     finally:
         os.close(fd)

@@ -14,6 +14,7 @@ class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     are kept for a decode worker that no longer asks for them.
     max_num_batched_tokens: prompt tokens per step, the size of a chunk. max_num_seqs: prompts under way at once.
     embedding_cache_bytes: of what the vision tower made, kept for the next prompt with the same image.
+    media_cache_endpoint: of the host's media cache, where others find it; "" where the model takes text only.
     """
 
     worker_id: str
@@ -27,4 +28,5 @@ class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     embedding_cache_bytes: int = 256 << 20
+    media_cache_endpoint: str = ""
     log_level: str = "info"

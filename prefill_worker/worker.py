@@ -30,9 +30,11 @@ from prefill_worker.media import MediaIntake
 from prefill_worker.pair_table import PairTable
 from prefill_worker.pairs import Pairs
 from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.shared_embeddings import SharedEmbeddings
 from protocol.codec import Codec
 from protocol.dispatch import AbortRequest, RequestFailed, StartPrefill, ToPrefill
 from protocol.errors import ErrorInfo, KVTransferFailed, TandemError, WorkerLost
+from protocol.media_client import MediaCacheClient
 from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
 from protocol.registration import Registration
 from protocol.sockets import RouterSocket, new_context
@@ -79,11 +81,14 @@ class PrefillWorker:
             self._config.max_num_seqs,
             self._config.kv_lease_s,
         )
+        context = new_context()
+        endpoint = self._config.media_cache_endpoint
+        shared = SharedEmbeddings(MediaCacheClient(context, endpoint)) if endpoint else None
         self._media = MediaIntake(
             loaded.vision,
             EmbeddingCache(self._config.embedding_cache_bytes),
             self._config.max_num_batched_tokens // 2,  # what is left of a step for the first in line
-            None,
+            shared,
             self._start_step,
         )
         self._engine = EngineThread(
@@ -93,7 +98,6 @@ class PrefillWorker:
         own_pool = RankPool(0, loaded.layout, pool.as_blocks(), self._config.host)
         pools = WorkerPools(own_pool, pool.location(), ranks.transfer_connections)
         await self._loop.run_in_executor(None, pools.wait_until_ready)
-        context = new_context()
         codec: Codec[ToPrefill] = Codec(ToPrefill)
         self._router = RouterSocket(context, self._config.endpoint, codec, self._on_command)
         self._info = WorkerInfo(
@@ -147,9 +151,11 @@ class PrefillWorker:
             registration.close()
             self._pairs.close()
             self._router.close()
+            self._media.close()
+            if shared is not None:
+                shared.close()
             context.term()
             self._grammars.close()
-            self._media.close()
             self._engine.stop(timeout_s=1.5)
             ranks.close()
 

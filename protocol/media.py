@@ -17,6 +17,8 @@ import msgspec
 from protocol.errors import InvalidRequest
 
 DIGEST_BYTES = 32
+SEGMENT_HEADER_BYTES = 64
+"""Before the first tensor of a segment. They begin with the item's digest."""
 MediaKind = Literal["image", "video"]
 
 BYTES_PER_ELEMENT = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "uint8": 1}

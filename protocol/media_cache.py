@@ -15,8 +15,9 @@ from typing import Literal
 import msgspec
 
 from protocol.errors import ErrorInfo
+from protocol.media import SEGMENT_HEADER_BYTES
 
-HEADER_BYTES = 64
+HEADER_BYTES = SEGMENT_HEADER_BYTES
 """Of a segment: the item's digest and part. What follows lies at a multiple of that."""
 MAX_ITEMS = 4096
 """Of one call."""

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from huggingface_hub import snapshot_download
 from tokenizers import Tokenizer
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from protocol.errors import ConfigError, InvalidRequest
+from proxy.model_files import find_model
 
 log = logging.getLogger(__name__)
 
@@ -25,23 +25,6 @@ RESERVED_VARIABLES = frozenset(
 )
 """Of templates: what is passed by itself."""
 
-_TEXT_FILES = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*",
-    "vocab.json",
-    "merges.txt",
-    "preprocessor_config.json",
-    "video_preprocessor_config.json",
-    "processor_config.json",
-]
-_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 _PROBE_TEXT = "tandem"
 
 
@@ -53,7 +36,7 @@ class ModelText:
 
     def __init__(self, model: str) -> None:
         """Raises ConfigError when there is no such model or it has no tokeniser that can be read."""
-        folder = self.folder = _find(model)
+        folder = self.folder = find_model(model)
         try:
             self._backend: Any = TokenizersBackend.from_pretrained(str(folder))
         except Exception as error:
@@ -129,38 +112,6 @@ def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(content, str):
         return message
     return message | {"content": [{"type": "text", "text": content}]}
-
-
-class _MediaConfig(msgspec.Struct):
-    vision_config: dict[str, Any] | None = None
-    image_token_id: int | None = None
-    image_token_index: int | None = None
-    video_token_id: int | None = None
-
-
-def takes_media(model: str) -> bool:
-    """Whether the model takes images or video, by its files. Raises ConfigError."""
-    folder = _find(model)
-    if not any((folder / name).is_file() for name in _PROCESSOR_FILES):
-        return False
-    try:
-        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=_MediaConfig)
-    except (OSError, msgspec.DecodeError) as error:
-        raise ConfigError(f"cannot read {folder / 'config.json'}: {error}") from error
-    return any(getattr(config, field) is not None for field in config.__struct_fields__)
-
-
-def _find(model: str) -> Path:
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if model.startswith(("/", ".", "~")) or model.count("/") > 1 or not model:
-        raise ConfigError(f"there is no model folder {model!r}: give a folder or a hub id such as org/name")
-    try:
-        return Path(snapshot_download(model, allow_patterns=_TEXT_FILES))
-    except Exception as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{model!r} is no folder here, and the hub does not give it: {first_line}") from error
 
 
 class _EosConfig(msgspec.Struct):

@@ -26,7 +26,7 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from protocol.media import MediaItem, MediaTensor
+from protocol.media import SEGMENT_HEADER_BYTES, MediaItem, MediaTensor
 
 VISION_START, IMAGE, VIDEO = 310, 311, 312  # tokens
 _NUM_WORDS = 300
@@ -180,7 +180,7 @@ def _padded(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch
 def make_item(medium: Medium, spans: Sequence[tuple[int, int]]) -> MediaItem:
     digest = blake2b(digest_size=32)
     fd = os.memfd_create("tandem-test-media", os.MFD_CLOEXEC)
-    tensors, offset = [], 0
+    tensors, offset = [], SEGMENT_HEADER_BYTES
     for name, tensor in medium.tensors.items():
         data = tensor.contiguous().numpy().tobytes()
         digest.update(name.encode() + data)
@@ -190,6 +190,7 @@ def make_item(medium: Medium, spans: Sequence[tuple[int, int]]) -> MediaItem:
         )
         offset += -(-len(data) // 64) * 64
     os.ftruncate(fd, offset)
+    os.pwrite(fd, digest.digest(), 0)
     segment = f"/proc/{os.getpid()}/fd/{fd}"
     return MediaItem(digest.digest(), medium.kind, tuple(spans), segment, tuple(tensors))
 

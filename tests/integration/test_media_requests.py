@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -79,8 +78,9 @@ def test_image_video_and_text_are_what_transformers_makes_of_them(served: MediaP
         }
     ]
     text = processor.apply_chat_template(messages, add_generation_prompt=True)
-    import av
     import io
+
+    import av
 
     with av.open(io.BytesIO(video)) as container:
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
@@ -182,9 +182,7 @@ def test_bad_media_are_refused_with_index_and_reason(served: MediaProxy) -> None
     assert "a request may bring 4" in refused(served, *[good] * 5)
     assert "1 image placeholders" in refused(served, "<|image_pad|>", video_part(data_url(clip(4), "video/mp4")))
     assert "cannot be cut" in refused(served, good, truncate_prompt_tokens=5)
-    answer = httpx.post(
-        f"{served.url}/tokenize", json={"messages": [{"role": "user", "content": [good]}]}, timeout=300
-    )
+    answer = httpx.post(f"{served.url}/tokenize", json={"messages": [{"role": "user", "content": [good]}]}, timeout=300)
     assert answer.status_code == 400 and "Only text is tokenised here" in answer.text
     wait_until(lambda: served.cache_status().num_leases == 0, 60)
     status = served.cache_status()
