@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -110,18 +111,19 @@ class MediaReader:
 
 
 class MediaProcess:
-    def __init__(self, setup: MediaSetup, answer: Callable[[JobDone], None]) -> None:
+    """answer: called once for each job. client_pid: of the proxy, whose the leases are: they outlive this process."""
+
+    def __init__(self, setup: MediaSetup, answer: Callable[[JobDone], None], client_pid: int) -> None:
         self._answer = answer
         self._threads = ThreadPoolExecutor(setup.num_threads, "media")
         self._reader = asyncio.get_running_loop().run_in_executor(self._threads, MediaReader, setup)
         self._num_threads = setup.num_threads
         self._fetcher = MediaFetcher(setup.limits)
         self._context = new_context()
-        # The leases are the proxy's: they are to outlive this process.
-        self._cache = MediaCacheClient(self._context, setup.cache_endpoint, os.getppid())
+        self._cache = MediaCacheClient(self._context, setup.cache_endpoint, client_pid)
         # So many requests are worked on at once: the first is to be done before the last has begun.
         self._turns = asyncio.Semaphore(setup.num_threads)
-        self._running: dict[str, asyncio.Task[None]] = {}
+        self._running: dict[str, asyncio.Task[GenerationRequest]] = {}
 
     async def load(self) -> None:
         """Raises ConfigError."""
@@ -141,25 +143,26 @@ class MediaProcess:
     def on_message(self, message: object) -> None:
         match message:
             case MediaJob():
-                task = asyncio.create_task(self._run(message))
-                self._running[message.lease_id] = task
+                reading = asyncio.create_task(self._read(message))
+                reading.add_done_callback(partial(self._on_read, message))
+                self._running[message.lease_id] = reading
             case CancelJob():
                 if (running := self._running.get(message.lease_id)) is not None:
                     running.cancel()
 
-    async def _run(self, job: MediaJob) -> None:
+    def _on_read(self, job: MediaJob, reading: asyncio.Task[GenerationRequest]) -> None:
+        """However it ended: a task that is cancelled before it begins runs nothing of its own."""
+        del self._running[job.lease_id]
         result: GenerationRequest | TandemError
-        try:
-            result = await self._read(job)
-        except TandemError as error:
-            result = error
-        except asyncio.CancelledError:
+        if reading.cancelled():
             result = RequestAborted("nobody waits for the request any more")
-        except Exception:
-            log.exception("a request with media failed")
+        elif (error := reading.exception()) is None:
+            result = reading.result()
+        elif isinstance(error, TandemError):
+            result = error
+        else:
+            log.error("a request with media failed", exc_info=error)
             result = InternalError("the request's images or video could not be processed; the server's log tells more")
-        finally:
-            del self._running[job.lease_id]
         self._answer(JobDone(job.lease_id, result))
 
     async def _read(self, job: MediaJob) -> GenerationRequest:
@@ -257,7 +260,7 @@ async def serve(channel: socket.socket) -> int:
     setup = await read_message(reader)
     assert isinstance(setup, MediaSetup)
     setup_logging(setup.name, setup.log_level)
-    process = MediaProcess(setup, lambda done: write_message(writer, done))
+    process = MediaProcess(setup, lambda done: write_message(writer, done), os.getppid())
     loading = asyncio.create_task(process.load())
     listening = asyncio.create_task(_listen(reader, process))
     await asyncio.wait([loading, listening], return_when=asyncio.FIRST_COMPLETED)
