@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import io
 import json
 import subprocess
 import sys
@@ -22,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import uvloop
-from PIL import Image
 from rich.console import Console
 from rich.table import Table
 
 from bench.latency import Distribution
+from bench.media_load import jpeg
 from bench.report import Aim, Report, add_common_options, finish
 from protocol.media_cache import HEADER_BYTES, CommittedMedia, GrantedMedia, MediaKey, WantedMedia
 from protocol.media_client import MediaCacheClient
@@ -36,7 +34,6 @@ from protocol.media_segment import write_segment
 from protocol.sockets import new_context
 
 COUNTS = (4, 8, 16, 32, 64, 128)
-WIDTH, HEIGHT = 644, 364
 NUM_THREADS = 2
 _CAPACITY_BYTES = 1 << 30
 _START_TIMEOUT_S = 60.0
@@ -96,17 +93,6 @@ async def measure(endpoint: str, num_rounds: int) -> dict[str, CountFigures]:
     finally:
         client.close()
         context.destroy(linger=0)
-
-
-def jpeg(number: int) -> bytes:
-    """About as many bytes as a photograph of that size has."""
-    rng = np.random.default_rng(number)
-    coarse = Image.fromarray(rng.integers(0, 256, (HEIGHT // 8, WIDTH // 8, 3), dtype=np.uint8))
-    smooth = np.asarray(coarse.resize((WIDTH, HEIGHT), Image.Resampling.BICUBIC), dtype=np.int16)
-    noisy = np.clip(smooth + rng.integers(-12, 13, smooth.shape), 0, 255).astype(np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(noisy).save(file, "JPEG", quality=85)
-    return file.getvalue()
 
 
 class Allocation:

@@ -6,6 +6,8 @@ It runs in the media process alone (`proxy.media_process`): the processor brings
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -113,7 +115,8 @@ class MediaProcessor:
             raise source.refused(f"this model takes no {source.kind}s")
         if source.kind == "image":
             width, height = image_size(source, data, self._limits)
-            num_patches, num_tokens = self._num_patches(height, width)
+            with _refusing(source):
+                num_patches, num_tokens = self._num_patches(height, width)
             return MediaSize(_with_slack(num_patches * self._bytes_per_patch), num_tokens)
         info = video_info(source, data, self._limits)
         num_frames = min(info.num_frames, self._limits.max_video_frames)
@@ -122,15 +125,10 @@ class MediaProcessor:
 
     def prepare(self, source: MediaSource, data: bytes) -> tuple[PreparedMedia, list[NDArray[Any]]]:
         """The item decoded and processed, with its tensors in the order of `tensors`. Raises InvalidMedia."""
-        try:
+        with _refusing(source):
             if source.kind == "image":
                 return self._prepare_image(decode_image(source, data, self._limits))
             return self._prepare_video(source, data)
-        except InvalidRequest:
-            raise
-        except (ValueError, TypeError, RuntimeError, IndexError, ZeroDivisionError) as error:
-            line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise source.refused(f"the model's processor cannot take it: {line[:160]}") from error
 
     def expand(self, text: str, replacements: dict[MediaKind, list[str]]) -> str:
         """The rendered prompt with each item's placeholder replaced by what stands for it. Raises InvalidRequest."""
@@ -193,6 +191,16 @@ class MediaProcessor:
                 raise ConfigError(f"the model's processor makes {name} of type {part.dtype.name}, which is not served")
             tensors.append(MediaTensor(name, part.dtype.name, part.shape, offset, part.nbytes))
         return PreparedMedia(replaced["replacement"], num_tokens, tuple(tensors)), parts
+
+
+@contextmanager
+def _refusing(source: MediaSource) -> Iterator[None]:
+    """What the processor stumbles over is the item's fault: InvalidMedia."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError, IndexError, ZeroDivisionError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise source.refused(f"the model's processor cannot take it: {line[:160]}") from error
 
 
 def _with_slack(num_bytes: float) -> int:
