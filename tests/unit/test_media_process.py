@@ -268,8 +268,8 @@ def test_bad_ones_are_refused_with_index_and_reason(reader: Reader) -> None:
         ("it has no video stream", video_part(data_url(sound(), "video/mp4"))),
         ("processor cannot take it", image_part(data_url(encoded(picture(2000, 4))))),
     ]
+    reader.run(reader.client.clear())
     with num_memfds_unchanged():
-        reader.run(reader.client.clear())
         for reason, part in cases:
             message = reader.refusal(good, part)
             assert reason in message and "messages[0].content[1]" in message, (reason, message)
