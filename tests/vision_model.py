@@ -94,3 +94,33 @@ def clip(num_frames: int = 12, width: int = 96, height: int = 64, kind: str = "m
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return file.getvalue()
+
+
+def save_model(folder: Path) -> Path:
+    """A tiny Qwen2-VL with random weights beside its processor."""
+    import torch
+    from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
+
+    save_processor(folder)
+    ids = {token: 256 + number for number, token in enumerate(SPECIAL_TOKENS)}
+    text = {
+        "vocab_size": 272, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.2, "bos_token_id": None,
+        "eos_token_id": ids["</s>"], "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
+    }  # fmt: skip
+    vision = {
+        "depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2, "hidden_size": 64, "patch_size": 14,
+        "temporal_patch_size": 2, "spatial_merge_size": 2, "initializer_range": 0.2,
+    }  # fmt: skip
+    config = Qwen2VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=ids["<|image_pad|>"],
+        video_token_id=ids["<|video_pad|>"],
+        vision_start_token_id=ids["<|vision_start|>"],
+        vision_end_token_id=ids["<|vision_end|>"],
+    )
+    torch.manual_seed(0)
+    Qwen2VLForConditionalGeneration(config).float().save_pretrained(folder)
+    return folder
