@@ -10,12 +10,11 @@ DIR: a Qwen2-VL, Qwen2.5-VL or Qwen3-VL. One scheduler and one engine in this pr
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -30,7 +29,7 @@ from prefill_worker.media import MediaIntake
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.dispatch import FirstToken, StartPrefill
 from protocol.generation import SamplingParams, StopConditions
-from protocol.media import MediaItem, MediaTensor
+from protocol.media import MediaItem, MediaKind, MediaTensor
 from protocol.token_ids import pack_token_ids
 
 NUM_TEXT_TOKENS = 128
@@ -40,56 +39,38 @@ WHOLE = 1 << 30
 GRID = (26, 46)  # patches of an image of 364x644 pixels
 
 
-@dataclasses.dataclass
-class Medium:
-    """name: of the tensor; pixels: [frames * height * width of the grid, values of a patch]."""
-
-    kind: str
-    frames: int
-
-    def item(self, vision_config: object, rng: random.Random, start: int) -> MediaItem:
-        merge: int = vision_config.spatial_merge_size  # type: ignore[attr-defined]
-        patch: int = vision_config.patch_size  # type: ignore[attr-defined]
-        values = 3 * vision_config.temporal_patch_size * patch * patch  # type: ignore[attr-defined]
-        grid = torch.tensor([[self.frames, *GRID]])
-        pixels = torch.randn(int(grid.prod()), values)
-        names = ("pixel_values", "image_grid_thw") if self.kind == "image" else ("pixel_values_videos", "video_grid_thw")
-        fd = os.memfd_create("tandem-bench-media", os.MFD_CLOEXEC)
-        tensors, offset = [], 0
-        for name, tensor in zip(names, (pixels, grid), strict=True):
-            os.pwrite(fd, tensor.numpy(), offset)
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            tensors.append(MediaTensor(name, dtype, tuple(tensor.shape), offset, tensor.nbytes))
-            offset += -(-tensor.nbytes // 64) * 64
-        os.ftruncate(fd, offset)
-        frame_tokens = GRID[0] * GRID[1] // merge**2
-        # Frames one after another; Qwen3-VL would have times between them.
-        spans = tuple((start + i * (frame_tokens + 1), frame_tokens) for i in range(self.frames))
-        if getattr(vision_config, "model_type", "").startswith("qwen3"):
-            pass
-        else:
-            spans = ((start, frame_tokens * self.frames),)
-        kind = "image" if self.kind == "image" else "video"
-        segment = f"/proc/{os.getpid()}/fd/{fd}"
-        return MediaItem(rng.randbytes(32), kind, spans, segment, tuple(tensors))  # type: ignore[arg-type]
+def make_item(kind: MediaKind, frames: int, vision_config: Any, rng: random.Random, start: int) -> MediaItem:
+    """Of random patches, which cost what a picture's do. start: its first placeholder in the prompt."""
+    names = ("pixel_values", "image_grid_thw") if kind == "image" else ("pixel_values_videos", "video_grid_thw")
+    grid = torch.tensor([[frames, *GRID]])
+    values = 3 * vision_config.temporal_patch_size * vision_config.patch_size**2
+    fd = os.memfd_create("tandem-bench-media", os.MFD_CLOEXEC)
+    tensors, offset = [], 0
+    for name, tensor in zip(names, (torch.randn(int(grid.prod()), values), grid), strict=True):
+        os.pwrite(fd, tensor.numpy().tobytes(), offset)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        tensors.append(MediaTensor(name, dtype, tuple(tensor.shape), offset, tensor.nbytes))
+        offset += -(-tensor.nbytes // 64) * 64
+    os.ftruncate(fd, offset)
+    frame_tokens = GRID[0] * GRID[1] // vision_config.spatial_merge_size**2
+    spans = ((start, frames * frame_tokens),)
+    if kind == "video" and vision_config.model_type.startswith("qwen3"):  # a time before each frame
+        spans = tuple((start + frame * (frame_tokens + 1), frame_tokens) for frame in range(frames))
+    return MediaItem(rng.randbytes(32), kind, spans, f"/proc/{os.getpid()}/fd/{fd}", tuple(tensors))
 
 
-def prompts_beside(kind: str, vision_config: object, rng: random.Random) -> Iterator[tuple[list[int], tuple[MediaItem, ...]]]:
-    while True:
-        match kind:
-            case "nothing":
-                yield [], ()
-                continue
-            case "text":
-                yield [rng.randrange(4, 300) for _ in range(GRID[0] * GRID[1] // 4)], ()
-                continue
-            case "image":
-                medium = Medium("image", 1)
-            case _:
-                medium = Medium("video", 8)  # of two frames each
-        item = medium.item(vision_config, rng, 5)
-        end = item.spans[-1][0] + item.spans[-1][1]
-        yield [rng.randrange(4, 300) for _ in range(end + 5)], (item,)
+def words(number: int, rng: random.Random) -> list[int]:
+    return [rng.randrange(4, 300) for _ in range(number)]
+
+
+def prompt_beside(kind: str, vision_config: Any, rng: random.Random) -> tuple[list[int], tuple[MediaItem, ...]]:
+    if kind == "text":
+        return words(GRID[0] * GRID[1] // vision_config.spatial_merge_size**2, rng), ()
+    if kind == "image":
+        item = make_item("image", 1, vision_config, rng, 5)
+    else:
+        item = make_item("video", 8, vision_config, rng, 5)  # of two frames each
+    return words(item.spans[-1][0] + item.spans[-1][1] + 5, rng), (item,)
 
 
 def measure(kind: str, config: EngineConfig, num_prompts: int) -> str:
@@ -101,10 +82,11 @@ def measure(kind: str, config: EngineConfig, num_prompts: int) -> str:
     unit_tokens = WHOLE if kind == "video in one piece" else BUDGET // 2
     intake = MediaIntake(loaded.vision, EmbeddingCache(0), unit_tokens, None, lambda: None)
     rng = random.Random(0)
-    beside = prompts_beside(kind, loaded.vision.config, rng)
     stop = StopConditions(1, frozenset())
     sent: dict[str, float] = {}
-    steps, waits, beside_waits = [], [], []
+    steps: list[float] = []
+    waits: list[float] = []
+    beside_waits: list[float] = []
 
     def send(name: str, token_ids: list[int], media: tuple[MediaItem, ...]) -> None:
         packed = pack_token_ids(token_ids)
@@ -119,11 +101,9 @@ def measure(kind: str, config: EngineConfig, num_prompts: int) -> str:
     num_sent = 0
     while num_sent < num_prompts or scheduler.num_running or scheduler.num_waiting:
         if num_sent < num_prompts:
-            if not any(name.startswith("beside") for name in sent):
-                token_ids, media = next(beside)
-                if token_ids:
-                    send(f"beside-{num_sent}", token_ids, media)
-            send(f"text-{num_sent}", [rng.randrange(4, 300) for _ in range(NUM_TEXT_TOKENS)], ())
+            if kind != "nothing" and not any(name.startswith("beside") for name in sent):
+                send(f"beside-{num_sent}", *prompt_beside(kind, loaded.vision.config, rng))
+            send(f"text-{num_sent}", words(NUM_TEXT_TOKENS, rng), ())
             num_sent += 1
         batch, _ = scheduler.schedule(time.perf_counter())
         started = time.perf_counter()
