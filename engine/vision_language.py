@@ -63,10 +63,13 @@ class Decoder(nn.Module):
 
 
 class VisionTower:
-    """Encodes images and videos and says where tokens are. Holds the whole model; lives on the engine thread."""
+    """Encodes images and videos and says where tokens are. Holds the whole model.
+
+    `encode` and `place` are for the engine thread. config: transformers', of the tower.
+    """
 
     def __init__(self, whole: Any) -> None:
-        self._model = whole.model
+        self.config = whole.config.vision_config
         self._features = {"image": whole.model.get_image_features, "video": whole.model.get_video_features}
         self._arguments = {kind: _arguments(features) for kind, features in self._features.items()}
         self._rope_index = getattr(whole.model, "get_rope_index", None)
@@ -86,7 +89,7 @@ class VisionTower:
         grid = tensors.get(grid_name)
         if grid is None or grid.shape != (1, 3) or grid.dtype != torch.int64 or int(grid.min()) < 1:
             raise InvalidRequest(f"an item of this model must have one {grid_name}, [1, 3] of positive int64")
-        num_tokens = int(grid.prod()) // self._model.config.vision_config.spatial_merge_size**2
+        num_tokens = int(grid.prod()) // self.config.spatial_merge_size**2
         if num_tokens != item.num_tokens:
             raise _misfit(item, num_tokens)
 

@@ -67,7 +67,7 @@ class MediaIntake:
         if not message.media:
             return None
         if self._vision is None:
-            raise InvalidRequest("this model takes no images or video; send text alone")
+            raise InvalidRequest("this model takes no images or video here; send text alone")
         token_ids = unpack_token_ids(message.token_ids)
         check_media(message.media, len(token_ids))
         tensors, num_frames = [], []

@@ -37,7 +37,12 @@ class VisionPair:
 
     def __init__(self, folder: Path, max_num_batched_tokens: int = 48, num_decode_blocks: int = 400) -> None:
         config = EngineConfig(
-            str(folder), dtype="float32", device="cpu", block_size=BLOCK_SIZE, kv_cache_bytes=1 << 24, max_model_len=512
+            str(folder),
+            dtype="float32",
+            device="cpu",
+            block_size=BLOCK_SIZE,
+            kv_cache_bytes=1 << 24,
+            max_model_len=2048,
         )
         prefill, decode = load_model(config), load_model(config).without_vision()
         self.pools = KVPool(prefill, config), KVPool(decode, config)
