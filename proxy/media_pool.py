@@ -53,7 +53,7 @@ class MediaPool:
             if self._writer is not None:
                 return
             if self._watching is not None:
-                await self._watching
+                await asyncio.shield(self._watching)  # a request that is cancelled here must not take it along
             ours, theirs = socket.socketpair()
             with theirs:
                 self._process = await asyncio.create_subprocess_exec(

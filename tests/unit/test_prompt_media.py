@@ -24,9 +24,9 @@ from prefill_worker.actions import SendToProxy
 from prefill_worker.media import MediaIntake
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.dispatch import FirstToken, PrepareDecode, RequestFailed, StartPrefill
-from protocol.errors import InvalidRequest
+from protocol.errors import InvalidRequest, WorkerLost
 from protocol.generation import SampledToken, SamplingParams, StopConditions
-from protocol.media import MediaItem, MediaTensor
+from protocol.media import SEGMENT_HEADER_BYTES, MediaItem, MediaTensor
 from protocol.token_ids import pack_token_ids
 
 BUDGET = 32
@@ -229,7 +229,8 @@ def test_an_embedding_of_another_length_is_not_used() -> None:
 
 def stored(*tensors: tuple[str, torch.Tensor], **changes: Any) -> MediaItem:
     fd = os.memfd_create("tandem-test-media", os.MFD_CLOEXEC)
-    offset, told = 0, []
+    offset, told = SEGMENT_HEADER_BYTES, []
+    os.pwrite(fd, b"d" * 32, 0)
     for name, tensor in tensors:
         data = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
         os.pwrite(fd, data, offset)
@@ -260,7 +261,7 @@ def test_segments_that_cannot_be_used_are_refused() -> None:
     with pytest.raises(InvalidRequest, match="cannot be opened: ENOENT"):
         open_tensors(msgspec.structs.replace(good, segment="/dev/shm/tandem-no-such-segment"))
     larger = msgspec.structs.replace(good.tensors[0], shape=(5,), num_bytes=20)
-    with pytest.raises(InvalidRequest, match="ends at byte 20 of a segment of 16 bytes"):
+    with pytest.raises(InvalidRequest, match="ends at byte 84 of a segment of 80 bytes"):
         open_tensors(msgspec.structs.replace(good, tensors=(larger,)))
     read_end, write_end = os.pipe()
     try:
@@ -269,6 +270,12 @@ def test_segments_that_cannot_be_used_are_refused() -> None:
     finally:
         os.close(read_end)
         os.close(write_end)
+
+
+def test_a_descriptor_that_was_used_again_is_noticed() -> None:
+    other = msgspec.structs.replace(stored(("pixel_values", torch.arange(4.0))), digest=b"e" * 32)
+    with pytest.raises(WorkerLost, match="has let an image or video go"):
+        open_tensors(other)
 
 
 # ---- the intake
