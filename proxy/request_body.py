@@ -56,7 +56,7 @@ class SpooledBody:
             self.mentions_media = _MEDIA_FIELD.search(self._tail + piece[:_TAIL_BYTES]) is not None or bool(
                 _MEDIA_FIELD.search(piece)
             )
-            self._tail = piece[-_TAIL_BYTES:]
+            self._tail = (self._tail + piece[-_TAIL_BYTES:])[-_TAIL_BYTES:]
         rest = memoryview(piece)
         while rest:
             rest = rest[os.write(self._fd, rest) :]
