@@ -123,6 +123,8 @@ class DecodeScheduler:
 
     def _why_not(self, prompt: DecodePrompt) -> TandemError | None:
         request = prompt.request
+        if request.media and request.prefill_epoch is None:
+            return WorkerLost("prompts with images or video are computed by prefill workers, and none is named")
         if request.transfer_id in self._by_transfer or any(
             sequence.key in self._by_request for sequence in prompt.sequences.values()
         ):
@@ -206,7 +208,7 @@ class DecodeScheduler:
         transfer = self._transfers.get(message.transfer_id)
         if transfer is None:
             return []
-        transfer.first_token_ids = message.first_token_ids
+        transfer.first_token_ids, transfer.position_offset = message.first_token_ids, message.position_offset
         return self._advance(transfer)
 
     def on_close_transfer(self, transfer_id: str) -> list[Action]:
@@ -472,7 +474,8 @@ class DecodeScheduler:
                 return self._give_up(transfer, KVTransferFailed(wrong))
             self._forget(transfer)
             blocks = transfer.cached_block_ids + transfer.written_block_ids
-            return self._begin(prompt, blocks, transfer.spare_block_ids, transfer.first_token_ids)
+            first_token_ids, spare = transfer.first_token_ids, transfer.spare_block_ids
+            return self._begin(prompt, blocks, spare, first_token_ids, transfer.position_offset)
         if transfer.may_still_be_written:
             return []
         if transfer.is_reserved:
@@ -483,7 +486,12 @@ class DecodeScheduler:
         return self._reserve()
 
     def _begin(
-        self, prompt: DecodePrompt, prompt_blocks: list[int], spare: list[int], first_token_ids: list[int]
+        self,
+        prompt: DecodePrompt,
+        prompt_blocks: list[int],
+        spare: list[int],
+        first_token_ids: list[int],
+        position_offset: int = 0,
     ) -> list[Action]:
         """The sequences share the prompt's full blocks; each gets blocks of its own for what follows."""
         del self._by_transfer[prompt.request.transfer_id]
@@ -511,7 +519,7 @@ class DecodeScheduler:
                 self.blocks.share(partial)
                 sequence.copy_from = partial[0]
             is_first = False
-            sequence.begin(full + own, token_id, self.blocks.block_size)
+            sequence.begin(full + own, token_id, self.blocks.block_size, position_offset)
             self._running.append(sequence)
         self.blocks.release(full)  # the hold of who brought them
         self.blocks.release(spare + (partial if is_first else []))

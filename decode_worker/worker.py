@@ -94,7 +94,7 @@ class DecodeWorker:
         ranks = TensorParallelGroup(
             self._config.worker_id, self._config.engine, self._config.host, self._config.log_level
         )
-        loaded: LoadedModel = await self._loop.run_in_executor(None, ranks.load)
+        loaded: LoadedModel = (await self._loop.run_in_executor(None, ranks.load)).without_vision()
         self._grammars = Grammars(
             self._config.engine.model,
             loaded.vocab_size,

@@ -18,6 +18,7 @@ from protocol.errors import ConfigError
 from protocol.membership import Role
 from protocol.network import NetworkConfig
 from protocol.network_keys import load_keys
+from proxy.media_source import MediaLimits
 from proxy.tool_formats import ToolFormatName
 
 LogLevel = Literal["debug", "info", "warning", "error"]
@@ -127,6 +128,35 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float,
         Meta(gt=0, description="seconds that a process which is told to leave has to finish what is under way"),
     ] = 30.0
+    media_threads: Annotated[
+        int,
+        Meta(ge=1, le=64, description="of each proxy, in a process of its own: images and videos processed at once"),
+    ] = 1
+    media_cache_mib: Annotated[
+        int,
+        Meta(ge=1, description="MiB of shared memory for processed images and videos, and what the model saw in them"),
+    ] = 2048
+    max_waiting_media: Annotated[
+        int,
+        Meta(ge=1, description="requests per proxy whose images or videos are not processed yet; more get 503"),
+    ] = 512
+    max_media_items: Annotated[int, Meta(ge=1, le=1024, description="images and videos in one request")] = 32
+    max_media_mib: Annotated[int, Meta(ge=1, le=4096, description="MiB of one image or video, as it is sent")] = 64
+    max_image_mpixels: Annotated[
+        float, Meta(gt=0, description="million pixels of an image, or of a frame of a video")
+    ] = 33.6
+    max_video_frames: Annotated[
+        int, Meta(ge=1, le=4096, description="frames that are taken of a video, at equal distances")
+    ] = 32
+    media_timeout_s: Annotated[
+        float, Meta(gt=0, description="seconds for an image or video to be fetched from its URL")
+    ] = 10.0
+    allowed_media_path: Annotated[
+        str, Meta(description="folder whose files clients may name by file: URLs; empty allows none")
+    ] = ""
+    allow_private_media: Annotated[
+        bool, Meta(description="fetch images and videos from private, loopback and link-local addresses too")
+    ] = False
     trust_remote_code: Annotated[bool, Meta(description="run model code that comes with the checkpoint")] = False
     tool_call_parser: Annotated[
         ToolFormatName, Meta(description="how the model writes tool calls: hermes (also Qwen) or llama3_json")
@@ -179,6 +209,17 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def join_endpoints(self) -> list[str]:
         return [endpoint.strip() for endpoint in self.join.split(",") if endpoint.strip()]
+
+    def media_limits(self) -> MediaLimits:
+        return MediaLimits(
+            max_items=self.max_media_items,
+            max_bytes=self.max_media_mib << 20,
+            max_pixels=int(self.max_image_mpixels * 1_000_000),
+            max_video_frames=self.max_video_frames,
+            fetch_timeout_s=self.media_timeout_s,
+            allowed_path=self.allowed_media_path,
+            allow_private=self.allow_private_media,
+        )
 
     def num_ranks(self, role: Role) -> int:
         """How many processes share the model in each worker of this role."""

@@ -27,6 +27,7 @@ from deploy.loading import fraction_loaded
 from deploy.processes import ChildProcess
 from deploy.runtime_dir import create_runtime_dir, log_dir
 from engine.config import EngineConfig
+from media_cache.config import MediaCacheConfig
 from prefill_worker.config import PrefillConfig
 from protocol.codec import Codec
 from protocol.errors import ConfigError, InternalError
@@ -34,6 +35,7 @@ from protocol.membership import FromProxyControl, GetStatus, Role, StatusReport,
 from protocol.process import EXIT_BAD_CONFIG, EXIT_RETIRED
 from protocol.sockets import DealerSocket, new_context
 from proxy.config import ProxyConfig
+from proxy.model_files import takes_media
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +121,7 @@ class Launcher:
     def _make_children(self, folder: Path, logs: Path) -> None:
         config = self._config
         proxies = self._control_endpoints(folder)
+        media_cache = self._add_media_cache(folder, logs)
         self._metrics_dir = folder / "metrics"
         self._metrics_dir.mkdir()
         api_keys = read_api_keys(Path(config.api_keys_file)) if config.api_keys_file else []
@@ -154,6 +157,11 @@ class Launcher:
                 worker_wait_s=config.worker_wait_s,
                 shutdown_grace_s=PROXY_GRACE_S,
                 drain_timeout_s=config.drain_timeout_s,
+                media_cache_endpoint=media_cache,
+                media_threads=config.media_threads,
+                max_waiting_media=config.max_waiting_media,
+                media=config.media_limits(),
+                trust_remote_code=config.trust_remote_code,
                 log_level=config.log_level,
             )
             self._add(name, "proxy", proxy, folder, logs)
@@ -175,6 +183,7 @@ class Launcher:
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_num_seqs=config.max_num_seqs,
                 drain_timeout_s=config.drain_timeout_s,
+                media_cache_endpoint=media_cache,
                 log_level=config.log_level,
             )
             self._add(name, "prefill_worker", prefill, folder, logs, shares[i])
@@ -195,6 +204,15 @@ class Launcher:
                 log_level=config.log_level,
             )
             self._add(name, "decode_worker", decode, folder, logs, shares[config.prefill + i])
+
+    def _add_media_cache(self, folder: Path, logs: Path) -> str:
+        """Its endpoint; "" where the model takes text only, and needs none."""
+        if not takes_media(self._model):
+            return ""
+        endpoint = f"ipc://{folder}/media-cache.sock"
+        cache = MediaCacheConfig(endpoint, self._config.media_cache_mib << 20, self._config.log_level)
+        self._add("media-cache", "media_cache", cache, folder, logs)
+        return endpoint
 
     def _progress_file(self, folder: Path, name: str) -> Path:
         file = folder / f"{name}.loading"

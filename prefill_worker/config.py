@@ -16,6 +16,8 @@ class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     are kept for a decode worker that no longer asks for them.
     max_num_batched_tokens: prompt tokens per step, the size of a chunk. max_num_seqs: prompts under way at once.
     drain_timeout_s: what is under way when the worker is told to leave has so long to end.
+    embedding_cache_bytes: of what the vision tower made, kept for the next prompt with the same image.
+    media_cache_endpoint: of the host's media cache, where others find it; "" where the model takes text only.
     """
 
     worker_id: str
@@ -30,4 +32,6 @@ class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: int = 64
     drain_timeout_s: float = 30.0
     network: NetworkConfig = NetworkConfig()
+    embedding_cache_bytes: int = 256 << 20
+    media_cache_endpoint: str = ""
     log_level: str = "info"

@@ -15,6 +15,7 @@ import msgspec
 
 from engine.batch import ItemOutput
 from engine.block_manager import BlockManager
+from engine.embedding_cache import EmbeddingCache
 from engine.engine_thread import EngineThread
 from engine.grammar import Grammars
 from engine.kv_pool import KVPool
@@ -27,13 +28,16 @@ from kv_transfer.rank_pool import RankPool
 from kv_transfer.worker_pools import WorkerPools
 from prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
 from prefill_worker.config import PrefillConfig
+from prefill_worker.media import MediaIntake
 from prefill_worker.pair_table import PairTable
 from prefill_worker.pairs import Pairs
 from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.shared_embeddings import SharedEmbeddings
 from protocol.codec import Codec
 from protocol.dispatch import AbortRequest, RequestFailed, StartPrefill, ToPrefill
 from protocol.drain import Drain, Retired
 from protocol.errors import ErrorInfo, ImplausibleMessage, InternalError, KVTransferFailed, TandemError, WorkerLost
+from protocol.media_client import MediaCacheClient
 from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLeft, WorkerLoad, WorkerStatus
 from protocol.plausibility import MAX_SEQUENCES, check_request, check_reserved
 from protocol.registration import Registration
@@ -96,6 +100,17 @@ class PrefillWorker:
             self._config.max_num_seqs,
             self._config.kv_lease_s,
         )
+        context = new_context("worker", self._config.network)
+        self._refusals = context.refusals
+        endpoint = self._config.media_cache_endpoint
+        shared = SharedEmbeddings(MediaCacheClient(context, endpoint)) if endpoint else None
+        self._media = MediaIntake(
+            loaded.vision,
+            EmbeddingCache(self._config.embedding_cache_bytes),
+            self._config.max_num_batched_tokens // 2,  # what is left of a step for the first in line
+            shared,
+            self._start_step,
+        )
         self._engine = EngineThread(
             lambda: ranks.make_runner(loaded, pool), self._loop.call_soon_threadsafe, self._config.engine.num_threads
         )
@@ -103,8 +118,6 @@ class PrefillWorker:
         own_pool = RankPool(0, loaded.layout, pool.as_blocks(), self._config.host)
         pools = WorkerPools(own_pool, pool.location(), ranks.transfer_connections)
         await self._loop.run_in_executor(None, pools.wait_until_ready)
-        context = new_context("worker", self._config.network)
-        self._refusals = context.refusals
         codec: Codec[ToPrefill] = Codec(ToPrefill)
         self._router = RouterSocket(context, self._config.endpoint, codec, self._on_command)
         self._info = WorkerInfo(
@@ -163,6 +176,9 @@ class PrefillWorker:
             registration.close()
             self._pairs.close()
             self._router.close()
+            self._media.close()
+            if shared is not None:
+                shared.close()
             context.term()
             self._grammars.close()
             self._engine.stop(timeout_s=1.5)
@@ -249,15 +265,23 @@ class PrefillWorker:
         except ImplausibleMessage as error:
             self._refuse(message, InternalError(error.message))
             raise
-        pair_id = None
-        if message.decode_epoch is not None:
-            pair = self._pairs.ready_pair(message.decode_epoch)
-            if pair is None:
-                self._refuse(message, WorkerLost(f"the pair with {message.decode_worker_id} is not ready"))
-                return
-            pair_id = pair.pair_id
+        try:
+            pair_id = self._pair_id(message)
+            media = self._media.open(message)
+        except TandemError as error:
+            self._refuse(message, error)
+            return
         grammar = self._grammars.get(message.sampling.grammar)
-        self._perform(self._scheduler.on_start(self._loop.time(), message, pair_id, grammar))
+        self._perform(self._scheduler.on_start(self._loop.time(), message, pair_id, grammar, media))
+
+    def _pair_id(self, message: StartPrefill) -> str | None:
+        """None where nothing is to be shipped. Raises WorkerLost."""
+        if message.decode_epoch is None:
+            return None
+        pair = self._pairs.ready_pair(message.decode_epoch)
+        if pair is None:
+            raise WorkerLost(f"the pair with {message.decode_worker_id} is not ready")
+        return pair.pair_id
 
     def _refuse(self, message: StartPrefill, error: TandemError) -> None:
         for request_id in message.request_ids[:MAX_SEQUENCES]:
@@ -332,7 +356,7 @@ class PrefillWorker:
         if self._stepping:
             return
         batch, actions = self._scheduler.schedule(self._loop.time())
-        if batch.items:
+        if batch.items or batch.encodes:
             self._stepping = True
             self._num_step_tokens = sum(len(item.token_ids) for item in batch.items)
             self._engine.submit(batch, self._on_step)
@@ -342,6 +366,7 @@ class PrefillWorker:
     def _on_step(self, results: list[ItemOutput] | None, error: BaseException | None, step_time_s: float) -> None:
         self._stepping = False
         self._step_time_s = step_time_s
+        self._media.share_encoded()
         if results is None:
             log.error("a prefill step failed", exc_info=error)
             self._perform(self._scheduler.on_step_failed(error or RuntimeError("unknown")))

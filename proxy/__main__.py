@@ -38,9 +38,10 @@ def main(arguments: list[str]) -> int:
 
         text = ModelText(config.model)
         options = (config.served_model_name, config.trust_request_chat_template, config.tool_call_parser)
+        max_media = config.media.max_items if config.media_cache_endpoint else 0
         readers = ReaderPool(
-            BodyReader.of(text, *options),
-            partial(BodyReader.load, config.model, *options),
+            BodyReader.of(text, *options, max_media),
+            partial(BodyReader.load, config.model, *options, max_media),
             config.tokenizer_threads,
         )
         readers.fork()

@@ -20,7 +20,7 @@ from protocol.errors import DeadlineExceeded, Overloaded, TandemError
 from proxy.admin_routes import admin_routes
 from proxy.answers import Answers, ChatAnswers, CompletionAnswers, stream_events
 from proxy.api_keys import ApiKeys
-from proxy.body_reader import BodyKind
+from proxy.body_reader import BodyKind, HasMedia
 from proxy.config import ProxyConfig
 from proxy.event_stream import EventStream, first_of, unless_disconnected
 from proxy.generation import FrontDoor, Generation
@@ -33,7 +33,7 @@ from proxy.http_errors import (
 from proxy.openai_answers import HealthResponse, ModelCard, ModelList, VersionResponse
 from proxy.openai_schema import SOONEST_PRIORITY
 from proxy.openapi import docs_page, openapi_document
-from proxy.request_body import SpooledBody
+from proxy.request_body import SpooledBody, mentions_media
 from proxy.request_id import HEADER, check_request_id, id_header, request_id_of
 from proxy.request_timeout import request_timeout_s
 from proxy.tool_answers import ToolAnswers
@@ -203,13 +203,26 @@ async def _read(
     try:
         door.admission.check(client, priority=_soonest_priority(body))  # before the work of tokenising
         async with asyncio.timeout(timeout_s):
-            return await door.readers.read(kind, body, await door.arrivals.limits())
+            return await _read_by(door, kind, body)
     except TimeoutError:
         door.metrics.requests.labels(DeadlineExceeded.code).inc()
         raise DeadlineExceeded(f"the request was not finished within its {timeout_s:.3g} s") from None
     except TandemError as error:
         door.metrics.requests.labels(error.code).inc()
         raise
+
+
+async def _read_by(door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody) -> GenerationRequest:
+    """By whoever is there for it; what only looks like a request with media is read as text by the others too."""
+    limits = await door.arrivals.limits()
+    if door.media is None:
+        return await door.readers.read(kind, body, limits)
+    if kind == "chat" and mentions_media(body):
+        return await door.media.read(kind, body, limits)
+    try:
+        return await door.readers.read(kind, body, limits)
+    except HasMedia:
+        return await door.media.read(kind, body, limits)
 
 
 def _soonest_priority(body: bytes | SpooledBody) -> int:

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from protocol.errors import ConfigError
 from protocol.network import NetworkConfig
+from proxy.media_source import MediaLimits
 from proxy.tool_formats import ToolFormatName
 
 
@@ -36,6 +37,10 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trust_request_chat_template: requests may bring a chat template of their own.
     tool_call_parser: how the model writes tool calls, see `proxy.tool_formats`.
     shutdown_grace_s, drain_timeout_s: how long running streams may go on after SIGINT, and after SIGTERM.
+    media_cache_endpoint: of the host's media cache; "" where the model takes text only. media_threads: of execution, in
+    a process of their own, see `proxy.media_process`. max_waiting_media: requests with images or video that are fetched
+    and processed, or wait for it; more are refused. trust_remote_code: of the processor.
+    shutdown_grace_s: how long running streams may go on after SIGTERM.
     """
 
     proxy_id: str
@@ -68,6 +73,11 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tool_call_parser: ToolFormatName = "hermes"
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
+    media_cache_endpoint: str = ""
+    media_threads: Annotated[int, Meta(ge=1, le=64)] = 1
+    max_waiting_media: Annotated[int, Meta(ge=1)] = 512
+    media: MediaLimits = MediaLimits()
+    trust_remote_code: bool = False
     shutdown_grace_s: Annotated[float, Meta(ge=0)] = 3.0
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 30.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"

@@ -234,6 +234,7 @@ class Dispatcher:
             priority=prompt.priority,
             can_be_cached=num_prompt_logprobs is None,
             avoid=first.avoid,
+            has_media=bool(prompt.media),
         )
         now = asyncio.get_running_loop().time()
         route = self._router.pick(shape, max_ttft_s)
@@ -265,6 +266,7 @@ class Dispatcher:
                 num_generated=len(generated),
                 cache_salt=prompt.cache_salt,
                 priority=prompt.priority,
+                media=prompt.media,
             )
             self._send(decode, shared.attempts, prepare)
         if prefill is not None:
@@ -283,6 +285,7 @@ class Dispatcher:
                 num_generated=len(generated),
                 cache_salt=prompt.cache_salt,
                 priority=prompt.priority,
+                media=prompt.media,
             )
             self._send(prefill, shared.attempts, start)
 

@@ -20,6 +20,7 @@ from proxy.admission import Admission, Ticket
 from proxy.arrivals import Arrivals
 from proxy.detokenizer import Detokenizer
 from proxy.dispatcher import Dispatcher
+from proxy.media_pool import MediaPool
 from proxy.model_text import ModelText
 from proxy.reader_pool import ReaderPool
 from proxy.registry import Registry
@@ -76,6 +77,7 @@ class FrontDoor:
     request_timeout_s: float
     ttft_slo_s: float | None  # of first tokens; what is predicted to miss it is refused
     arrivals: Arrivals
+    media: MediaPool | None = None  # None where the model takes text only
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,8 @@ class Generation:
                 door.dispatcher.drop(sequence)
             if ticket is not None:
                 ticket.close()
+            if self._request.media_lease is not None:
+                self._request.media_lease.release()
             door.metrics.requests.labels(outcome).inc()
 
     def _plan(self) -> list[_PlannedPrompt]:

@@ -20,6 +20,7 @@ from protocol.errors import (
     WorkerLost,
 )
 from proxy.admission import ClientLimitExceeded, QueueFull
+from proxy.media_source import InvalidMedia
 from proxy.openai_answers import ErrorDetail, ErrorResponse
 from proxy.rendering import ContextLengthExceeded
 from proxy.request_id import id_header
@@ -62,6 +63,7 @@ class ClientDisconnected(RequestAborted):
 _STATUS: dict[type[TandemError], int] = {
     InvalidRequest: 400,
     ContextLengthExceeded: 400,
+    InvalidMedia: 400,
     ModelNotFound: 404,
     InvalidApiKey: 401,
     BodyTooLarge: 413,

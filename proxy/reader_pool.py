@@ -23,10 +23,10 @@ from typing import TypeVar
 
 from protocol.errors import InternalError, Overloaded
 from protocol.lifetime import die_with_parent
-from proxy.body_reader import BodyKind, BodyReader
+from proxy.body_reader import BodyKind, BodyReader, HasMedia
 from proxy.heap import trim
 from proxy.registry import ModelLimits
-from proxy.rendering import has_own_template, has_token_ids
+from proxy.rendering import has_media, has_own_template, has_token_ids
 from proxy.request_body import SpooledBody
 from proxy.validation import GenerationRequest
 
@@ -61,10 +61,12 @@ class ReaderPool:
         self._executor = self._start(multiprocessing.get_context("fork"), lambda: self._reader)
 
     async def read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
-        """With its prompts tokenised. Raises InvalidRequest, or InternalError when a process was lost."""
+        """With its prompts tokenised. Raises InvalidRequest, HasMedia, or InternalError when a process was lost."""
         if isinstance(body, SpooledBody):
             return await self._run(_read_spooled, kind, body.path, limits)
         request = self._reader.decode(kind, body)
+        if has_media(request.prompt):
+            raise HasMedia("the request has images or video")
         is_short = len(body) <= MAX_INLINE_BYTES or has_token_ids(request.prompt)
         # How long templates and grammars take is for the client to say.
         if is_short and not has_own_template(request.prompt) and request.base_sampling.grammar is None:

@@ -70,6 +70,7 @@ class PromptShape(msgspec.Struct, frozen=True):
     priority: int = 0
     can_be_cached: bool = True
     avoid: frozenset[str] = frozenset()
+    has_media: bool = False
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -132,9 +133,9 @@ class Router:
             prefill, predicted_s = self._pick_prefill(prefills, prompt, depths, block_size)
             if prompt.needs_decode:
                 decode = self._pick_decode(prefill.decode_peers, prompt, depths, block_size)
-                if self._threshold and self._is_short(decode, prompt, depths, block_size):
+                if self._threshold and not prompt.has_media and self._is_short(decode, prompt, depths, block_size):
                     prefill = None
-        elif self._threshold and registry.decode_workers:
+        elif self._threshold and not prompt.has_media and registry.decode_workers:
             decode = self._pick_decode(registry.decode_workers, prompt, depths, block_size)
         else:
             raise self.no_worker()

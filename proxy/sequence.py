@@ -17,6 +17,7 @@ import msgspec
 from protocol.dispatch import FirstToken
 from protocol.errors import KVTransferFailed, TandemError, WorkerLost
 from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions, TokenLogprobs
+from protocol.media import MediaItem
 from proxy.request import RunningRequest
 from proxy.router import Route, Router
 from proxy.turns import Turns
@@ -31,6 +32,7 @@ class Prompt:
     """token_ids: packed, see `protocol.token_ids`. num_prompt_logprobs, cache_salt and priority: as StartPrefill's.
 
     prefix_hashes: of the full blocks, packed, see `protocol.prefix_hash`; the router finds cached prefixes by them.
+    media: whose placeholders are among the tokens; readable until the sequence is dropped.
     """
 
     token_ids: bytes
@@ -39,6 +41,7 @@ class Prompt:
     cache_salt: str = ""
     priority: int = 0
     prefix_hashes: bytes = b""
+    media: tuple[MediaItem, ...] = ()
 
 
 class TokenDelta(msgspec.Struct, frozen=True):

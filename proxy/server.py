@@ -16,6 +16,7 @@ from typing import Any
 import uvicorn
 
 from protocol.errors import ConfigError, RequestAborted
+from protocol.media_client import MediaCacheClient
 from protocol.membership import WorkerInfo
 from protocol.sockets import new_context
 from proxy.admission import Admission
@@ -26,6 +27,8 @@ from proxy.control import Control
 from proxy.dispatcher import Dispatcher
 from proxy.generation import FrontDoor
 from proxy.http_connection import make_protocol
+from proxy.media_jobs import MediaSetup
+from proxy.media_pool import MediaPool
 from proxy.model_text import ModelText
 from proxy.reader_pool import ReaderPool
 from proxy.registry import Registry
@@ -104,6 +107,10 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         listener.close()
         where = " and ".join(filter(None, (config.control_endpoint, config.control_tcp_endpoint)))
         raise ConfigError(f"cannot bind the control endpoint {where}: {error}") from error
+    media_cache = media = None
+    if config.media_cache_endpoint:
+        media_cache = MediaCacheClient(context, config.media_cache_endpoint)
+        media = MediaPool(_media_setup(config), media_cache, config.max_waiting_media)
     door = FrontDoor(
         text,
         TokenText(text.tokenizer),
@@ -120,6 +127,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         config.request_timeout_s,
         config.ttft_slo_ms / 1000 or None,
         arrivals,
+        media,
     )
     uvicorn_config = _uvicorn_config(make_app(config, door), config, config.ssl_certfile, config.ssl_keyfile)
     try:
@@ -157,11 +165,17 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     log.info("proxy %s serves %s on %s:%d", proxy_id, config.served_model_name, config.host, config.port)
     try:
         await scrapes.start()
+        if media is not None:
+            await media.start()
         await asyncio.gather(*serving)
     finally:
         pool.close_all()
         control.close()
         readers.close()
+        if media is not None:
+            media.close()
+        if media_cache is not None:
+            media_cache.close()
         scrapes.close()
         context.destroy(linger=300)
 
@@ -181,6 +195,21 @@ def _uvicorn_config(app: Any, config: ProxyConfig, certfile: str = "", keyfile: 
         timeout_graceful_shutdown=max(config.shutdown_grace_s, config.drain_timeout_s) + _FAREWELL_S,  # type: ignore[arg-type]
         ssl_certfile=certfile or None,
         ssl_keyfile=keyfile or None,
+    )
+
+
+def _media_setup(config: ProxyConfig) -> MediaSetup:
+    return MediaSetup(
+        name=f"{config.proxy_id}-media",
+        log_level=config.log_level,
+        model=config.model,
+        served_model_name=config.served_model_name,
+        trust_chat_template=config.trust_request_chat_template,
+        tool_call_parser=config.tool_call_parser,
+        trust_remote_code=config.trust_remote_code,
+        cache_endpoint=config.media_cache_endpoint,
+        limits=config.media,
+        num_threads=config.media_threads,
     )
 
 

