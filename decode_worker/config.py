@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.config import EngineConfig
+from telemetry.logs import LogFormat
 
 
 class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -12,6 +13,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     kv_checksums: compare every block that arrives (debugging). max_num_seqs: sequences that decode in one step.
     max_num_batched_tokens: of prompts that are computed here, in one step.
+    metrics_host, metrics_port: where its /metrics are served; 0 takes any free port.
     """
 
     worker_id: str
@@ -23,4 +25,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0
     log_level: str = "info"
+    log_format: LogFormat = "text"

@@ -17,6 +17,7 @@ from kv_transfer.registry import check_name
 from protocol.errors import ConfigError
 from protocol.membership import Role
 from proxy.tool_formats import ToolFormatName
+from telemetry.logs import LogFormat
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -119,6 +120,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trust_request_chat_template: Annotated[
         bool, Meta(description="let clients bring chat templates (jinja, in a sandbox, 2 s of CPU time each)")
     ] = False
+    log_format: Annotated[LogFormat, Meta(description="how log lines are written: for people, or an object each")] = (
+        "text"
+    )
+    metrics_host: Annotated[str, Meta(description="address that every worker serves its own /metrics on")] = "127.0.0.1"
     log_level: Annotated[LogLevel, Meta(description="how much every process logs")] = "info"
 
     def num_ranks(self, role: Role) -> int:

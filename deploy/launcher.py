@@ -134,6 +134,7 @@ class Launcher:
                 request_timeout_s=config.request_timeout_s,
                 shutdown_grace_s=PROXY_GRACE_S,
                 log_level=config.log_level,
+                log_format=config.log_format,
             )
             self._add(name, "proxy", proxy, folder, logs)
         gpus = visible_gpus(config.device, os.environ)
@@ -151,7 +152,9 @@ class Launcher:
                 kv_lease_s=config.kv_lease_s,
                 max_num_batched_tokens=config.max_num_batched_tokens,
                 max_num_seqs=config.max_num_seqs,
+                metrics_host=config.metrics_host,
                 log_level=config.log_level,
+                log_format=config.log_format,
             )
             self._add(name, "prefill_worker", prefill, folder, logs, shares[i])
         for i in range(config.decode):
@@ -165,7 +168,9 @@ class Launcher:
                 kv_checksums=config.kv_checksums,
                 max_num_seqs=config.max_num_seqs,
                 max_num_batched_tokens=config.max_num_batched_tokens,
+                metrics_host=config.metrics_host,
                 log_level=config.log_level,
+                log_format=config.log_format,
             )
             self._add(name, "decode_worker", decode, folder, logs, shares[config.prefill + i])
 

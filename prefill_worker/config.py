@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine.config import EngineConfig
+from telemetry.logs import LogFormat
 
 
 class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -13,6 +14,7 @@ class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_checksums: compare every block that is shipped (debugging). kv_lease_s: for so long a prompt's blocks
     are kept for a decode worker that no longer asks for them.
     max_num_batched_tokens: prompt tokens per step, the size of a chunk. max_num_seqs: prompts under way at once.
+    metrics_host, metrics_port: where its /metrics are served; 0 takes any free port.
     """
 
     worker_id: str
@@ -25,4 +27,7 @@ class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host: str = "127.0.0.1"
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0
     log_level: str = "info"
+    log_format: LogFormat = "text"

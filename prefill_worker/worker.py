@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import secrets
+import time
 
 from engine.batch import ItemOutput
 from engine.block_manager import BlockManager
@@ -29,12 +30,14 @@ from prefill_worker.pair_table import PairTable
 from prefill_worker.pairs import Pairs
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.codec import Codec
-from protocol.dispatch import AbortRequest, RequestFailed, StartPrefill, ToPrefill
+from protocol.dispatch import AbortRequest, FirstToken, RequestFailed, StartPrefill, ToPrefill
 from protocol.errors import ErrorInfo, KVTransferFailed, WorkerLost
 from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
+from protocol.process import serve_metrics
 from protocol.registration import Registration
 from protocol.sockets import RouterSocket, new_context
 from protocol.transfer import KVRefused, KVReserved, RenewLeases, ShipKV
+from telemetry.worker_metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class PrefillWorker:
         self._num_step_tokens = 0
         self._num_transferred_bytes = 0
         self._stepping = False
+        self._metrics = WorkerMetrics()
 
     def stop(self) -> None:
         self._stopping.set()
@@ -94,6 +98,7 @@ class PrefillWorker:
             endpoint=self._router.endpoint,
             pid=os.getpid(),
             num_ranks=self._config.engine.tensor_parallel_size,
+            metrics_address=serve_metrics(self._metrics, self._config.metrics_host, self._config.metrics_port),
         )
         device = loaded.device.type
         self._pools = pools
@@ -136,6 +141,7 @@ class PrefillWorker:
             await self._tick_until_stopped()
         finally:
             registration.close()
+            self._metrics.close()
             self._pairs.close()
             self._router.close()
             context.term()
@@ -178,7 +184,9 @@ class PrefillWorker:
             num_transferred_bytes=self._num_transferred_bytes,
             waiting_tokens=scheduler.waiting_tokens(),
             prompt_tokens_per_s=self._speed.tokens_per_s,
+            traffic=self._pairs.traffic(),
         )
+        self._metrics.on_load(load)
         prefixes = scheduler.blocks.prefix_log.take()
         return WorkerStatus(self._info.worker_id, self._info.epoch, load, self._pairs.status(), prefixes)
 
@@ -213,9 +221,16 @@ class PrefillWorker:
             case RenewLeases():
                 self._scheduler.on_renewed(self._loop.time(), message)
 
-    def _on_shipped(self, action: Ship, announcement: ShipKV | None, error: KVTransferFailed | None) -> None:
+    def _on_shipped(
+        self, action: Ship, announcement: ShipKV | None, error: KVTransferFailed | None, seconds: float = 0.0
+    ) -> None:
+        """seconds: that the connector took."""
         if error is None:
-            self._num_transferred_bytes += len(action.src_block_ids) * self._block_bytes
+            num_bytes = len(action.src_block_ids) * self._block_bytes
+            self._num_transferred_bytes += num_bytes
+            if (pair := self._pairs.on_shipped(action.pair_id, num_bytes, seconds)) is not None:
+                labels = (self._info.worker_id, pair.peer.worker_id, pair.connector)
+                self._metrics.on_shipped(labels, num_bytes, seconds)
             if announcement is not None:
                 self._pairs.send(action.pair_id, announcement)
         self._perform(self._scheduler.on_shipped(action.transfer_id, error))
@@ -228,6 +243,9 @@ class PrefillWorker:
         for action in actions:
             match action:
                 case SendToProxy():
+                    if isinstance(action.message, FirstToken):
+                        self._metrics.queue.observe(action.message.queue_s)
+                        self._metrics.prefill.observe(action.message.prefill_s)
                     self._send_to_proxy(action.proxy_id, action.message)
                 case SendToDecode():
                     self._pairs.send(action.pair_id, action.message)
@@ -263,8 +281,11 @@ class PrefillWorker:
         if announces_first:
             self._pairs.send(action.pair_id, announcement)
 
+        started_at = time.perf_counter()
+
         def done(error: KVTransferFailed | None) -> None:
-            self._loop.call_soon_threadsafe(self._on_shipped, action, None if announces_first else announcement, error)
+            told = None if announces_first else announcement
+            self._loop.call_soon_threadsafe(self._on_shipped, action, told, error, time.perf_counter() - started_at)
 
         sender.send(action.src_block_ids, action.dst_block_ids, done)
 
@@ -282,6 +303,7 @@ class PrefillWorker:
     def _on_step(self, results: list[ItemOutput] | None, error: BaseException | None, step_time_s: float) -> None:
         self._stepping = False
         self._step_time_s = step_time_s
+        self._metrics.step.observe(step_time_s)
         if results is None:
             log.error("a prefill step failed", exc_info=error)
             self._perform(self._scheduler.on_step_failed(error or RuntimeError("unknown")))

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised by every change to a message; unequal versions refuse each other when they register or pair."""
 
 Role = Literal["prefill", "decode"]
@@ -19,7 +19,8 @@ Role = Literal["prefill", "decode"]
 class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who a worker is. `worker_id` survives a restart ("decode-0"), `epoch` does not.
 
-    pid: of rank 0, which speaks for all num_ranks processes that share the worker's model.
+    pid: of rank 0, which speaks for all num_ranks processes that share the worker's model. metrics_address: host:port
+    of its own /metrics; empty where it has none.
     """
 
     worker_id: str
@@ -28,6 +29,16 @@ class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: str
     pid: int
     num_ranks: int = 1
+    metrics_address: str = ""
+
+
+class PairTraffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """KV that a prefill worker has shipped to one decode worker: num_bytes in num_shipments, shipping_s in all."""
+
+    decode_worker_id: str
+    num_bytes: int
+    num_shipments: int
+    shipping_s: float
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -56,6 +67,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_corrupt_blocks: int = 0
     waiting_tokens: list[tuple[int, int]] = []
     prompt_tokens_per_s: float = 0.0
+    traffic: list[PairTraffic] = []
 
 
 class PrefixUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

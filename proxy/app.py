@@ -15,6 +15,7 @@ from litestar.exceptions import HTTPException
 from litestar.handlers import BaseRouteHandler
 
 from protocol.errors import Overloaded, RequestAborted, TandemError
+from proxy.admin_routes import admin_routes
 from proxy.answers import Answers, ChatAnswers, CompletionAnswers, stream_events
 from proxy.api_keys import ApiKeys
 from proxy.body_reader import BodyKind
@@ -30,11 +31,12 @@ from proxy.http_errors import (
 from proxy.openai_answers import HealthResponse, ModelCard, ModelList, VersionResponse
 from proxy.openai_schema import SOONEST_PRIORITY
 from proxy.openapi import docs_page, openapi_document
+from proxy.rejections import rejection_reason
 from proxy.request_body import SpooledBody
 from proxy.request_id import HEADER, check_request_id, id_header, request_id_of
 from proxy.tool_answers import ToolAnswers
 from proxy.validation import GenerationRequest, ModelNotFound
-from telemetry.metrics import CONTENT_TYPE
+from telemetry.logs import serving
 
 HttpRequest = Request[Any, Any, Any]
 _JSON = "application/json"
@@ -107,10 +109,6 @@ def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
     async def docs(request: HttpRequest) -> Response[str]:
         return Response(page, media_type="text/html", headers=id_header(request))
 
-    @get("/metrics")
-    async def metrics(request: HttpRequest) -> Response[bytes]:
-        return Response(await door.scrapes.render(), media_type=CONTENT_TYPE, headers=id_header(request))
-
     return Litestar(
         route_handlers=[
             completions,
@@ -124,7 +122,7 @@ def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
             tandem_version,
             openapi,
             docs,
-            metrics,
+            *admin_routes(config, door),
         ],
         guards=[_key_guard(ApiKeys(keys))] if keys else [],
         exception_handlers={
@@ -145,15 +143,24 @@ async def _serve(
     make_answers: Callable[[Generation, GenerationRequest, str, str], Answers],
     model: str,
 ) -> Response[Any]:
-    arrived_at = time.monotonic()
-    check_request_id(request)
+    record = door.requests.begin(request_id_of(request), kind, request.headers.get("traceparent", ""))
+    serving(record.request_id)
     client = _client(request)
-    async with door.bodies.receive(request.receive, request.headers) as body:
-        reading = _read(door, kind, body, client)
-        asked = await (reading if isinstance(body, bytes) else unless_disconnected(request.receive, reading))
-    generation = Generation(door, asked, arrived_at, client)
+    try:
+        check_request_id(request)
+        async with door.bodies.receive(request.receive, request.headers) as body:
+            reading = _read(door, kind, body, client)
+            asked = await (reading if isinstance(body, bytes) else unless_disconnected(request.receive, reading))
+    except TandemError as error:
+        door.requests.end(record, error.code)
+        raise
+    record.read_at = time.monotonic()
     # The header is what the infrastructure around the client knows the request by, so it comes first.
-    request_id = request_id_of(request) if HEADER in request.headers or not asked.request_id else asked.request_id
+    if HEADER not in request.headers and asked.request_id:
+        door.requests.rename(record, asked.request_id)
+        serving(record.request_id)
+    generation = Generation(door, asked, record, client)
+    request_id = record.request_id
     headers = {HEADER: request_id}
     answers = make_answers(generation, asked, model, request_id)
     if not asked.stream:
@@ -194,6 +201,8 @@ async def _read(door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody, clie
         raise RequestAborted("the prompt was not tokenised in time") from None
     except TandemError as error:
         door.metrics.requests.labels(error.code).inc()
+        if (reason := rejection_reason(error)) is not None:
+            door.metrics.rejected.labels(reason).inc()
         raise
 
 

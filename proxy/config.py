@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from protocol.errors import ConfigError
 from proxy.tool_formats import ToolFormatName
+from telemetry.logs import LogFormat
 
 
 class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -59,6 +60,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ssl_keyfile: str = ""
     shutdown_grace_s: Annotated[float, Meta(ge=0)] = 3.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: LogFormat = "text"
 
 
 def read_config(file: Path) -> ProxyConfig:

@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import secrets
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,6 +36,7 @@ from proxy.request import RunningRequest
 from proxy.router import PromptShape, Route, Router
 from proxy.turns import Turns
 from telemetry.metrics import ProxyMetrics
+from telemetry.stages import AttemptTimes
 
 log = logging.getLogger(__name__)
 
@@ -106,6 +108,7 @@ class DispatchedSequence:
         self.stop = stop
         self.deadline = deadline  # loop time
         self.generated: list[int] = []  # token ids that came
+        self.times: list[AttemptTimes] = []  # one for each attempt
         self.attempt: RunningRequest
         self.prefill: _SharedPrefill
         self.timer: asyncio.TimerHandle
@@ -184,8 +187,6 @@ class Dispatcher:
     def _on_prefilled(self, sequence: DispatchedSequence, first_token: FirstToken) -> None:
         sequence.prefill.end(asyncio.get_running_loop().time())
         if not sequence.generated:
-            self._metrics.queue.observe(first_token.queue_s)
-            self._metrics.prefill.observe(first_token.prefill_s)
             self._metrics.cached_prompt_tokens.inc(first_token.num_cached_tokens)
 
     def drop(self, sequence: DispatchedSequence) -> None:
@@ -217,6 +218,8 @@ class Dispatcher:
         for sequence, request_id in zip(sequences, request_ids, strict=True):
             attempt = RunningRequest(request_id, route, request_ids[0], self._turns)
             sequence.attempt = self._running[request_id] = attempt
+            attempt.times = _times_of(attempt)
+            sequence.times.append(attempt.times)
             shared.attempts.append(attempt)
             sequence.prefill = shared
         transfer_id = f"{self._proxy_id}-{numbers[0]}"
@@ -269,6 +272,8 @@ class Dispatcher:
         attempt = sequence.attempt
         if self._running.pop(attempt.request_id, None) is None:
             return
+        if attempt.times is not None:
+            attempt.times.lost_at = time.monotonic()
         sequence.prefill.end(None)
         self._router.ended(attempt.route)
         for worker in attempt.workers_to_abort():
@@ -287,11 +292,18 @@ class Dispatcher:
                 for token in message.tokens:
                     if (request := self._from(worker, token.request_id)) is not None:
                         request.on_new_token(token)
+                for began in message.began:
+                    if (request := self._from(worker, began.request_id)) is not None and request.times is not None:
+                        request.times.on_began(time.monotonic(), began.decode_wait_s, began.step_s)
             case FirstToken():
                 if (request := self._from(worker, message.request_id)) is not None:
+                    if request.times is not None:
+                        request.times.on_first_token(time.monotonic(), message.queue_s, message.prefill_s)
                     request.on_first_token(message)
             case DecodeReserved():
                 if (request := self._from(worker, message.request_id)) is not None:
+                    if request.times is not None:
+                        request.times.reserved_at = time.monotonic()
                     request.on_decode_reserved()
             case RequestPreempted():
                 if (request := self._from(worker, message.request_id)) is not None:
@@ -317,6 +329,17 @@ class Dispatcher:
     def fail_all(self, error: TandemError) -> None:
         for request in self._running.values():
             request.fail(error)
+
+
+def _times_of(attempt: RunningRequest) -> AttemptTimes:
+    prefill, decode = attempt.route.prefill, attempt.route.decode
+    return AttemptTimes(
+        time.monotonic(),
+        attempt.request_id,
+        prefill.worker_id if prefill is not None else "",
+        decode.worker_id if decode is not None else "",
+        is_shipped=prefill is not None and decode is not None,
+    )
 
 
 def _runs_on(route: Route, worker: WorkerInfo) -> bool:

@@ -15,6 +15,7 @@ from protocol.generation import FinishReason, SampledToken
 from protocol.membership import WorkerInfo
 from proxy.router import Route
 from proxy.turns import Turns
+from telemetry.stages import AttemptTimes
 
 
 class RunningRequest:
@@ -24,6 +25,7 @@ class RunningRequest:
         self.request_id = request_id
         self.route = route
         self.connection_key = connection_key  # commands with one key stay in order
+        self.times: AttemptTimes | None = None  # kept by the dispatcher
         self._turns = turns
         self._reader: asyncio.Future[None] | None = None
         self.first_token: FirstToken | None = None

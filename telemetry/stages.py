@@ -6,9 +6,9 @@ a duration is cut where it would reach past the moments around it, so that the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 STAGES: Final = {
     "tokenize": "Reading the body, rendering the template and tokenising, up to the dispatch.",
@@ -34,9 +34,13 @@ class AttemptTimes:
     first_token_at: its message is here; queue_s and prefill_s came with it. reserved_at: decode has room. delivered_at:
     the client's side has taken the first token. began_at: the first token that decode chose is here; decode_wait_s and
     step_s came with it. is_shipped: KV moves between workers. lost_at: the attempt ended without ending the sequence.
+    attempt_id, prefill, decode: for the timeline; workers' log lines name the attempt so.
     """
 
     dispatched_at: float
+    attempt_id: str = ""
+    prefill: str = ""
+    decode: str = ""
     is_shipped: bool = True
     first_token_at: float | None = None
     queue_s: float = 0.0
@@ -55,6 +59,25 @@ class AttemptTimes:
     def on_began(self, now: float, decode_wait_s: float, step_s: float) -> None:
         if self.began_at is None:
             self.began_at, self.decode_wait_s, self.step_s = now, decode_wait_s, step_s
+
+    def events(self) -> Iterator[tuple[float, str, dict[str, Any]]]:
+        """(moment, name, details) of what has come."""
+        workers = {"prefill": self.prefill, "decode": self.decode}
+        yield (
+            self.dispatched_at,
+            "dispatched",
+            {"attempt": self.attempt_id, **{role: worker for role, worker in workers.items() if worker}},
+        )
+        if self.first_token_at is not None:
+            details = {"queue_s": round(self.queue_s, 6), "prefill_s": round(self.prefill_s, 6)}
+            yield self.first_token_at, "first token computed", details
+        if self.reserved_at is not None:
+            yield self.reserved_at, "decode reserved", {}
+        if self.began_at is not None:
+            details = {"decode_wait_s": round(self.decode_wait_s, 6), "step_s": round(self.step_s, 6)}
+            yield self.began_at, "decode began", details
+        if self.lost_at is not None:
+            yield self.lost_at, "attempt over", {"attempt": self.attempt_id}
 
 
 def stage_times(

@@ -50,6 +50,7 @@ from proxy.scrapes import Scrapes
 from proxy.token_text import TokenText
 from proxy.turns import Turns
 from telemetry.metrics import ProxyMetrics
+from telemetry.request_log import RequestLog, RequestRecord
 
 PREFILL = WorkerInfo("prefill-0", "p1", "prefill", "ipc://p", 1)
 DECODE = WorkerInfo("decode-0", "d1", "decode", "ipc://d", 2)
@@ -117,6 +118,7 @@ class Cluster:
             self.metrics,
             Scrapes(self.metrics),
             turns,
+            RequestLog(),
             request_timeout_s=60,
         )
 
@@ -403,7 +405,7 @@ def test_no_pair_is_refused_before_anything_is_sent() -> None:
 def generation(cluster: Cluster, **fields: Any) -> tuple[Generation, Any]:
     body = json.dumps({"prompt": "abc", "max_tokens": 20, **fields}).encode()
     request = cluster.reader.read("completion", body, cluster.registry.limits())
-    made = Generation(cluster.door, request, time.monotonic())
+    made = Generation(cluster.door, request, RequestRecord("r", "completion"))
     return made, CompletionAnswers(made, request, "m", "id")
 
 
@@ -524,7 +526,7 @@ def test_an_error_before_the_first_event_is_raised_and_after_it_is_the_last_even
         body = b'{"prompt": "abc", "max_tokens": 20, "stream": true}'
         request = cluster.reader.read("completion", body, cluster.registry.limits())
         for has_begun in (False, True):
-            made = Generation(cluster.door, request, time.monotonic())
+            made = Generation(cluster.door, request, RequestRecord("r", "completion"))
             events = stream_events(made, request, CompletionAnswers(made, request, "m", "id"))
             waiting = asyncio.ensure_future(anext(events))
             request_id = (await prefills(cluster, 1 + has_begun))[-1]
