@@ -123,6 +123,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_format: Annotated[LogFormat, Meta(description="how log lines are written: for people, or an object each")] = (
         "text"
     )
+    otlp_endpoint: Annotated[
+        str,
+        Meta(description="URL that traces are sent to, OTLP over HTTP (http://HOST:4318/v1/traces); empty sends none"),
+    ] = ""
     metrics_host: Annotated[str, Meta(description="address that every worker serves its own /metrics on")] = "127.0.0.1"
     log_level: Annotated[LogLevel, Meta(description="how much every process logs")] = "info"
 

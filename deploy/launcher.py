@@ -135,6 +135,8 @@ class Launcher:
                 shutdown_grace_s=PROXY_GRACE_S,
                 log_level=config.log_level,
                 log_format=config.log_format,
+                peer_endpoints=[endpoint for endpoint in proxies if endpoint != control],
+                otlp_endpoint=config.otlp_endpoint,
             )
             self._add(name, "proxy", proxy, folder, logs)
         gpus = visible_gpus(config.device, os.environ)

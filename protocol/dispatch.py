@@ -113,7 +113,7 @@ class DecodeBegan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class TokenBatch(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Decode to proxy: the tokens of one step that belong to this proxy. began: of those that are a sequence's first."""
+    """Decode to proxy: the tokens of one step that belong to this proxy; began: of those that are first ones."""
 
     tokens: list[NewToken]
     began: list[DecodeBegan] = []

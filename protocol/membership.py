@@ -128,6 +128,12 @@ class GetStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
     """`tandem status` to proxy."""
 
 
+class GetTimeline(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Proxy to proxy: somebody asks what became of this request, which may have been served by the other."""
+
+    request_id: str
+
+
 class ClusterView(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Proxy to worker, after each status: proof that the proxy lives, and the workers that it knows.
 
@@ -163,5 +169,12 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     workers: list[WorkerReport]
 
 
-ToProxyControl = RegisterWorker | WorkerStatus | WorkerExited | GetStatus
-FromProxyControl = ClusterView | RegistrationRefused | StatusReport
+class TimelineReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Proxy to proxy. timeline: JSON; empty where the request is not known."""
+
+    request_id: str
+    timeline: bytes
+
+
+ToProxyControl = RegisterWorker | WorkerStatus | WorkerExited | GetStatus | GetTimeline
+FromProxyControl = ClusterView | RegistrationRefused | StatusReport | TimelineReport

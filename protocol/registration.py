@@ -21,6 +21,7 @@ from protocol.membership import (
     RegisterWorker,
     RegistrationRefused,
     StatusReport,
+    TimelineReport,
     WorkerInfo,
     WorkerStatus,
 )
@@ -119,7 +120,7 @@ class Registration:
                 self._update_view()
             case RegistrationRefused():
                 log.error("proxy at %s refused this worker: %s", link.endpoint, message.reason)
-            case StatusReport():
+            case StatusReport() | TimelineReport():
                 pass
 
     def _lose(self, link: _ProxyLink) -> None:

@@ -31,7 +31,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tokenizer_threads: of execution, each a process of its own, see `proxy.reader_pool`.
     trust_request_chat_template: requests may bring a chat template of their own.
     tool_call_parser: how the model writes tool calls, see `proxy.tool_formats`.
-    shutdown_grace_s: how long running streams may go on after SIGTERM.
+    shutdown_grace_s: how long running streams may go on after SIGTERM. peer_endpoints: control endpoints of the other
+    proxies on this port. otlp_endpoint: URL that takes traces (OTLP over HTTP), empty for none.
     """
 
     proxy_id: str
@@ -61,6 +62,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shutdown_grace_s: Annotated[float, Meta(ge=0)] = 3.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     log_format: LogFormat = "text"
+    peer_endpoints: list[str] = []
+    otlp_endpoint: str = ""
 
 
 def read_config(file: Path) -> ProxyConfig:

@@ -15,9 +15,11 @@ from protocol.errors import ProtocolError
 from protocol.membership import (
     ClusterView,
     GetStatus,
+    GetTimeline,
     RegisterWorker,
     RegistrationRefused,
     StatusReport,
+    TimelineReport,
     ToProxyControl,
     WorkerExited,
     WorkerInfo,
@@ -32,7 +34,8 @@ log = logging.getLogger(__name__)
 class Control:
     """on_joined(worker) and on_lost(worker, reason) are called on the loop.
 
-    num_requests() is asked for the status report. Binding raises zmq's error when the endpoint is taken.
+    num_requests() is asked for the status report, timeline(request_id) for another proxy. Binding raises zmq's error
+    when the endpoint is taken.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Control:
         on_joined: Callable[[WorkerInfo], None],
         on_lost: Callable[[WorkerInfo, str], None],
         num_requests: Callable[[], int],
+        timeline: Callable[[str], bytes],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._proxy_id = proxy_id
@@ -53,6 +57,7 @@ class Control:
         self._on_joined = on_joined
         self._on_lost = on_lost
         self._num_requests = num_requests
+        self._timeline = timeline
         self._identities: dict[str, bytes] = {}  # of registered workers, by epoch
         self._socket: RouterSocket[ToProxyControl] = RouterSocket(
             context, endpoint, Codec(ToProxyControl), self._on_message
@@ -78,6 +83,8 @@ class Control:
                     self._registry.report(now),
                 )
                 self._socket.send(identity, report)
+            case GetTimeline():
+                self._socket.send(identity, TimelineReport(message.request_id, self._timeline(message.request_id)))
 
     def _register(self, now: float, identity: bytes, message: RegisterWorker) -> None:
         try:

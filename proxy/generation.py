@@ -27,6 +27,7 @@ from proxy.rendering import RenderedPrompts
 from proxy.request_body import RequestBodies
 from proxy.scrapes import Scrapes
 from proxy.stop_strings import StopStrings
+from proxy.timelines import Timelines
 from proxy.token_text import TokenText
 from proxy.turns import Turns
 from proxy.validation import GenerationRequest
@@ -74,6 +75,7 @@ class FrontDoor:
     scrapes: Scrapes
     turns: Turns
     requests: RequestLog
+    timelines: Timelines
     request_timeout_s: float
     ttft_slo_s: float | None = None  # of first tokens; what is predicted to miss it is refused
 

@@ -54,6 +54,12 @@ class ClientTooSlow(RequestAborted):
     code = "client_too_slow"
 
 
+class UnknownRequest(InvalidRequest):
+    """No proxy remembers a request of that id."""
+
+    code = "unknown_request"
+
+
 class ClientDisconnected(RequestAborted):
     """Nobody is left to read an answer."""
 
@@ -62,6 +68,7 @@ _STATUS: dict[type[TandemError], int] = {
     InvalidRequest: 400,
     ContextLengthExceeded: 400,
     ModelNotFound: 404,
+    UnknownRequest: 404,
     InvalidApiKey: 401,
     BodyTooLarge: 413,
     HeadTooLarge: 431,

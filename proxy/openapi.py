@@ -96,6 +96,11 @@ ROUTES = [
     Route("get", "/live", "200 while the process runs.", HealthResponse, errors=(405, 431, 500), is_open=True),
     Route("get", "/version", "Tandem's version.", VersionResponse),
     Route("get", "/metrics", "For Prometheus; adds up over all proxies.", "text/plain"),
+    Route("get", "/sd", "What Prometheus is to scrape, for its http_sd.", "application/json"),
+    Route("get", "/debug/requests/{request_id}", "The timeline of one request of late.", "application/json",
+          errors=(401, 404, 405, 431, 500)),
+    Route("get", "/dashboard", "A page with live figures.", "text/html", errors=(405, 431, 500), is_open=True),
+    Route("get", "/dashboard/cluster", "What that page shows of workers and pairs.", "application/json"),
     Route("get", "/openapi.json", "This description.", "application/json", errors=(405, 431, 500), is_open=True),
     Route("get", "/docs", "This description as a page.", "text/html", errors=(405, 431, 500), is_open=True),
 ]  # fmt: skip
@@ -160,8 +165,9 @@ def _operation(route: Route, schema_of: dict[type, Json], has_api_key: bool) -> 
             "headers": headers,
         }
     operation: Json = {"summary": route.summary, "responses": responses}
-    if "{model}" in route.path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if "{" in route.path:
+        name = route.path.partition("{")[2].rstrip("}")
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     if route.body:
         schemas = [schema_of[kind] for kind in route.body]
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
@@ -174,7 +180,7 @@ def _operation(route: Route, schema_of: dict[type, Json], has_api_key: bool) -> 
 def _content(answer: type | str, schema_of: dict[type, Json]) -> Json:
     if not isinstance(answer, str):
         return {"application/json": {"schema": schema_of[answer]}}
-    return {answer: {"schema": {"type": "object" if answer == "application/json" else "string"}}}
+    return {answer: {"schema": {} if answer == "application/json" else {"type": "string"}}}
 
 
 # ---- for people

@@ -30,11 +30,13 @@ from proxy.registry import Registry
 from proxy.request_body import RequestBodies
 from proxy.router import Router
 from proxy.scrapes import Scrapes
+from proxy.timelines import Timelines
 from proxy.token_text import TokenText
+from proxy.tracing import make_tracer
 from proxy.turns import Turns
 from proxy.worker_pool import WorkerPool
 from telemetry.metrics import ProxyMetrics
-from telemetry.request_log import RequestLog
+from telemetry.request_log import RequestLog, ignore
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +72,10 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     pool = WorkerPool(context, proxy_id, config.sockets_per_worker, dispatcher.on_message)
     dispatcher.pool = pool
 
+    tracer = make_tracer(config.otlp_endpoint, config.proxy_id) if config.otlp_endpoint else None
+    requests = RequestLog(tracer.on_end if tracer is not None else ignore)
+    timelines = Timelines(context, requests, config.peer_endpoints)
+
     def on_joined(worker: WorkerInfo) -> None:
         metrics.on_joined(worker.worker_id, worker.role)
         pool.open(worker)
@@ -89,6 +95,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
             on_joined,
             on_lost,
             lambda: dispatcher.num_running,
+            timelines.own,
         )
     except Exception as error:  # zmq's own, which has no name here
         listener.close()
@@ -107,7 +114,8 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         metrics,
         scrapes,
         turns,
-        RequestLog(),
+        requests,
+        timelines,
         config.request_timeout_s,
         config.ttft_slo_ms / 1000 or None,
     )
@@ -154,10 +162,13 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     finally:
         telling.cancel()
         pool.close_all()
+        timelines.close()
         control.close()
         readers.close()
         scrapes.close()
         context.destroy(linger=300)
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
 
 
 async def _tell(metrics: ProxyMetrics, admission: Admission) -> None:

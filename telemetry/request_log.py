@@ -92,10 +92,14 @@ class RequestRecord:
         }
 
 
+def ignore(record: RequestRecord) -> None:
+    """Where nobody else wants to know."""
+
+
 class RequestLog:
     """on_end: called with each record that has ended, the tracer's for one."""
 
-    def __init__(self, on_end: Callable[[RequestRecord], None] = lambda record: None, num_kept: int = NUM_KEPT) -> None:
+    def __init__(self, on_end: Callable[[RequestRecord], None] = ignore, num_kept: int = NUM_KEPT) -> None:
         self._on_end = on_end
         self._num_kept = num_kept
         self._records: OrderedDict[str, RequestRecord] = OrderedDict()

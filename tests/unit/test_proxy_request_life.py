@@ -47,6 +47,7 @@ from proxy.registry import Registry
 from proxy.request_body import RequestBodies
 from proxy.router import Router
 from proxy.scrapes import Scrapes
+from proxy.timelines import Timelines
 from proxy.token_text import TokenText
 from proxy.turns import Turns
 from telemetry.metrics import ProxyMetrics
@@ -107,6 +108,7 @@ class Cluster:
         self.admission = Admission(8, time.monotonic)
         self.reader = BodyReader.of(text, "m")
         readers = ReaderPool(self.reader, lambda: self.reader, 1)  # what is small starts no process
+        requests = RequestLog()
         self.door = FrontDoor(
             text,
             TokenText(self.text.tokenizer),
@@ -118,7 +120,8 @@ class Cluster:
             self.metrics,
             Scrapes(self.metrics),
             turns,
-            RequestLog(),
+            requests,
+            Timelines(None, requests, []),
             request_timeout_s=60,
         )
 
