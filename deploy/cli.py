@@ -43,7 +43,9 @@ def _parser() -> argparse.ArgumentParser:
     up.set_defaults(run=_up)
     status = commands.add_parser("status", help="show the workers and pairs of a running cluster")
     status.add_argument("--port", type=int, default=ClusterConfig().port, help="port of its HTTP endpoint")
-    status.add_argument("--json", action="store_true", help="print JSON")
+    how = status.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="print JSON")
+    how.add_argument("--watch", action="store_true", help="show it live, until Ctrl-C")
     status.set_defaults(run=_status)
     return parser
 
@@ -119,9 +121,9 @@ def _print_ready(console: Any, config: ClusterConfig, served_name: str, logs: Pa
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from deploy.status import print_status
+    from deploy.status import print_status, watch_status
 
-    return print_status(arguments.port, arguments.json)
+    return watch_status(arguments.port) if arguments.watch else print_status(arguments.port, arguments.json)
 
 
 if __name__ == "__main__":

@@ -159,6 +159,26 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     silence_s: float
 
 
+class LatencyBuckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A histogram. bounds_s: upper ones, ascending; counts: of each, and one more for what is above the last."""
+
+    bounds_s: list[float]
+    counts: list[int]
+
+
+class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of one proxy, since its start but for num_waiting. stages_s: seconds of finished sequences, by stage."""
+
+    num_waiting: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_finished: int
+    ttft: LatencyBuckets
+    itl: LatencyBuckets
+    e2e: LatencyBuckets
+    stages_s: dict[str, float]
+
+
 class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Proxy to `tandem status`."""
 
@@ -167,6 +187,7 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     ready: bool
     num_requests: int
     workers: list[WorkerReport]
+    figures: ServingFigures | None = None
 
 
 class TimelineReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -18,6 +18,7 @@ from protocol.membership import (
     GetTimeline,
     RegisterWorker,
     RegistrationRefused,
+    ServingFigures,
     StatusReport,
     TimelineReport,
     ToProxyControl,
@@ -34,8 +35,8 @@ log = logging.getLogger(__name__)
 class Control:
     """on_joined(worker) and on_lost(worker, reason) are called on the loop.
 
-    num_requests() is asked for the status report, timeline(request_id) for another proxy. Binding raises zmq's error
-    when the endpoint is taken.
+    num_requests() and figures() are asked for the status report, timeline(request_id) for another proxy. Binding
+    raises zmq's error when the endpoint is taken.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Control:
         on_lost: Callable[[WorkerInfo, str], None],
         num_requests: Callable[[], int],
         timeline: Callable[[str], bytes],
+        figures: Callable[[], ServingFigures],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._proxy_id = proxy_id
@@ -58,6 +60,7 @@ class Control:
         self._on_lost = on_lost
         self._num_requests = num_requests
         self._timeline = timeline
+        self._figures = figures
         self._identities: dict[str, bytes] = {}  # of registered workers, by epoch
         self._socket: RouterSocket[ToProxyControl] = RouterSocket(
             context, endpoint, Codec(ToProxyControl), self._on_message
@@ -81,6 +84,7 @@ class Control:
                     self._registry.why_not_ready() is None,
                     self._num_requests(),
                     self._registry.report(now),
+                    self._figures(),
                 )
                 self._socket.send(identity, report)
             case GetTimeline():

@@ -22,6 +22,7 @@ from proxy.app import make_app
 from proxy.config import ProxyConfig
 from proxy.control import Control
 from proxy.dispatcher import Dispatcher
+from proxy.figures import serving_figures
 from proxy.generation import FrontDoor
 from proxy.http_connection import make_protocol
 from proxy.model_text import ModelText
@@ -72,6 +73,9 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     pool = WorkerPool(context, proxy_id, config.sockets_per_worker, dispatcher.on_message)
     dispatcher.pool = pool
 
+    admission = Admission(
+        config.max_waiting_requests, time.monotonic, config.max_waiting_tokens, config.max_requests_per_client
+    )
     tracer = make_tracer(config.otlp_endpoint, config.proxy_id) if config.otlp_endpoint else None
     requests = RequestLog(tracer.on_end if tracer is not None else ignore)
     timelines = Timelines(context, requests, config.peer_endpoints)
@@ -96,13 +100,11 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
             on_lost,
             lambda: dispatcher.num_running,
             timelines.own,
+            lambda: serving_figures(metrics, admission),
         )
     except Exception as error:  # zmq's own, which has no name here
         listener.close()
         raise ConfigError(f"cannot bind the control endpoint {config.control_endpoint}: {error}") from error
-    admission = Admission(
-        config.max_waiting_requests, time.monotonic, config.max_waiting_tokens, config.max_requests_per_client
-    )
     door = FrontDoor(
         text,
         TokenText(text.tokenizer),

@@ -148,7 +148,7 @@ class TokenTally:
     """What every token adds to: kept in plain lists, and told to prometheus_client now and then."""
 
     def __init__(self, itl: Histogram, num_tokens: Counter) -> None:
-        self._itl = itl
+        self.itl = itl
         self._counter = num_tokens
         self._bounds: list[float] = list(itl._upper_bounds)  # the last is infinite
         self._counts = [0] * len(self._bounds)
@@ -170,10 +170,10 @@ class TokenTally:
         if not self._num_tokens:
             return
         # prometheus_client has no public way to add many observations at once; these are what `observe` adds to.
-        for bucket, count in zip(self._itl._buckets, self._counts, strict=True):
+        for bucket, count in zip(self.itl._buckets, self._counts, strict=True):
             if count:
                 bucket.inc(count)
-        self._itl._sum.inc(self._sum_s)
+        self.itl._sum.inc(self._sum_s)
         self._counter.inc(self._num_tokens)
         self._counts = [0] * len(self._bounds)
         self._sum_s = 0.0

@@ -19,7 +19,7 @@ from deploy.runtime_dir import log_dir, runtime_dir
 from deploy.status import fetch_status
 from protocol.membership import StatusReport, WorkerReport
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 5.0
 MODEL = "tandem-demo"
 

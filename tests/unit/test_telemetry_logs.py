@@ -127,12 +127,12 @@ def test_a_tally_adds_up_to_the_same_as_single_observations(itls_s: list[float])
     tallied, single = ProxyMetrics(), ProxyMetrics()
     for number, itl_s in enumerate(itls_s):
         tallied.per_token.on_tokens(number * 0.3, 1, itl_s)  # told in between, too
-        single.per_token._itl.observe(itl_s)
+        single.per_token.itl.observe(itl_s)
         single.generation_tokens.inc()
     tallied.per_token.tell()
 
     def samples(metrics: ProxyMetrics) -> dict[tuple[str, str], float]:
-        families = [metrics.per_token._itl, metrics.generation_tokens]
+        families = [metrics.per_token.itl, metrics.generation_tokens]
         found = [s for family in families for metric in family.collect() for s in metric.samples]
         return {(s.name, str(s.labels)): pytest.approx(s.value) for s in found if not s.name.endswith("_created")}
 
