@@ -101,6 +101,8 @@ class ProxyMetrics:
             ["reason"],
             registry=self.registry,
         )
+        for reason in ("queue_full", "client_limit", "slo", "no_room"):
+            self.rejected.labels(reason)  # from the start, or the first one of all would be no increase
         self.waiting = Gauge(
             "tandem_num_requests_waiting",
             "Sequences that wait for their first token.",

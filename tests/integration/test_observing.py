@@ -210,8 +210,8 @@ def test_the_page_shows_the_cluster(cluster: Cluster) -> None:
         page.click("#login button")
         page.wait_for_selector("text=ready", timeout=30_000)
         ask(cluster, "f0")
-        page.wait_for_function("document.querySelector('#tiles .big').textContent.match(/[0-9]/)", timeout=60_000)
-        page.wait_for_function("document.querySelectorAll('#stages i').length >= 2", timeout=60_000)
+        page.wait_for_selector("#tiles .big:text-matches('[0-9] *ms p50')", timeout=60_000)
+        page.wait_for_selector("#stages i:nth-child(2)", timeout=60_000)
         workers = page.inner_text("#workers")
         assert re.search(r"prefill-0.*\n?", workers) and "decode-0" in workers
         assert page.locator("#topology line").count() == 1 and "ipc" in page.inner_text("#topology")
