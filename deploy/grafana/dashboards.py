@@ -290,6 +290,11 @@ TRANSFER = Dashboard(
 )
 
 _WORKER = '{worker=~"$worker"}'
+_WORKERS: Json = {
+    "name": "worker", "label": "Worker", "type": "query", "datasource": _SOURCE, "refresh": 2, "multi": True,
+    "includeAll": True, "allValue": ".+", "current": {"text": "All", "value": "$__all"},
+    "query": "label_values(tandem_worker_kv_blocks, worker)",
+}  # fmt: skip
 WORKERS = Dashboard(
     "tandem-workers",
     "Tandem / Workers",
@@ -317,24 +322,24 @@ WORKERS = Dashboard(
             ),
         ],
         [
-            Panel("Sequences done", [Query(_rate("tandem_worker_request_success_total", "worker", _WORKER), "{{worker}}")]),
-            Panel("Preemptions", [Query(_rate("tandem_worker_num_preemptions_total", "worker", _WORKER), "{{worker}}")]),
+            Panel(
+                "Sequences done", [Query(_rate("tandem_worker_request_success_total", "worker", _WORKER), "{{worker}}")]
+            ),
+            Panel(
+                "Preemptions", [Query(_rate("tandem_worker_num_preemptions_total", "worker", _WORKER), "{{worker}}")]
+            ),
             Panel("Restarts", [Query("max by (worker) (tandem_worker_restarts)", "{{worker}}")]),
         ],
         [
-            Panel("Processor", [Query(f"rate(process_cpu_seconds_total{_WORKER}{_RATE})", "{{worker}}")], "percentunit"),
+            Panel(
+                "Processor", [Query(f"rate(process_cpu_seconds_total{_WORKER}{_RATE})", "{{worker}}")], "percentunit"
+            ),
             Panel("Memory", [Query(f"process_resident_memory_bytes{_WORKER}", "{{worker}}")], "bytes"),
             Panel("Up", [Query(f"up{_WORKER}", "{{worker}}")]),
         ],
     ],
-    [
-        {
-            "name": "worker", "label": "Worker", "type": "query", "datasource": _SOURCE, "refresh": 2, "multi": True,
-            "includeAll": True, "allValue": ".+", "current": {"text": "All", "value": "$__all"},
-            "query": "label_values(tandem_worker_kv_blocks, worker)",
-        }
-    ],
-)  # fmt: skip
+    [_WORKERS],
+)
 
 DASHBOARDS = (OVERVIEW, BALANCE, TRANSFER, WORKERS)
 

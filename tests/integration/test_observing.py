@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import re
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -16,12 +19,16 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
+from deploy.grafana.dashboards import DASHBOARDS
 from telemetry.stages import FIRST_TOKEN_STAGES, STAGES
-from tests.cluster import MODEL, Cluster
+from tests.cluster import MODEL, Cluster, free_port
 from tests.fake_workers import wait_until
 
 SECRET = "xyzzy-the-prompt-is-nobodys-business"
 KEY = "sk-not-in-any-log"
+PROMETHEUS = "/usr/bin/prometheus"
+VARIABLES = {"$__rate_interval": "60s", "$ttft_slo": "1.0", "$tpot_slo": "0.1", "$worker": ".+"}
+"""What Grafana puts in their place."""
 
 
 class OtlpReceiver:
@@ -190,6 +197,52 @@ def test_spans_take_the_clients_trace_over(cluster: Cluster, receiver: OtlpRecei
     for before, after in itertools.pairwise(stages):
         assert after.start_time_unix_nano == pytest.approx(before.end_time_unix_nano, abs=1000)
     assert SECRET.encode() not in b"".join(span.SerializeToString() for span in spans())
+
+
+def test_every_panel_has_data_in_a_real_prometheus(cluster: Cluster, tmp_path: Path) -> None:
+    """The repository's own configuration, but for the address, the key and how often it scrapes."""
+    if not Path(PROMETHEUS).exists():
+        pytest.skip(f"no {PROMETHEUS}; on Debian: apt-get install prometheus")
+    port = free_port()
+    key_file = tmp_path / "key"
+    key_file.write_text(KEY)
+    text = (Path(__file__).parents[2] / "deploy/prometheus/prometheus.yml").read_text()
+    text = text.replace("# authorization:", "authorization:").replace("/etc/prometheus/tandem.key", str(key_file))
+    text = text.replace("127.0.0.1:8000", f"127.0.0.1:{cluster.port}").replace("10s", "1s")
+    config = tmp_path / "prometheus.yml"
+    config.write_text(text)
+    command = [
+        PROMETHEUS, f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn",
+    ]  # fmt: skip
+    process = subprocess.Popen(command)
+    missing = [
+        (d.title, panel.title, query.expr) for d in DASHBOARDS for panel in d.panels() for query in panel.queries
+    ]
+    assert len(missing) > 60
+
+    def has_data(expr: str) -> bool:
+        for name, value in VARIABLES.items():
+            expr = expr.replace(name, value)
+        answer = httpx.get(f"http://127.0.0.1:{port}/api/v1/query", params={"query": expr}, timeout=20)
+        assert answer.status_code == 200, f"{expr}: {answer.text}"
+        result = answer.json()["data"]["result"]
+        return bool(result) and all(series["value"][1] != "NaN" for series in result)
+
+    def all_have_data() -> bool:
+        assert process.poll() is None, "prometheus ended"
+        ask(cluster, "ab", max_tokens=4)
+        with contextlib.suppress(httpx.TransportError):
+            missing[:] = [each for each in missing if not has_data(each[2])]
+        return not missing
+
+    try:
+        deadline = time.monotonic() + 150
+        while not all_have_data():
+            assert time.monotonic() < deadline, f"no data for {missing}"
+    finally:
+        process.terminate()
+        process.wait(30)
 
 
 def test_the_page_shows_the_cluster(cluster: Cluster) -> None:
