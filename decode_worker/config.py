@@ -5,11 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from engine.config import EngineConfig
+from protocol.network import NetworkConfig
 from telemetry.logs import LogFormat
 
 
 class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """worker_id survives restarts. endpoint: what its ROUTER binds. host: own address for KV data.
+    network: how tcp endpoints are protected.
 
     kv_checksums: compare every block that arrives (debugging). max_num_seqs: sequences that decode in one step.
     max_num_batched_tokens: of prompts that are computed here, in one step.
@@ -27,5 +29,6 @@ class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: int = 512
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
+    network: NetworkConfig = NetworkConfig()
     log_level: str = "info"
     log_format: LogFormat = "text"

@@ -149,7 +149,10 @@ class IncomingPairs:
         for pid in pids:
             try:
                 pidfd = os.pidfd_open(pid)
-            except ProcessLookupError:
+            except OSError as error:
+                if not isinstance(error, ProcessLookupError):  # it may live and write: no proof that it is gone
+                    self.fail(pair_id, f"cannot watch process {pid}: {error}")
+                    return
                 self._perform(self._table.on_exit(pair_id, pid))
                 continue
             self._loop.add_reader(pidfd, self._on_exit, pair_id, pid, pidfd)

@@ -151,6 +151,10 @@ class DecodeScheduler:
         if transfer is None or not transfer.is_reserved:
             # Cannot happen while both sides keep the order of messages; the pair cannot go on after it.
             raise KVTransferFailed(f"blocks came for transfer {message.transfer_id}, which is not open")
+        if transfer.pair_id != message.pair_id:
+            raise KVTransferFailed(f"blocks came for transfer {message.transfer_id}, which is another pair's")
+        if message.num_blocks < 1:
+            raise KVTransferFailed(f"{message.num_blocks} blocks are none")
         first = message.first_block - len(transfer.cached_block_ids)
         last = first + message.num_blocks
         if first != transfer.num_received_blocks or last > len(transfer.written_block_ids):
@@ -453,8 +457,13 @@ class DecodeScheduler:
         if prompt is not None:
             if not transfer.is_complete:
                 return []
-            self._forget(transfer)
             assert transfer.first_token_ids is not None
+            if len(transfer.first_token_ids) != len(prompt.request.request_ids):
+                wrong = (
+                    f"{len(transfer.first_token_ids)} first tokens came for {len(prompt.request.request_ids)} sequences"
+                )
+                return self._give_up(transfer, KVTransferFailed(wrong))
+            self._forget(transfer)
             blocks = transfer.cached_block_ids + transfer.written_block_ids
             return self._begin(prompt, blocks, transfer.spare_block_ids, transfer.first_token_ids)
         if transfer.may_still_be_written:

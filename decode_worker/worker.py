@@ -32,9 +32,15 @@ from kv_transfer.mapped_memory import host_id
 from kv_transfer.rank_pool import RankPool
 from kv_transfer.worker_pools import WorkerPools
 from protocol.codec import Codec
-from protocol.dispatch import AbortRequest, FirstToken, PrepareDecode, ToDecode, TokenBatch
-from protocol.errors import ErrorInfo, KVTransferFailed
+from protocol.dispatch import AbortRequest, FirstToken, PrepareDecode, RequestFailed, ToDecode, TokenBatch
+from protocol.errors import ErrorInfo, ImplausibleMessage, InternalError, KVTransferFailed
 from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
+from protocol.plausibility import (
+    MAX_SEQUENCES,
+    check_first_tokens,
+    check_open_pair,
+    check_request,
+)
 from protocol.process import serve_metrics
 from protocol.registration import Registration
 from protocol.sockets import RouterSocket, new_context
@@ -82,6 +88,7 @@ class DecodeWorker:
             loaded.vocab_size,
             lambda: self._loop.call_soon_threadsafe(self._start_step),
         )
+        self._vocab_size, self._max_model_len = loaded.vocab_size, loaded.max_model_len
         pool = KVPool(loaded, self._config.engine)
         blocks = BlockManager(pool.num_blocks, self._config.engine.block_size)
         self._block_bytes = pool.block_bytes * self._config.engine.tensor_parallel_size
@@ -95,7 +102,8 @@ class DecodeWorker:
         own_pool = RankPool(0, loaded.layout, pool.as_blocks(), self._config.host)
         pools = WorkerPools(own_pool, pool.location(), ranks.transfer_connections)
         await self._loop.run_in_executor(None, pools.wait_until_ready)
-        context = new_context()
+        context = new_context("worker", self._config.network)
+        self._refusals = context.refusals
         codec: Codec[ToDecode | ToDecodePeer] = Codec(ToDecode | ToDecodePeer)
         self._router = RouterSocket(context, self._config.endpoint, codec, self._on_message)
         self._info = WorkerInfo(
@@ -191,6 +199,7 @@ class DecodeWorker:
             num_corrupt_blocks=self._num_corrupt_blocks,
             waiting_tokens=scheduler.waiting_tokens(),
             prompt_tokens_per_s=self._speed.tokens_per_s,
+            refusals=self._refusals.totals(),
         )
         self._metrics.on_load(load)
         prefixes = scheduler.blocks.prefix_log.take()
@@ -202,22 +211,34 @@ class DecodeWorker:
         scheduler, now = self._scheduler, self._loop.time()
         match message:
             case PrepareDecode():
+                self._check(message)
                 grammar = self._grammars.get(message.sampling.grammar)
                 self._perform(scheduler.on_prepare(now, message, grammar))
             case AbortRequest():
                 self._perform(scheduler.on_abort(message.proxy_id, message.request_id))
             case OpenPair():
+                check_open_pair(message)
                 self._pairs.on_open(message)
             case ReserveKV():
                 self._reserve(now, message)
             case ShipKV():
                 self._on_ship(message)
             case FinishTransfer():
+                check_first_tokens(message.first_token_ids, self._vocab_size)
                 self._perform(scheduler.on_finish_transfer(message))
             case CloseTransfer():
                 self._perform(scheduler.on_close_transfer(message.transfer_id))
             case ClosePair():
                 self._pairs.on_close(message.pair_id, message.reason)
+
+    def _check(self, message: PrepareDecode) -> None:
+        try:
+            check_request(message, self._vocab_size, self._max_model_len)
+        except ImplausibleMessage as error:
+            info = ErrorInfo.of(InternalError(error.message))
+            ids = message.request_ids[:MAX_SEQUENCES]
+            self._perform([SendToProxy(message.proxy_id, RequestFailed(each, info)) for each in ids])
+            raise
 
     def _reserve(self, now: float, message: ReserveKV) -> None:
         if self._pairs.is_open(message.pair_id):

@@ -1,4 +1,5 @@
-"""The `tandem` command: `up` starts a cluster and stays with it, `status` asks a running one."""
+"""The `tandem` command: `up` starts a cluster and stays with it, `worker` adds workers on another host, `keys` makes
+what protects the traffic between them, `status` asks a running cluster."""
 
 from __future__ import annotations
 
@@ -8,14 +9,18 @@ import json
 import logging
 import sys
 import typing
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from deploy.config import ClusterConfig, field_descriptions, load_config
+from deploy.config import ClusterConfig, bracketed, field_descriptions, load_config
 from protocol.errors import ConfigError, TandemError
+from protocol.membership import Role
+from protocol.network import NetworkConfig
+from protocol.network_keys import make_keys
 
 
 def main() -> None:
@@ -41,8 +46,26 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--config", type=Path, metavar="FILE", default=None, help="TOML file with the same keys")
     _add_config_flags(up)
     up.set_defaults(run=_up)
+    worker = commands.add_parser(
+        "worker",
+        help="start workers for a cluster that runs on another host",
+        description="Start workers that join a running cluster. Settings that are not about workers do nothing here.",
+    )
+    worker.add_argument("role", choices=typing.get_args(Role), help="what they do")
+    worker.add_argument("--count", type=int, default=1, metavar="N", help="how many (default: 1)")
+    worker.add_argument("--config", type=Path, metavar="FILE", default=None, help="TOML file with the same keys")
+    _add_config_flags(worker, left_out=("prefill", "decode", "proxies"))
+    worker.set_defaults(run=_worker)
+    keys = commands.add_parser("keys", help="make the keys that protect traffic between hosts")
+    keys.add_argument(
+        "folder", type=Path, nargs="?", default=Path("tandem-keys"), metavar="FOLDER", help="new or empty"
+    )
+    keys.set_defaults(run=_keys)
     status = commands.add_parser("status", help="show the workers and pairs of a running cluster")
     status.add_argument("--port", type=int, default=ClusterConfig().port, help="port of its HTTP endpoint")
+    status.add_argument("--join", default="", metavar="S", help="endpoints of proxies on another host")
+    status.add_argument("--network-keys", default="", metavar="S", help="folder of keys, with the operator's secret")
+    status.add_argument("--insecure-network", action="store_true", help="ask without keys")
     how = status.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print JSON")
     how.add_argument("--watch", action="store_true", help="show it live, until Ctrl-C")
@@ -50,10 +73,12 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_config_flags(parser: argparse.ArgumentParser) -> None:
+def _add_config_flags(parser: argparse.ArgumentParser, left_out: Sequence[str] = ()) -> None:
     descriptions = field_descriptions()
     hints = typing.get_type_hints(ClusterConfig)
     for field in msgspec.structs.fields(ClusterConfig):
+        if field.name in left_out:
+            continue
         flag = "--" + field.name.replace("_", "-")
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
         kind = hints[field.name]
@@ -70,7 +95,26 @@ def _add_config_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, **options)
 
 
-def _up(arguments: argparse.Namespace) -> int:
+def _worker(arguments: argparse.Namespace) -> int:
+    if arguments.count < 1:
+        raise ConfigError(f"count: {arguments.count} workers cannot be started; give 1 or more")
+    arguments.proxies = 1  # not started: it is the others' proxies that these workers join
+    arguments.prefill, arguments.decode = 0, 0
+    setattr(arguments, arguments.role, arguments.count)
+    return _up(arguments, must_join=True)
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    for file in make_keys(arguments.folder):
+        print(file)
+    print(
+        "\nGive every host the .key files, and the .key_secret of what runs there: worker, proxy (and worker) where "
+        "`tandem up` runs, operator for `tandem status --join`. Then start everything with --network-keys FOLDER."
+    )
+    return 0
+
+
+def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
@@ -79,6 +123,8 @@ def _up(arguments: argparse.Namespace) -> int:
 
     overrides = {name: value for name, value in vars(arguments).items() if name in ClusterConfig.__struct_fields__}
     config = load_config(arguments.config, overrides)
+    if must_join and not config.join:
+        raise ConfigError("join: name the proxies to join, as tcp://HOST:PORT; `tandem up --cluster-host` prints them")
     logging.basicConfig(level=config.log_level.upper(), format="%(message)s", stream=sys.stderr)
     console = Console(stderr=True, highlight=False)
     model = config.model
@@ -109,21 +155,30 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _print_ready(console: Any, config: ClusterConfig, served_name: str, logs: Path) -> None:
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    url = f"{'https' if config.ssl_certfile else 'http'}://{host}:{config.port}"
+    if config.join:
+        print(f"Workers for {served_name} have joined {config.join}", flush=True)
+        console.print(f"Logs are in {logs}. Ctrl-C stops them.", soft_wrap=True)
+        return
+    url = f"{'https' if config.ssl_certfile else 'http'}://{bracketed(config.host)}:{config.port}"
     body = json.dumps(
         {"model": served_name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 48, "stream": True}
     )
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key or config.api_keys_file else ""
     print(f"Tandem serves {served_name} on {url}/v1", flush=True)
     print(f"\ncurl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n", flush=True)
+    if config.proxy_endpoints:
+        print(f"Workers of other hosts join with: --join {','.join(config.proxy_endpoints)}", flush=True)
     console.print(f"Logs are in {logs}. Ctrl-C stops the cluster.", soft_wrap=True)
 
 
 def _status(arguments: argparse.Namespace) -> int:
     from deploy.status import print_status, watch_status
 
-    return watch_status(arguments.port) if arguments.watch else print_status(arguments.port, arguments.json)
+    network = NetworkConfig(arguments.network_keys, arguments.insecure_network)
+    endpoints = [endpoint.strip() for endpoint in arguments.join.split(",") if endpoint.strip()]
+    if arguments.watch:
+        return watch_status(arguments.port, endpoints, network)
+    return print_status(arguments.port, arguments.json, endpoints, network)
 
 
 if __name__ == "__main__":

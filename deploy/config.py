@@ -16,6 +16,8 @@ from engine.config import Device, Dtype, LoadFormat
 from kv_transfer.registry import check_name
 from protocol.errors import ConfigError
 from protocol.membership import Role
+from protocol.network import NetworkConfig
+from protocol.network_keys import load_keys
 from proxy.tool_formats import ToolFormatName
 from telemetry.logs import LogFormat
 
@@ -27,11 +29,17 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     model: Annotated[str, Meta(description="folder or hub id of the model; empty serves the built-in demo model")] = ""
     served_model_name: Annotated[str, Meta(description="name that clients use; empty takes the model's own")] = ""
-    prefill: Annotated[int, Meta(ge=1, le=256, description="prefill workers")] = 1
-    decode: Annotated[int, Meta(ge=1, le=256, description="decode workers")] = 1
+    prefill: Annotated[int, Meta(ge=0, le=256, description="prefill workers")] = 1
+    decode: Annotated[int, Meta(ge=0, le=256, description="decode workers")] = 1
     proxies: Annotated[int, Meta(ge=1, le=64, description="proxy processes, which share the port")] = 1
     host: Annotated[str, Meta(description="address that the HTTP endpoint binds")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535, description="port of the HTTP endpoint")] = 8000
+    admin_host: Annotated[
+        str, Meta(description="address of calls for who runs the cluster, such as /metrics; no key is asked for there")
+    ] = "127.0.0.1"
+    admin_port: Annotated[
+        int, Meta(ge=0, le=65535, description="port of these calls; 0 takes the one after --port")
+    ] = 0
     device: Annotated[Device, Meta(description="where the model runs")] = "auto"
     kv_connector: Annotated[
         str, Meta(description="how KV caches move from prefill to decode: auto, ipc, gloo, nccl or an installed one")
@@ -128,7 +136,51 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(description="URL that traces are sent to, OTLP over HTTP (http://HOST:4318/v1/traces); empty sends none"),
     ] = ""
     metrics_host: Annotated[str, Meta(description="address that every worker serves its own /metrics on")] = "127.0.0.1"
+    cluster_host: Annotated[
+        str,
+        Meta(
+            description="own address on the network between the cluster's hosts; empty keeps the cluster to this host"
+        ),
+    ] = ""
+    cluster_port: Annotated[
+        int,
+        Meta(
+            ge=1, le=65535, description="where workers of other hosts reach the first proxy; others take the next ports"
+        ),
+    ] = 7777
+    network_keys: Annotated[
+        str, Meta(description="folder of the keys that tandem keys has made; they protect traffic between hosts")
+    ] = ""
+    insecure_network: Annotated[
+        bool, Meta(description="let traffic between hosts go without keys: who reaches it controls the cluster")
+    ] = False
+    join: Annotated[
+        str,
+        Meta(
+            description="start workers alone, for a cluster that runs: its proxies' endpoints, as tandem up prints "
+            "them, with commas between"
+        ),
+    ] = ""
+    name: Annotated[str, Meta(description="with --join: part of the workers' names, unique in the cluster")] = ""
     log_level: Annotated[LogLevel, Meta(description="how much every process logs")] = "info"
+
+    @property
+    def admin_address(self) -> tuple[str, int]:
+        return self.admin_host, self.admin_port or self.port + 1
+
+    @property
+    def network(self) -> NetworkConfig:
+        return NetworkConfig(self.network_keys and str(Path(self.network_keys).absolute()), self.insecure_network)
+
+    @property
+    def proxy_endpoints(self) -> list[str]:
+        """Where workers of other hosts reach the proxies, in their order; empty where there are none."""
+        ports = range(self.cluster_port, self.cluster_port + self.proxies) if self.cluster_host else ()
+        return [f"tcp://{bracketed(self.cluster_host)}:{port}" for port in ports]
+
+    @property
+    def join_endpoints(self) -> list[str]:
+        return [endpoint.strip() for endpoint in self.join.split(",") if endpoint.strip()]
 
     def num_ranks(self, role: Role) -> int:
         """How many processes share the model in each worker of this role."""
@@ -142,6 +194,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return max(1, self.threads_per_worker // num_ranks)
         all_ranks = self.prefill * self.num_ranks("prefill") + self.decode * self.num_ranks("decode")
         return max(1, _num_cores() // all_ranks)
+
+
+def bracketed(host: str) -> str:
+    """As addresses are written before a port."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _num_cores() -> int:
@@ -179,7 +236,33 @@ def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
         check_name(config.kv_connector)
     except ConfigError as error:
         raise ConfigError(f"kv_connector: {error.message}") from error
+    _check_network(config)
     return config
+
+
+def _check_network(config: ClusterConfig) -> None:
+    """What the processes would find out too, but later and each for itself."""
+    if (config.prefill == 0 or config.decode == 0) and not (config.cluster_host or config.join):
+        role = "prefill" if config.prefill == 0 else "decode"
+        raise ConfigError(f"{role}: 0 workers only where others can join; give --cluster-host, or one worker at least")
+    if config.admin_address[1] in (config.port, 65536):
+        raise ConfigError(f"admin_port: {config.admin_address[1]} cannot be it; choose a port that is not --port")
+    if config.join and not config.cluster_host:
+        raise ConfigError("join: the cluster must reach these workers; give this host's address as --cluster-host")
+    wrong = next((each for each in config.join_endpoints if not each.startswith("tcp://")), None)
+    if wrong is not None:
+        raise ConfigError(f"join: {wrong!r} is no endpoint; write it as tcp://HOST:PORT")
+    if config.cluster_host in ("0.0.0.0", "::", "*"):
+        raise ConfigError(f"cluster_host: {config.cluster_host} is no address that other hosts can reach; name one")
+    if config.cluster_port + config.proxies > 65536:
+        raise ConfigError(f"cluster_port: {config.proxies} proxies do not fit above {config.cluster_port}")
+    if config.cluster_host and not (config.network_keys or config.insecure_network):
+        raise ConfigError(
+            "cluster_host: traffic between hosts would not be protected; make keys with `tandem keys FOLDER` and give "
+            "--network-keys FOLDER, or say --insecure-network where nobody else can reach this network"
+        )
+    if config.network_keys:
+        load_keys(Path(config.network_keys), "worker")
 
 
 def read_api_keys(file: Path) -> list[str]:

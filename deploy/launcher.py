@@ -21,7 +21,7 @@ import msgspec
 from prometheus_client.multiprocess import mark_process_dead
 
 from decode_worker.config import DecodeConfig
-from deploy.config import ClusterConfig, read_api_keys
+from deploy.config import ClusterConfig, bracketed, read_api_keys
 from deploy.gpus import share_out, visible_gpus
 from deploy.loading import fraction_loaded
 from deploy.processes import ChildProcess
@@ -68,18 +68,23 @@ class Launcher:
     async def run(self, on_progress: OnProgress, on_ready: Callable[[Path], None]) -> None:
         """Raises ConfigError for what the operator can mend, InternalError when the cluster does not come up."""
         config = self._config
-        _check_port(config.host, config.port)
-        folder = create_runtime_dir(config.port)
-        logs = log_dir(config.port)
+        place: int | str = config.port if not config.join else self._worker_name("worker")
+        if not config.join:
+            _check_port(config.host, config.port, "--port or --host")
+            _check_port(*config.admin_address, "--admin-port or --admin-host")
+        folder = create_runtime_dir(place)
+        logs = log_dir(place)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.stop)
-        context = new_context()
+        context = new_context("worker", config.network) if config.join else new_context()
+        if config.cluster_host and config.insecure_network and not config.network_keys:
+            log.warning("--insecure-network: whoever reaches %s can control this cluster", config.cluster_host)
         try:
             self._make_children(folder, logs)
             codec: Codec[FromProxyControl] = Codec(FromProxyControl)
             self._controls = [
-                DealerSocket(context, endpoint, codec, partial(self._on_answer, number))
+                DealerSocket(context, endpoint, codec, partial(self._on_answer, number), peer="proxy")
                 for number, endpoint in enumerate(self._control_endpoints(folder))
             ]
             self._tasks = [asyncio.create_task(child.run()) for child in self._children.values()]
@@ -99,7 +104,17 @@ class Launcher:
     # ---- what is started
 
     def _control_endpoints(self, folder: Path) -> list[str]:
-        return [f"ipc://{folder}/proxy-{i}.sock" for i in range(self._config.proxies)]
+        """Of the proxies that the workers register with: our own, or those of the cluster that they join."""
+        return self._config.join_endpoints or [f"ipc://{folder}/proxy-{i}.sock" for i in range(self._config.proxies)]
+
+    def _worker_endpoint(self, folder: Path, name: str) -> str:
+        """What the worker binds: on a port that the kernel chooses where other hosts are to reach it."""
+        host = self._config.cluster_host
+        return f"tcp://{bracketed(host)}:*" if host else f"ipc://{folder}/{name}.sock"
+
+    def _worker_name(self, prefix: str) -> str:
+        """It stays the same when the worker is started again, and is unique in the cluster."""
+        return prefix if not self._config.join else f"{prefix}-{self._config.name or socket.gethostname()}"
 
     def _make_children(self, folder: Path, logs: Path) -> None:
         config = self._config
@@ -107,13 +122,17 @@ class Launcher:
         self._metrics_dir = folder / "metrics"
         self._metrics_dir.mkdir()
         api_keys = read_api_keys(Path(config.api_keys_file)) if config.api_keys_file else []
-        for i, control in enumerate(proxies):
+        for i, control in enumerate(proxies if not config.join else []):
             name = f"proxy-{i}"
             proxy = ProxyConfig(
                 proxy_id=name,
                 host=config.host,
                 port=config.port,
+                admin_host=config.admin_address[0],
+                admin_port=config.admin_address[1],
                 control_endpoint=control,
+                control_tcp_endpoint=next(iter(config.proxy_endpoints[i : i + 1]), ""),
+                network=config.network,
                 model=self._model,
                 served_model_name=self._served_model_name,
                 api_key=config.api_key or None,
@@ -143,10 +162,12 @@ class Launcher:
         num_ranks = [config.num_ranks("prefill")] * config.prefill + [config.num_ranks("decode")] * config.decode
         shares = share_out(gpus, num_ranks)
         for i in range(config.prefill):
-            name = f"prefill-{i}"
+            name = self._worker_name(f"prefill-{i}")
             prefill = PrefillConfig(
                 worker_id=name,
-                endpoint=f"ipc://{folder}/{name}.sock",
+                endpoint=self._worker_endpoint(folder, name),
+                host=config.cluster_host or "127.0.0.1",
+                network=config.network,
                 proxy_endpoints=proxies,
                 engine=self._engine("prefill", self._progress_file(folder, name)),
                 kv_connector=config.kv_connector,
@@ -160,10 +181,12 @@ class Launcher:
             )
             self._add(name, "prefill_worker", prefill, folder, logs, shares[i])
         for i in range(config.decode):
-            name = f"decode-{i}"
+            name = self._worker_name(f"decode-{i}")
             decode = DecodeConfig(
                 worker_id=name,
-                endpoint=f"ipc://{folder}/{name}.sock",
+                endpoint=self._worker_endpoint(folder, name),
+                host=config.cluster_host or "127.0.0.1",
+                network=config.network,
                 proxy_endpoints=proxies,
                 engine=self._engine("decode", self._progress_file(folder, name)),
                 kv_connector=config.kv_connector,
@@ -257,8 +280,9 @@ class Launcher:
             for control in self._controls:
                 control.send(GetStatus())
             reports = list(self._reports.values())
-            if len(reports) == config.proxies:
-                pairs = [pair for report in reports for worker in report.workers for pair in worker.pairs]
+            if len(reports) == len(self._controls):
+                ours = [w for report in reports for w in report.workers if w.worker.worker_id in self._children]
+                pairs = [pair for worker in ours for pair in worker.pairs]
                 refused = next((pair for pair in pairs if pair.state == "refused"), None)
                 if refused is not None:
                     self._fatal = ConfigError(f"{refused.decode_worker_id} refused its pair: {refused.reason}")
@@ -272,7 +296,11 @@ class Launcher:
                     f"{num_ready}/{config.prefill * config.decode} pairs",
                     fraction_loaded(self._progress_files),
                 )
-                if num_ready == config.prefill * config.decode and await self._all_proxies_answer():
+                if config.join:
+                    is_up = all(self._knows_our_workers(report) for report in reports)
+                else:
+                    is_up = num_ready >= config.prefill * config.decode and await self._all_proxies_answer()
+                if is_up:
                     self._ready = True
                     return
             if loop.time() > deadline:
@@ -282,6 +310,9 @@ class Launcher:
                 await asyncio.wait_for(self._stopping.wait(), 0.1)
             except TimeoutError:
                 continue
+
+    def _knows_our_workers(self, report: StatusReport) -> bool:
+        return {worker.worker.worker_id for worker in report.workers} >= set(self._children)
 
     async def _all_proxies_answer(self) -> bool:
         """HTTP connections are shared out over the proxies by the kernel, so one that answers is asked for."""
@@ -315,7 +346,7 @@ def _num_ready_pairs(report: StatusReport) -> int:
     return sum(pair.state == "ready" for worker in report.workers for pair in worker.pairs)
 
 
-def _check_port(host: str, port: int) -> None:
+def _check_port(host: str, port: int, flags: str) -> None:
     """Proxies share the port by SO_REUSEPORT, which would let a second cluster join in unnoticed: look first."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -323,6 +354,4 @@ def _check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
-            ) from error
+            raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another {flags}") from error

@@ -22,6 +22,7 @@ from deploy.serving_rates import Sample, ServingRates, rates
 from protocol.codec import Codec
 from protocol.errors import ConfigError, Overloaded
 from protocol.membership import FromProxyControl, GetStatus, StatusReport
+from protocol.network import NetworkConfig
 from protocol.sockets import DealerSocket, new_context
 
 ANSWER_TIMEOUT_S = 3.0
@@ -30,17 +31,26 @@ WINDOW_S = 30.0
 """`--watch` shows what happened in so long."""
 
 
-async def fetch_status(port: int) -> list[StatusReport]:
-    """One report per proxy that answers in time, by name. Raises ConfigError when no cluster runs on `port`."""
-    sockets = _proxy_sockets(port)
+async def fetch_status(
+    port: int,
+    endpoints: Sequence[str] = (),
+    network: NetworkConfig = NetworkConfig(),  # noqa: B008  # frozen
+) -> list[StatusReport]:
+    """One report per proxy that answers in time, by name. Raises ConfigError when no cluster runs on `port`.
+
+    endpoints: of proxies on another host, in place of those on `port`.
+    """
+    sockets = list(endpoints) or [f"ipc://{path}" for path in _proxy_sockets(port)]
     if not sockets:
         raise ConfigError(f"no cluster runs on port {port}; start one with `tandem up`, or give its --port")
-    context = new_context()
+    context = new_context("operator", network)
     codec: Codec[FromProxyControl] = Codec(FromProxyControl)
     answers: asyncio.Queue[FromProxyControl] = asyncio.Queue()
-    dealers = [DealerSocket(context, f"ipc://{path}", codec, answers.put_nowait) for path in sockets]
+    dealers: list[DealerSocket[FromProxyControl]] = []
     reports: list[StatusReport] = []
     try:
+        for endpoint in sockets:
+            dealers.append(DealerSocket(context, endpoint, codec, answers.put_nowait, peer="proxy"))
         for dealer in dealers:
             dealer.send(GetStatus())
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
@@ -50,7 +60,8 @@ async def fetch_status(port: int) -> list[StatusReport]:
                     reports.append(answer)
     except TimeoutError:
         if not reports:
-            raise Overloaded(f"the cluster on port {port} gave no answer within {ANSWER_TIMEOUT_S:.0f} s") from None
+            where = ", ".join(endpoints) or f"port {port}"
+            raise Overloaded(f"the cluster on {where} gave no answer within {ANSWER_TIMEOUT_S:.0f} s") from None
     finally:
         for dealer in dealers:
             dealer.close()
@@ -62,10 +73,15 @@ def _proxy_sockets(port: int) -> list[Path]:
     return sorted(runtime_dir(port).glob("proxy-*.sock"))
 
 
-def print_status(port: int, as_json: bool) -> int:
+def print_status(
+    port: int,
+    as_json: bool,
+    endpoints: Sequence[str] = (),
+    network: NetworkConfig = NetworkConfig(),  # noqa: B008  # frozen
+) -> int:
     """Exit code 0 when the cluster is ready, 1 when it runs but cannot serve, or a proxy of it does not answer."""
-    sample = Sample(time.monotonic(), asyncio.run(fetch_status(port)))
-    num_silent = _num_silent(port, sample)
+    sample = Sample(time.monotonic(), asyncio.run(fetch_status(port, endpoints, network)))
+    num_silent = _num_silent(port, endpoints, sample)
     if as_json:
         sys.stdout.write(msgspec.json.encode(sample.reports).decode() + "\n")
     else:
@@ -73,32 +89,39 @@ def print_status(port: int, as_json: bool) -> int:
     return 0 if all(report.ready for report in sample.reports) and not num_silent else 1
 
 
-def watch_status(port: int, num_rounds: int | None = None) -> int:
+def watch_status(
+    port: int,
+    endpoints: Sequence[str] = (),
+    network: NetworkConfig = NetworkConfig(),  # noqa: B008  # frozen
+    num_rounds: int | None = None,
+) -> int:
     """The same, live, until Ctrl-C; num_rounds: or so often. Figures are of the last `WINDOW_S`. Exit code 0."""
-    asyncio.run(_watch(port, num_rounds, Console()))
+    asyncio.run(_watch(port, endpoints, network, num_rounds, Console()))
     return 0
 
 
-async def _watch(port: int, num_rounds: int | None, console: Console) -> None:
+async def _watch(
+    port: int, endpoints: Sequence[str], network: NetworkConfig, num_rounds: int | None, console: Console
+) -> None:
     samples: deque[Sample] = deque()
     with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
         for number in itertools.count(1):
             try:
-                samples.append(Sample(time.monotonic(), await fetch_status(port)))
+                samples.append(Sample(time.monotonic(), await fetch_status(port, endpoints, network)))
             except Overloaded as error:
                 live.update(f"[red]{error}[/]", refresh=True)
             else:
                 while samples[-1].at - samples[0].at > WINDOW_S:
                     samples.popleft()
                 then = samples[0] if len(samples) > 1 else None
-                live.update(status_tables(samples[-1], then, _num_silent(port, samples[-1])), refresh=True)
+                live.update(status_tables(samples[-1], then, _num_silent(port, endpoints, samples[-1])), refresh=True)
             if number == num_rounds:
                 return
             await asyncio.sleep(INTERVAL_S)
 
 
-def _num_silent(port: int, sample: Sample) -> int:
-    return max(0, len(_proxy_sockets(port)) - len(sample.reports))
+def _num_silent(port: int, endpoints: Sequence[str], sample: Sample) -> int:
+    return max(0, len(endpoints or _proxy_sockets(port)) - len(sample.reports))
 
 
 def status_tables(now: Sample, then: Sample | None, num_silent: int) -> Group:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from engine.config import EngineConfig
+from protocol.network import NetworkConfig
 from telemetry.logs import LogFormat
 
 
 class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """worker_id survives restarts. endpoint: what its ROUTER binds. host: own address for KV data.
+    network: how tcp endpoints are protected.
 
     kv_checksums: compare every block that is shipped (debugging). kv_lease_s: for so long a prompt's blocks
     are kept for a decode worker that no longer asks for them.
@@ -29,5 +31,6 @@ class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: int = 64
     metrics_host: str = "127.0.0.1"
     metrics_port: int = 0
+    network: NetworkConfig = NetworkConfig()
     log_level: str = "info"
     log_format: LogFormat = "text"

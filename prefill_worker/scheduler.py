@@ -111,8 +111,12 @@ class PrefillScheduler:
 
     def on_reserved(self, message: KVReserved) -> list[Action]:
         prompt = self._by_transfer.get(message.transfer_id)
-        if prompt is None or prompt.dst_block_ids is not None:
+        if prompt is None or not prompt.reserve_sent or prompt.dst_block_ids is not None:
             return []
+        num_cached, num_blocks = message.num_cached_blocks, len(prompt.block_table)
+        if num_cached > num_blocks or len(message.block_ids) != num_blocks - num_cached:
+            error = f"decode set {num_cached} + {len(message.block_ids)} blocks aside for a prompt of {num_blocks}"
+            return self._end(prompt, KVTransferFailed(error))
         prompt.dst_block_ids = message.block_ids
         prompt.num_decode_cached_blocks = prompt.num_shipped_blocks = message.num_cached_blocks
         return self._ship(prompt) + self._settle(prompt)

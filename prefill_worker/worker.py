@@ -31,8 +31,9 @@ from prefill_worker.pairs import Pairs
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.codec import Codec
 from protocol.dispatch import AbortRequest, FirstToken, RequestFailed, StartPrefill, ToPrefill
-from protocol.errors import ErrorInfo, KVTransferFailed, WorkerLost
+from protocol.errors import ErrorInfo, ImplausibleMessage, InternalError, KVTransferFailed, TandemError, WorkerLost
 from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
+from protocol.plausibility import MAX_SEQUENCES, check_request, check_reserved
 from protocol.process import serve_metrics
 from protocol.registration import Registration
 from protocol.sockets import RouterSocket, new_context
@@ -71,6 +72,7 @@ class PrefillWorker:
             loaded.vocab_size,
             lambda: self._loop.call_soon_threadsafe(self._start_step),
         )
+        self._vocab_size, self._max_model_len = loaded.vocab_size, loaded.max_model_len
         pool = KVPool(loaded, self._config.engine)
         blocks = BlockManager(pool.num_blocks, self._config.engine.block_size)
         self._block_bytes = pool.block_bytes * self._config.engine.tensor_parallel_size
@@ -88,7 +90,8 @@ class PrefillWorker:
         own_pool = RankPool(0, loaded.layout, pool.as_blocks(), self._config.host)
         pools = WorkerPools(own_pool, pool.location(), ranks.transfer_connections)
         await self._loop.run_in_executor(None, pools.wait_until_ready)
-        context = new_context()
+        context = new_context("worker", self._config.network)
+        self._refusals = context.refusals
         codec: Codec[ToPrefill] = Codec(ToPrefill)
         self._router = RouterSocket(context, self._config.endpoint, codec, self._on_command)
         self._info = WorkerInfo(
@@ -185,6 +188,7 @@ class PrefillWorker:
             waiting_tokens=scheduler.waiting_tokens(),
             prompt_tokens_per_s=self._speed.tokens_per_s,
             traffic=self._pairs.traffic(),
+            refusals=self._refusals.totals(),
         )
         self._metrics.on_load(load)
         prefixes = scheduler.blocks.prefix_log.take()
@@ -200,21 +204,29 @@ class PrefillWorker:
                 self._perform(self._scheduler.on_abort(message.proxy_id, message.request_id))
 
     def _start(self, message: StartPrefill) -> None:
+        try:
+            check_request(message, self._vocab_size, self._max_model_len)
+        except ImplausibleMessage as error:
+            self._refuse(message, InternalError(error.message))
+            raise
         pair_id = None
         if message.decode_epoch is not None:
             pair = self._pairs.ready_pair(message.decode_epoch)
             if pair is None:
-                error = WorkerLost(f"the pair with {message.decode_worker_id} is not ready")
-                for request_id in message.request_ids:
-                    self._send_to_proxy(message.proxy_id, RequestFailed(request_id, ErrorInfo.of(error)))
+                self._refuse(message, WorkerLost(f"the pair with {message.decode_worker_id} is not ready"))
                 return
             pair_id = pair.pair_id
         grammar = self._grammars.get(message.sampling.grammar)
         self._perform(self._scheduler.on_start(self._loop.time(), message, pair_id, grammar))
 
+    def _refuse(self, message: StartPrefill, error: TandemError) -> None:
+        for request_id in message.request_ids[:MAX_SEQUENCES]:
+            self._send_to_proxy(message.proxy_id, RequestFailed(request_id, ErrorInfo.of(error)))
+
     def _on_decode_answer(self, message: KVReserved | KVRefused | RenewLeases) -> None:
         match message:
             case KVReserved():
+                check_reserved(message)
                 self._perform(self._scheduler.on_reserved(message))
             case KVRefused():
                 self._perform(self._scheduler.on_refused(message.transfer_id, message.error))

@@ -8,6 +8,7 @@ TandemError
   KVTransferFailed    the KV cache did not arrive
   RequestAborted      the client went away, or a deadline passed
   ProtocolError       bytes on a socket that are not one of our messages
+    ImplausibleMessage  one that none of our processes would send
   ConfigError         the operator's configuration cannot work (never travels)
   InternalError       our own fault
 
@@ -65,6 +66,10 @@ class RequestAborted(TandemError):
 
 class ProtocolError(TandemError):
     code = "protocol_error"
+
+
+class ImplausibleMessage(ProtocolError):
+    """Of the right type, and still nothing that one of our processes would send."""
 
 
 class ConfigError(TandemError):

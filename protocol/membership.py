@@ -48,6 +48,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the prefix cache, of num_prompt_tokens, since the start. num_compared_blocks: those that arrived and whose checksums
     were looked at; num_corrupt_blocks: of these, those that were not what was sent. waiting_tokens: num_waiting_tokens,
     as (priority, tokens). prompt_tokens_per_s: computed of late while prompts were computed; 0 before the first.
+    refusals: see `protocol.refusals`, since the start.
     """
 
     num_running: int = 0
@@ -68,6 +69,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     waiting_tokens: list[tuple[int, int]] = []
     prompt_tokens_per_s: float = 0.0
     traffic: list[PairTraffic] = []
+    refusals: list[tuple[str, int]] = []
 
 
 class PrefixUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

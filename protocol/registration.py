@@ -10,9 +10,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
-from typing import Any
-
-import zmq
 
 from protocol.codec import Codec
 from protocol.membership import (
@@ -25,6 +22,7 @@ from protocol.membership import (
     WorkerInfo,
     WorkerStatus,
 )
+from protocol.network import Context
 from protocol.sockets import DealerSocket
 
 log = logging.getLogger(__name__)
@@ -57,7 +55,7 @@ class Registration:
 
     def __init__(
         self,
-        context: zmq.Context[Any],
+        context: Context,
         proxy_endpoints: list[str],
         register: RegisterWorker,
         status: Callable[[], WorkerStatus],
@@ -85,6 +83,7 @@ class Registration:
                 codec,
                 partial(self._on_message, link),
                 identity,
+                peer="proxy",
             )
             link.socket.send(self._register)
         self._task = asyncio.get_running_loop().create_task(self._beat())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -12,7 +12,8 @@ import msgspec
 from litestar import Litestar, Request, Response, get, post
 from litestar.connection import ASGIConnection
 from litestar.exceptions import HTTPException
-from litestar.handlers import BaseRouteHandler
+from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
+from litestar.types import Guard
 
 from protocol.errors import Overloaded, RequestAborted, TandemError
 from proxy.admin_routes import admin_routes
@@ -45,6 +46,7 @@ _OPEN = {"open": True}
 
 
 def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
+    """What clients reach. Calls for who runs the cluster are among it only where they have no address of their own."""
     keys = [*config.api_keys, *([config.api_key] if config.api_key is not None else [])]
     card = ModelCard(config.served_model_name, int(time.time()), None)
     document = openapi_document(config.served_model_name, bool(keys))
@@ -109,8 +111,8 @@ def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
     async def docs(request: HttpRequest) -> Response[str]:
         return Response(page, media_type="text/html", headers=id_header(request))
 
-    return Litestar(
-        route_handlers=[
+    return _litestar(
+        [
             completions,
             chat_completions,
             models,
@@ -122,9 +124,21 @@ def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
             tandem_version,
             openapi,
             docs,
-            *admin_routes(config, door),
+            *([] if config.admin_port else admin_routes(config, door)),
         ],
-        guards=[_key_guard(ApiKeys(keys))] if keys else [],
+        [_key_guard(ApiKeys(keys))] if keys else [],
+    )
+
+
+def make_admin_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
+    """What has an address of its own. No key opens it: the keys are the clients', and these calls are not for them."""
+    return _litestar(admin_routes(config, door), [])
+
+
+def _litestar(routes: Sequence[HTTPRouteHandler], guards: Sequence[Guard]) -> Litestar:
+    return Litestar(
+        route_handlers=routes,
+        guards=guards,
         exception_handlers={
             TandemError: tandem_error_response,
             HTTPException: http_exception_response,

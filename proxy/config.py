@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import ConfigError
+from protocol.network import NetworkConfig
 from proxy.tool_formats import ToolFormatName
 from telemetry.logs import LogFormat
 
@@ -16,9 +17,11 @@ from telemetry.logs import LogFormat
 class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The file that `python -m proxy FILE` reads, as JSON.
 
-    control_endpoint: where workers, the launcher and `tandem status` reach this proxy (ZeroMQ, bound here).
+    control_endpoint: where workers, the launcher and `tandem status` reach this proxy (ZeroMQ, bound here);
+    control_tcp_endpoint: the same for other hosts, empty where there are none; network: how it is protected.
     model: folder or hub id; its tokeniser and configuration alone are read. api_key, api_keys: None and [] let everyone
     in.
+    admin_host, admin_port: where what `proxy.admin_routes` has is served, without a key; 0 serves it beside the rest.
     sockets_per_worker: connections to each worker; one request stays on one of them.
     worker_silence_s: a worker that has sent no status for so long is lost.
     max_waiting_requests: sequences that may wait for their first token; beyond that requests are refused.
@@ -28,6 +31,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     itself; 0 never. ttft_slo_ms: requests whose first token is predicted later are refused; 0 refuses none.
     client_timeout_s: for a request's head to arrive, for each 16 KiB of its body, and for the client to take as much of
     the answer when its buffer is full. ssl_certfile, ssl_keyfile: PEM files; then HTTPS alone is served.
+    keep_alive_s: how long a connection may be idle between two requests.
     tokenizer_threads: of execution, each a process of its own, see `proxy.reader_pool`.
     trust_request_chat_template: requests may bring a chat template of their own.
     tool_call_parser: how the model writes tool calls, see `proxy.tool_formats`.
@@ -39,8 +43,12 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     control_endpoint: str
     model: str
     served_model_name: str
+    control_tcp_endpoint: str = ""
+    network: NetworkConfig = NetworkConfig()
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    admin_host: str = "127.0.0.1"
+    admin_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     api_key: str | None = None
     api_keys: list[str] = []
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
@@ -55,6 +63,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_prefill_threshold: Annotated[int, Meta(ge=0)] = 0
     ttft_slo_ms: Annotated[int, Meta(ge=0)] = 0
     client_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
+    keep_alive_s: Annotated[float, Meta(gt=0)] = 75.0
     trust_request_chat_template: bool = False
     tool_call_parser: ToolFormatName = "hermes"
     ssl_certfile: str = ""

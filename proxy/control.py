@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from protocol.codec import Codec
-from protocol.errors import ProtocolError
+from protocol.errors import ImplausibleMessage, ProtocolError
 from protocol.membership import (
     ClusterView,
     GetStatus,
@@ -26,6 +26,7 @@ from protocol.membership import (
     WorkerInfo,
     WorkerStatus,
 )
+from protocol.plausibility import check_register, check_status
 from protocol.sockets import RouterSocket
 from proxy.registry import CHECK_INTERVAL_S, MembershipChange, Registry
 
@@ -35,20 +36,22 @@ log = logging.getLogger(__name__)
 class Control:
     """on_joined(worker) and on_lost(worker, reason) are called on the loop.
 
-    num_requests() and figures() are asked for the status report, timeline(request_id) for another proxy. Binding
-    raises zmq's error when the endpoint is taken.
+    tcp_endpoint: bound as well, for other hosts. num_requests() and figures() are asked for the status report,
+    timeline(request_id) for another proxy. Binding raises zmq's error when the endpoint is taken.
     """
 
     def __init__(
         self,
         context: Any,
         endpoint: str,
+        tcp_endpoint: str,
         proxy_id: str,
         model: str,
         registry: Registry,
         on_joined: Callable[[WorkerInfo], None],
         on_lost: Callable[[WorkerInfo, str], None],
         num_requests: Callable[[], int],
+        on_refusals: Callable[[str, list[tuple[str, int]]], None],
         timeline: Callable[[str], bytes],
         figures: Callable[[], ServingFigures],
     ) -> None:
@@ -59,11 +62,12 @@ class Control:
         self._on_joined = on_joined
         self._on_lost = on_lost
         self._num_requests = num_requests
+        self._on_refusals = on_refusals
         self._timeline = timeline
         self._figures = figures
         self._identities: dict[str, bytes] = {}  # of registered workers, by epoch
         self._socket: RouterSocket[ToProxyControl] = RouterSocket(
-            context, endpoint, Codec(ToProxyControl), self._on_message
+            context, endpoint, Codec(ToProxyControl), self._on_message, tcp_endpoint
         )
         self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
 
@@ -73,7 +77,10 @@ class Control:
             case RegisterWorker():
                 self._register(now, identity, message)
             case WorkerStatus():
+                check_status(message)
                 known = self._registry.on_status(now, message)
+                if known and message.load.refusals:
+                    self._on_refusals(message.worker_id, message.load.refusals)
                 self._socket.send(identity, self._view(known, self._registry.prefixes.has_missed(message.epoch)))
             case WorkerExited():
                 self._apply(self._registry.on_exited(message.worker_id, message.pid))
@@ -92,10 +99,13 @@ class Control:
 
     def _register(self, now: float, identity: bytes, message: RegisterWorker) -> None:
         try:
+            check_register(message)
             change = self._registry.on_register(now, message)
         except ProtocolError as error:
             log.error("%s", error)
             self._socket.send(identity, RegistrationRefused(error.message))
+            if isinstance(error, ImplausibleMessage):
+                raise  # to be counted
             return
         self._identities[message.worker.epoch] = identity
         if change:
@@ -116,7 +126,11 @@ class Control:
             self._on_lost(gone.worker, gone.reason)
         for worker in change.joined:
             log.info("%s joined (epoch %s, pid %d)", worker.worker_id, worker.epoch, worker.pid)
-            self._on_joined(worker)
+            try:
+                self._on_joined(worker)
+            except Exception as error:  # zmq's own, or a tcp endpoint without keys
+                log.error("cannot connect to %s at %s: %s", worker.worker_id, worker.endpoint, error)
+                self._apply(self._registry.on_exited(worker.worker_id, worker.pid))
         # Told at once, not at their next status: a prefill worker begins to pair with a new decode worker right away.
         view = self._view(known=True)
         for identity in self._identities.values():

@@ -95,12 +95,6 @@ ROUTES = [
           is_open=True),
     Route("get", "/live", "200 while the process runs.", HealthResponse, errors=(405, 431, 500), is_open=True),
     Route("get", "/version", "Tandem's version.", VersionResponse),
-    Route("get", "/metrics", "For Prometheus; adds up over all proxies.", "text/plain"),
-    Route("get", "/sd", "What Prometheus is to scrape, for its http_sd.", "application/json"),
-    Route("get", "/debug/requests/{request_id}", "The timeline of one request of late.", "application/json",
-          errors=(401, 404, 405, 431, 500)),
-    Route("get", "/dashboard", "A page with live figures.", "text/html", errors=(405, 431, 500), is_open=True),
-    Route("get", "/dashboard/cluster", "What that page shows of workers and pairs.", "application/json"),
     Route("get", "/openapi.json", "This description.", "application/json", errors=(405, 431, 500), is_open=True),
     Route("get", "/docs", "This description as a page.", "text/html", errors=(405, 431, 500), is_open=True),
 ]  # fmt: skip

@@ -24,10 +24,11 @@ class TargetGroup(msgspec.Struct, frozen=True):
 
 def scrape_targets(config: ProxyConfig, asked_host: str, workers: Iterable[WorkerInfo]) -> list[TargetGroup]:
     """asked_host: how the asker reaches this proxy (host:port); counts where every address is bound."""
-    own = f"[{config.host}]:{config.port}" if ":" in config.host else f"{config.host}:{config.port}"
-    if config.host in _EVERY_ADDRESS and asked_host:
+    host, port = (config.admin_host, config.admin_port) if config.admin_port else (config.host, config.port)
+    own = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if host in _EVERY_ADDRESS and asked_host:
         own = asked_host
-    scheme = {"__scheme__": "https"} if config.ssl_certfile else {}
+    scheme = {"__scheme__": "https"} if config.ssl_certfile and not config.admin_port else {}
     groups = [TargetGroup([own], {"role": "proxy", **scheme})]
     for worker in sorted(workers, key=lambda worker: (worker.role, worker.worker_id)):
         if worker.metrics_address:

@@ -11,6 +11,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
 
@@ -18,7 +19,7 @@ from protocol.errors import ConfigError, RequestAborted
 from protocol.membership import WorkerInfo
 from protocol.sockets import new_context
 from proxy.admission import Admission
-from proxy.app import make_app
+from proxy.app import make_admin_app, make_app
 from proxy.config import ProxyConfig
 from proxy.control import Control
 from proxy.dispatcher import Dispatcher
@@ -61,6 +62,7 @@ class _Uvicorn(uvicorn.Server):
 async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> None:
     """Runs until SIGTERM or SIGINT. Raises ConfigError when an address cannot be bound."""
     listener = _listen(config.host, config.port)
+    admin_listener = _listen(config.admin_host, config.admin_port) if config.admin_port else None
     # Unique for each start, so that workers tell a restarted proxy, whose requests are gone, from its predecessor.
     proxy_id = f"{config.proxy_id}-{secrets.token_hex(4)}"
     metrics = ProxyMetrics()
@@ -69,9 +71,10 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     router = Router(registry, config.decode_prefill_threshold, config.num_proxies)
     turns = Turns(_STREAMS_PER_ITERATION)
     dispatcher = Dispatcher(proxy_id, router, metrics, turns)
-    context = new_context()
+    context = new_context("proxy", config.network)
     pool = WorkerPool(context, proxy_id, config.sockets_per_worker, dispatcher.on_message)
     dispatcher.pool = pool
+    context.refusals.on_refused = lambda reason: metrics.refusals.labels(reason).inc()
 
     admission = Admission(
         config.max_waiting_requests, time.monotonic, config.max_waiting_tokens, config.max_requests_per_client
@@ -93,18 +96,24 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         control = Control(
             context,
             config.control_endpoint,
+            config.control_tcp_endpoint,
             proxy_id,
             config.served_model_name,
             registry,
             on_joined,
             on_lost,
             lambda: dispatcher.num_running,
+            metrics.on_worker_refusals,
             timelines.own,
             lambda: serving_figures(metrics, admission),
         )
+    except ConfigError:
+        listener.close()
+        raise
     except Exception as error:  # zmq's own, which has no name here
         listener.close()
-        raise ConfigError(f"cannot bind the control endpoint {config.control_endpoint}: {error}") from error
+        where = " and ".join(filter(None, (config.control_endpoint, config.control_tcp_endpoint)))
+        raise ConfigError(f"cannot bind the control endpoint {where}: {error}") from error
     door = FrontDoor(
         text,
         TokenText(text.tokenizer),
@@ -121,21 +130,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         config.request_timeout_s,
         config.ttft_slo_ms / 1000 or None,
     )
-    uvicorn_config = uvicorn.Config(
-        make_app(config, door),
-        http=make_protocol(config.client_timeout_s),
-        lifespan="off",
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        backlog=_BACKLOG,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=config.shutdown_grace_s + _FAREWELL_S,  # type: ignore[arg-type]  # any number does
-        ssl_certfile=config.ssl_certfile or None,
-        ssl_keyfile=config.ssl_keyfile or None,
-    )
+    uvicorn_config = _uvicorn_config(make_app(config, door), config, config.ssl_certfile, config.ssl_keyfile)
     try:
         uvicorn_config.load()  # reads the certificate, for one
     except (OSError, ssl.SSLError) as error:
@@ -144,12 +139,19 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
             f"cannot read the certificate {config.ssl_certfile} with the key {config.ssl_keyfile or '(none)'}: {error}"
         ) from error
     server = _Uvicorn(uvicorn_config)
+    serving = [server.serve(sockets=[listener])]
+    admin: _Uvicorn | None = None
+    if admin_listener is not None:
+        admin = _Uvicorn(_uvicorn_config(make_admin_app(config, door), config))
+        serving.append(admin.serve(sockets=[admin_listener]))
     loop = asyncio.get_running_loop()
 
     def stop() -> None:
         if not server.should_exit:
             log.info("stopping; %d sequences are under way", dispatcher.num_running)
             server.should_exit = True
+            if admin is not None:
+                admin.should_exit = True
             error = RequestAborted("the server is shutting down")
             loop.call_later(config.shutdown_grace_s, dispatcher.fail_all, error)
 
@@ -160,7 +162,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     telling = asyncio.create_task(_tell(metrics, admission))
     try:
         await scrapes.start()
-        await server.serve(sockets=[listener])
+        await asyncio.gather(*serving)
     finally:
         telling.cancel()
         pool.close_all()
@@ -178,6 +180,24 @@ async def _tell(metrics: ProxyMetrics, admission: Admission) -> None:
         await asyncio.sleep(_TELL_INTERVAL_S)
         metrics.waiting.set(admission.num_waiting)
         metrics.per_token.tell()
+
+
+def _uvicorn_config(app: Any, config: ProxyConfig, certfile: str = "", keyfile: str = "") -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
+        http=make_protocol(config.client_timeout_s),
+        lifespan="off",
+        ws="none",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        backlog=_BACKLOG,
+        timeout_keep_alive=config.keep_alive_s,  # type: ignore[arg-type]  # any number does
+        timeout_graceful_shutdown=config.shutdown_grace_s + _FAREWELL_S,  # type: ignore[arg-type]
+        ssl_certfile=certfile or None,
+        ssl_keyfile=keyfile or None,
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -43,7 +43,8 @@ class Timelines:
         if not self._peers:
             codec: Codec[FromProxyControl] = Codec(FromProxyControl)
             self._peers = [
-                DealerSocket(self._context, endpoint, codec, self._on_answer) for endpoint in self._peer_endpoints
+                DealerSocket(self._context, endpoint, codec, self._on_answer, peer="proxy")
+                for endpoint in self._peer_endpoints
             ]
         question = self._asked.get(request_id)
         if question is None:

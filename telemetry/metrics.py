@@ -82,6 +82,19 @@ class ProxyMetrics:
         self.generation_tokens = Counter(
             "tandem_generation_tokens", "Tokens generated for clients.", registry=self.registry
         )
+        self.refusals = Counter(
+            "tandem_refusals",
+            "Connections and messages on this proxy's sockets that were refused, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.worker_refusals = Gauge(
+            "tandem_worker_refusals",
+            "The same on a worker's sockets, since its start.",
+            ["worker", "reason"],
+            registry=self.registry,
+            multiprocess_mode="livemax",
+        )
         self.running = Gauge(
             "tandem_num_requests_running", "Sequences under way.", registry=self.registry, multiprocess_mode="livesum"
         )
@@ -136,6 +149,11 @@ class ProxyMetrics:
 
     def on_lost(self, role: str) -> None:
         self.workers.labels(role).dec()
+
+    def on_worker_refusals(self, worker_id: str, refusals: list[tuple[str, int]]) -> None:
+        """refusals: (reason, how many since the worker's start)."""
+        for reason, count in refusals:
+            self.worker_refusals.labels(worker_id, reason).set(count)
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, documentation, buckets=buckets, registry=self.registry)

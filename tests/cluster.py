@@ -41,7 +41,9 @@ class Cluster:
     def __init__(self, *arguments: str) -> None:
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._arguments = arguments
+        admin_port = free_port()
+        self.admin_url = f"http://127.0.0.1:{admin_port}"
+        self._arguments = ("--admin-port", str(admin_port), *arguments)
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:

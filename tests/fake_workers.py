@@ -210,6 +210,7 @@ class Proxy:
     ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self.admin_url = f"http://127.0.0.1:{config.get('admin_port') or self.port}"
         self.control = f"ipc://{folder}/{name}.sock"
         fields = {
             "proxy_id": name,
@@ -240,7 +241,7 @@ class Proxy:
             except httpx.TransportError:
                 return False
 
-        wait_until(answered, 60)
+        wait_until(answered, 180)
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)

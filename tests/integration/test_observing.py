@@ -77,7 +77,7 @@ def cluster(receiver: OtlpReceiver) -> Iterator[Cluster]:
 
 
 def get(cluster: Cluster, path: str) -> httpx.Response:
-    return httpx.get(cluster.url + path, headers={"authorization": f"Bearer {KEY}"}, timeout=30)
+    return httpx.get(cluster.admin_url + path, timeout=30)
 
 
 def ask(cluster: Cluster, request_id: str, **fields: Any) -> float:
@@ -127,7 +127,7 @@ def test_prometheus_is_led_to_every_worker(cluster: Cluster) -> None:
         {"role": "prefill", "worker": "prefill-0"},
     ]
     [proxy], [decode], [prefill] = (group["targets"] for group in groups)
-    assert proxy == cluster.url.removeprefix("http://")
+    assert proxy == cluster.admin_url.removeprefix("http://")
     pair = '{"connector": "ipc", "decode_worker": "decode-0", "prefill_worker": "prefill-0"}'
 
     def told(address: str) -> dict[tuple[str, str], float]:
@@ -200,15 +200,12 @@ def test_spans_take_the_clients_trace_over(cluster: Cluster, receiver: OtlpRecei
 
 
 def test_every_panel_has_data_in_a_real_prometheus(cluster: Cluster, tmp_path: Path) -> None:
-    """The repository's own configuration, but for the address, the key and how often it scrapes."""
+    """The repository's own configuration, but for the address and how often it scrapes."""
     if not Path(PROMETHEUS).exists():
         pytest.skip(f"no {PROMETHEUS}; on Debian: apt-get install prometheus")
     port = free_port()
-    key_file = tmp_path / "key"
-    key_file.write_text(KEY)
     text = (Path(__file__).parents[2] / "deploy/prometheus/prometheus.yml").read_text()
-    text = text.replace("# authorization:", "authorization:").replace("/etc/prometheus/tandem.key", str(key_file))
-    text = text.replace("127.0.0.1:8000", f"127.0.0.1:{cluster.port}").replace("10s", "1s")
+    text = text.replace("http://127.0.0.1:8001", cluster.admin_url).replace("10s", "1s")
     config = tmp_path / "prometheus.yml"
     config.write_text(text)
     command = [
@@ -257,11 +254,8 @@ def test_the_page_shows_the_cluster(cluster: Cluster) -> None:
         asked: list[str] = []
         page.on("pageerror", lambda error: troubles.append(str(error)))
         page.on("request", lambda request: asked.append(request.url))
-        page.goto(f"{cluster.url}/dashboard")
-        page.wait_for_selector("#login:visible", timeout=30_000)  # the page is open, what it shows is not
-        page.fill("#key", KEY)
-        page.click("#login button")
-        page.wait_for_selector("text=ready", timeout=30_000)
+        page.goto(f"{cluster.admin_url}/dashboard")
+        page.wait_for_selector("#state:text-is('ready')", timeout=30_000)
         ask(cluster, "f0")
         page.wait_for_selector("#tiles .big:text-matches('[0-9] *ms p50')", timeout=60_000)
         page.wait_for_selector("#stages i:nth-child(2)", timeout=60_000)
@@ -270,6 +264,6 @@ def test_the_page_shows_the_cluster(cluster: Cluster) -> None:
         assert page.locator("#topology line").count() == 1 and "ipc" in page.inner_text("#topology")
         overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
         assert overflow <= 0, "on a phone the page is wider than the screen"
-        assert all(url.startswith((cluster.url, "data:")) for url in asked), asked
+        assert all(url.startswith((cluster.admin_url, "data:")) for url in asked), asked
         assert not troubles
         browser.close()

@@ -64,3 +64,6 @@ def test_prometheus_learns_of_the_port_and_of_every_worker() -> None:
     everywhere = msgspec.structs.replace(config, host="0.0.0.0", ssl_certfile="cert.pem")
     [proxy, *_] = scrape_targets(everywhere, "gpu-7:8010", workers)
     assert proxy.targets == ["gpu-7:8010"] and proxy.labels == {"role": "proxy", "__scheme__": "https"}
+    with_admin = msgspec.structs.replace(everywhere, admin_port=8011)
+    [proxy, *_] = scrape_targets(with_admin, "gpu-7:8011", workers)
+    assert proxy.targets == ["127.0.0.1:8011"] and proxy.labels == {"role": "proxy"}
