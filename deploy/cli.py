@@ -168,6 +168,8 @@ def _print_ready(console: Any, config: ClusterConfig, served_name: str, logs: Pa
     print(f"\ncurl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n", flush=True)
     if config.proxy_endpoints:
         print(f"Workers of other hosts join with: --join {','.join(config.proxy_endpoints)}", flush=True)
+    admin_host, admin_port = config.admin_address
+    console.print(f"Its page is http://{bracketed(admin_host)}:{admin_port}/dashboard", soft_wrap=True)
     console.print(f"Logs are in {logs}. Ctrl-C stops the cluster.", soft_wrap=True)
 
 
