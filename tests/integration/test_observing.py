@@ -224,7 +224,7 @@ def test_every_panel_has_data_in_a_real_prometheus(cluster: Cluster, tmp_path: P
         answer = httpx.get(f"http://127.0.0.1:{port}/api/v1/query", params={"query": expr}, timeout=20)
         assert answer.status_code == 200, f"{expr}: {answer.text}"
         result = answer.json()["data"]["result"]
-        return bool(result) and all(series["value"][1] != "NaN" for series in result)
+        return any(series["value"][1] != "NaN" for series in result)
 
     def all_have_data() -> bool:
         assert process.poll() is None, "prometheus ended"
