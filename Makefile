@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: setup serve test check gpu-check format lock clean
+.PHONY: setup serve test check bench gpu-check format lock clean
 
 setup: $(VENV)/.installed
 
@@ -29,6 +29,10 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/unit
+
+# ARGS=--quick for less than five minutes.
+bench: setup
+	$(BIN)/python -m bench.all $(ARGS)
 
 # On a machine with a GPU, its own torch and perhaps no network: wheels of what it lacks are taken from .whl/.
 gpu-check:
