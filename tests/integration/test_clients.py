@@ -18,10 +18,10 @@ ROOT = Path(__file__).parents[2]
 def test_locust_tells_ttft_and_itl(cluster: Cluster, tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "locust", "-f", "bench/locustfile.py", "--headless", "--host", cluster.url,
-        "--users", "4", "--spawn-rate", "4", "--run-time", "4s", "--stop-timeout", "20",
+        "--users", "4", "--spawn-rate", "4", "--run-time", "8s", "--stop-timeout", "60",
         "--model", MODEL, "--input-len", "16", "--output-len", "8", "--csv", str(tmp_path / "told"),
     ]  # fmt: skip
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert run.returncode == 0, run.stdout + run.stderr
     with (tmp_path / "told_stats.csv").open() as file:
         rows = {row["Name"]: row for row in csv.DictReader(file)}
