@@ -6,6 +6,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from protocol.network import NetworkConfig
+from telemetry.logs import LogFormat
 
 
 class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -15,6 +16,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_checksums: compare every block that arrives (debugging). max_num_seqs: sequences that decode in one step.
     max_num_batched_tokens: of prompts that are computed here, in one step.
     drain_timeout_s: what is under way when the worker is told to leave has so long to end.
+    metrics_host, metrics_port: where its /metrics are served; 0 takes any free port.
     """
 
     worker_id: str
@@ -27,5 +29,8 @@ class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     drain_timeout_s: float = 30.0
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0
     network: NetworkConfig = NetworkConfig()
     log_level: str = "info"
+    log_format: LogFormat = "text"

@@ -22,6 +22,7 @@ from engine.batch import Batch, ItemOutput
 from engine.block_manager import BlockManager
 from engine.grammar import Grammar
 from protocol.dispatch import (
+    DecodeBegan,
     DecodeReserved,
     FirstToken,
     NewToken,
@@ -69,6 +70,7 @@ class DecodeScheduler:
         self._local_prefills: dict[str, LocalPrefill] = {}  # not begun
         self._waiting: deque[IncomingTransfer | LocalPrefill] = deque()  # for blocks
         self._running: list[DecodeSequence] = []
+        self._joined: list[DecodeSequence] = []  # since the clock was last told
         self._step: list[DecodeSequence] = []
         self._chunks: list[tuple[LocalPrefill, int]] = []  # of the step too
         self._copied_from: list[int] = []  # held for the step
@@ -254,6 +256,12 @@ class DecodeScheduler:
 
     # ---- steps
 
+    def on_clock(self, now: float) -> None:
+        """Call after events that came while a step ran: says when the sequences that joined by them did."""
+        for sequence in self._joined:
+            sequence.joined_at = now
+        self._joined.clear()
+
     def schedule(self, now: float) -> tuple[Batch, list[Action]]:
         """One new token for each running sequence, chunks of prompts, and what preempted ones are told.
 
@@ -261,6 +269,7 @@ class DecodeScheduler:
         block, because transfers hold them, sits the step out.
         """
         assert not self._step and not self._chunks, "one step at a time"
+        self.on_clock(now)
         actions: list[Action] = []
         for sequence in sorted(self._running[: self._max_num_seqs], key=lambda s: s.age):
             if not sequence.ended and sequence.may_step and self._grow(sequence, actions):
@@ -268,6 +277,8 @@ class DecodeScheduler:
         copies = []
         for sequence in self._step:
             sequence.in_step = True
+            if sequence.stepped_at is None:
+                sequence.stepped_at = now
             if sequence.copy_from is not None:
                 copies.append((sequence.copy_from, sequence.block_table[len(sequence.prompt.hashes)]))
                 self._copied_from.append(sequence.copy_from)
@@ -306,6 +317,7 @@ class DecodeScheduler:
         """One TokenBatch for each proxy that has sequences in the step, and first tokens of prompts that are done."""
         step, chunks = self._end_step()
         batches: dict[str, list[NewToken]] = {}
+        began: dict[str, list[DecodeBegan]] = {}
         freed: list[Action] = []
         for sequence, output in zip(step, results[: len(step)], strict=True):
             if sequence.ended:
@@ -323,10 +335,14 @@ class DecodeScheduler:
             request = sequence.prompt.request
             finish_reason = request.stop.check(token.token_id, len(sequence.output_token_ids))
             batches.setdefault(request.proxy_id, []).append(NewToken(sequence.request_id, token, finish_reason))
+            if len(sequence.output_token_ids) == request.num_generated + 2:
+                began.setdefault(request.proxy_id, []).append(_began(now, sequence))
             if finish_reason is not None:
                 self.num_finished += 1
                 freed += self._end(sequence)
-        actions: list[Action] = [SendToProxy(proxy_id, TokenBatch(tokens)) for proxy_id, tokens in batches.items()]
+        actions: list[Action] = [
+            SendToProxy(proxy_id, TokenBatch(tokens, began.get(proxy_id, []))) for proxy_id, tokens in batches.items()
+        ]
         if len(self._running) > self._max_num_seqs:  # others wait for their turn: go round
             stepped = set(map(id, step))
             self._running.sort(key=lambda sequence: id(sequence) in stepped)
@@ -521,6 +537,7 @@ class DecodeScheduler:
             is_first = False
             sequence.begin(full + own, token_id, self.blocks.block_size, position_offset)
             self._running.append(sequence)
+            self._joined.append(sequence)
         self.blocks.release(full)  # the hold of who brought them
         self.blocks.release(spare + (partial if is_first else []))
         return self._reserve() if spare or is_first else []
@@ -593,3 +610,8 @@ class DecodeScheduler:
 def _failure(sequence: DecodeSequence, error: TandemError) -> Action:
     message = RequestFailed(sequence.request_id, ErrorInfo.of(error))
     return SendToProxy(sequence.prompt.request.proxy_id, message)
+
+
+def _began(now: float, sequence: DecodeSequence) -> DecodeBegan:
+    stepped_at = sequence.stepped_at if sequence.stepped_at is not None else now
+    return DecodeBegan(sequence.request_id, stepped_at - sequence.joined_at, now - stepped_at)

@@ -69,6 +69,7 @@ class DecodeSequence:
     the next step computes.
     block_tokens: the tokens in the last block that have been computed; parent_hash: of the blocks before it.
     copy_from: a block, held, that the next step copies into the sequence's own last one (copy on write).
+    joined_at, stepped_at: when its KV was whole, and when its first step began; the second None before that.
     """
 
     prompt: DecodePrompt
@@ -85,6 +86,8 @@ class DecodeSequence:
     copy_from: int | None = None
     in_step: bool = False
     ended: bool = False
+    joined_at: float = 0.0
+    stepped_at: float | None = None
     _prompt_token_ids: list[int] = field(default_factory=list)
 
     @property

@@ -32,7 +32,7 @@ from kv_transfer.mapped_memory import host_id
 from kv_transfer.rank_pool import RankPool
 from kv_transfer.worker_pools import WorkerPools
 from protocol.codec import Codec
-from protocol.dispatch import AbortRequest, PrepareDecode, RequestFailed, ToDecode
+from protocol.dispatch import AbortRequest, FirstToken, PrepareDecode, RequestFailed, ToDecode, TokenBatch
 from protocol.drain import Drain, Retired
 from protocol.errors import ErrorInfo, ImplausibleMessage, InternalError, KVTransferFailed
 from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLeft, WorkerLoad, WorkerStatus
@@ -42,6 +42,7 @@ from protocol.plausibility import (
     check_open_pair,
     check_request,
 )
+from protocol.process import serve_metrics
 from protocol.registration import Registration
 from protocol.sockets import RouterSocket, new_context
 from protocol.transfer import (
@@ -55,6 +56,7 @@ from protocol.transfer import (
     ShipKV,
     ToDecodePeer,
 )
+from telemetry.worker_metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class DecodeWorker:
         self._speed = PromptSpeed()
         self._num_transferred_bytes = self._num_compared_blocks = self._num_corrupt_blocks = 0
         self._stepping = False
+        self._metrics = WorkerMetrics()
 
     def stop(self) -> None:
         self._stopping.set()
@@ -125,6 +128,7 @@ class DecodeWorker:
             endpoint=self._router.endpoint,
             pid=os.getpid(),
             num_ranks=self._config.engine.tensor_parallel_size,
+            metrics_address=serve_metrics(self._metrics, self._config.metrics_host, self._config.metrics_port),
         )
         device = loaded.device.type
         self._pools = pools
@@ -170,6 +174,7 @@ class DecodeWorker:
             self._registration = None
             registration.tell(WorkerLeft(self._info.worker_id, self._info.epoch))
             registration.close()
+            self._metrics.close()
             self._pairs.close()
             self._router.close()
             context.term()
@@ -235,6 +240,7 @@ class DecodeWorker:
             prompt_tokens_per_s=self._speed.tokens_per_s,
             refusals=self._refusals.totals(),
         )
+        self._metrics.on_load(load)
         prefixes = scheduler.blocks.prefix_log.take()
         return WorkerStatus(
             self._info.worker_id, self._info.epoch, load, prefixes=prefixes, draining=self._drain.has_begun
@@ -332,6 +338,7 @@ class DecodeWorker:
         for action in actions:
             match action:
                 case SendToProxy():
+                    self._observe(action.message)
                     if not self._router.send(f"{action.proxy_id}:0".encode(), action.message):
                         log.warning("proxy %s is not connected; its message was dropped", action.proxy_id)
                 case SendToPrefill():
@@ -339,6 +346,15 @@ class DecodeWorker:
                 case Receive():
                     self._receive(action)
         self._start_step()
+
+    def _observe(self, message: msgspec.Struct) -> None:
+        match message:
+            case TokenBatch() if message.began:
+                for began in message.began:
+                    self._metrics.decode_wait.observe(began.decode_wait_s)
+            case FirstToken():
+                self._metrics.queue.observe(message.queue_s)
+                self._metrics.prefill.observe(message.prefill_s)
 
     def _receive(self, action: Receive) -> None:
         def done(error: KVTransferFailed | None) -> None:
@@ -352,6 +368,7 @@ class DecodeWorker:
 
     def _start_step(self) -> None:
         if self._stepping:
+            self._scheduler.on_clock(self._loop.time())
             return
         batch, actions = self._scheduler.schedule(self._loop.time())
         if batch.items:
@@ -363,6 +380,7 @@ class DecodeWorker:
     def _on_step(self, results: list[ItemOutput] | None, error: BaseException | None, step_time_s: float) -> None:
         self._stepping = False
         self._step_time_s = step_time_s
+        self._metrics.step.observe(step_time_s)
         if results is None:
             log.error("a decode step failed", exc_info=error)
             self._perform(self._scheduler.on_step_failed(error or RuntimeError("unknown")))

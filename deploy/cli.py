@@ -66,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--join", default="", metavar="S", help="endpoints of proxies on another host")
     status.add_argument("--network-keys", default="", metavar="S", help="folder of keys, with the operator's secret")
     status.add_argument("--insecure-network", action="store_true", help="ask without keys")
-    status.add_argument("--json", action="store_true", help="print JSON")
+    how = status.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="print JSON")
+    how.add_argument("--watch", action="store_true", help="show it live, until Ctrl-C")
     status.set_defaults(run=_status)
     drain = commands.add_parser("drain", help="let a worker finish what it has and leave for good")
     drain.add_argument("worker", metavar="WORKER", help="its name, such as decode-1")
@@ -177,14 +179,18 @@ def _print_ready(console: Any, config: ClusterConfig, served_name: str, logs: Pa
     print(f"\ncurl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n", flush=True)
     if config.proxy_endpoints:
         print(f"Workers of other hosts join with: --join {','.join(config.proxy_endpoints)}", flush=True)
+    admin_host, admin_port = config.admin_address
+    console.print(f"Its page is http://{bracketed(admin_host)}:{admin_port}/dashboard", soft_wrap=True)
     console.print(f"Logs are in {logs}. Ctrl-C stops the cluster.", soft_wrap=True)
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from deploy.status import print_status
+    from deploy.status import print_status, watch_status
 
     network = NetworkConfig(arguments.network_keys, arguments.insecure_network)
     endpoints = [endpoint.strip() for endpoint in arguments.join.split(",") if endpoint.strip()]
+    if arguments.watch:
+        return watch_status(arguments.port, endpoints, network)
     return print_status(arguments.port, arguments.json, endpoints, network)
 
 

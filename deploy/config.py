@@ -20,6 +20,7 @@ from protocol.network import NetworkConfig
 from protocol.network_keys import load_keys
 from proxy.media_source import MediaLimits
 from proxy.tool_formats import ToolFormatName
+from telemetry.logs import LogFormat
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -164,6 +165,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trust_request_chat_template: Annotated[
         bool, Meta(description="let clients bring chat templates (jinja, in a sandbox, 2 s of CPU time each)")
     ] = False
+    log_format: Annotated[LogFormat, Meta(description="how log lines are written: for people, or an object each")] = (
+        "text"
+    )
+    otlp_endpoint: Annotated[
+        str,
+        Meta(description="URL that traces are sent to, OTLP over HTTP (http://HOST:4318/v1/traces); empty sends none"),
+    ] = ""
+    metrics_host: Annotated[str, Meta(description="address that every worker serves its own /metrics on")] = "127.0.0.1"
     cluster_host: Annotated[
         str,
         Meta(

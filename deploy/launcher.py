@@ -163,6 +163,9 @@ class Launcher:
                 media=config.media_limits(),
                 trust_remote_code=config.trust_remote_code,
                 log_level=config.log_level,
+                log_format=config.log_format,
+                peer_endpoints=[endpoint for endpoint in proxies if endpoint != control],
+                otlp_endpoint=config.otlp_endpoint,
             )
             self._add(name, "proxy", proxy, folder, logs)
         gpus = visible_gpus(config.device, os.environ)
@@ -184,7 +187,9 @@ class Launcher:
                 max_num_seqs=config.max_num_seqs,
                 drain_timeout_s=config.drain_timeout_s,
                 media_cache_endpoint=media_cache,
+                metrics_host=config.metrics_host,
                 log_level=config.log_level,
+                log_format=config.log_format,
             )
             self._add(name, "prefill_worker", prefill, folder, logs, shares[i])
         for i in range(config.decode):
@@ -201,7 +206,9 @@ class Launcher:
                 max_num_seqs=config.max_num_seqs,
                 drain_timeout_s=config.drain_timeout_s,
                 max_num_batched_tokens=config.max_num_batched_tokens,
+                metrics_host=config.metrics_host,
                 log_level=config.log_level,
+                log_format=config.log_format,
             )
             self._add(name, "decode_worker", decode, folder, logs, shares[config.prefill + i])
 

@@ -6,6 +6,7 @@ import msgspec
 
 from engine.config import EngineConfig
 from protocol.network import NetworkConfig
+from telemetry.logs import LogFormat
 
 
 class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -18,6 +19,7 @@ class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain_timeout_s: what is under way when the worker is told to leave has so long to end.
     embedding_cache_bytes: of what the vision tower made, kept for the next prompt with the same image.
     media_cache_endpoint: of the host's media cache, where others find it; "" where the model takes text only.
+    metrics_host, metrics_port: where its /metrics are served; 0 takes any free port.
     """
 
     worker_id: str
@@ -31,7 +33,10 @@ class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     drain_timeout_s: float = 30.0
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0
     network: NetworkConfig = NetworkConfig()
     embedding_cache_bytes: int = 256 << 20
     media_cache_endpoint: str = ""
     log_level: str = "info"
+    log_format: LogFormat = "text"

@@ -49,6 +49,8 @@ class Pairs:
         self._context = context
         self._table = table
         self.announcement = table.announcement
+        self.on_shipped = table.on_shipped
+        self.traffic = table.traffic
         self._pools = pools
         self._on_message = on_message
         self._on_pair_lost = on_pair_lost

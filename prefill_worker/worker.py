@@ -10,6 +10,7 @@ import asyncio
 import logging
 import os
 import secrets
+import time
 
 import msgspec
 
@@ -34,15 +35,17 @@ from prefill_worker.pairs import Pairs
 from prefill_worker.scheduler import PrefillScheduler
 from prefill_worker.shared_embeddings import SharedEmbeddings
 from protocol.codec import Codec
-from protocol.dispatch import AbortRequest, RequestFailed, StartPrefill, ToPrefill
+from protocol.dispatch import AbortRequest, FirstToken, RequestFailed, StartPrefill, ToPrefill
 from protocol.drain import Drain, Retired
 from protocol.errors import ErrorInfo, ImplausibleMessage, InternalError, KVTransferFailed, TandemError, WorkerLost
 from protocol.media_client import MediaCacheClient
 from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLeft, WorkerLoad, WorkerStatus
 from protocol.plausibility import MAX_SEQUENCES, check_request, check_reserved
+from protocol.process import serve_metrics
 from protocol.registration import Registration
 from protocol.sockets import RouterSocket, new_context
 from protocol.transfer import KVRefused, KVReserved, RenewLeases, ShipKV
+from telemetry.worker_metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +66,7 @@ class PrefillWorker:
         self._num_step_tokens = 0
         self._num_transferred_bytes = 0
         self._stepping = False
+        self._metrics = WorkerMetrics()
 
     def stop(self) -> None:
         self._stopping.set()
@@ -127,6 +131,7 @@ class PrefillWorker:
             endpoint=self._router.endpoint,
             pid=os.getpid(),
             num_ranks=self._config.engine.tensor_parallel_size,
+            metrics_address=serve_metrics(self._metrics, self._config.metrics_host, self._config.metrics_port),
         )
         device = loaded.device.type
         self._pools = pools
@@ -174,6 +179,7 @@ class PrefillWorker:
             self._registration = None
             registration.tell(WorkerLeft(self._info.worker_id, self._info.epoch))
             registration.close()
+            self._metrics.close()
             self._pairs.close()
             self._router.close()
             self._media.close()
@@ -238,8 +244,10 @@ class PrefillWorker:
             num_transferred_bytes=self._num_transferred_bytes,
             waiting_tokens=scheduler.waiting_tokens(),
             prompt_tokens_per_s=self._speed.tokens_per_s,
+            traffic=self._pairs.traffic(),
             refusals=self._refusals.totals(),
         )
+        self._metrics.on_load(load)
         prefixes = scheduler.blocks.prefix_log.take()
         return WorkerStatus(
             self._info.worker_id,
@@ -297,9 +305,16 @@ class PrefillWorker:
             case RenewLeases():
                 self._scheduler.on_renewed(self._loop.time(), message)
 
-    def _on_shipped(self, action: Ship, announcement: ShipKV | None, error: KVTransferFailed | None) -> None:
+    def _on_shipped(
+        self, action: Ship, announcement: ShipKV | None, error: KVTransferFailed | None, seconds: float = 0.0
+    ) -> None:
+        """seconds: that the connector took."""
         if error is None:
-            self._num_transferred_bytes += len(action.src_block_ids) * self._block_bytes
+            num_bytes = len(action.src_block_ids) * self._block_bytes
+            self._num_transferred_bytes += num_bytes
+            if (pair := self._pairs.on_shipped(action.pair_id, num_bytes, seconds)) is not None:
+                labels = (self._info.worker_id, pair.peer.worker_id, pair.connector)
+                self._metrics.on_shipped(labels, num_bytes, seconds)
             if announcement is not None:
                 self._pairs.send(action.pair_id, announcement)
         self._perform(self._scheduler.on_shipped(action.transfer_id, error))
@@ -312,6 +327,9 @@ class PrefillWorker:
         for action in actions:
             match action:
                 case SendToProxy():
+                    if isinstance(action.message, FirstToken):
+                        self._metrics.queue.observe(action.message.queue_s)
+                        self._metrics.prefill.observe(action.message.prefill_s)
                     self._send_to_proxy(action.proxy_id, action.message)
                 case SendToDecode():
                     self._pairs.send(action.pair_id, action.message)
@@ -347,8 +365,11 @@ class PrefillWorker:
         if announces_first:
             self._pairs.send(action.pair_id, announcement)
 
+        started_at = time.perf_counter()
+
         def done(error: KVTransferFailed | None) -> None:
-            self._loop.call_soon_threadsafe(self._on_shipped, action, None if announces_first else announcement, error)
+            told = None if announces_first else announcement
+            self._loop.call_soon_threadsafe(self._on_shipped, action, told, error, time.perf_counter() - started_at)
 
         sender.send(action.src_block_ids, action.dst_block_ids, done)
 
@@ -367,6 +388,7 @@ class PrefillWorker:
         self._stepping = False
         self._step_time_s = step_time_s
         self._media.share_encoded()
+        self._metrics.step.observe(step_time_s)
         if results is None:
             log.error("a prefill step failed", exc_info=error)
             self._perform(self._scheduler.on_step_failed(error or RuntimeError("unknown")))

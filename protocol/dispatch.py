@@ -104,10 +104,22 @@ class NewToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     finish_reason: FinishReason | None = None
 
 
-class TokenBatch(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Decode to proxy: all tokens of one step that belong to this proxy."""
+class DecodeBegan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Travels with the first token that decode chose for a sequence. Durations, since clocks differ between hosts.
+
+    decode_wait_s: from the KV cache being whole to the sequence's first step; step_s: that step.
+    """
+
+    request_id: str
+    decode_wait_s: float
+    step_s: float
+
+
+class TokenBatch(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Decode to proxy: the tokens of one step that belong to this proxy; began: of those that are first ones."""
 
     tokens: list[NewToken]
+    began: list[DecodeBegan] = []
 
 
 class RequestPreempted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -19,7 +19,8 @@ Role = Literal["prefill", "decode"]
 class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who a worker is. `worker_id` survives a restart ("decode-0"), `epoch` does not.
 
-    pid: of rank 0, which speaks for all num_ranks processes that share the worker's model.
+    pid: of rank 0, which speaks for all num_ranks processes that share the worker's model. metrics_address: host:port
+    of its own /metrics; empty where it has none.
     """
 
     worker_id: str
@@ -28,6 +29,16 @@ class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: str
     pid: int
     num_ranks: int = 1
+    metrics_address: str = ""
+
+
+class PairTraffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """KV that a prefill worker has shipped to one decode worker: num_bytes in num_shipments, shipping_s in all."""
+
+    decode_worker_id: str
+    num_bytes: int
+    num_shipments: int
+    shipping_s: float
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -57,6 +68,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_corrupt_blocks: int = 0
     waiting_tokens: list[tuple[int, int]] = []
     prompt_tokens_per_s: float = 0.0
+    traffic: list[PairTraffic] = []
     refusals: list[tuple[str, int]] = []
 
 
@@ -146,6 +158,12 @@ class LeaveCluster(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     """Proxy to worker: drain, then end for good."""
 
 
+class GetTimeline(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Proxy to proxy: somebody asks what became of this request, which may have been served by the other."""
+
+    request_id: str
+
+
 class ClusterView(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Proxy to worker, after each status: proof that the proxy lives, and the workers that it knows.
 
@@ -172,6 +190,26 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     draining: bool = False
 
 
+class LatencyBuckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A histogram. bounds_s: upper ones, ascending; counts: of each, and one more for what is above the last."""
+
+    bounds_s: list[float]
+    counts: list[int]
+
+
+class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of one proxy, since its start but for num_waiting. stages_s: seconds of finished sequences, by stage."""
+
+    num_waiting: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_finished: int
+    ttft: LatencyBuckets
+    itl: LatencyBuckets
+    e2e: LatencyBuckets
+    stages_s: dict[str, float]
+
+
 class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Proxy to `tandem status`."""
 
@@ -180,7 +218,15 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     ready: bool
     num_requests: int
     workers: list[WorkerReport]
+    figures: ServingFigures | None = None
 
 
-ToProxyControl = RegisterWorker | WorkerStatus | WorkerLeft | WorkerExited | GetStatus | DrainWorker
-FromProxyControl = ClusterView | RegistrationRefused | StatusReport | LeaveCluster | DrainAnswer
+class TimelineReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Proxy to proxy. timeline: JSON; empty where the request is not known."""
+
+    request_id: str
+    timeline: bytes
+
+
+ToProxyControl = RegisterWorker | WorkerStatus | WorkerLeft | WorkerExited | GetStatus | DrainWorker | GetTimeline
+FromProxyControl = ClusterView | RegistrationRefused | StatusReport | LeaveCluster | DrainAnswer | TimelineReport

@@ -15,7 +15,8 @@ import uvloop
 from protocol.drain import Retired
 from protocol.errors import ConfigError
 from protocol.lifetime import die_with_parent
-from telemetry.logs import setup_logging
+from telemetry.logs import LogFormat, setup_logging
+from telemetry.worker_metrics import WorkerMetrics
 
 EXIT_BAD_CONFIG = 2
 EXIT_RETIRED = 3
@@ -32,24 +33,28 @@ class Service(Protocol):
     def drain(self) -> bool: ...
 
 
-def run_process(name: str, log_level: str, make: Callable[[], Service]) -> NoReturn:
+def run_process(name: str, log_level: str, make: Callable[[], Service], log_format: LogFormat = "text") -> NoReturn:
     """Run `make()`'s service until it ends, has drained after SIGTERM, or is stopped by SIGINT or a second SIGTERM;
     `make` is called on the loop.
 
     Leaves by os._exit: a thread that still waits for a dead peer must not hold up the end of the process.
     """
-    run_to_exit(name, log_level, lambda: uvloop.run(_serve(make)), signal.SIGINT)
+    run_to_exit(name, log_level, lambda: uvloop.run(_serve(make)), signal.SIGINT, log_format)
 
 
 def run_to_exit(
-    name: str, log_level: str, main: Callable[[], None], orphaned: signal.Signals = signal.SIGTERM
+    name: str,
+    log_level: str,
+    main: Callable[[], None],
+    orphaned: signal.Signals = signal.SIGTERM,
+    log_format: LogFormat = "text",
 ) -> NoReturn:
     """Run `main()` and leave by os._exit with 0, EXIT_BAD_CONFIG, EXIT_RETIRED, or 1 for any other error.
 
     orphaned: the signal that comes when the parent is gone.
     """
     die_with_parent(orphaned)
-    setup_logging(name, log_level)
+    setup_logging(name, log_level, log_format)
     exit_code = 0
     try:
         main()
@@ -62,6 +67,16 @@ def run_to_exit(
         logging.getLogger(name).exception("the process fails")
         exit_code = 1
     _leave(exit_code)
+
+
+def serve_metrics(metrics: WorkerMetrics, host: str, port: int) -> str:
+    """Bind a worker's /metrics; returns host:port. Raises ConfigError when the address cannot be had."""
+    try:
+        return metrics.serve(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot serve metrics on {host}:{port} ({error.strerror or error}); choose another --metrics-host"
+        ) from error
 
 
 def end_process(reason: str, exit_code: int = 1) -> NoReturn:

@@ -21,6 +21,7 @@ from protocol.membership import (
     RegisterWorker,
     RegistrationRefused,
     StatusReport,
+    TimelineReport,
     WorkerInfo,
     WorkerLeft,
     WorkerStatus,
@@ -145,7 +146,7 @@ class Registration:
                 log.error("proxy at %s refused this worker: %s", link.endpoint, message.reason)
             case LeaveCluster():
                 self._on_leave()
-            case StatusReport() | DrainAnswer():
+            case StatusReport() | DrainAnswer() | TimelineReport():
                 pass
 
     def _lose(self, link: _ProxyLink) -> None:

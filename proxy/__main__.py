@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     die_with_parent(signal.SIGINT)
     try:
         config = read_config(Path(arguments[0]))
-        setup_logging(config.proxy_id, config.log_level)
+        setup_logging(config.proxy_id, config.log_level, config.log_format)
         # Imported late: they cost 2 s, and a wrong config should be told sooner.
         from proxy.body_reader import BodyReader
         from proxy.heap import give_back_large_blocks

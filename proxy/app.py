@@ -33,11 +33,13 @@ from proxy.http_errors import (
 from proxy.openai_answers import HealthResponse, ModelCard, ModelList, VersionResponse
 from proxy.openai_schema import SOONEST_PRIORITY
 from proxy.openapi import docs_page, openapi_document
+from proxy.rejections import rejection_reason
 from proxy.request_body import SpooledBody, mentions_media
 from proxy.request_id import HEADER, check_request_id, id_header, request_id_of
 from proxy.request_timeout import request_timeout_s
 from proxy.tool_answers import ToolAnswers
 from proxy.validation import GenerationRequest, ModelNotFound
+from telemetry.logs import serving
 
 HttpRequest = Request[Any, Any, Any]
 _JSON = "application/json"
@@ -157,16 +159,25 @@ async def _serve(
     make_answers: Callable[[Generation, GenerationRequest, str, str], Answers],
     model: str,
 ) -> Response[Any]:
-    arrived_at = time.monotonic()
-    check_request_id(request)
-    timeout_s = request_timeout_s(request)
+    record = door.requests.begin(request_id_of(request), kind, request.headers.get("traceparent", ""))
+    serving(record.request_id)
     client = _client(request)
-    async with door.bodies.receive(request.receive, request.headers) as body:
-        reading = _read(door, kind, body, client, min(door.request_timeout_s, timeout_s or math.inf))
-        asked = await (reading if isinstance(body, bytes) else unless_disconnected(request.receive, reading))
-    generation = Generation(door, asked, arrived_at, client, timeout_s)
+    try:
+        check_request_id(request)
+        timeout_s = request_timeout_s(request)
+        async with door.bodies.receive(request.receive, request.headers) as body:
+            reading = _read(door, kind, body, client, min(door.request_timeout_s, timeout_s or math.inf))
+            asked = await (reading if isinstance(body, bytes) else unless_disconnected(request.receive, reading))
+    except TandemError as error:
+        door.requests.end(record, error.code)
+        raise
+    record.read_at = time.monotonic()
     # The header is what the infrastructure around the client knows the request by, so it comes first.
-    request_id = request_id_of(request) if HEADER in request.headers or not asked.request_id else asked.request_id
+    if HEADER not in request.headers and asked.request_id:
+        door.requests.rename(record, asked.request_id)
+        serving(record.request_id)
+    generation = Generation(door, asked, record, client, timeout_s)
+    request_id = record.request_id
     headers = {HEADER: request_id}
     answers = make_answers(generation, asked, model, request_id)
     if not asked.stream:
@@ -209,6 +220,8 @@ async def _read(
         raise DeadlineExceeded(f"the request was not finished within its {timeout_s:.3g} s") from None
     except TandemError as error:
         door.metrics.requests.labels(error.code).inc()
+        if (reason := rejection_reason(error)) is not None:
+            door.metrics.rejected.labels(reason).inc()
         raise
 
 

@@ -12,6 +12,7 @@ from protocol.errors import ConfigError
 from protocol.network import NetworkConfig
 from proxy.media_source import MediaLimits
 from proxy.tool_formats import ToolFormatName
+from telemetry.logs import LogFormat
 
 
 class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,6 +42,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     a process of their own, see `proxy.media_process`. max_waiting_media: requests with images or video that are fetched
     and processed, or wait for it; more are refused. trust_remote_code: of the processor.
     shutdown_grace_s: how long running streams may go on after SIGTERM.
+    shutdown_grace_s: how long running streams may go on after SIGTERM. peer_endpoints: control endpoints of the other
+    proxies on this port. otlp_endpoint: URL that takes traces (OTLP over HTTP), empty for none.
     """
 
     proxy_id: str
@@ -81,6 +84,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     shutdown_grace_s: Annotated[float, Meta(ge=0)] = 3.0
     drain_timeout_s: Annotated[float, Meta(ge=0)] = 30.0
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: LogFormat = "text"
+    peer_endpoints: list[str] = []
+    otlp_endpoint: str = ""
 
 
 def read_config(file: Path) -> ProxyConfig:

@@ -17,10 +17,13 @@ from protocol.membership import (
     DrainAnswer,
     DrainWorker,
     GetStatus,
+    GetTimeline,
     LeaveCluster,
     RegisterWorker,
     RegistrationRefused,
+    ServingFigures,
     StatusReport,
+    TimelineReport,
     ToProxyControl,
     WorkerExited,
     WorkerInfo,
@@ -38,8 +41,8 @@ class Control:
     """on_joined(worker), on_lost(worker, reason) and on_changed(), after every change of whom to choose, are called on
     the loop.
 
-    tcp_endpoint: bound as well, for other hosts. num_requests() is asked for the status report.
-    Binding raises zmq's error when the endpoint is taken.
+    tcp_endpoint: bound as well, for other hosts. num_requests() and figures() are asked for the status report,
+    timeline(request_id) for another proxy. Binding raises zmq's error when the endpoint is taken.
     """
 
     def __init__(
@@ -55,6 +58,8 @@ class Control:
         on_changed: Callable[[], None],
         num_requests: Callable[[], int],
         on_refusals: Callable[[str, list[tuple[str, int]]], None],
+        timeline: Callable[[str], bytes],
+        figures: Callable[[], ServingFigures],
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._proxy_id = proxy_id
@@ -66,6 +71,8 @@ class Control:
         self._num_requests = num_requests
         self._num_changes_told = 0
         self._on_refusals = on_refusals
+        self._timeline = timeline
+        self._figures = figures
         self._identities: dict[str, bytes] = {}  # of registered workers, by epoch
         self._socket: RouterSocket[ToProxyControl] = RouterSocket(
             context, endpoint, Codec(ToProxyControl), self._on_message, tcp_endpoint
@@ -96,8 +103,11 @@ class Control:
                     self._registry.why_not_ready() is None,
                     self._num_requests(),
                     self._registry.report(now),
+                    self._figures(),
                 )
                 self._socket.send(identity, report)
+            case GetTimeline():
+                self._socket.send(identity, TimelineReport(message.request_id, self._timeline(message.request_id)))
         self._tell_changes()
 
     def _drain(self, worker_id: str) -> str:

@@ -11,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import secrets
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -37,6 +38,7 @@ from proxy.router import NoWorkerReady, PromptShape, Route, Router, SLOUnreachab
 from proxy.sequence import DispatchedSequence, Prompt, SharedPrefill, TokenDelta
 from proxy.turns import Turns
 from telemetry.metrics import ProxyMetrics
+from telemetry.stages import AttemptTimes
 
 log = logging.getLogger(__name__)
 
@@ -135,8 +137,6 @@ class Dispatcher:
     def _on_prefilled(self, sequence: DispatchedSequence, first_token: FirstToken) -> None:
         sequence.prefill.end(asyncio.get_running_loop().time())
         if not sequence.generated:
-            self._metrics.queue.observe(first_token.queue_s)
-            self._metrics.prefill.observe(first_token.prefill_s)
             self._metrics.cached_prompt_tokens.inc(first_token.num_cached_tokens)
 
     def drop(self, sequence: DispatchedSequence) -> None:
@@ -244,6 +244,8 @@ class Dispatcher:
         for sequence, request_id in zip(sequences, request_ids, strict=True):
             attempt = RunningRequest(request_id, route, request_ids[0], sequence.wake)
             sequence.attempt = self._running[request_id] = attempt
+            attempt.times = _times_of(attempt)
+            sequence.times.append(attempt.times)
             shared.attempts.append(attempt)
             sequence.prefill = shared
         transfer_id = f"{self._proxy_id}-{numbers[0]}"
@@ -294,6 +296,8 @@ class Dispatcher:
         if attempt is None:
             return
         del self._running[attempt.request_id]
+        if attempt.times is not None:
+            attempt.times.lost_at = time.monotonic()
         sequence.prefill.end(None)
         self._router.ended(attempt.route)
         for worker in attempt.workers_to_abort():
@@ -315,11 +319,18 @@ class Dispatcher:
                 for token in message.tokens:
                     if (request := self._from(worker, token.request_id)) is not None:
                         request.on_new_token(token)
+                for began in message.began:
+                    if (request := self._from(worker, began.request_id)) is not None and request.times is not None:
+                        request.times.on_began(time.monotonic(), began.decode_wait_s, began.step_s)
             case FirstToken():
                 if (request := self._from(worker, message.request_id)) is not None:
+                    if request.times is not None:
+                        request.times.on_first_token(time.monotonic(), message.queue_s, message.prefill_s)
                     request.on_first_token(message)
             case DecodeReserved():
                 if (request := self._from(worker, message.request_id)) is not None:
+                    if request.times is not None:
+                        request.times.reserved_at = time.monotonic()
                     request.on_decode_reserved()
             case RequestPreempted():
                 if (request := self._from(worker, message.request_id)) is not None:
@@ -345,6 +356,17 @@ class Dispatcher:
     def fail_all(self, error: TandemError) -> None:
         for sequence in self._sequences:
             sequence.fail(error)
+
+
+def _times_of(attempt: RunningRequest) -> AttemptTimes:
+    prefill, decode = attempt.route.prefill, attempt.route.decode
+    return AttemptTimes(
+        time.monotonic(),
+        attempt.request_id,
+        prefill.worker_id if prefill is not None else "",
+        decode.worker_id if decode is not None else "",
+        is_shipped=prefill is not None and decode is not None,
+    )
 
 
 def _runs_on(route: Route, worker: WorkerInfo) -> bool:

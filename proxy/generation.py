@@ -24,15 +24,18 @@ from proxy.media_pool import MediaPool
 from proxy.model_text import ModelText
 from proxy.reader_pool import ReaderPool
 from proxy.registry import Registry
+from proxy.rejections import rejection_reason
 from proxy.rendering import RenderedPrompts
 from proxy.request_body import RequestBodies
 from proxy.scrapes import Scrapes
 from proxy.sequence import DispatchedSequence, Prompt, TokenDelta
 from proxy.stop_strings import StopStrings
+from proxy.timelines import Timelines
 from proxy.token_text import TokenText
 from proxy.turns import Turns
 from proxy.validation import GenerationRequest
 from telemetry.metrics import ProxyMetrics, SequenceTimer
+from telemetry.request_log import RequestLog, RequestRecord
 
 TOKENS_PER_TURN = 64
 """Detokenised in one go; about half a millisecond."""
@@ -74,6 +77,8 @@ class FrontDoor:
     metrics: ProxyMetrics
     scrapes: Scrapes
     turns: Turns
+    requests: RequestLog
+    timelines: Timelines
     request_timeout_s: float
     ttft_slo_s: float | None  # of first tokens; what is predicted to miss it is refused
     arrivals: Arrivals
@@ -96,11 +101,11 @@ class Generation:
         self,
         door: FrontDoor,
         request: GenerationRequest,
-        arrived_at: float,
+        record: RequestRecord,
         client: str = "",
         timeout_s: float | None = None,
     ) -> None:
-        """arrived_at: on the monotonic clock. client: whose limits it counts towards.
+        """record: ended here. client: whose limits it counts towards.
 
         request: as `ReaderPool.read` gives it, its prompts tokenised. timeout_s: from arrival; None is as long as the
         server and the request allow.
@@ -110,7 +115,8 @@ class Generation:
         self.token_text = door.token_text
         self._door = door
         self._request = request
-        self._arrived_at = arrived_at
+        self._record = record
+        self._arrived_at = record.arrived_at
         self._client = client
         self.created = int(time.time())
         self.num_sequences = 0
@@ -156,6 +162,8 @@ class Generation:
             outcome = delta.finish_reason
         except TandemError as error:
             outcome = error.code
+            if (reason := rejection_reason(error)) is not None:
+                door.metrics.rejected.labels(reason).inc()
             raise
         except Exception:
             outcome = "internal_error"
@@ -172,6 +180,10 @@ class Generation:
             if self._request.media_lease is not None:
                 self._request.media_lease.release()
             door.metrics.requests.labels(outcome).inc()
+            self._record.num_prompt_tokens = self.num_prompt_tokens
+            self._record.num_cached_tokens = self.num_cached_tokens
+            self._record.num_completion_tokens = self.num_completion_tokens
+            door.requests.end(self._record, outcome)
 
     def _plan(self) -> list[_PlannedPrompt]:
         request, door = self._request, self._door
@@ -179,7 +191,7 @@ class Generation:
         request.check_vocabulary(limits)
         assert isinstance(request.prompt, RenderedPrompts)
         prompts = request.prompt.prompts
-        self.num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
+        self.num_prompt_tokens = self._record.num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
         return [
             _PlannedPrompt(
                 replace(
@@ -216,7 +228,8 @@ class _SequenceText:
         self._detokenizer = Detokenizer(door.text.tokenizer, sequence.prompt.token_ids, request.skip_special_tokens)
         self._stop_strings = StopStrings(request.stop, request.include_stop_string)
         self._has_begun = False
-        self.timer = SequenceTimer(door.metrics, generation._arrived_at)
+        self.timer = SequenceTimer(door.metrics, generation._arrived_at, sequence.times)
+        generation._record.sequences.append(self.timer)
 
     async def next_delta(self) -> TextDelta:
         """What the tokens that have come since the last call add to the text."""
@@ -246,8 +259,10 @@ class _SequenceText:
                 pieces += (piece, "" if stopped else self._stop_strings.flush())
                 if stopped:
                     finish_reason = "stop"
+        now = time.monotonic()
+        self.timer.on_text(now)
         if finish_reason is not None:
-            self.timer.on_finished()
+            self.timer.on_finished(now)
             self._door.dispatcher.drop(self._sequence)  # at a stop string the workers do not know yet that it ended
         return TextDelta(self._index, "".join(pieces), tokens, num_shown, finish_reason, prompt)
 

@@ -56,6 +56,12 @@ class ClientTooSlow(RequestAborted):
     code = "client_too_slow"
 
 
+class UnknownRequest(InvalidRequest):
+    """No proxy remembers a request of that id."""
+
+    code = "unknown_request"
+
+
 class ClientDisconnected(RequestAborted):
     """Nobody is left to read an answer."""
 
@@ -65,6 +71,7 @@ _STATUS: dict[type[TandemError], int] = {
     ContextLengthExceeded: 400,
     InvalidMedia: 400,
     ModelNotFound: 404,
+    UnknownRequest: 404,
     InvalidApiKey: 401,
     BodyTooLarge: 413,
     HeadTooLarge: 431,

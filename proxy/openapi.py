@@ -159,8 +159,9 @@ def _operation(route: Route, schema_of: dict[type, Json], has_api_key: bool) -> 
             "headers": headers,
         }
     operation: Json = {"summary": route.summary, "responses": responses}
-    if "{model}" in route.path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if "{" in route.path:
+        name = route.path.partition("{")[2].rstrip("}")
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     if route.body:
         schemas = [schema_of[kind] for kind in route.body]
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
@@ -173,7 +174,7 @@ def _operation(route: Route, schema_of: dict[type, Json], has_api_key: bool) -> 
 def _content(answer: type | str, schema_of: dict[type, Json]) -> Json:
     if not isinstance(answer, str):
         return {"application/json": {"schema": schema_of[answer]}}
-    return {answer: {"schema": {"type": "object" if answer == "application/json" else "string"}}}
+    return {answer: {"schema": {} if answer == "application/json" else {"type": "string"}}}
 
 
 # ---- for people

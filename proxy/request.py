@@ -14,6 +14,7 @@ from protocol.errors import TandemError
 from protocol.generation import FinishReason, SampledToken
 from protocol.membership import WorkerInfo
 from proxy.router import Route
+from telemetry.stages import AttemptTimes
 
 
 class RunningRequest:
@@ -24,6 +25,7 @@ class RunningRequest:
         self.route = route
         self.connection_key = connection_key  # commands with one key stay in order
         self._on_news = on_news
+        self.times: AttemptTimes | None = None  # kept by the dispatcher
         self.first_token: FirstToken | None = None
         self.finish_reason: FinishReason | None = None
         self.error: TandemError | None = None

@@ -21,6 +21,7 @@ from protocol.media import MediaItem
 from proxy.request import RunningRequest
 from proxy.router import Route, Router
 from proxy.turns import Turns
+from telemetry.stages import AttemptTimes
 
 MAX_LOST_ATTEMPTS = 8
 """So many may fail through no fault of the request; then it is taken to be the cause."""
@@ -96,6 +97,7 @@ class DispatchedSequence:
         self.stop = stop
         self.deadline = deadline
         self.generated: list[int] = []  # token ids that were delivered
+        self.times: list[AttemptTimes] = []  # one for each attempt
         self.attempt: RunningRequest | None = None
         self.prefill: SharedPrefill
         self.timer: asyncio.TimerHandle

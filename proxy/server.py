@@ -25,6 +25,7 @@ from proxy.arrivals import Arrivals
 from proxy.config import ProxyConfig
 from proxy.control import Control
 from proxy.dispatcher import Dispatcher
+from proxy.figures import serving_figures
 from proxy.generation import FrontDoor
 from proxy.http_connection import make_protocol
 from proxy.media_jobs import MediaSetup
@@ -35,16 +36,21 @@ from proxy.registry import Registry
 from proxy.request_body import RequestBodies
 from proxy.router import Router
 from proxy.scrapes import Scrapes
+from proxy.timelines import Timelines
 from proxy.token_text import TokenText
+from proxy.tracing import make_tracer
 from proxy.turns import Turns
 from proxy.worker_pool import WorkerPool
 from telemetry.metrics import ProxyMetrics
+from telemetry.request_log import RequestLog, ignore
 
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _STREAMS_PER_ITERATION = 4
 """Streams that get a piece of text in one iteration of the loop; each costs 0.1 to 0.2 ms."""
+_TELL_INTERVAL_S = 1.0
+"""How often gauges are set that are not worth it at each change."""
 _FAREWELL_S = 0.5
 """After the grace running streams are ended with an error event; this long they have to hand it over."""
 
@@ -78,7 +84,19 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     dispatcher.pool = pool
     context.refusals.on_refused = lambda reason: metrics.refusals.labels(reason).inc()
 
+    admission = Admission(
+        config.max_waiting_requests, time.monotonic, config.max_waiting_tokens, config.max_requests_per_client
+    )
+    tracer = make_tracer(config.otlp_endpoint, config.proxy_id) if config.otlp_endpoint else None
+    requests = RequestLog(tracer.on_end if tracer is not None else ignore)
+    timelines = Timelines(context, requests, config.peer_endpoints)
+
+    def on_joined(worker: WorkerInfo) -> None:
+        metrics.on_joined(worker.worker_id, worker.role)
+        pool.open(worker)
+
     def on_lost(worker: WorkerInfo, reason: str) -> None:
+        metrics.on_lost(worker.role)
         dispatcher.on_worker_lost(worker, reason)
         pool.close(worker)
 
@@ -94,11 +112,13 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
             proxy_id,
             config.served_model_name,
             registry,
-            pool.open,
+            on_joined,
             on_lost,
             on_changed,
             lambda: dispatcher.num_running,
             metrics.on_worker_refusals,
+            timelines.own,
+            lambda: serving_figures(metrics, admission),
         )
     except ConfigError:
         listener.close()
@@ -117,13 +137,13 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         RequestBodies(config.max_body_bytes, config.client_timeout_s),
         readers,
         registry,
-        Admission(
-            config.max_waiting_requests, time.monotonic, config.max_waiting_tokens, config.max_requests_per_client
-        ),
+        admission,
         dispatcher,
         metrics,
         scrapes,
         turns,
+        requests,
+        timelines,
         config.request_timeout_s,
         config.ttft_slo_ms / 1000 or None,
         arrivals,
@@ -163,13 +183,17 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     loop.add_signal_handler(signal.SIGTERM, stop, config.drain_timeout_s)
     loop.add_signal_handler(signal.SIGINT, stop, config.shutdown_grace_s)
     log.info("proxy %s serves %s on %s:%d", proxy_id, config.served_model_name, config.host, config.port)
+
+    telling = asyncio.create_task(_tell(metrics, admission))
     try:
         await scrapes.start()
         if media is not None:
             await media.start()
         await asyncio.gather(*serving)
     finally:
+        telling.cancel()
         pool.close_all()
+        timelines.close()
         control.close()
         readers.close()
         if media is not None:
@@ -178,6 +202,15 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
             media_cache.close()
         scrapes.close()
         context.destroy(linger=300)
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
+
+
+async def _tell(metrics: ProxyMetrics, admission: Admission) -> None:
+    while True:
+        await asyncio.sleep(_TELL_INTERVAL_S)
+        metrics.waiting.set(admission.num_waiting)
+        metrics.per_token.tell()
 
 
 def _uvicorn_config(app: Any, config: ProxyConfig, certfile: str = "", keyfile: str = "") -> uvicorn.Config:

@@ -36,9 +36,11 @@ from proxy.request_body import RequestBodies
 from proxy.router import Router
 from proxy.scrapes import Scrapes
 from proxy.sequence import Prompt, TokenDelta
+from proxy.timelines import Timelines
 from proxy.token_text import TokenText
 from proxy.turns import Turns
 from telemetry.metrics import ProxyMetrics
+from telemetry.request_log import RequestLog
 
 PREFILL = WorkerInfo("prefill-0", "p1", "prefill", "ipc://p", 1)
 DECODE = WorkerInfo("decode-0", "d1", "decode", "ipc://d", 2)
@@ -94,6 +96,7 @@ class Cluster:
         self.admission = Admission(8, time.monotonic)
         self.reader = BodyReader.of(text, "m")
         readers = ReaderPool(self.reader, lambda: self.reader, 1)  # what is small starts no process
+        requests = RequestLog()
         self.door = FrontDoor(
             text,
             TokenText(self.text.tokenizer),
@@ -105,6 +108,8 @@ class Cluster:
             self.metrics,
             Scrapes(self.metrics),
             turns,
+            requests,
+            Timelines(None, requests, []),
             60,
             None,
             Arrivals(self.registry, 8, worker_wait_s),
