@@ -44,7 +44,7 @@ ERRORS = {
     429: "this client has too many requests under way; see Retry-After",
     431: "the headers are too large",
     500: "the server failed",
-    503: "no worker can take the request, or one was lost; see Retry-After",
+    503: "no worker could take the request in time, or it lost too many; see Retry-After",
     504: "the request was not finished in time",
 }
 _TOGETHER: dict[str, Json] = {
