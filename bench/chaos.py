@@ -1,8 +1,8 @@
 """A real cluster whose workers are killed, frozen and drained under load: `python -m bench.chaos --minutes 10`.
 
 Two prefill and two decode workers, one fault at a time, clients that leave in between. Every answer is compared, token
-for token, with that of a run in which nothing happened. Reports wrong and lost answers, and how long the cluster took to be
-whole again after each kind of fault.
+for token, with that of a run in which nothing happened. Reports wrong and lost answers, and how long the cluster took
+to be whole again after each kind of fault.
 """
 
 from __future__ import annotations
