@@ -47,7 +47,7 @@ class _ProxyLink:
         self.first_heard_at = 0.0
         self.heard_at = 0.0
         self.workers: list[WorkerInfo] = []
-        self.knows_us = False
+        self.known_by: str | None = None  # id of the proxy that last knew our epoch
 
 
 class Registration:
@@ -117,7 +117,7 @@ class Registration:
     def begin_epoch(self, register: RegisterWorker) -> None:
         self._register = register
         for link in self._links:
-            link.knows_us = False
+            link.known_by = None
         self.tell(register)
 
     def _on_message(self, link: _ProxyLink, message: FromProxyControl) -> None:
@@ -129,8 +129,8 @@ class Registration:
                 if link.proxy_id is None:
                     link.proxy_id, link.first_heard_at = message.proxy_id, link.heard_at
                 if message.known:
-                    link.knows_us = True
-                elif link.knows_us:
+                    link.known_by = message.proxy_id
+                elif link.known_by == message.proxy_id:
                     log.warning("proxy %s has counted this worker as lost: it begins a new epoch", link.proxy_id)
                     self._on_epoch_over()
                 elif link.socket is not None:
@@ -151,7 +151,6 @@ class Registration:
 
     def _lose(self, link: _ProxyLink) -> None:
         assert link.proxy_id is not None
-        link.knows_us = False
         proxy_id, link.proxy_id = link.proxy_id, None  # whom it knew stays until it, or another proxy, is back
         self._on_proxy_lost(proxy_id)
 
