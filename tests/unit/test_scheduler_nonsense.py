@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,7 @@ from engine.batch import ItemOutput
 from engine.block_manager import BlockManager
 from prefill_worker.actions import Ship
 from prefill_worker.scheduler import PrefillScheduler
-from protocol.dispatch import PrepareDecode, StartPrefill
+from protocol.dispatch import PrepareDecode, RequestFailed, StartPrefill
 from protocol.errors import ErrorInfo, KVTransferFailed
 from protocol.generation import SampledToken, SamplingParams, StopConditions
 from protocol.token_ids import pack_token_ids
@@ -126,3 +127,49 @@ def test_prefill(events: list[Any]) -> None:
         scheduler.blocks.check()
     scheduler.on_pair_lost("pair-0", "the test ends")
     assert scheduler.blocks.num_free == NUM_BLOCKS and not scheduler._by_request and not scheduler._by_transfer
+
+
+# ---- what was found, by reading and by fuzzing
+
+
+def reserved() -> DecodeScheduler:
+    """Two sequences on a prompt of seven tokens, which is two blocks, wait for its KV."""
+    scheduler = DecodeScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "m", 4)
+    scheduler.on_prepare(0.0, prepare("t0", 2))
+    actions = scheduler.on_reserve(0.0, ReserveKV("pair-0", "t0", 7))
+    assert any(isinstance(getattr(action, "message", None), KVReserved) for action in actions)
+    return scheduler
+
+
+@pytest.mark.parametrize(("pair_id", "num_blocks"), [("pair-0", -1), ("pair-0", 0), ("pair-0", 3), ("pair-1", 2)])
+def test_shipped_blocks_that_cannot_be(pair_id: str, num_blocks: int) -> None:
+    scheduler = reserved()
+    with pytest.raises(KVTransferFailed):
+        scheduler.on_ship(ShipKV(pair_id, 0, "t0", 0, num_blocks))
+    assert scheduler.on_ship(ShipKV("pair-0", 0, "t0", 0, 2)), "the transfer is as it was"
+
+
+def test_too_few_first_tokens_fail_the_request_and_free_its_blocks() -> None:
+    scheduler = reserved()
+    (receive,) = scheduler.on_ship(ShipKV("pair-0", 0, "t0", 0, 2))
+    assert isinstance(receive, Receive)
+    scheduler.on_finish_transfer(FinishTransfer("t0", 7, [1]))
+    actions = scheduler.on_received("t0", None)
+    failed = [each.message for each in actions if isinstance(getattr(each, "message", None), RequestFailed)]
+    assert {message.request_id for message in failed} == {"t0/0", "t0/1"}
+    assert scheduler.blocks.num_free == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("answer", [KVReserved("t0", 0, [1]), KVReserved("t0", 3, []), KVReserved("t0", 1, [1, 2])])
+def test_reserved_blocks_that_do_not_fit_the_prompt(answer: KVReserved) -> None:
+    scheduler = PrefillScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "m", 50, 4, lease_s=10.0)
+    sent = prepare("t0", 1)
+    start = StartPrefill(
+        "proxy", sent.request_ids, "t0", sent.token_ids, sent.sampling, sent.seeds, sent.stop, "d", "epoch", 100.0
+    )
+    scheduler.on_start(0.0, start, "pair-0")
+    batch, _ = scheduler.schedule(0.0)
+    actions = scheduler.on_reserved(answer)
+    assert [type(each.message) for each in actions if hasattr(each, "message")] == [RequestFailed]
+    scheduler.on_step(0.0, [ItemOutput([SampledToken(1)]) for _ in batch.items])
+    assert scheduler.blocks.num_free == NUM_BLOCKS
