@@ -81,7 +81,7 @@ class FakeWorkers:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._ready = threading.Event()
         self._thread.start()
-        assert self._ready.wait(20)
+        assert self._ready.wait(180)
 
     async def _run(self) -> None:
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
