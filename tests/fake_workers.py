@@ -84,7 +84,7 @@ class FakeWorkers:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._ready = threading.Event()
         self._thread.start()
-        if not self._ready.wait(60):
+        if not self._ready.wait(180):
             self.stop()  # or it would go on to register, under the names of the next test's
             raise AssertionError("the workers were not seen by every proxy")
 
