@@ -95,8 +95,14 @@ class PlayedProxy:
         self._context.term()
 
 
-async def generate(cluster: Cluster, prompts: dict[str, tuple[list[int], tuple[MediaItem, ...]]]) -> PlayedProxy:
-    proxy = PlayedProxy(cluster.worker("prefill-0").worker, cluster.worker("decode-0").worker)
+def generate(cluster: Cluster, prompts: dict[str, tuple[list[int], tuple[MediaItem, ...]]]) -> PlayedProxy:
+    return asyncio.run(_generate(cluster.worker("prefill-0").worker, cluster.worker("decode-0").worker, prompts))
+
+
+async def _generate(
+    prefill: WorkerInfo, decode: WorkerInfo, prompts: dict[str, tuple[list[int], tuple[MediaItem, ...]]]
+) -> PlayedProxy:
+    proxy = PlayedProxy(prefill, decode)
     try:
         for name, (token_ids, media) in prompts.items():
             proxy.send(name, token_ids, media)
@@ -120,18 +126,18 @@ def test_images_and_video_beside_text(folder: Path, cluster: Cluster) -> None:
     sent = {name: (prompt.token_ids, prompt.items()) for name, prompt in prompts.items()}
     token_ids, (item,) = sent["image"]
     cut = msgspec.structs.replace(item, segment="/dev/shm/tandem-gone")
-    played = asyncio.run(generate(cluster, sent | {"cut": (token_ids, (cut,))}))
+    played = generate(cluster, sent | {"cut": (token_ids, (cut,))})
     assert played.tokens == expected
     assert played.errors.keys() == {"cut"} and "media item 0" in played.errors["cut"]
-    again = asyncio.run(generate(cluster, {f"{name} again": prompt for name, prompt in sent.items()}))
+    again = generate(cluster, {f"{name} again": prompt for name, prompt in sent.items()})
     assert again.tokens == {f"{name} again": token_ids for name, token_ids in expected.items()}
     assert all(num >= 64 for num in again.num_cached_tokens.values())
     # The proxy's own requests, of text alone, are served by the same workers.
+    served = httpx.get(f"{cluster.url}/v1/models", timeout=TIMEOUT_S).json()["data"][0]["id"]
     body = {
-        "model": folder.name, "prompt": prompts["text"].token_ids, "max_tokens": NUM_NEW, "temperature": 0,
+        "model": served, "prompt": prompts["text"].token_ids, "max_tokens": NUM_NEW, "temperature": 0,
         "ignore_eos": True, "return_token_ids": True,
     }  # fmt: skip
-    body["model"] = httpx.get(f"{cluster.url}/v1/models").json()["data"][0]["id"]
     answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=TIMEOUT_S)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["token_ids"] == expected["text"]
