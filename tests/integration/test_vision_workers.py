@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from protocol.codec import Codec
-from protocol.dispatch import FirstToken, PrepareDecode, RequestFailed, StartPrefill, TokenBatch, ToProxy
+from protocol.dispatch import AbortRequest, FirstToken, PrepareDecode, RequestFailed, StartPrefill, TokenBatch, ToProxy
 from protocol.generation import SamplingParams, StopConditions
 from protocol.media import MediaItem
 from protocol.membership import WorkerInfo
@@ -87,6 +87,8 @@ class PlayedProxy:
                         rest[new.request_id].append(new.token.token_id)
                 case RequestFailed():
                     self.errors.setdefault(message.request_id, message.error.message)
+                    for worker in self._sockets:  # as proxies do; the other still waits for it
+                        worker.send(AbortRequest(PROXY, message.request_id))
         self.tokens = {name: [first[name], *rest[name]] for name in self.tokens if name not in self.errors}
 
     def close(self) -> None:
