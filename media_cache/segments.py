@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import resource
 
-_SPARE_FDS = 256
-"""Of the process's descriptors, those for sockets and clients."""
+_NUM_SPARE = 128
+"""Segments that are kept ready, so that a call does not wait until they are made."""
+_OTHER_FDS = 256 + _NUM_SPARE
+"""Of the process's descriptors, those for sockets, clients and segments that are kept ready."""
 
 
 def max_segments() -> int:
@@ -15,7 +17,7 @@ def max_segments() -> int:
     if hard == resource.RLIM_INFINITY:
         hard = 1 << 20
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return max(16, hard - _SPARE_FDS)
+    return max(16, hard - _OTHER_FDS)
 
 
 class Segments:
@@ -23,14 +25,20 @@ class Segments:
 
     def __init__(self) -> None:
         self._fds: dict[int, int] = {}
+        self._spare: list[int] = []
         self._prefix = f"/proc/{os.getpid()}/fd/"
 
     def path_of(self, number: int) -> str:
         """It is made when it is first asked for."""
         fd = self._fds.get(number)
         if fd is None:
-            fd = self._fds[number] = os.memfd_create("media")
+            fd = self._fds[number] = self._spare.pop() if self._spare else os.memfd_create("media")
         return f"{self._prefix}{fd}"
+
+    def stock_up(self) -> None:
+        """Between calls: empty segments for the next, which need not wait until they are made."""
+        while len(self._spare) < _NUM_SPARE:
+            self._spare.append(os.memfd_create("media"))
 
     def read(self, number: int, offset: int, max_bytes: int) -> bytes:
         return os.pread(self._fds[number], max_bytes, offset)
@@ -43,3 +51,5 @@ class Segments:
     def close(self) -> None:
         for number in list(self._fds):
             self.drop(number)
+        while self._spare:
+            os.close(self._spare.pop())

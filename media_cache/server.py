@@ -53,6 +53,8 @@ class MediaCacheServer:
         self._callers: dict[str, bytes] = {}  # who is to be told of a lease that waits
         self._clients: dict[str, int] = {}  # pidfd of each
         self._stopped = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._segments.stock_up()
         self._context = new_context()
         codec: Codec[ToMediaCache] = Codec(ToMediaCache)
         try:
@@ -67,7 +69,7 @@ class MediaCacheServer:
         await self._stopped.wait()
         self._socket.close()
         for pidfd in self._clients.values():
-            asyncio.get_running_loop().remove_reader(pidfd)
+            self._loop.remove_reader(pidfd)
             os.close(pidfd)
         self._segments.close()
         self._context.destroy(linger=100)
@@ -176,6 +178,7 @@ class MediaCacheServer:
             if isinstance(action, Drop):
                 self._segments.drop(action.number)
             elif (caller := self._callers.pop(action.lease_id, None)) is not None:
+                self._loop.call_soon(self._segments.stock_up)
                 granted = [None if entry is None else self._granted(entry) for entry in action.entries]
                 self._socket.send(caller, MediaGranted(action.lease_id, granted))
 
@@ -193,11 +196,11 @@ class MediaCacheServer:
         except OSError as error:
             raise InvalidRequest(f"the client's process {pid} is not there: {error.strerror}") from error
         self._clients[client] = pidfd
-        asyncio.get_running_loop().add_reader(pidfd, self._on_gone, client)
+        self._loop.add_reader(pidfd, self._on_gone, client)
 
     def _on_gone(self, client: str) -> None:
         pidfd = self._clients.pop(client)
-        asyncio.get_running_loop().remove_reader(pidfd)
+        self._loop.remove_reader(pidfd)
         os.close(pidfd)
         actions = self._store.client_lost(client)
         log.info("client %s is gone; its references are dropped", client)

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NICENESS = 10
-"""As that of the tokenising processes: the loop that answers others comes first."""
+"""Of the threads, as of the tokenising processes: what answers others comes first."""
 EXIT_BAD_CONFIG = 2
 
 
@@ -133,6 +133,7 @@ class MediaProcess:
         def warm() -> None:
             barrier.wait(600)
             reader.processor.warm()
+            os.nice(_NICENESS)  # of this thread alone, and not before it has loaded
 
         await asyncio.gather(*(self._on_thread(warm) for _ in range(self._num_threads)))
         gc.freeze()  # what is loaded stays; the collector need not look at it again
@@ -285,7 +286,6 @@ async def _listen(reader: asyncio.StreamReader, process: MediaProcess) -> None:
 def main(channel_fd: int) -> int:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
-    os.nice(_NICENESS)
     try:
         return uvloop.run(serve(socket.socket(fileno=channel_fd)))
     except Exception:

@@ -33,7 +33,7 @@ _NUM_WORDS = 300
 
 _TEXT: dict[str, Any] = {
     "vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2, "tie_word_embeddings": False,
+    "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.2, "tie_word_embeddings": False,
     "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 _TOKENS = {"image_token_id": IMAGE, "video_token_id": VIDEO, "vision_start_token_id": VISION_START}
