@@ -25,7 +25,9 @@ TTFT_S = 1.0
 ITL_S = 0.05
 
 
-def bursty(rng: random.Random, duration_s: float = 3600.0, base_per_s: float = 4.0, burst_per_s: float = 20.0) -> list[Request]:
+def bursty(
+    rng: random.Random, duration_s: float = 3600.0, base_per_s: float = 4.0, burst_per_s: float = 20.0
+) -> list[Request]:
     """Quiet most of the time, with bursts of 2 to 5 minutes."""
     bursts = []
     at = rng.uniform(200, 400)
@@ -41,8 +43,10 @@ def bursty(rng: random.Random, duration_s: float = 3600.0, base_per_s: float = 4
     )
 
 
-def diurnal(rng: random.Random, duration_s: float = 7200.0, least_per_s: float = 2.0, most_per_s: float = 20.0) -> list[Request]:
-    """A day, pressed into two hours: a sine."""
+def diurnal(
+    rng: random.Random, duration_s: float = 3600.0, least_per_s: float = 2.0, most_per_s: float = 20.0
+) -> list[Request]:
+    """A day, pressed into an hour: a sine."""
 
     def rate(now: float) -> float:
         return least_per_s + (most_per_s - least_per_s) * 0.5 * (1 - math.cos(2 * math.pi * now / duration_s))
@@ -53,7 +57,11 @@ def diurnal(rng: random.Random, duration_s: float = 7200.0, least_per_s: float =
 def shifting(rng: random.Random, duration_s: float = 3600.0, per_s: float = 10.0) -> list[Request]:
     """Half the time 4,000 tokens of prompt and 60 of answer, then 400 and 600: the better ratio turns round."""
     return _poisson(
-        rng, duration_s, per_s, lambda now: per_s, lambda now: (4000.0, 60.0) if now < duration_s / 2 else (400.0, 600.0)
+        rng,
+        duration_s,
+        per_s,
+        lambda now: per_s,
+        lambda now: (4000.0, 60.0) if now < duration_s / 2 else (400.0, 600.0),
     )
 
 
@@ -88,7 +96,9 @@ def read_trace(file: Path) -> list[Request]:
     )
 
 
-def play(trace: list[Request], speeds: Speeds, num_prefill: int, num_decode: int, planner: Planner | None) -> dict[str, Any]:
+def play(
+    trace: list[Request], speeds: Speeds, num_prefill: int, num_decode: int, planner: Planner | None
+) -> dict[str, Any]:
     """One run; without a planner the numbers stay."""
     cluster = ClusterSimulation(speeds, num_prefill, num_decode)
     meter = DemandMeter(speeds.max_num_seqs)
@@ -116,12 +126,14 @@ def play(trace: list[Request], speeds: Speeds, num_prefill: int, num_decode: int
     }
 
 
-def planner_for(speeds: Speeds, max_workers: int) -> Planner:
+def planner_for(speeds: Speeds, max_workers: int, least: int = 1) -> Planner:
     config = PlannerConfig(
         ttft_s=TTFT_S,
         itl_s=ITL_S,
-        max_prefill=max_workers - 1,
-        max_decode=max_workers - 1,
+        min_prefill=least,
+        max_prefill=max_workers - least,
+        min_decode=least,
+        max_decode=max_workers - least,
         max_workers=max_workers,
         max_num_seqs=speeds.max_num_seqs,
     )
@@ -142,9 +154,10 @@ def main() -> None:
     rows = []
     for name, trace in traces.items():
         most = arguments.max_workers
-        fixed = [(1, 1), (2, 2), (most // 2, most - most // 2), (most - 3, 3), (3, most - 3)]
+        fixed = [(2, 2), (most // 2, most - most // 2), (most - 4, 4), (4, most - 4)]
         variants: list[tuple[str, int, int, Planner | None]] = [(f"fixed {p}P{d}D", p, d, None) for p, d in fixed]
         variants.append(("planner", 1, 1, planner_for(speeds, most)))
+        variants.append(("planner, 3P3D at least", 3, 3, planner_for(speeds, most, least=3)))
         for label, num_prefill, num_decode, planner in variants:
             row = {"trace": name, "workers": label, **play(trace, speeds, num_prefill, num_decode, planner)}
             rows.append(row)

@@ -55,10 +55,7 @@ class Prefill:
     is_stopping: bool = False
     num_computed_tokens: int = 0
     num_finished: int = 0
-
-    @property
-    def num_waiting_tokens(self) -> int:
-        return sum(request.num_prompt_tokens for request in self.queue)
+    num_waiting_tokens: int = 0
 
 
 @dataclass(eq=False)
@@ -81,7 +78,7 @@ def _num_blocks(request: Request) -> int:
 
 
 class ClusterSimulation:
-    """`run` plays a trace; each second `on_tick(now, loads)` may call `scale`. Workers' time counts from their start."""
+    """`run` plays a trace; each second `on_tick(now, loads)` may call `scale`. Workers count from their start."""
 
     def __init__(self, speeds: Speeds, num_prefill: int, num_decode: int) -> None:
         self.speeds = speeds
@@ -101,7 +98,9 @@ class ClusterSimulation:
         self._unwanted: dict[Role, int] = {"prefill": 0, "decode": 0}  # of those that boot
         self._handed_over: deque[tuple[Request, float]] = deque()
 
-    def run(self, trace: Sequence[Request], on_tick: Callable[[float, list[tuple[WorkerInfo, WorkerLoad]]], None]) -> None:
+    def run(
+        self, trace: Sequence[Request], on_tick: Callable[[float, list[tuple[WorkerInfo, WorkerLoad]]], None]
+    ) -> None:
         """Until the last request of the trace has ended; worker_s counts until the last one came."""
         end = trace[-1].at
         for request in trace:
@@ -205,6 +204,7 @@ class ClusterSimulation:
     def _arrive(self, request: Request) -> None:
         worker = min((w for w in self._prefills if not w.is_stopping), key=lambda w: w.num_waiting_tokens)
         worker.queue.append(request)
+        worker.num_waiting_tokens += request.num_prompt_tokens
         if not worker.is_computing:
             self._compute(worker)
 
@@ -218,6 +218,7 @@ class ClusterSimulation:
 
         def done() -> None:
             worker.queue.popleft()
+            worker.num_waiting_tokens -= request.num_prompt_tokens
             worker.num_computed_tokens += request.num_prompt_tokens
             worker.num_finished += 1
             self._handed_over.append((request, self._now))

@@ -1,1 +1,1 @@
-"""How many prefill and decode workers there should be. Pure; `deploy.autoscaler` feeds it and acts. docs/autoscaling.md."""
+"""How many workers of each role there should be. Pure: `deploy.autoscaler` feeds it and acts. docs/autoscaling.md."""

@@ -12,10 +12,10 @@ import msgspec
 
 from protocol.membership import WorkerInfo, WorkerLoad
 
-WINDOW_S = 15.0
+WINDOW_S = 8.0
 """Rates are means over so long."""
 _REMEMBERED = 0.98
-"""Of what a step's time was learned from, per observation: half is forgotten after 34."""
+"""Of what step times and answers' lengths were learned from, per observation: half is forgotten after 34."""
 _LEAST_SPREAD = 0.05
 """Of batch sizes, over their mean: with less the two coefficients cannot be told apart."""
 _FULL = 0.05
@@ -27,9 +27,10 @@ class Demand(msgspec.Struct, frozen=True):
 
     prompts_per_s, prompt_tokens_per_s: that arrive at prefill, cached tokens not counted. waiting_tokens: of prompts,
     over all prefill workers. speed: prompt tokens per second of one prefill worker while it computes; 0 when none has
-    yet. most_sequences, most_used_blocks: on all decode workers, the most within the window. fixed_step_s and
-    step_s_per_sequence: of a decode step, as measured; zeros before the first. decode_is_full: a decode worker has no
-    room, so that prompts may wait for its sake. refused_per_s: requests that proxies turned away, too much waiting.
+    yet. most_sequences, most_used_blocks: on all decode workers, the most within the window. mean_output_tokens: of a
+    sequence on decode; 0 before the first has ended. fixed_step_s, step_s_per_sequence: of a decode step, as measured;
+    zeros before the first. decode_is_full: a decode worker has no room, so that prompts may wait for its sake.
+    refused_per_s: requests that proxies turned away, since too much waited.
     """
 
     num_prefill: int = 0
@@ -41,6 +42,7 @@ class Demand(msgspec.Struct, frozen=True):
     most_sequences: int = 0
     most_used_blocks: int = 0
     blocks_per_decode: int = 0
+    mean_output_tokens: float = 0.0
     fixed_step_s: float = 0.0
     step_s_per_sequence: float = 0.0
     decode_is_full: bool = False
@@ -56,6 +58,11 @@ class Demand(msgspec.Struct, frozen=True):
     @property
     def mean_prompt_tokens(self) -> float:
         return self.prompt_tokens_per_s / self.prompts_per_s if self.prompts_per_s else 0.0
+
+    @property
+    def asked_over_served(self) -> float:
+        """At least 1: refused requests are taken to be like those that were let in."""
+        return 1 + self.refused_per_s / self.prompts_per_s if self.prompts_per_s else 1.0
 
     def sequences_in_step(self, step_s: float) -> float:
         """How many sequences a decode worker runs in steps of this length; infinite where no step was measured."""
@@ -116,6 +123,9 @@ class DemandMeter:
         self._history: deque[tuple[float, int, int, int]] = deque()  # when; arrived tokens, prompts; refused
         self._sequences: deque[tuple[float, int, int]] = deque()  # when; sequences and blocks on decode
         self._speed = 0.0
+        self._finished: dict[str, int] = {}  # sequences, by epoch of decode workers
+        self._output_tokens = self._ended = 0.0  # of late
+        self._observed_at: float | None = None
 
     def observe(
         self, now: float, workers: Sequence[tuple[WorkerInfo, WorkerLoad]], num_refused: int | None = None
@@ -124,6 +134,7 @@ class DemandMeter:
         prefills = [(info, load) for info, load in workers if info.role == "prefill"]
         decodes = [load for info, load in workers if info.role == "decode"]
         self._count(prefills, num_refused)
+        self._measure_answers(now, [(info, load) for info, load in workers if info.role == "decode"])
         waiting_tokens = sum(load.num_waiting_tokens for _, load in prefills)
         waiting_prompts = sum(load.num_waiting for _, load in prefills)
         self._history.append((now, self._tokens + waiting_tokens, self._prompts + waiting_prompts, self._refused))
@@ -153,6 +164,7 @@ class DemandMeter:
             most_sequences=max(count for _, count, _ in self._sequences),
             most_used_blocks=max(count for _, _, count in self._sequences),
             blocks_per_decode=min((load.num_blocks for load in decodes), default=0),
+            mean_output_tokens=self._output_tokens / self._ended if self._ended > 0.5 else 0.0,
             fixed_step_s=fixed_s,
             step_s_per_sequence=s_per_sequence,
             decode_is_full=any(self._is_full(load) for load in decodes),
@@ -172,6 +184,19 @@ class DemandMeter:
             if self._num_refused is not None:
                 self._refused += max(0, num_refused - self._num_refused)  # less: a proxy has started anew
             self._num_refused = num_refused
+
+    def _measure_answers(self, now: float, decodes: Sequence[tuple[WorkerInfo, WorkerLoad]]) -> None:
+        """Tokens that were made, a sequence's one a step, over sequences that ended."""
+        elapsed_s = now - self._observed_at if self._observed_at is not None else 0.0
+        self._observed_at = now
+        self._output_tokens *= _REMEMBERED
+        self._ended *= _REMEMBERED
+        for info, load in decodes:
+            before = self._finished.get(info.epoch, load.num_finished)
+            self._ended += load.num_finished - before
+            if load.step_time_s > 0:
+                self._output_tokens += load.num_running * elapsed_s / load.step_time_s
+        self._finished = {info.epoch: load.num_finished for info, load in decodes}
 
     def _is_full(self, load: WorkerLoad) -> bool:
         return load.num_running >= self._max_num_seqs or load.num_free_blocks < _FULL * load.num_blocks

@@ -17,12 +17,14 @@ from msgspec import Meta
 from deploy.autoscale.demand import Demand
 from deploy.autoscale.queueing import servers_needed
 
+REBALANCE_S = 30.0
+"""Between two moves of workers from one role to the other."""
 CATCH_UP_S = 10.0
 """A backlog that is too long already is to be worked off within so long."""
 
 
 class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """ttft_s, itl_s: what is to be kept, by all but `most_late` of the requests. max_workers: 0 sets no bound of the sum.
+    """ttft_s, itl_s: what is to be kept, by all but `most_late` of the requests. max_workers: 0 sets no bound.
 
     max_utilisation: part of the time that prefill computes; of the sequences that decode can run in time.
     max_kv_use: part of decode's blocks. max_num_seqs: of one decode worker.
@@ -41,8 +43,8 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_utilisation: float = 0.8
     max_kv_use: float = 0.8
     up_after_s: float = 3.0
-    down_after_s: float = 60.0
-    cooldown_s: float = 10.0
+    down_after_s: float = 120.0
+    cooldown_s: float = 5.0
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -61,20 +63,22 @@ class Proposal(msgspec.Struct, frozen=True):
     decode_need: Need
 
 
+def _up(count: float) -> int:
+    """The next whole number; what is beyond all bounds anyway, and infinity too, becomes a large one."""
+    return math.ceil(min(count, 1e6))
+
+
 def prefill_needed(demand: Demand, config: PlannerConfig) -> Need:
     """The fewest prefill workers, up to the bound; as many as there are before a speed has been measured."""
     if not demand.speed:
         return Need(max(1, demand.num_prefill), "no prompt has been computed yet")
     if not demand.prompts_per_s and not demand.waiting_tokens and not demand.refused_per_s:
         return Need(1, "no prompts")
-    asked = 1.0
-    if demand.refused_per_s and demand.prompts_per_s:
-        asked += demand.refused_per_s / demand.prompts_per_s  # taken to be prompts like those that were let in
     service_s = demand.mean_prompt_tokens / demand.speed
-    load = asked * demand.prompt_tokens_per_s / demand.speed
+    load = demand.asked_over_served * demand.prompt_tokens_per_s / demand.speed
     slack_s = config.ttft_s - service_s
     reason = f"{load:.2f} workers' worth of prompts, {service_s:.2f} s each"
-    count = max(1, math.ceil(load / config.max_utilisation))
+    count = max(1, _up(load / config.max_utilisation))
     if slack_s > 0:
         count = max(count, servers_needed(load, service_s, slack_s, config.most_late, config.max_prefill))
     else:
@@ -82,7 +86,7 @@ def prefill_needed(demand: Demand, config: PlannerConfig) -> Need:
     # What waits beyond the TTFT must be worked off beside what arrives. Where decode is full it is not prefill's doing.
     excess = demand.waiting_tokens - max(1, demand.num_prefill) * demand.speed * config.ttft_s
     if excess > 0 and not demand.decode_is_full:
-        count = max(count, math.ceil(load + excess / (demand.speed * CATCH_UP_S)))
+        count = max(count, _up(load + excess / (demand.speed * CATCH_UP_S)))
         reason += f", {demand.waiting_tokens} tokens wait"
     return Need(count, reason)
 
@@ -93,20 +97,29 @@ def decode_needed(demand: Demand, config: PlannerConfig) -> Need:
         return Need(1, "no sequences")
     by_blocks = 1
     if demand.blocks_per_decode:
-        by_blocks = math.ceil(demand.most_used_blocks / (config.max_kv_use * demand.blocks_per_decode))
+        by_blocks = _up(demand.most_used_blocks / (config.max_kv_use * demand.blocks_per_decode))
         if demand.decode_is_full:
             by_blocks = max(by_blocks, demand.num_decode + 1)
     in_time = min(demand.sequences_in_step(config.itl_s), config.max_num_seqs)
     if in_time < 1:
         most = max(1, demand.num_decode)
-        reason = f"a step of one sequence takes longer than the ITL of {1000 * config.itl_s:g} ms, whatever their number"
+        reason = (
+            f"a step of one sequence takes longer than the ITL of {1000 * config.itl_s:g} ms, whatever their number"
+        )
         return Need(max(most, by_blocks), reason)
-    by_time = math.ceil(demand.most_sequences / max(1.0, config.max_utilisation * in_time))
+    in_time = max(1.0, config.max_utilisation * in_time)
+    num_sequences = float(demand.most_sequences)
+    if demand.step_s_per_sequence > 0:
+        # What arrives now will be so many sequences once steps take what they may (Little's law).
+        step_s = demand.fixed_step_s + demand.step_s_per_sequence * in_time
+        arriving = demand.asked_over_served * demand.prompts_per_s
+        num_sequences = max(num_sequences, arriving * demand.mean_output_tokens * step_s)
+    by_time = _up(num_sequences / in_time)
     if by_blocks > by_time:
         total = demand.num_decode * demand.blocks_per_decode
         full = ", no room left" if demand.decode_is_full else ""
         return Need(by_blocks, f"{demand.most_used_blocks} of {total} blocks in use{full}")
-    return Need(max(1, by_time), f"{demand.most_sequences} sequences, {in_time:.0f} a worker keep the ITL")
+    return Need(max(1, by_time), f"{num_sequences:.0f} sequences, {in_time:.0f} on each keep the ITL")
 
 
 class _Steady:
@@ -145,9 +158,10 @@ class _Steady:
     def _covers(self, now: float, duration_s: float) -> bool:
         return self._needs[0][0] <= now - duration_s
 
-    def restart(self) -> None:
-        """Forget what was needed: nobody was observed for a while."""
-        self._needs.clear()
+    def most_needed(self, now: float, duration_s: float) -> int:
+        """Of late, within the role's bounds."""
+        needed = max(count for at, count in self._needs if at >= now - duration_s)
+        return min(max(needed, self.least), self.most)
 
 
 class Planner:
@@ -157,6 +171,7 @@ class Planner:
         self.config = config
         self._prefill = _Steady(config.min_prefill, config.max_prefill, config)
         self._decode = _Steady(config.min_decode, config.max_decode, config)
+        self._rebalanced_at = -math.inf
 
     def propose(self, now: float, demand: Demand, num_prefill: int, num_decode: int) -> Proposal:
         """num_prefill, num_decode: that there are to be at present, those that still start included."""
@@ -165,26 +180,31 @@ class Planner:
         decode = self._decode.want(now, num_decode, decode_need.num_workers)
         most = self.config.max_workers
         if most and prefill + decode > most:
-            prefill, decode = self._share(most, num_prefill, num_decode, prefill_need, decode_need, prefill, decode)
+            prefill, decode = self._share(now, num_prefill, num_decode, prefill, decode)
         return Proposal(prefill, decode, prefill_need, decode_need)
 
-    def _share(
-        self, most: int, num_prefill: int, num_decode: int, need: Need, other: Need, prefill: int, decode: int
-    ) -> tuple[int, int]:
-        """Both together are more than there may be: a role that wants more takes what the other does not need now.
+    def _share(self, now: float, num_prefill: int, num_decode: int, prefill: int, decode: int) -> tuple[int, int]:
+        """Both together are more than there may be: a role that wants more takes what the other does not need.
 
         It does not wait for the other's `down_after_s`: prompts that queue cost more than decode workers that idle.
+        But workers go from one role to the other once in REBALANCE_S at most.
         """
         config = self.config
-        spare_prefill = max(config.min_prefill, min(num_prefill, need.num_workers))
-        spare_decode = max(config.min_decode, min(num_decode, other.num_workers))
-        if prefill > num_prefill and decode <= num_decode:
-            decode = max(spare_decode, most - prefill)
-        elif decode > num_decode and prefill <= num_prefill:
-            prefill = max(spare_prefill, most - decode)
-        if prefill + decode > most:  # both are short, so each gets its part of what both want
+        most = config.max_workers
+        if num_prefill + num_decode >= most and now - self._rebalanced_at < REBALANCE_S:
+            return num_prefill, num_decode
+        if prefill <= num_prefill:
+            prefill = min(prefill, self._prefill.most_needed(now, REBALANCE_S))
+        if decode <= num_decode:
+            decode = min(decode, self._decode.most_needed(now, REBALANCE_S))
+        if prefill + decode > most:  # each gets its part of what both want
             share = round(most * prefill / (prefill + decode))
             prefill = min(max(share, config.min_prefill), most - config.min_decode)
             decode = most - prefill
+        elif prefill > num_prefill:
+            decode = max(decode, min(num_decode, most - prefill))  # it keeps what is not asked of it
+        elif decode > num_decode:
+            prefill = max(prefill, min(num_prefill, most - decode))
+        if prefill < num_prefill or decode < num_decode:
+            self._rebalanced_at = now
         return prefill, decode
-
