@@ -135,6 +135,7 @@ class DecodeWorker:
             self._pairs.on_view,
             lambda proxy_id: self._perform(self._scheduler.on_proxy_lost(proxy_id)),
             blocks.prefix_log.restart,
+            self._config.proxies_file,
         )
         registration.start()
         log.info("ready: %d KV blocks of %d tokens", pool.num_blocks, self._config.engine.block_size)

@@ -1,4 +1,4 @@
-"""The `tandem` command: `up` starts a cluster and stays with it, `status` asks a running one."""
+"""The `tandem` command: `up` starts a cluster and stays with it; `status` and `scale` talk to a running one."""
 
 from __future__ import annotations
 
@@ -45,6 +45,11 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--port", type=int, default=ClusterConfig().port, help="port of its HTTP endpoint")
     status.add_argument("--json", action="store_true", help="print JSON")
     status.set_defaults(run=_status)
+    scale = commands.add_parser("scale", help="change the numbers of workers of a running cluster")
+    scale.add_argument("counts", nargs="+", metavar="ROLE=N", help="prefill=N, decode=N or both")
+    scale.add_argument("--port", type=int, default=ClusterConfig().port, help="port of its HTTP endpoint")
+    scale.add_argument("--timeout-s", type=float, default=600.0, help="seconds to wait for the workers; 0: do not wait")
+    scale.set_defaults(run=_scale)
     return parser
 
 
@@ -122,6 +127,12 @@ def _status(arguments: argparse.Namespace) -> int:
     from deploy.status import print_status
 
     return print_status(arguments.port, arguments.json)
+
+
+def _scale(arguments: argparse.Namespace) -> int:
+    from deploy.scale import run_scale
+
+    return run_scale(arguments.port, arguments.counts, arguments.timeout_s)
 
 
 if __name__ == "__main__":

@@ -8,37 +8,34 @@ kernel for a signal when it dies, pools are memfds, and the sockets lie in a fol
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-import os
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-import msgspec
-from prometheus_client.multiprocess import mark_process_dead
-
-from decode_worker.config import DecodeConfig
-from deploy.config import ClusterConfig, read_api_keys
-from deploy.gpus import share_out, visible_gpus
+from deploy.autoscaler import Autoscaler
+from deploy.config import ClusterConfig
 from deploy.loading import fraction_loaded
-from deploy.processes import ChildProcess
+from deploy.operator_desk import OperatorDesk
+from deploy.process_configs import PROXY_GRACE_S
 from deploy.runtime_dir import create_runtime_dir, log_dir
-from engine.config import EngineConfig
-from prefill_worker.config import PrefillConfig
+from deploy.site import LocalSite, Site, Supervised
 from protocol.codec import Codec
 from protocol.errors import ConfigError, InternalError
 from protocol.membership import FromProxyControl, GetStatus, Role, StatusReport, WorkerExited
 from protocol.sockets import DealerSocket, new_context
-from proxy.config import ProxyConfig
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
-PROXY_GRACE_S = 1.5
 STOP_GRACE_S = 2.5
+DRAIN_TIMEOUT_S = 600.0
+"""How long a worker that is scaled away may go on with what it has under way."""
+ROLES: tuple[Role, ...] = ("prefill", "decode")
 EXIT_BAD_CONFIG = 2
 
 OnProgress = Callable[[str, float | None], None]
@@ -52,15 +49,17 @@ class Launcher:
         self._config = config
         self._model = model
         self._served_model_name = served_model_name
-        self._children: dict[str, ChildProcess] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._children: dict[str, Supervised] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._counts: dict[Role, int] = {"prefill": config.prefill, "decode": config.decode}
+        self._leaving: set[str] = set()
+        self._stops: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._fatal: Exception | None = None
         self._ready = False
-        self._controls: list[DealerSocket[FromProxyControl]] = []
-        self._reports: dict[int, StatusReport] = {}  # by the proxy's number
-        self._metrics_dir: Path
-        self._progress_files: list[Path] = []
+        self._controls: dict[str, DealerSocket[FromProxyControl]] = {}  # by proxy
+        self._reports: dict[str, StatusReport] = {}
+        self._site: Site
 
     def stop(self) -> None:
         self._stopping.set()
@@ -74,159 +73,123 @@ class Launcher:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self.stop)
-        context = new_context()
+        self._context = new_context()
+        autoscaler = Autoscaler(config, self)
+        desk: OperatorDesk | None = None
         try:
-            self._make_children(folder, logs)
-            codec: Codec[FromProxyControl] = Codec(FromProxyControl)
-            self._controls = [
-                DealerSocket(context, endpoint, codec, partial(self._on_answer, number))
-                for number, endpoint in enumerate(self._control_endpoints(folder))
-            ]
-            self._tasks = [asyncio.create_task(child.run()) for child in self._children.values()]
+            self._site = LocalSite(config, self._model, self._served_model_name, folder, logs)
+            self._start_all()
             await self._until_ready(on_progress)
             if self._ready:
+                desk = OperatorDesk(self._context, folder, self, autoscaler)
+                autoscaler.start()
                 on_ready(logs)
                 await self._stopping.wait()
         finally:
+            autoscaler.close()
+            if desk is not None:
+                desk.close()
             await self._stop_children()
-            for control in self._controls:
+            for control in self._controls.values():
                 control.close()
-            context.destroy(linger=0)
+            self._context.destroy(linger=0)
             shutil.rmtree(folder, ignore_errors=True)
         if self._fatal is not None:
             raise self._fatal
 
     # ---- what is started
 
-    def _control_endpoints(self, folder: Path) -> list[str]:
-        return [f"ipc://{folder}/proxy-{i}.sock" for i in range(self._config.proxies)]
+    def _start_all(self) -> None:
+        for i in range(self._config.proxies):
+            self._start(self._site.make_proxy(f"proxy-{i}", self._on_exit, self._on_endpoint))
+        for role in ROLES:
+            for i in range(self._counts[role]):
+                self._start(self._site.make_worker(role, f"{role}-{i}", self._on_exit))
 
-    def _make_children(self, folder: Path, logs: Path) -> None:
-        config = self._config
-        proxies = self._control_endpoints(folder)
-        self._metrics_dir = folder / "metrics"
-        self._metrics_dir.mkdir()
-        api_keys = read_api_keys(Path(config.api_keys_file)) if config.api_keys_file else []
-        for i, control in enumerate(proxies):
-            name = f"proxy-{i}"
-            proxy = ProxyConfig(
-                proxy_id=name,
-                host=config.host,
-                port=config.port,
-                control_endpoint=control,
-                model=self._model,
-                served_model_name=self._served_model_name,
-                api_key=config.api_key or None,
-                api_keys=api_keys,
-                ssl_certfile=config.ssl_certfile,
-                ssl_keyfile=config.ssl_keyfile,
-                tokenizer_threads=config.tokenizer_threads,
-                trust_request_chat_template=config.trust_request_chat_template,
-                tool_call_parser=config.tool_call_parser,
-                max_body_bytes=config.max_body_mib << 20,
-                max_waiting_requests=config.max_waiting_requests,
-                max_waiting_tokens=config.max_waiting_tokens,
-                max_requests_per_client=config.max_requests_per_client,
-                num_proxies=config.proxies,
-                decode_prefill_threshold=config.decode_prefill_threshold,
-                ttft_slo_ms=config.ttft_slo_ms,
-                client_timeout_s=config.client_timeout_s,
-                request_timeout_s=config.request_timeout_s,
-                shutdown_grace_s=PROXY_GRACE_S,
-                log_level=config.log_level,
-            )
-            self._add(name, "proxy", proxy, folder, logs)
-        gpus = visible_gpus(config.device, os.environ)
-        num_ranks = [config.num_ranks("prefill")] * config.prefill + [config.num_ranks("decode")] * config.decode
-        shares = share_out(gpus, num_ranks)
-        for i in range(config.prefill):
-            name = f"prefill-{i}"
-            prefill = PrefillConfig(
-                worker_id=name,
-                endpoint=f"ipc://{folder}/{name}.sock",
-                proxy_endpoints=proxies,
-                engine=self._engine("prefill", self._progress_file(folder, name)),
-                kv_connector=config.kv_connector,
-                kv_checksums=config.kv_checksums,
-                kv_lease_s=config.kv_lease_s,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_num_seqs=config.max_num_seqs,
-                log_level=config.log_level,
-            )
-            self._add(name, "prefill_worker", prefill, folder, logs, shares[i])
-        for i in range(config.decode):
-            name = f"decode-{i}"
-            decode = DecodeConfig(
-                worker_id=name,
-                endpoint=f"ipc://{folder}/{name}.sock",
-                proxy_endpoints=proxies,
-                engine=self._engine("decode", self._progress_file(folder, name)),
-                kv_connector=config.kv_connector,
-                kv_checksums=config.kv_checksums,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                log_level=config.log_level,
-            )
-            self._add(name, "decode_worker", decode, folder, logs, shares[config.prefill + i])
+    def _start(self, child: Supervised) -> None:
+        self._children[child.name] = child
+        self._tasks[child.name] = asyncio.create_task(child.run(), name=child.name)
 
-    def _progress_file(self, folder: Path, name: str) -> Path:
-        file = folder / f"{name}.loading"
-        self._progress_files.append(file)
-        return file
+    def _on_endpoint(self, name: str, endpoint: str) -> None:
+        """A proxy has told where its control socket is."""
+        before = self._controls.get(name)
+        if before is None or before.endpoint != endpoint:
+            if before is not None:
+                before.close()
+            codec: Codec[FromProxyControl] = Codec(FromProxyControl)
+            self._controls[name] = DealerSocket(self._context, endpoint, codec, partial(self._on_answer, name))
+            self._site.tell_proxies([control.endpoint for control in self._controls.values()])
 
-    def _engine(self, role: Role, progress_file: Path) -> EngineConfig:
-        config = self._config
-        return EngineConfig(
-            model=self._model,
-            dtype=config.dtype,
-            load_format=config.load_format,
-            device=config.device,
-            max_model_len=config.max_model_len,
-            block_size=config.block_size,
-            kv_cache_bytes=int(config.kv_cache_gib * (1 << 30)),
-            num_threads=config.num_threads(role),
-            trust_remote_code=config.trust_remote_code,
-            tensor_parallel_size=config.num_ranks(role),
-            progress_file=str(progress_file),
-        )
+    # ---- scaling
 
-    def _add(
-        self,
-        name: str,
-        module: str,
-        config: msgspec.Struct,
-        folder: Path,
-        logs: Path,
-        gpus: Sequence[str] | None = (),
-    ) -> None:
-        config_file = folder / f"{name}.json"
-        config_file.touch(mode=0o600)
-        config_file.write_bytes(msgspec.json.encode(config))
-        threads = str(config.engine.num_threads if isinstance(config, PrefillConfig | DecodeConfig) else 1)
-        env = {
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "OMP_WAIT_POLICY": "PASSIVE",  # idle workers must leave the cores to the others
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "PYTHONUNBUFFERED": "1",
-            "GLOO_SOCKET_IFNAME": "lo",  # among a worker's ranks, which are on this host; pairs name their own address
-        }
-        if isinstance(config, ProxyConfig):
-            env["PROMETHEUS_MULTIPROC_DIR"] = str(self._metrics_dir)  # there the metrics of all proxies add up
-        if gpus is not None:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        self._children[name] = ChildProcess(name, module, config_file, logs / f"{name}.log", env, self._on_exit)
+    @property
+    def counts(self) -> dict[Role, int]:
+        """Workers that there are to be, by role."""
+        return dict(self._counts)
+
+    def scale(self, counts: Mapping[Role, int]) -> None:
+        """Start or stop workers until there are so many; those with the highest numbers go first, and end their work.
+
+        Returns at once. Raises ConfigError, with nothing changed, before the cluster is up and for what has no room.
+        """
+        if not self._ready or self._stopping.is_set():
+            raise ConfigError("the cluster is not up; scale it when it serves")
+        added: list[Supervised] = []
+        try:
+            for role, count in counts.items():
+                for name in self._free_names(role, count - self._counts[role]):
+                    added.append(self._site.make_worker(role, name, self._on_exit))
+        except ConfigError:
+            for child in added:
+                self._site.forget(child.name)
+            raise
+        for child in added:
+            self._start(child)
+        for role, count in counts.items():
+            for name in self._workers(role)[count:]:
+                self._leaving.add(name)
+                self._stops.add(stop := asyncio.create_task(self._stop_worker(name)))
+                stop.add_done_callback(self._stops.discard)
+            if count != self._counts[role]:
+                log.warning("%s workers: %d, were %d", role, count, self._counts[role])
+            self._counts[role] = count
+
+    def _workers(self, role: Role) -> list[str]:
+        """Those that are not on their way out, by number."""
+        names = [name for name in self._children if name.startswith(f"{role}-") and name not in self._leaving]
+        return sorted(names, key=lambda name: int(name.rpartition("-")[2]))
+
+    def _free_names(self, role: Role, count: int) -> list[str]:
+        """A worker that still ends its work keeps its name."""
+        free = (name for i in itertools.count() if (name := f"{role}-{i}") not in self._children)
+        return list(itertools.islice(free, max(0, count)))
+
+    async def _stop_worker(self, name: str) -> None:
+        child, task = self._children[name], self._tasks[name]
+        child.terminate()
+        if not await self._wait([task], DRAIN_TIMEOUT_S):
+            log.warning("%s has not ended its work in %.0f s; it is killed", name, DRAIN_TIMEOUT_S)
+            child.kill()
+            await self._wait([task], 1.0)
+        if self._stopping.is_set():
+            return  # then everything is stopped anyway
+        for control in self._controls.values():
+            control.send(WorkerExited(name, child.last_pid))
+        del self._children[name], self._tasks[name]
+        self._leaving.discard(name)
+        self._site.forget(name)
 
     # ---- while it runs
 
     def _on_exit(self, name: str, pid: int, returncode: int) -> bool:
         """Tell the proxies of a worker's death; leave what cannot come up, restart the rest."""
-        for control in self._controls:
+        for control in self._controls.values():
             control.send(WorkerExited(name, pid))
         child = self._children[name]
-        mark_process_dead(pid, str(self._metrics_dir))  # what it had under way is over
-        if returncode == EXIT_BAD_CONFIG:
+        if returncode == EXIT_BAD_CONFIG and self._ready:
+            # What came up once, or was added while all others serve, is no reason to stop them.
+            log.error("%s refuses its configuration: %s", name, child.last_error() or f"see {child.log_file}")
+        elif returncode == EXIT_BAD_CONFIG:
             self._fatal = ConfigError(child.last_error() or f"{name} refused its configuration: see {child.log_file}")
             self.stop()
             return False
@@ -237,9 +200,18 @@ class Launcher:
         log.warning("%s (process %d) exited with %d; starting it again", name, pid, returncode)
         return True
 
-    def _on_answer(self, proxy: int, message: FromProxyControl) -> None:
+    def _on_answer(self, proxy: str, message: FromProxyControl) -> None:
         if isinstance(message, StatusReport):
             self._reports[proxy] = message
+
+    def ask_for_reports(self) -> None:
+        for control in self._controls.values():
+            control.send(GetStatus())
+
+    @property
+    def reports(self) -> list[StatusReport]:
+        """The last that each proxy sent."""
+        return list(self._reports.values())
 
     async def _until_ready(self, on_progress: OnProgress) -> None:
         """Wait until every worker has registered and every pair is open."""
@@ -247,9 +219,8 @@ class Launcher:
         deadline = loop.time() + START_TIMEOUT_S
         config = self._config
         while not self._stopping.is_set():
-            for control in self._controls:
-                control.send(GetStatus())
-            reports = list(self._reports.values())
+            self.ask_for_reports()
+            reports = self.reports
             if len(reports) == config.proxies:
                 pairs = [pair for report in reports for worker in report.workers for pair in worker.pairs]
                 refused = next((pair for pair in pairs if pair.state == "refused"), None)
@@ -263,7 +234,7 @@ class Launcher:
                     f"{roles.count('prefill')}/{config.prefill} prefill, "
                     f"{roles.count('decode')}/{config.decode} decode, "
                     f"{num_ready}/{config.prefill * config.decode} pairs",
-                    fraction_loaded(self._progress_files),
+                    fraction_loaded(list(self._site.progress_files.values())),
                 )
                 if num_ready == config.prefill * config.decode and await self._all_proxies_answer():
                     self._ready = True
@@ -278,30 +249,33 @@ class Launcher:
 
     async def _all_proxies_answer(self) -> bool:
         """HTTP connections are shared out over the proxies by the kernel, so one that answers is asked for."""
-        try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(self._config.host, self._config.port), 1.0)
-        except (OSError, TimeoutError):
-            return False
-        writer.close()
+        for host in self._site.http_hosts():
+            try:
+                _, writer = await asyncio.wait_for(asyncio.open_connection(host, self._config.port), 1.0)
+            except (OSError, TimeoutError):
+                return False
+            writer.close()
         return True
 
     async def _stop_children(self) -> None:
         proxies = [child for name, child in self._children.items() if name.startswith("proxy-")]
         for child in proxies:
             child.terminate()
-        tasks = dict(zip(self._children.values(), self._tasks, strict=False))
-        await self._wait([tasks[child] for child in proxies if child in tasks], PROXY_GRACE_S + 0.3)
+        await self._wait([self._tasks[child.name] for child in proxies], PROXY_GRACE_S + 0.3)
         for child in self._children.values():
             child.terminate()
-        await self._wait(self._tasks, STOP_GRACE_S)
+        tasks = list(self._tasks.values())
+        await self._wait(tasks, STOP_GRACE_S)
         for child in self._children.values():
             child.kill()
-        await self._wait(self._tasks, 1.0)
+        await self._wait(tasks, 1.0)
 
-    async def _wait(self, tasks: list[asyncio.Task[None]], timeout_s: float) -> None:
-        pending = [task for task in tasks if not task.done()]
-        if pending:
-            await asyncio.wait(pending, timeout=timeout_s)
+    async def _wait(self, tasks: list[asyncio.Task[None]], timeout_s: float) -> bool:
+        """True when all have ended."""
+        running = [task for task in tasks if not task.done()]
+        if running:
+            _, running = await asyncio.wait(running, timeout=timeout_s)  # type: ignore[assignment]
+        return not running
 
 
 def _num_ready_pairs(report: StatusReport) -> int:

@@ -48,6 +48,11 @@ class ChildProcess:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
+    @property
+    def last_pid(self) -> int:
+        """Of the process that runs or ran last; 0 before the first."""
+        return self._process.pid if self._process is not None else 0
+
     async def run(self) -> None:
         """Keep it alive until `stop`, or until `on_exit` says to leave it."""
         delay = RESTART_DELAY_S

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from protocol.errors import ConfigError
 
+PROXIES_FILE = "proxies"
+"""In the folder, when the proxies are on other hosts: their control endpoints."""
+
 
 def runtime_dir(port: int) -> Path:
     base = os.environ.get("XDG_RUNTIME_DIR")

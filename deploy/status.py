@@ -5,30 +5,33 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from deploy.runtime_dir import runtime_dir
+from deploy.operator_desk import ask_launcher
+from deploy.runtime_dir import PROXIES_FILE, runtime_dir
 from protocol.codec import Codec
-from protocol.errors import ConfigError, Overloaded
+from protocol.errors import ConfigError, Overloaded, TandemError
 from protocol.membership import FromProxyControl, GetStatus, StatusReport
+from protocol.operations import GetPlan, PlanReport
+from protocol.proxy_endpoints import EndpointsFile
 from protocol.sockets import DealerSocket, new_context
 
 ANSWER_TIMEOUT_S = 3.0
+PLAN_TIMEOUT_S = 2.0
 
 
 async def fetch_status(port: int) -> list[StatusReport]:
     """One report per proxy that answers in time, by name. Raises ConfigError when no cluster runs on `port`."""
-    sockets = _proxy_sockets(port)
-    if not sockets:
+    endpoints = _proxy_endpoints(port)
+    if not endpoints:
         raise ConfigError(f"no cluster runs on port {port}; start one with `tandem up`, or give its --port")
     context = new_context()
     codec: Codec[FromProxyControl] = Codec(FromProxyControl)
     answers: asyncio.Queue[FromProxyControl] = asyncio.Queue()
-    dealers = [DealerSocket(context, f"ipc://{path}", codec, answers.put_nowait) for path in sockets]
+    dealers = [DealerSocket(context, endpoint, codec, answers.put_nowait) for endpoint in endpoints]
     reports: list[StatusReport] = []
     try:
         for dealer in dealers:
@@ -48,18 +51,32 @@ async def fetch_status(port: int) -> list[StatusReport]:
     return sorted(reports, key=lambda report: report.proxy_id)
 
 
-def _proxy_sockets(port: int) -> list[Path]:
-    return sorted(runtime_dir(port).glob("proxy-*.sock"))
+def _proxy_endpoints(port: int) -> list[str]:
+    """Control sockets: files of the runtime folder, or, where the proxies are on other hosts, named in a file there."""
+    folder = runtime_dir(port)
+    told = EndpointsFile(folder / PROXIES_FILE).changed() or []
+    return told + [f"ipc://{path}" for path in sorted(folder.glob("proxy-*.sock"))]
+
+
+async def fetch_plan(port: int) -> PlanReport | None:
+    """None while the launcher has none: before the cluster serves, and when it does not answer in time."""
+    try:
+        answer = await ask_launcher(port, GetPlan(), PLAN_TIMEOUT_S)
+    except TandemError:
+        return None
+    return answer if isinstance(answer, PlanReport) else None
 
 
 def print_status(port: int, as_json: bool) -> int:
     """Exit code 0 when the cluster is ready, 1 when it runs but cannot serve, or a proxy of it does not answer."""
     reports = asyncio.run(fetch_status(port))
-    num_silent = len(_proxy_sockets(port)) - len(reports)
+    num_silent = len(_proxy_endpoints(port)) - len(reports)
     if as_json:
         sys.stdout.write(msgspec.json.encode(reports).decode() + "\n")
     else:
         _print_tables(reports, num_silent)
+        if (plan := asyncio.run(fetch_plan(port))) is not None:
+            sys.stdout.write("\n" + plan_lines(plan))
     return 0 if all(report.ready for report in reports) and not num_silent else 1
 
 
@@ -98,6 +115,22 @@ def _print_tables(reports: list[StatusReport], num_silent: int) -> None:
     for table in (proxies, workers, pairs):
         console.print()
         console.print(table)
+
+
+def plan_lines(plan: PlanReport) -> str:
+    """What autoscaling has to say, for people."""
+    current, proposed = (plan.prefill, plan.decode), (plan.proposed_prefill, plan.proposed_decode)
+    if proposed == current:
+        head = f"prefill={plan.prefill} decode={plan.decode} suffice"
+    else:
+        verb = "sets" if plan.acts else "proposes"
+        head = f"{verb} prefill={proposed[0]} decode={proposed[1]} in place of {current[0]} and {current[1]}"
+        head += "" if plan.acts else f": tandem scale prefill={proposed[0]} decode={proposed[1]}"
+    return (
+        f"autoscaling ({'on' if plan.acts else 'dry run'}): {head}\n"
+        f"  prefill: {plan.prefill_reason}; TTFT of a mean prompt now {1000 * plan.predicted_ttft_s:.0f} ms\n"
+        f"  decode: {plan.decode_reason}\n"
+    )
 
 
 def _table(names: Sequence[str], figures: Sequence[str] = ()) -> Table:

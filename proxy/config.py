@@ -16,6 +16,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The file that `python -m proxy FILE` reads, as JSON.
 
     control_endpoint: where workers, the launcher and `tandem status` reach this proxy (ZeroMQ, bound here).
+    control_endpoint_file: written with what was bound, which matters when that is tcp with port 0; empty: not written.
     model: folder or hub id; its tokeniser and configuration alone are read. api_key, api_keys: None and [] let everyone
     in.
     sockets_per_worker: connections to each worker; one request stays on one of them.
@@ -39,6 +40,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     served_model_name: str
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    control_endpoint_file: str = ""
     api_key: str | None = None
     api_keys: list[str] = []
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2

@@ -11,11 +11,13 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import uvicorn
 
 from protocol.errors import ConfigError, RequestAborted
 from protocol.membership import WorkerInfo
+from protocol.proxy_endpoints import write_whole
 from protocol.sockets import new_context
 from proxy.admission import Admission
 from proxy.app import make_app
@@ -85,6 +87,8 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     except Exception as error:  # zmq's own, which has no name here
         listener.close()
         raise ConfigError(f"cannot bind the control endpoint {config.control_endpoint}: {error}") from error
+    if config.control_endpoint_file:
+        write_whole(Path(config.control_endpoint_file), control.endpoint)
     door = FrontDoor(
         text,
         TokenText(text.tokenizer),
