@@ -70,6 +70,8 @@ def _add_config_flags(parser: argparse.ArgumentParser) -> None:
         else:
             options["type"] = kind
             options["metavar"] = {int: "N", float: "X"}.get(kind, "S")
+        if field.name == "ray":
+            options |= {"nargs": "?", "const": "auto", "metavar": "ADDRESS"}
         parser.add_argument(flag, **options)
 
 

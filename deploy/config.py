@@ -109,6 +109,16 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         Meta(ge=0, description="refuse requests whose first token is predicted later, in milliseconds; 0 refuses none"),
     ] = 0
+    ray: Annotated[
+        str,
+        Meta(description="run on the Ray cluster at this address; without one, on that of this host; empty: no Ray"),
+    ] = ""
+    ray_proxy_resource: Annotated[
+        str, Meta(description="Ray resource that a node must have for a proxy to run there; each takes 1; empty: any")
+    ] = ""
+    insecure_tcp: Annotated[
+        bool, Meta(description="let processes on several hosts talk without encryption and keys")
+    ] = False
     autoscale: Annotated[
         bool, Meta(description="change the numbers of workers as the planner proposes; otherwise it only proposes")
     ] = False
@@ -189,6 +199,8 @@ def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
     except ConfigError as error:
         raise ConfigError(f"kv_connector: {error.message}") from error
     _check_autoscaling(config)
+    if config.ray and not config.model:
+        raise ConfigError("model: with ray it is needed, as a hub id or a folder that all nodes have")
     return config
 
 

@@ -67,17 +67,19 @@ class Launcher:
     async def run(self, on_progress: OnProgress, on_ready: Callable[[Path], None]) -> None:
         """Raises ConfigError for what the operator can mend, InternalError when the cluster does not come up."""
         config = self._config
-        _check_port(config.host, config.port)
+        if not config.ray:
+            _check_port(config.host, config.port)
         folder = create_runtime_dir(config.port)
         logs = log_dir(config.port)
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self.stop)
         self._context = new_context()
         autoscaler = Autoscaler(config, self)
+        site: Site | None = None
         desk: OperatorDesk | None = None
         try:
-            self._site = LocalSite(config, self._model, self._served_model_name, folder, logs)
+            site = self._site = self._make_site(folder, logs)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # now: Ray sets handlers of its own
+                loop.add_signal_handler(number, self.stop)
             self._start_all()
             await self._until_ready(on_progress)
             if self._ready:
@@ -93,9 +95,19 @@ class Launcher:
             for control in self._controls.values():
                 control.close()
             self._context.destroy(linger=0)
+            if site is not None:
+                site.close()
             shutil.rmtree(folder, ignore_errors=True)
         if self._fatal is not None:
             raise self._fatal
+
+    def _make_site(self, folder: Path, logs: Path) -> Site:
+        told = self._config, self._model, self._served_model_name, folder, logs
+        if not self._config.ray:
+            return LocalSite(*told)
+        from deploy.ray_site import RaySite  # optional, and slow to import
+
+        return RaySite(*told)
 
     # ---- what is started
 

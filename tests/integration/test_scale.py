@@ -6,7 +6,6 @@ import subprocess
 
 import httpx
 
-from deploy.status import fetch_plan
 from tests.cluster import MODEL, Cluster, tandem
 
 SCALE_TIMEOUT_S = 150
