@@ -116,8 +116,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ray_proxy_resource: Annotated[
         str, Meta(description="Ray resource that a node must have for a proxy to run there; each takes 1; empty: any")
     ] = ""
-    insecure_tcp: Annotated[
-        bool, Meta(description="let processes on several hosts talk without encryption and keys")
+    insecure_network: Annotated[
+        bool, Meta(description="let traffic between hosts go without keys: who reaches it controls the cluster")
     ] = False
     autoscale: Annotated[
         bool, Meta(description="change the numbers of workers as the planner proposes; otherwise it only proposes")

@@ -1,7 +1,7 @@
 """A cluster's processes on a Ray cluster: each in an actor of its own, in a placement group of its own.
 
 Nodes' addresses are found by the actors, ports by the kernel. A process that dies, or whose node is lost, is started
-again in a new placement group, wherever there is room. docs/adr/0013-ray-placement.md has the reasons.
+again in a new placement group, wherever there is room. docs/adr/0016-ray-placement.md has the reasons.
 """
 
 from __future__ import annotations
@@ -263,10 +263,10 @@ class RayProcess:
 
 def check_transport(cluster: ClusterConfig) -> None:
     """Raises ConfigError while hosts would talk in the clear without the operator's word. Here keys will come in."""
-    if not cluster.insecure_tcp:
+    if not cluster.insecure_network:
         raise ConfigError(
             "workers of a Ray cluster talk over tcp, and nothing encrypts or authenticates that: "
-            "allow it in a network of your own with --insecure-tcp"
+            "say --insecure-network where nobody else can reach the nodes' network"
         )
 
 
