@@ -37,10 +37,7 @@ def ray_cluster() -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         cluster.add_node(num_cpus=1, resources={"front": 1}, node_ip_address="127.0.0.1", **small)
         nodes = {host: cluster.add_node(num_cpus=3, node_ip_address=host, **small) for host in NODES}
-        yield (
-            cluster.address,
-            {host: lambda node=node: cluster.remove_node(node, False) for host, node in nodes.items()},
-        )
+        yield cluster.address, {host: partial(cluster.remove_node, node, False) for host, node in nodes.items()}
     finally:
         cluster.shutdown()
 
