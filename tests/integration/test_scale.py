@@ -8,11 +8,11 @@ import httpx
 
 from tests.cluster import MODEL, Cluster, tandem
 
-SCALE_TIMEOUT_S = 150
+SCALE_TIMEOUT_S = 300
 
 
 def scale(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = tandem("scale", "--port", str(cluster.port), "--timeout-s", "120", *arguments)
+    command = tandem("scale", "--port", str(cluster.port), "--timeout-s", "280", *arguments)
     return subprocess.run(command, capture_output=True, text=True, timeout=SCALE_TIMEOUT_S)
 
 
