@@ -26,7 +26,7 @@ LIMIT_S = 60
 
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(LIMIT_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
