@@ -21,7 +21,6 @@ from protocol.errors import TandemError
 from protocol.membership import StatusReport
 from tests.cluster import Cluster, free_port, is_alive, tandem
 
-ray_cluster_utils = pytest.importorskip("ray.cluster_utils")
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.filterwarnings("default")]
 
 LIMIT_S = 400.0
@@ -33,7 +32,7 @@ NODES = ("127.0.0.2", "127.0.0.3")
 def ray_cluster() -> Iterator[tuple[str, dict[str, Any]]]:
     """Its address, and the nodes for workers by their addresses. The proxy's node is the head."""
     small = {"object_store_memory": 80 << 20, "include_dashboard": False}
-    cluster = ray_cluster_utils.Cluster()
+    cluster = pytest.importorskip("ray.cluster_utils").Cluster()  # here: it reads the environment when it is imported
     try:
         cluster.add_node(num_cpus=1, resources={"front": 1}, node_ip_address="127.0.0.1", **small)
         nodes = {host: cluster.add_node(num_cpus=3, node_ip_address=host, **small) for host in NODES}
@@ -76,6 +75,8 @@ def test_it_serves_outlives_a_node_and_is_scaled(
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    for limit, value in (("raylet_start_wait_time_s", "300"), ("agent_register_timeout_ms", "300000")):
+        monkeypatch.setenv(f"RAY_{limit}", value)  # its own limits are too short for a machine that is busy
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     config = tmp_path / "cluster.toml"
