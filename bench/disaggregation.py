@@ -5,8 +5,10 @@
 For prompts of 256, 1,024 and 4,096 tokens that share nothing, one request at a time: the time from the first token to
 the second beside a later decode step and a plain copy of the last chunk's KV (what no computing can hide); and TTFT
 beside a request for one token, which is prefilled alone and ships nothing. Then the gaps of a running stream while
-prefill computes prompts back to back, once without shipping them and once with. The model is small and has much KV for
-its size (16 KiB a token, as much as a 1 B model's), so that transfers weigh more here than in earnest.
+prefill computes prompts back to back: without shipping them; with each shipped, joining decode's batch for one step;
+and with as many such steps but of a prompt that decode holds already, so that only the shipping differs. The model is
+small and has much KV for its size (16 KiB a token, as much as a 1 B model's), so that transfers weigh more here than in
+earnest.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ KV_CACHE_GIB = 0.5
 OUTPUT_TOKENS = 12
 LOAD_TOKENS = 1024
 STREAM_TOKENS = 400
+LOADS = ("alone", "prefill", "prefill and steps", "prefill and transfer")
 
 
 @contextlib.contextmanager
@@ -78,8 +81,13 @@ class Client:
         self._rng = random.Random(1)
 
     def stream(self, num_prompt_tokens: int, max_tokens: int) -> list[float]:
-        """Seconds from sending to each token."""
-        prompt = [self._rng.randrange(4, 2048) for _ in range(num_prompt_tokens)]
+        """Seconds from sending to each token of a prompt that is like no other."""
+        return self.stream_prompt(self.random_prompt(num_prompt_tokens), max_tokens)
+
+    def random_prompt(self, num_tokens: int) -> list[int]:
+        return [self._rng.randrange(4, 2048) for _ in range(num_tokens)]
+
+    def stream_prompt(self, prompt: list[int], max_tokens: int) -> list[float]:
         body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
         times: list[float] = []
         started = time.perf_counter()
@@ -143,11 +151,11 @@ def measure_length(client: Client, length: int, num_rounds: int) -> dict[str, fl
 
 
 def measure_load(url: str, num_rounds: int) -> dict[str, float]:
-    """Mean gap, in ms, of a running stream: alone, beside prefill, and beside prefill that ships."""
-    gaps: dict[str, list[float]] = {"alone": [], "prefill": [], "prefill and transfer": []}
+    """Mean gap, in ms, of a running stream by what runs beside it: see the head of this file."""
+    gaps: dict[str, list[float]] = {kind: [] for kind in LOADS}
     for index in range(num_rounds):
-        kinds = list(gaps)
-        for kind in kinds[index % 3 :] + kinds[: index % 3]:
+        first = index % len(LOADS)
+        for kind in LOADS[first:] + LOADS[:first]:
             stop = threading.Event()
             loader = threading.Thread(target=load, args=(url, kind, stop))
             loader.start()
@@ -158,14 +166,19 @@ def measure_load(url: str, num_rounds: int) -> dict[str, float]:
                 loader.join()
             gaps[kind].append((times[-1] - times[1]) / (len(times) - 2))
     means = {kind: 1000 * statistics.median(values) for kind, values in gaps.items()}
-    pairs = zip(gaps["prefill and transfer"], gaps["prefill"], strict=True)
+    pairs = zip(gaps["prefill and transfer"], gaps["prefill and steps"], strict=True)
     return {**means, "transfer / none": statistics.median(a / b for a, b in pairs)}
 
 
 def load(url: str, kind: str, stop: threading.Event) -> None:
     client = Client(url)
+    held = client.random_prompt(LOAD_TOKENS)
+    if kind == "prefill and steps":
+        client.stream_prompt(held, 2)
     while kind != "alone" and not stop.is_set():
         client.stream(LOAD_TOKENS, 2 if kind == "prefill and transfer" else 1)
+        if kind == "prefill and steps":
+            client.stream_prompt(held, 2)
 
 
 def aims(figures: dict[str, Any]) -> list[Aim]:
