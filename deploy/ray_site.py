@@ -188,6 +188,7 @@ class RayProcess:
         try:
             if not await self._until_placed(group):
                 return 0
+            self.num_starts += 1  # before the actor is there: one that cannot come up (Tandem is missing) counts too
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
             resources = {key: value for key, value in self._bundle.items() if key not in ("CPU", "GPU")}
             make = ray.remote(ProcessActor).options(
@@ -209,7 +210,6 @@ class RayProcess:
                     proxies_file=f"{place.folder}/proxies",
                 ),
             )
-            self.num_starts += 1
             encoded = msgspec.json.encode(config)
             self.last_pid = await actor.start.remote(self._module, encoded, self._env, self._proxies())
             self._actor = actor

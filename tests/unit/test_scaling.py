@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -207,3 +209,10 @@ def test_wrong_options_say_how_to_mend_them(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=says):
             load_config(None, wrong)
+
+
+def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "deploy.ray_site", raising=False)
+    with pytest.raises(ConfigError, match=r"pip install 'tandem-serve\[ray\]'"):
+        importlib.import_module("deploy.ray_site")
