@@ -28,14 +28,19 @@ NODES = ("127.0.0.2", "127.0.0.3")
 """Loopback addresses, so that each node has its own and finds it."""
 
 
+def node_options() -> dict[str, Any]:
+    """Small. Raylets wait half a minute for agents that choose their ports, too short on a machine that is busy."""
+    ports = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
+    return {"object_store_memory": 80 << 20, "include_dashboard": False, **{name: free_port() for name in ports}}
+
+
 @contextmanager
 def ray_cluster() -> Iterator[tuple[str, dict[str, Any]]]:
     """Its address, and the nodes for workers by their addresses. The proxy's node is the head."""
-    small = {"object_store_memory": 80 << 20, "include_dashboard": False}
     cluster = pytest.importorskip("ray.cluster_utils").Cluster()  # here: it reads the environment when it is imported
     try:
-        cluster.add_node(num_cpus=1, resources={"front": 1}, node_ip_address="127.0.0.1", **small)
-        nodes = {host: cluster.add_node(num_cpus=3, node_ip_address=host, **small) for host in NODES}
+        cluster.add_node(num_cpus=1, resources={"front": 1}, node_ip_address="127.0.0.1", **node_options())
+        nodes = {host: cluster.add_node(num_cpus=3, node_ip_address=host, **node_options()) for host in NODES}
         yield cluster.address, {host: partial(cluster.remove_node, node, False) for host, node in nodes.items()}
     finally:
         cluster.shutdown()
