@@ -21,7 +21,14 @@ from protocol.errors import TandemError
 from protocol.membership import StatusReport
 from tests.cluster import Cluster, free_port, is_alive, tandem
 
-pytestmark = [pytest.mark.timeout(1500), pytest.mark.filterwarnings("default")]
+pytestmark = [
+    pytest.mark.timeout(1500),
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.skipif(
+        os.environ.get("TANDEM_TEST_RAY") != "1",
+        reason="raylets abort when their agents take longer than 30 s to start; set TANDEM_TEST_RAY=1 on a quiet machine",
+    ),
+]
 
 LIMIT_S = 400.0
 NODES = ("127.0.0.2", "127.0.0.3")
