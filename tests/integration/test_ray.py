@@ -26,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("default"),
     pytest.mark.skipif(
         os.environ.get("TANDEM_TEST_RAY") != "1",
-        reason="raylets abort when their agents take longer than 30 s to start; set TANDEM_TEST_RAY=1 on a quiet machine",
+        reason="Ray gives up where its agents start slowly; set TANDEM_TEST_RAY=1 on a quiet machine",
     ),
 ]
 
