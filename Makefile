@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: setup serve test check gpu-check format lock clean
+.PHONY: setup serve test check audit bench gpu-check format lock clean
 
 setup: $(VENV)/.installed
 
@@ -29,6 +29,15 @@ check: setup
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest -q tests/unit
+	@$(MAKE) --no-print-directory audit
+
+# Known weaknesses of what requirements.lock names. Where no index can be reached it says so, and does not fail.
+audit: setup
+	@$(BIN)/python -m bench.dependency_audit requirements.lock
+
+# ARGS=--quick for less than five minutes.
+bench: setup
+	$(BIN)/python -m bench.all $(ARGS)
 
 # On a machine with a GPU, its own torch and perhaps no network: wheels of what it lacks are taken from .whl/.
 gpu-check:

@@ -82,7 +82,10 @@ async def run(options: argparse.Namespace, num_threads: int) -> dict[str, Any]:
     bursts = options.only or BURSTS
     os.setpriority(os.PRIO_PROCESS, 0, 0)
     figures: dict[str, Any] = {}
-    with cluster(num_threads, options.num_streams) as (port, proxy_pid), Poller(port, PATHS) as poller:
+    with (
+        cluster(num_threads, options.num_streams) as (port, admin_port, proxy_pid),
+        Poller({path: admin_port if path == "/metrics" else port for path in PATHS}) as poller,
+    ):
         os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
         url = f"http://127.0.0.1:{port}"
         async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
@@ -174,15 +177,15 @@ def long_text(seed: int, num_tokens: int) -> str:
 
 
 @contextlib.contextmanager
-def cluster(num_threads: int, num_streams: int) -> Iterator[tuple[int, int]]:
-    """`tandem up`; yields its port and the proxy's process id."""
+def cluster(num_threads: int, num_streams: int) -> Iterator[tuple[int, int, int]]:
+    """`tandem up`; yields its port, that of /metrics and the proxy's process id."""
     with tempfile.TemporaryDirectory() as scratch:
         model = stretched_demo_model(Path(scratch) / "model")
-        port = free_port()
+        port, admin_port = free_port(), free_port()
         command = [
             sys.executable, "-m", "deploy.cli", "up", "--model", str(model), "--served-model-name", MODEL,
             "--port", str(port), "--tokenizer-threads", str(num_threads), "--max-num-seqs", str(max(64, num_streams)),
-            "--kv-cache-gib", "2",
+            "--kv-cache-gib", "2", "--admin-port", str(admin_port),
         ]  # fmt: skip
         launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
@@ -191,7 +194,7 @@ def cluster(num_threads: int, num_streams: int) -> Iterator[tuple[int, int]]:
                 if launcher.poll() is not None or time.monotonic() > deadline:
                     raise SystemExit("the cluster did not start")
                 time.sleep(0.2)
-            yield port, _proxy_pid(launcher.pid)
+            yield port, admin_port, _proxy_pid(launcher.pid)
         finally:
             launcher.send_signal(signal.SIGTERM)
             launcher.wait(30)

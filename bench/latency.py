@@ -94,3 +94,30 @@ def summarise(traces: Sequence[RequestTrace]) -> LoadFigures:
         itl_ms=Distribution.of_seconds([gap for trace in good for gap in trace.itl_s]),
         e2e_ms=Distribution.of_seconds([trace.e2e_s for trace in good]),
     )
+
+
+class SLO(msgspec.Struct, frozen=True):
+    """Bounds in seconds; 0 sets none."""
+
+    ttft_s: float = 0.0
+    tpot_s: float = 0.0
+    e2e_s: float = 0.0
+
+    def is_met(self, trace: RequestTrace) -> bool:
+        """By a request that has its output. One of a single token has no TPOT, which counts as 0, as vllm has it."""
+        return not (
+            (self.ttft_s and trace.ttft_s > self.ttft_s)
+            or (self.tpot_s and (trace.tpot_s or 0.0) > self.tpot_s)
+            or (self.e2e_s and trace.e2e_s > self.e2e_s)
+        )
+
+    def in_words(self) -> str:
+        bounds = (("TTFT", self.ttft_s), ("TPOT", self.tpot_s), ("E2E", self.e2e_s))
+        return ", ".join(f"{name} {1000 * bound:g} ms" for name, bound in bounds if bound) or "no SLO"
+
+
+def goodput(traces: Sequence[RequestTrace], slo: SLO) -> float:
+    """Requests per second that meet every SLO, over the same time as `summarise`'s rates."""
+    duration_s = summarise(traces).duration_s
+    good = [trace for trace in traces if trace.error is None and trace.chunk_times and slo.is_met(trace)]
+    return len(good) / duration_s if duration_s else 0.0

@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Self
@@ -27,15 +27,16 @@ _spawn = multiprocessing.get_context("spawn")  # no locks or sockets of the pare
 class Poller:
     """A context manager; polls from `begin` to `end`."""
 
-    def __init__(self, port: int, paths: Sequence[str]) -> None:
-        self._port, self._paths = port, paths
+    def __init__(self, paths: Mapping[str, int]) -> None:
+        """paths: to the port where each is."""
+        self._paths = paths
         self._processes: list[BaseProcess] = []
 
     def __enter__(self) -> Self:
         listener = socket.create_server(("127.0.0.1", 0))
         control_port = listener.getsockname()[1]
         self._pipe, far_end = _spawn.Pipe()
-        targets = [(path, self._port) for path in self._paths] + [(CONTROL, control_port)]
+        targets = [*self._paths.items(), (CONTROL, control_port)]
         self._processes = [
             _spawn.Process(target=_serve_control, args=(listener,), daemon=True),
             _spawn.Process(target=_poll, args=(targets, far_end), daemon=True),

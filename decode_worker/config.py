@@ -5,14 +5,19 @@ from __future__ import annotations
 import msgspec
 
 from engine.config import EngineConfig
+from protocol.network import NetworkConfig
+from telemetry.logs import LogFormat
 
 
 class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """worker_id survives restarts. endpoint: what its ROUTER binds. host: own address for KV data.
+    network: how tcp endpoints are protected.
     proxies_file: where the proxies' control endpoints are told anew when one moves, one a line; empty: they do not.
 
     kv_checksums: compare every block that arrives (debugging). max_num_seqs: sequences that decode in one step.
     max_num_batched_tokens: of prompts that are computed here, in one step.
+    drain_timeout_s: what is under way when the worker is told to leave has so long to end.
+    metrics_host, metrics_port: where its /metrics are served; 0 takes any free port.
     """
 
     worker_id: str
@@ -25,4 +30,9 @@ class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     proxies_file: str = ""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    drain_timeout_s: float = 30.0
+    metrics_host: str = "127.0.0.1"
+    metrics_port: int = 0
+    network: NetworkConfig = NetworkConfig()
     log_level: str = "info"
+    log_format: LogFormat = "text"

@@ -17,6 +17,7 @@ import msgspec
 from kv_transfer.handshake import agree
 from protocol.errors import KVLayoutMismatch, KVTransferFailed
 from protocol.membership import WorkerInfo
+from protocol.plausibility import MAX_PAIRS
 from protocol.transfer import ClosePair, KVLayout, OpenPair, PairRefused, ShipKV
 
 _NUM_REMEMBERED_PAIRS = 10_000
@@ -121,6 +122,8 @@ class IncomingPairTable:
             connector = agree(message, self._layout, self._host_id, self._device, self._connectors, self._device_ids)
         except KVLayoutMismatch as mismatch:
             return [RefusePair(PairRefused(message.pair_id, mismatch.message))]
+        if len(self._by_id) >= MAX_PAIRS:
+            return [RefusePair(PairRefused(message.pair_id, f"this decode worker has {MAX_PAIRS} pairs already"))]
         pids = message.prefill_pids if message.host_id == self._host_id else []
         self._by_id[message.pair_id] = IncomingPair(
             message.pair_id, message.prefill_worker_id, message.prefill_epoch, set(pids), lease_s=message.lease_s

@@ -81,6 +81,10 @@ class IncomingPairs:
     def on_close(self, pair_id: str, reason: str) -> None:
         self._perform(self._table.on_close(pair_id, reason))
 
+    def begin_epoch(self, worker: WorkerInfo) -> None:
+        """Peers open pairs with the new one; those of before go as their peers drop them."""
+        self._epoch = worker.epoch
+
     def on_view(self, workers: list[WorkerInfo]) -> None:
         self._perform(self._table.on_view(workers))
 
@@ -149,7 +153,10 @@ class IncomingPairs:
         for pid in pids:
             try:
                 pidfd = os.pidfd_open(pid)
-            except ProcessLookupError:
+            except OSError as error:
+                if not isinstance(error, ProcessLookupError):  # it may live and write: no proof that it is gone
+                    self.fail(pair_id, f"cannot watch process {pid}: {error}")
+                    return
                 self._perform(self._table.on_exit(pair_id, pid))
                 continue
             self._loop.add_reader(pidfd, self._on_exit, pair_id, pid, pidfd)

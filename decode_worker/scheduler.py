@@ -22,6 +22,7 @@ from engine.batch import Batch, ItemOutput
 from engine.block_manager import BlockManager
 from engine.grammar import Grammar
 from protocol.dispatch import (
+    DecodeBegan,
     DecodeReserved,
     FirstToken,
     NewToken,
@@ -30,8 +31,18 @@ from protocol.dispatch import (
     RequestPreempted,
     TokenBatch,
 )
-from protocol.errors import ErrorInfo, InternalError, KVTransferFailed, RequestAborted, TandemError, WorkerLost
+from protocol.errors import (
+    DeadlineExceeded,
+    ErrorInfo,
+    InternalError,
+    KVTransferFailed,
+    Overloaded,
+    RequestAborted,
+    TandemError,
+    WorkerLost,
+)
 from protocol.generation import SampledToken
+from protocol.plausibility import MAX_HELD_SEQUENCES
 from protocol.transfer import FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
 
 UNCLAIMED_TIMEOUT_S = 10.0
@@ -59,6 +70,7 @@ class DecodeScheduler:
         self._local_prefills: dict[str, LocalPrefill] = {}  # not begun
         self._waiting: deque[IncomingTransfer | LocalPrefill] = deque()  # for blocks
         self._running: list[DecodeSequence] = []
+        self._joined: list[DecodeSequence] = []  # since the clock was last told
         self._step: list[DecodeSequence] = []
         self._chunks: list[tuple[LocalPrefill, int]] = []  # of the step too
         self._copied_from: list[int] = []  # held for the step
@@ -74,6 +86,10 @@ class DecodeScheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._by_request
 
     @property
     def num_waiting(self) -> int:
@@ -109,10 +125,14 @@ class DecodeScheduler:
 
     def _why_not(self, prompt: DecodePrompt) -> TandemError | None:
         request = prompt.request
+        if request.media and request.prefill_epoch is None:
+            return WorkerLost("prompts with images or video are computed by prefill workers, and none is named")
         if request.transfer_id in self._by_transfer or any(
             sequence.key in self._by_request for sequence in prompt.sequences.values()
         ):
             return InternalError(f"transfer {request.transfer_id} is already here")
+        if len(self._by_request) >= MAX_HELD_SEQUENCES:
+            return Overloaded("this decode worker has too many sequences")
         if request.transfer_id in self._closed_transfers:
             return KVTransferFailed("the prefill worker gave the transfer up")
         needed = max(self.blocks.num_blocks_for(prompt.max_num_tokens), self._num_blocks_to_begin(prompt))
@@ -130,6 +150,10 @@ class DecodeScheduler:
         gone = [s for s in self._by_request.values() if s.prompt.request.proxy_id == proxy_id]
         return [action for sequence in gone for action in self._end(sequence)]
 
+    def on_epoch_over(self) -> list[Action]:
+        """The proxies have given everything up that is here."""
+        return [action for sequence in list(self._by_request.values()) for action in self._end(sequence)]
+
     # ---- events from prefill workers
 
     def on_reserve(self, now: float, message: ReserveKV) -> list[Action]:
@@ -137,6 +161,9 @@ class DecodeScheduler:
             return []
         if message.transfer_id in self._closed_transfers:
             error = ErrorInfo.of(RequestAborted("the request has ended"))
+            return [SendToPrefill(message.pair_id, KVRefused(message.transfer_id, error))]
+        if len(self._transfers) >= MAX_HELD_SEQUENCES:
+            error = ErrorInfo.of(Overloaded("this decode worker has too many transfers"))
             return [SendToPrefill(message.pair_id, KVRefused(message.transfer_id, error))]
         transfer = IncomingTransfer(message.transfer_id, message.pair_id, message.num_prompt_tokens, now)
         self._transfers[message.transfer_id] = transfer
@@ -149,6 +176,10 @@ class DecodeScheduler:
         if transfer is None or not transfer.is_reserved:
             # Cannot happen while both sides keep the order of messages; the pair cannot go on after it.
             raise KVTransferFailed(f"blocks came for transfer {message.transfer_id}, which is not open")
+        if transfer.pair_id != message.pair_id:
+            raise KVTransferFailed(f"blocks came for transfer {message.transfer_id}, which is another pair's")
+        if message.num_blocks < 1:
+            raise KVTransferFailed(f"{message.num_blocks} blocks are none")
         first = message.first_block - len(transfer.cached_block_ids)
         last = first + message.num_blocks
         if first != transfer.num_received_blocks or last > len(transfer.written_block_ids):
@@ -179,7 +210,7 @@ class DecodeScheduler:
         transfer = self._transfers.get(message.transfer_id)
         if transfer is None:
             return []
-        transfer.first_token_ids = message.first_token_ids
+        transfer.first_token_ids, transfer.position_offset = message.first_token_ids, message.position_offset
         return self._advance(transfer)
 
     def on_close_transfer(self, transfer_id: str) -> list[Action]:
@@ -207,7 +238,7 @@ class DecodeScheduler:
 
     def on_tick(self, now: float) -> list[Action]:
         late = [s for s in self._by_request.values() if now >= s.prompt.arrived_at + s.prompt.request.deadline_s]
-        error = RequestAborted("the request ran into its deadline")
+        error = DeadlineExceeded("the request ran into its deadline")
         actions = [action for sequence in late for action in self._end(sequence, error)]
         transfers = [t for t in self._waiting if isinstance(t, IncomingTransfer)]
         for transfer in [t for t in transfers if t.transfer_id not in self._by_transfer]:
@@ -225,6 +256,12 @@ class DecodeScheduler:
 
     # ---- steps
 
+    def on_clock(self, now: float) -> None:
+        """Call after events that came while a step ran: says when the sequences that joined by them did."""
+        for sequence in self._joined:
+            sequence.joined_at = now
+        self._joined.clear()
+
     def schedule(self, now: float) -> tuple[Batch, list[Action]]:
         """One new token for each running sequence, chunks of prompts, and what preempted ones are told.
 
@@ -232,6 +269,7 @@ class DecodeScheduler:
         block, because transfers hold them, sits the step out.
         """
         assert not self._step and not self._chunks, "one step at a time"
+        self.on_clock(now)
         actions: list[Action] = []
         for sequence in sorted(self._running[: self._max_num_seqs], key=lambda s: s.age):
             if not sequence.ended and sequence.may_step and self._grow(sequence, actions):
@@ -239,6 +277,8 @@ class DecodeScheduler:
         copies = []
         for sequence in self._step:
             sequence.in_step = True
+            if sequence.stepped_at is None:
+                sequence.stepped_at = now
             if sequence.copy_from is not None:
                 copies.append((sequence.copy_from, sequence.block_table[len(sequence.prompt.hashes)]))
                 self._copied_from.append(sequence.copy_from)
@@ -277,6 +317,7 @@ class DecodeScheduler:
         """One TokenBatch for each proxy that has sequences in the step, and first tokens of prompts that are done."""
         step, chunks = self._end_step()
         batches: dict[str, list[NewToken]] = {}
+        began: dict[str, list[DecodeBegan]] = {}
         freed: list[Action] = []
         for sequence, output in zip(step, results[: len(step)], strict=True):
             if sequence.ended:
@@ -294,10 +335,14 @@ class DecodeScheduler:
             request = sequence.prompt.request
             finish_reason = request.stop.check(token.token_id, len(sequence.output_token_ids))
             batches.setdefault(request.proxy_id, []).append(NewToken(sequence.request_id, token, finish_reason))
+            if len(sequence.output_token_ids) == request.num_generated + 2:
+                began.setdefault(request.proxy_id, []).append(_began(now, sequence))
             if finish_reason is not None:
                 self.num_finished += 1
                 freed += self._end(sequence)
-        actions: list[Action] = [SendToProxy(proxy_id, TokenBatch(tokens)) for proxy_id, tokens in batches.items()]
+        actions: list[Action] = [
+            SendToProxy(proxy_id, TokenBatch(tokens, began.get(proxy_id, []))) for proxy_id, tokens in batches.items()
+        ]
         if len(self._running) > self._max_num_seqs:  # others wait for their turn: go round
             stepped = set(map(id, step))
             self._running.sort(key=lambda sequence: id(sequence) in stepped)
@@ -437,10 +482,16 @@ class DecodeScheduler:
         if prompt is not None:
             if not transfer.is_complete:
                 return []
-            self._forget(transfer)
             assert transfer.first_token_ids is not None
+            if len(transfer.first_token_ids) != len(prompt.request.request_ids):
+                wrong = (
+                    f"{len(transfer.first_token_ids)} first tokens came for {len(prompt.request.request_ids)} sequences"
+                )
+                return self._give_up(transfer, KVTransferFailed(wrong))
+            self._forget(transfer)
             blocks = transfer.cached_block_ids + transfer.written_block_ids
-            return self._begin(prompt, blocks, transfer.spare_block_ids, transfer.first_token_ids)
+            first_token_ids, spare = transfer.first_token_ids, transfer.spare_block_ids
+            return self._begin(prompt, blocks, spare, first_token_ids, transfer.position_offset)
         if transfer.may_still_be_written:
             return []
         if transfer.is_reserved:
@@ -451,7 +502,12 @@ class DecodeScheduler:
         return self._reserve()
 
     def _begin(
-        self, prompt: DecodePrompt, prompt_blocks: list[int], spare: list[int], first_token_ids: list[int]
+        self,
+        prompt: DecodePrompt,
+        prompt_blocks: list[int],
+        spare: list[int],
+        first_token_ids: list[int],
+        position_offset: int = 0,
     ) -> list[Action]:
         """The sequences share the prompt's full blocks; each gets blocks of its own for what follows."""
         del self._by_transfer[prompt.request.transfer_id]
@@ -479,8 +535,9 @@ class DecodeScheduler:
                 self.blocks.share(partial)
                 sequence.copy_from = partial[0]
             is_first = False
-            sequence.begin(full + own, token_id, self.blocks.block_size)
+            sequence.begin(full + own, token_id, self.blocks.block_size, position_offset)
             self._running.append(sequence)
+            self._joined.append(sequence)
         self.blocks.release(full)  # the hold of who brought them
         self.blocks.release(spare + (partial if is_first else []))
         return self._reserve() if spare or is_first else []
@@ -553,3 +610,8 @@ class DecodeScheduler:
 def _failure(sequence: DecodeSequence, error: TandemError) -> Action:
     message = RequestFailed(sequence.request_id, ErrorInfo.of(error))
     return SendToProxy(sequence.prompt.request.proxy_id, message)
+
+
+def _began(now: float, sequence: DecodeSequence) -> DecodeBegan:
+    stepped_at = sequence.stepped_at if sequence.stepped_at is not None else now
+    return DecodeBegan(sequence.request_id, stepped_at - sequence.joined_at, now - stepped_at)

@@ -39,7 +39,7 @@ class DecodePrompt:
         model_id: str,
         grammar: Grammar | None = None,
     ) -> DecodePrompt:
-        hasher = BlockHasher(block_size, model_id, request.cache_salt)
+        hasher = BlockHasher(block_size, model_id, request.cache_salt, request.media)
         prompt = cls(request, number, now, hasher, hasher.prompt_hashes(request.token_ids))
         for index, (request_id, seed) in enumerate(zip(request.request_ids, request.seeds, strict=True)):
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
@@ -69,6 +69,7 @@ class DecodeSequence:
     the next step computes.
     block_tokens: the tokens in the last block that have been computed; parent_hash: of the blocks before it.
     copy_from: a block, held, that the next step copies into the sequence's own last one (copy on write).
+    joined_at, stepped_at: when its KV was whole, and when its first step began; the second None before that.
     """
 
     prompt: DecodePrompt
@@ -78,12 +79,15 @@ class DecodeSequence:
     grammar: GrammarState | None = None
     block_table: list[int] = field(default_factory=list)
     num_tokens: int = 0
+    position_offset: int = 0  # of its tokens' positions over their numbers, after images or video
     output_token_ids: list[int] = field(default_factory=list)  # those of earlier attempts included
     block_tokens: list[int] = field(default_factory=list)
     parent_hash: bytes = b""
     copy_from: int | None = None
     in_step: bool = False
     ended: bool = False
+    joined_at: float = 0.0
+    stepped_at: float | None = None
     _prompt_token_ids: list[int] = field(default_factory=list)
 
     @property
@@ -95,12 +99,13 @@ class DecodeSequence:
         """Not before its grammar is compiled."""
         return self.grammar is None or self.grammar.is_ready
 
-    def begin(self, block_table: list[int], first_token_id: int, block_size: int) -> None:
+    def begin(self, block_table: list[int], first_token_id: int, block_size: int, position_offset: int) -> None:
         """The prompt's KV is complete in `block_table`, which from now on is the sequence's."""
         prompt = self.prompt
         num_prompt_tokens, num_generated = prompt.num_tokens, prompt.request.num_generated
         num_before = num_prompt_tokens - num_generated
         self.block_table = block_table
+        self.position_offset = position_offset
         self.num_tokens = num_prompt_tokens + 1
         self.output_token_ids = [*prompt.token_ids(num_before, num_prompt_tokens), first_token_id]
         self.block_tokens = prompt.token_ids(len(prompt.hashes) * block_size, num_prompt_tokens)
@@ -117,7 +122,13 @@ class DecodeSequence:
             banned_token_ids=stop.banned(len(self.output_token_ids)) if stop.min_tokens else (),
             grammar=self.grammar,
         )
-        return BatchItem([self.output_token_ids[-1]], self.num_tokens - 1, self.block_table, [sample])
+        return BatchItem(
+            [self.output_token_ids[-1]],
+            self.num_tokens - 1,
+            self.block_table,
+            [sample],
+            position_offset=self.position_offset,
+        )
 
     def on_token(self, token_id: int, block_size: int) -> bytes | None:
         """A step has computed the newest token and chosen the next. Returns the hash of the block that is full now."""

@@ -33,6 +33,7 @@ class IncomingTransfer:
     peer_stopped: bool = False
     is_corrupt: bool = False
     first_token_ids: list[int] | None = None
+    position_offset: int = 0  # of FinishTransfer
 
     def reserve(self, cached: list[int], written: list[int], spare: list[int]) -> None:
         self.is_reserved = True

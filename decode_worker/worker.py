@@ -32,9 +32,17 @@ from kv_transfer.mapped_memory import host_id
 from kv_transfer.rank_pool import RankPool
 from kv_transfer.worker_pools import WorkerPools
 from protocol.codec import Codec
-from protocol.dispatch import AbortRequest, PrepareDecode, ToDecode
-from protocol.errors import ErrorInfo, KVTransferFailed
-from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
+from protocol.dispatch import AbortRequest, FirstToken, PrepareDecode, RequestFailed, ToDecode, TokenBatch
+from protocol.drain import Drain, Retired
+from protocol.errors import ErrorInfo, ImplausibleMessage, InternalError, KVTransferFailed
+from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLeft, WorkerLoad, WorkerStatus
+from protocol.plausibility import (
+    MAX_SEQUENCES,
+    check_first_tokens,
+    check_open_pair,
+    check_request,
+)
+from protocol.process import serve_metrics
 from protocol.registration import Registration
 from protocol.sockets import RouterSocket, new_context
 from protocol.transfer import (
@@ -48,6 +56,7 @@ from protocol.transfer import (
     ShipKV,
     ToDecodePeer,
 )
+from telemetry.worker_metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -61,24 +70,40 @@ class DecodeWorker:
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
+        self._drain = Drain(config.drain_timeout_s)
+        self._registration: Registration | None = None  # while it serves
         self._step_time_s = 0.0
         self._speed = PromptSpeed()
         self._num_transferred_bytes = self._num_compared_blocks = self._num_corrupt_blocks = 0
         self._stepping = False
+        self._metrics = WorkerMetrics()
 
     def stop(self) -> None:
         self._stopping.set()
+
+    def drain(self) -> bool:
+        """Take no new work, finish what is under way, and end. False before there is any."""
+        return self._begin_drain(for_good=False)
+
+    def _begin_drain(self, for_good: bool) -> bool:
+        if self._registration is None:
+            return False
+        log.info("draining: %d requests run, %d wait", self._scheduler.num_running, self._scheduler.num_waiting)
+        self._drain.begin(self._loop.time(), for_good)
+        self._registration.tell(self._status())
+        return True
 
     async def run(self) -> None:
         ranks = TensorParallelGroup(
             self._config.worker_id, self._config.engine, self._config.host, self._config.log_level
         )
-        loaded: LoadedModel = await self._loop.run_in_executor(None, ranks.load)
+        loaded: LoadedModel = (await self._loop.run_in_executor(None, ranks.load)).without_vision()
         self._grammars = Grammars(
             self._config.engine.model,
             loaded.vocab_size,
             lambda: self._loop.call_soon_threadsafe(self._start_step),
         )
+        self._vocab_size, self._max_model_len = loaded.vocab_size, loaded.max_model_len
         pool = KVPool(loaded, self._config.engine)
         blocks = BlockManager(pool.num_blocks, self._config.engine.block_size)
         self._block_bytes = pool.block_bytes * self._config.engine.tensor_parallel_size
@@ -92,7 +117,8 @@ class DecodeWorker:
         own_pool = RankPool(0, loaded.layout, pool.as_blocks(), self._config.host)
         pools = WorkerPools(own_pool, pool.location(), ranks.transfer_connections)
         await self._loop.run_in_executor(None, pools.wait_until_ready)
-        context = new_context()
+        context = new_context("worker", self._config.network)
+        self._refusals = context.refusals
         codec: Codec[ToDecode | ToDecodePeer] = Codec(ToDecode | ToDecodePeer)
         self._router = RouterSocket(context, self._config.endpoint, codec, self._on_message)
         self._info = WorkerInfo(
@@ -102,6 +128,7 @@ class DecodeWorker:
             endpoint=self._router.endpoint,
             pid=os.getpid(),
             num_ranks=self._config.engine.tensor_parallel_size,
+            metrics_address=serve_metrics(self._metrics, self._config.metrics_host, self._config.metrics_port),
         )
         device = loaded.device.type
         self._pools = pools
@@ -120,21 +147,24 @@ class DecodeWorker:
             on_pair_lost=self._on_pair_lost,
             on_prefill_lost=lambda epoch: self._perform(self._scheduler.on_prefill_lost(epoch)),
         )
-        registration = Registration(
+        self._register = RegisterWorker(
+            PROTOCOL_VERSION,
+            self._info,
+            loaded.max_model_len,
+            loaded.vocab_size,
+            loaded.layout.model_id,
+            blocks.block_size,
+        )
+        self._registration = registration = Registration(
             context,
             self._config.proxy_endpoints,
-            RegisterWorker(
-                PROTOCOL_VERSION,
-                self._info,
-                loaded.max_model_len,
-                loaded.vocab_size,
-                loaded.layout.model_id,
-                blocks.block_size,
-            ),
+            self._register,
             self._status,
             self._pairs.on_view,
             lambda proxy_id: self._perform(self._scheduler.on_proxy_lost(proxy_id)),
             blocks.prefix_log.restart,
+            self._begin_epoch,
+            lambda: self._begin_drain(for_good=True),
             self._config.proxies_file,
         )
         registration.start()
@@ -142,13 +172,18 @@ class DecodeWorker:
         try:
             await self._tick_until_stopped()
         finally:
+            self._registration = None
+            registration.tell(WorkerLeft(self._info.worker_id, self._info.epoch))
             registration.close()
+            self._metrics.close()
             self._pairs.close()
             self._router.close()
             context.term()
             self._grammars.close()
             self._engine.stop(timeout_s=1.5)
             ranks.close()
+        if self._drain.for_good:
+            raise Retired("it was told to leave")
 
     async def _engine_ready(self) -> None:
         ready: asyncio.Future[None] = self._loop.create_future()
@@ -158,6 +193,10 @@ class DecodeWorker:
     async def _tick_until_stopped(self) -> None:
         while not self._stopping.is_set():
             now = self._loop.time()
+            if self._drain.is_over(now, self._scheduler.is_idle):
+                num_left = self._scheduler.num_running + self._scheduler.num_waiting
+                log.info("drained; %d requests go on elsewhere", num_left)
+                return
             self._perform(self._scheduler.on_tick(now))
             for pair_id in self._pairs.due_for_renewal(now):
                 if wanted := self._scheduler.wanted_transfers(pair_id):
@@ -166,6 +205,19 @@ class DecodeWorker:
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
             except TimeoutError:
                 continue
+
+    def _begin_epoch(self) -> None:
+        """A proxy has counted this worker as lost, and gave its requests to others: nothing of before counts any more.
+
+        Blocks that a peer may still write or read stay where they are until it has stopped, as always.
+        """
+        self._perform(self._scheduler.on_epoch_over())
+        self._info = msgspec.structs.replace(self._info, epoch=secrets.token_hex(8))
+        self._pairs.begin_epoch(self._info)
+        self._scheduler.blocks.prefix_log.restart()
+        self._register = msgspec.structs.replace(self._register, worker=self._info)
+        assert self._registration is not None
+        self._registration.begin_epoch(self._register)
 
     def _status(self) -> WorkerStatus:
         scheduler = self._scheduler
@@ -187,9 +239,13 @@ class DecodeWorker:
             num_corrupt_blocks=self._num_corrupt_blocks,
             waiting_tokens=scheduler.waiting_tokens(),
             prompt_tokens_per_s=self._speed.tokens_per_s,
+            refusals=self._refusals.totals(),
         )
+        self._metrics.on_load(load)
         prefixes = scheduler.blocks.prefix_log.take()
-        return WorkerStatus(self._info.worker_id, self._info.epoch, load, prefixes=prefixes)
+        return WorkerStatus(
+            self._info.worker_id, self._info.epoch, load, prefixes=prefixes, draining=self._drain.has_begun
+        )
 
     # ---- events
 
@@ -197,22 +253,34 @@ class DecodeWorker:
         scheduler, now = self._scheduler, self._loop.time()
         match message:
             case PrepareDecode():
+                self._check(message)
                 grammar = self._grammars.get(message.sampling.grammar)
                 self._perform(scheduler.on_prepare(now, message, grammar))
             case AbortRequest():
                 self._perform(scheduler.on_abort(message.proxy_id, message.request_id))
             case OpenPair():
+                check_open_pair(message)
                 self._pairs.on_open(message)
             case ReserveKV():
                 self._reserve(now, message)
             case ShipKV():
                 self._on_ship(message)
             case FinishTransfer():
+                check_first_tokens(message.first_token_ids, self._vocab_size)
                 self._perform(scheduler.on_finish_transfer(message))
             case CloseTransfer():
                 self._perform(scheduler.on_close_transfer(message.transfer_id))
             case ClosePair():
                 self._pairs.on_close(message.pair_id, message.reason)
+
+    def _check(self, message: PrepareDecode) -> None:
+        try:
+            check_request(message, self._vocab_size, self._max_model_len)
+        except ImplausibleMessage as error:
+            info = ErrorInfo.of(InternalError(error.message))
+            ids = message.request_ids[:MAX_SEQUENCES]
+            self._perform([SendToProxy(message.proxy_id, RequestFailed(each, info)) for each in ids])
+            raise
 
     def _reserve(self, now: float, message: ReserveKV) -> None:
         if self._pairs.is_open(message.pair_id):
@@ -271,6 +339,7 @@ class DecodeWorker:
         for action in actions:
             match action:
                 case SendToProxy():
+                    self._observe(action.message)
                     if not self._router.send(f"{action.proxy_id}:0".encode(), action.message):
                         log.warning("proxy %s is not connected; its message was dropped", action.proxy_id)
                 case SendToPrefill():
@@ -278,6 +347,15 @@ class DecodeWorker:
                 case Receive():
                     self._receive(action)
         self._start_step()
+
+    def _observe(self, message: msgspec.Struct) -> None:
+        match message:
+            case TokenBatch() if message.began:
+                for began in message.began:
+                    self._metrics.decode_wait.observe(began.decode_wait_s)
+            case FirstToken():
+                self._metrics.queue.observe(message.queue_s)
+                self._metrics.prefill.observe(message.prefill_s)
 
     def _receive(self, action: Receive) -> None:
         def done(error: KVTransferFailed | None) -> None:
@@ -291,6 +369,7 @@ class DecodeWorker:
 
     def _start_step(self) -> None:
         if self._stepping:
+            self._scheduler.on_clock(self._loop.time())
             return
         batch, actions = self._scheduler.schedule(self._loop.time())
         if batch.items:
@@ -302,6 +381,7 @@ class DecodeWorker:
     def _on_step(self, results: list[ItemOutput] | None, error: BaseException | None, step_time_s: float) -> None:
         self._stepping = False
         self._step_time_s = step_time_s
+        self._metrics.step.observe(step_time_s)
         if results is None:
             log.error("a decode step failed", exc_info=error)
             self._perform(self._scheduler.on_step_failed(error or RuntimeError("unknown")))

@@ -1,4 +1,5 @@
-"""The `tandem` command: `up` starts a cluster and stays with it; `status` and `scale` talk to a running one."""
+"""The `tandem` command: `up` starts a cluster and stays with it, `worker` adds workers on another host, `keys` makes
+what protects the traffic between them; `status`, `scale`, `drain` and `restart` talk to a running cluster."""
 
 from __future__ import annotations
 
@@ -8,14 +9,18 @@ import json
 import logging
 import sys
 import typing
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from deploy.config import ClusterConfig, field_descriptions, load_config
+from deploy.config import ClusterConfig, bracketed, field_descriptions, load_config
 from protocol.errors import ConfigError, TandemError
+from protocol.membership import Role
+from protocol.network import NetworkConfig
+from protocol.network_keys import make_keys
 
 
 def main() -> None:
@@ -41,22 +46,55 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--config", type=Path, metavar="FILE", default=None, help="TOML file with the same keys")
     _add_config_flags(up)
     up.set_defaults(run=_up)
+    worker = commands.add_parser(
+        "worker",
+        help="start workers for a cluster that runs on another host",
+        description="Start workers that join a running cluster. Settings that are not about workers do nothing here.",
+    )
+    worker.add_argument("role", choices=typing.get_args(Role), help="what they do")
+    worker.add_argument("--count", type=int, default=1, metavar="N", help="how many (default: 1)")
+    worker.add_argument("--config", type=Path, metavar="FILE", default=None, help="TOML file with the same keys")
+    _add_config_flags(worker, left_out=("prefill", "decode", "proxies"))
+    worker.set_defaults(run=_worker)
+    keys = commands.add_parser("keys", help="make the keys that protect traffic between hosts")
+    keys.add_argument(
+        "folder", type=Path, nargs="?", default=Path("tandem-keys"), metavar="FOLDER", help="new or empty"
+    )
+    keys.set_defaults(run=_keys)
     status = commands.add_parser("status", help="show the workers and pairs of a running cluster")
     status.add_argument("--port", type=int, default=ClusterConfig().port, help="port of its HTTP endpoint")
-    status.add_argument("--json", action="store_true", help="print JSON")
+    status.add_argument("--join", default="", metavar="S", help="endpoints of proxies on another host")
+    status.add_argument("--network-keys", default="", metavar="S", help="folder of keys, with the operator's secret")
+    status.add_argument("--insecure-network", action="store_true", help="ask without keys")
+    how = status.add_mutually_exclusive_group()
+    how.add_argument("--json", action="store_true", help="print JSON")
+    how.add_argument("--watch", action="store_true", help="show it live, until Ctrl-C")
     status.set_defaults(run=_status)
     scale = commands.add_parser("scale", help="change the numbers of workers of a running cluster")
     scale.add_argument("counts", nargs="+", metavar="ROLE=N", help="prefill=N, decode=N or both")
     scale.add_argument("--port", type=int, default=ClusterConfig().port, help="port of its HTTP endpoint")
     scale.add_argument("--timeout-s", type=float, default=600.0, help="seconds to wait for the workers; 0: do not wait")
     scale.set_defaults(run=_scale)
+    drain = commands.add_parser("drain", help="let a worker finish what it has and leave for good")
+    drain.add_argument("worker", metavar="WORKER", help="its name, such as decode-1")
+    restart = commands.add_parser("restart", help="start processes anew one at a time, losing nothing")
+    restart.add_argument("names", nargs="*", metavar="NAME", help="such as decode-1 or proxy-0; none: all of them")
+    restart.set_defaults(run=_restart)
+    drain.set_defaults(run=_drain)
+    for command, timeout_s in ((drain, 60.0), (restart, 600.0)):
+        command.add_argument("--port", type=int, default=ClusterConfig().port, help="port of the HTTP endpoint")
+        command.add_argument(
+            "--timeout-s", type=float, default=timeout_s, metavar="X", help="give up after so long, for each process"
+        )
     return parser
 
 
-def _add_config_flags(parser: argparse.ArgumentParser) -> None:
+def _add_config_flags(parser: argparse.ArgumentParser, left_out: Sequence[str] = ()) -> None:
     descriptions = field_descriptions()
     hints = typing.get_type_hints(ClusterConfig)
     for field in msgspec.structs.fields(ClusterConfig):
+        if field.name in left_out:
+            continue
         flag = "--" + field.name.replace("_", "-")
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
         kind = hints[field.name]
@@ -75,7 +113,26 @@ def _add_config_flags(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(flag, **options)
 
 
-def _up(arguments: argparse.Namespace) -> int:
+def _worker(arguments: argparse.Namespace) -> int:
+    if arguments.count < 1:
+        raise ConfigError(f"count: {arguments.count} workers cannot be started; give 1 or more")
+    arguments.proxies = 1  # not started: it is the others' proxies that these workers join
+    arguments.prefill, arguments.decode = 0, 0
+    setattr(arguments, arguments.role, arguments.count)
+    return _up(arguments, must_join=True)
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    for file in make_keys(arguments.folder):
+        print(file)
+    print(
+        "\nGive every host the .key files, and the .key_secret of what runs there: worker, proxy (and worker) where "
+        "`tandem up` runs, operator for `tandem status --join`. Then start everything with --network-keys FOLDER."
+    )
+    return 0
+
+
+def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
@@ -84,6 +141,8 @@ def _up(arguments: argparse.Namespace) -> int:
 
     overrides = {name: value for name, value in vars(arguments).items() if name in ClusterConfig.__struct_fields__}
     config = load_config(arguments.config, overrides)
+    if must_join and not config.join:
+        raise ConfigError("join: name the proxies to join, as tcp://HOST:PORT; `tandem up --cluster-host` prints them")
     logging.basicConfig(level=config.log_level.upper(), format="%(message)s", stream=sys.stderr)
     console = Console(stderr=True, highlight=False)
     model = config.model
@@ -114,21 +173,50 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _print_ready(console: Any, config: ClusterConfig, served_name: str, logs: Path) -> None:
-    host = f"[{config.host}]" if ":" in config.host else config.host
-    url = f"{'https' if config.ssl_certfile else 'http'}://{host}:{config.port}"
+    if config.join:
+        print(f"Workers for {served_name} have joined {config.join}", flush=True)
+        console.print(f"Logs are in {logs}. Ctrl-C stops them.", soft_wrap=True)
+        return
+    url = f"{'https' if config.ssl_certfile else 'http'}://{bracketed(config.host)}:{config.port}"
     body = json.dumps(
         {"model": served_name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 48, "stream": True}
     )
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key or config.api_keys_file else ""
     print(f"Tandem serves {served_name} on {url}/v1", flush=True)
     print(f"\ncurl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n", flush=True)
+    if config.proxy_endpoints:
+        print(f"Workers of other hosts join with: --join {','.join(config.proxy_endpoints)}", flush=True)
+    admin_host, admin_port = config.admin_address
+    console.print(f"Its page is http://{bracketed(admin_host)}:{admin_port}/dashboard", soft_wrap=True)
     console.print(f"Logs are in {logs}. Ctrl-C stops the cluster.", soft_wrap=True)
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from deploy.status import print_status
+    from deploy.status import print_status, watch_status
 
-    return print_status(arguments.port, arguments.json)
+    network = NetworkConfig(arguments.network_keys, arguments.insecure_network)
+    endpoints = [endpoint.strip() for endpoint in arguments.join.split(",") if endpoint.strip()]
+    if arguments.watch:
+        return watch_status(arguments.port, endpoints, network)
+    return print_status(arguments.port, arguments.json, endpoints, network)
+
+
+def _drain(arguments: argparse.Namespace) -> int:
+    from deploy.draining import drain
+
+    drain(arguments.port, arguments.worker, arguments.timeout_s, _say)
+    return 0
+
+
+def _restart(arguments: argparse.Namespace) -> int:
+    from deploy.draining import restart
+
+    restart(arguments.port, arguments.names, arguments.timeout_s, _say)
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
 
 
 def _scale(arguments: argparse.Namespace) -> int:

@@ -17,7 +17,11 @@ from engine.config import Device, Dtype, LoadFormat
 from kv_transfer.registry import check_name
 from protocol.errors import ConfigError
 from protocol.membership import Role
+from protocol.network import NetworkConfig
+from protocol.network_keys import load_keys
+from proxy.media_source import MediaLimits
 from proxy.tool_formats import ToolFormatName
+from telemetry.logs import LogFormat
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -27,11 +31,17 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     model: Annotated[str, Meta(description="folder or hub id of the model; empty serves the built-in demo model")] = ""
     served_model_name: Annotated[str, Meta(description="name that clients use; empty takes the model's own")] = ""
-    prefill: Annotated[int, Meta(ge=1, le=256, description="prefill workers")] = 1
-    decode: Annotated[int, Meta(ge=1, le=256, description="decode workers")] = 1
+    prefill: Annotated[int, Meta(ge=0, le=256, description="prefill workers")] = 1
+    decode: Annotated[int, Meta(ge=0, le=256, description="decode workers")] = 1
     proxies: Annotated[int, Meta(ge=1, le=64, description="proxy processes, which share the port")] = 1
     host: Annotated[str, Meta(description="address that the HTTP endpoint binds")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535, description="port of the HTTP endpoint")] = 8000
+    admin_host: Annotated[
+        str, Meta(description="address of calls for who runs the cluster, such as /metrics; no key is asked for there")
+    ] = "127.0.0.1"
+    admin_port: Annotated[
+        int, Meta(ge=0, le=65535, description="port of these calls; 0 takes the one after --port")
+    ] = 0
     device: Annotated[Device, Meta(description="where the model runs")] = "auto"
     kv_connector: Annotated[
         str, Meta(description="how KV caches move from prefill to decode: auto, ipc, gloo, nccl or an installed one")
@@ -116,9 +126,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ray_proxy_resource: Annotated[
         str, Meta(description="Ray resource that a node must have for a proxy to run there; each takes 1; empty: any")
     ] = ""
-    insecure_network: Annotated[
-        bool, Meta(description="let traffic between hosts go without keys: who reaches it controls the cluster")
-    ] = False
     autoscale: Annotated[
         bool, Meta(description="change the numbers of workers as the planner proposes; otherwise it only proposes")
     ] = False
@@ -138,6 +145,42 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float, Meta(gt=0, description="seconds for a client to send its headers, or to send or read 16 KiB")
     ] = 30.0
     request_timeout_s: Annotated[float, Meta(gt=0, description="seconds after which a request is given up")] = 600.0
+    worker_wait_s: Annotated[
+        float, Meta(ge=0, description="seconds that requests wait while no worker of a role is left; then they get 503")
+    ] = 60.0
+    drain_timeout_s: Annotated[
+        float,
+        Meta(gt=0, description="seconds that a process which is told to leave has to finish what is under way"),
+    ] = 30.0
+    media_threads: Annotated[
+        int,
+        Meta(ge=1, le=64, description="of each proxy, in a process of its own: images and videos processed at once"),
+    ] = 1
+    media_cache_mib: Annotated[
+        int,
+        Meta(ge=1, description="MiB of shared memory for processed images and videos, and what the model saw in them"),
+    ] = 2048
+    max_waiting_media: Annotated[
+        int,
+        Meta(ge=1, description="requests per proxy whose images or videos are not processed yet; more get 503"),
+    ] = 512
+    max_media_items: Annotated[int, Meta(ge=1, le=1024, description="images and videos in one request")] = 32
+    max_media_mib: Annotated[int, Meta(ge=1, le=4096, description="MiB of one image or video, as it is sent")] = 64
+    max_image_mpixels: Annotated[
+        float, Meta(gt=0, description="million pixels of an image, or of a frame of a video")
+    ] = 33.6
+    max_video_frames: Annotated[
+        int, Meta(ge=1, le=4096, description="frames that are taken of a video, at equal distances")
+    ] = 32
+    media_timeout_s: Annotated[
+        float, Meta(gt=0, description="seconds for an image or video to be fetched from its URL")
+    ] = 10.0
+    allowed_media_path: Annotated[
+        str, Meta(description="folder whose files clients may name by file: URLs; empty allows none")
+    ] = ""
+    allow_private_media: Annotated[
+        bool, Meta(description="fetch images and videos from private, loopback and link-local addresses too")
+    ] = False
     trust_remote_code: Annotated[bool, Meta(description="run model code that comes with the checkpoint")] = False
     tool_call_parser: Annotated[
         ToolFormatName, Meta(description="how the model writes tool calls: hermes (also Qwen) or llama3_json")
@@ -145,7 +188,70 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trust_request_chat_template: Annotated[
         bool, Meta(description="let clients bring chat templates (jinja, in a sandbox, 2 s of CPU time each)")
     ] = False
+    log_format: Annotated[LogFormat, Meta(description="how log lines are written: for people, or an object each")] = (
+        "text"
+    )
+    otlp_endpoint: Annotated[
+        str,
+        Meta(description="URL that traces are sent to, OTLP over HTTP (http://HOST:4318/v1/traces); empty sends none"),
+    ] = ""
+    metrics_host: Annotated[str, Meta(description="address that every worker serves its own /metrics on")] = "127.0.0.1"
+    cluster_host: Annotated[
+        str,
+        Meta(
+            description="own address on the network between the cluster's hosts; empty keeps the cluster to this host"
+        ),
+    ] = ""
+    cluster_port: Annotated[
+        int,
+        Meta(
+            ge=1, le=65535, description="where workers of other hosts reach the first proxy; others take the next ports"
+        ),
+    ] = 7777
+    network_keys: Annotated[
+        str, Meta(description="folder of the keys that tandem keys has made; they protect traffic between hosts")
+    ] = ""
+    insecure_network: Annotated[
+        bool, Meta(description="let traffic between hosts go without keys: who reaches it controls the cluster")
+    ] = False
+    join: Annotated[
+        str,
+        Meta(
+            description="start workers alone, for a cluster that runs: its proxies' endpoints, as tandem up prints "
+            "them, with commas between"
+        ),
+    ] = ""
+    name: Annotated[str, Meta(description="with --join: part of the workers' names, unique in the cluster")] = ""
     log_level: Annotated[LogLevel, Meta(description="how much every process logs")] = "info"
+
+    @property
+    def admin_address(self) -> tuple[str, int]:
+        return self.admin_host, self.admin_port or self.port + 1
+
+    @property
+    def network(self) -> NetworkConfig:
+        return NetworkConfig(self.network_keys and str(Path(self.network_keys).absolute()), self.insecure_network)
+
+    @property
+    def proxy_endpoints(self) -> list[str]:
+        """Where workers of other hosts reach the proxies, in their order; empty where there are none."""
+        ports = range(self.cluster_port, self.cluster_port + self.proxies) if self.cluster_host else ()
+        return [f"tcp://{bracketed(self.cluster_host)}:{port}" for port in ports]
+
+    @property
+    def join_endpoints(self) -> list[str]:
+        return [endpoint.strip() for endpoint in self.join.split(",") if endpoint.strip()]
+
+    def media_limits(self) -> MediaLimits:
+        return MediaLimits(
+            max_items=self.max_media_items,
+            max_bytes=self.max_media_mib << 20,
+            max_pixels=int(self.max_image_mpixels * 1_000_000),
+            max_video_frames=self.max_video_frames,
+            fetch_timeout_s=self.media_timeout_s,
+            allowed_path=self.allowed_media_path,
+            allow_private=self.allow_private_media,
+        )
 
     def num_ranks(self, role: Role) -> int:
         """How many processes share the model in each worker of this role."""
@@ -159,6 +265,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return max(1, self.threads_per_worker // num_ranks)
         all_ranks = self.prefill * self.num_ranks("prefill") + self.decode * self.num_ranks("decode")
         return max(1, _num_cores() // all_ranks)
+
+
+def bracketed(host: str) -> str:
+    """As addresses are written before a port."""
+    return f"[{host}]" if ":" in host else host
 
 
 def _num_cores() -> int:
@@ -198,9 +309,11 @@ def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
         check_name(config.kv_connector)
     except ConfigError as error:
         raise ConfigError(f"kv_connector: {error.message}") from error
-    _check_autoscaling(config)
     if config.ray and not config.model:
         raise ConfigError("model: with ray it is needed, as a hub id or a folder that all nodes have")
+    _check_network(config)
+    if not config.join:
+        _check_autoscaling(config)
     return config
 
 
@@ -218,6 +331,38 @@ def _check_autoscaling(config: ClusterConfig) -> None:
         raise ConfigError(f"autoscale_max_workers: at least {least_workers} are needed for the minimum of both roles")
     if config.autoscale and 0 < config.autoscale_max_workers < config.prefill + config.decode:
         raise ConfigError(f"autoscale_max_workers: {config.prefill + config.decode} workers are there from the start")
+
+
+def _check_network(config: ClusterConfig) -> None:
+    """What the processes would find out too, but later and each for itself."""
+    if (config.prefill == 0 or config.decode == 0) and not (config.cluster_host or config.join):
+        role = "prefill" if config.prefill == 0 else "decode"
+        raise ConfigError(f"{role}: 0 workers only where others can join; give --cluster-host, or one worker at least")
+    if config.admin_address[1] in (config.port, 65536):
+        raise ConfigError(f"admin_port: {config.admin_address[1]} cannot be it; choose a port that is not --port")
+    if config.join and not config.cluster_host:
+        raise ConfigError("join: the cluster must reach these workers; give this host's address as --cluster-host")
+    wrong = next((each for each in config.join_endpoints if not each.startswith("tcp://")), None)
+    if wrong is not None:
+        raise ConfigError(f"join: {wrong!r} is no endpoint; write it as tcp://HOST:PORT")
+    if config.cluster_host in ("0.0.0.0", "::", "*"):
+        raise ConfigError(f"cluster_host: {config.cluster_host} is no address that other hosts can reach; name one")
+    if config.cluster_port + config.proxies > 65536:
+        raise ConfigError(f"cluster_port: {config.proxies} proxies do not fit above {config.cluster_port}")
+    if config.ray and (config.cluster_host or config.join):
+        raise ConfigError("ray: addresses are those of Ray's nodes; leave out --cluster-host and --join")
+    if config.ray and not (config.network_keys or config.insecure_network):
+        raise ConfigError(
+            "ray: traffic between nodes would not be protected; make keys with `tandem keys FOLDER`, copy them to "
+            "every node and give --network-keys FOLDER, or say --insecure-network where nobody else can reach it"
+        )
+    if config.cluster_host and not (config.network_keys or config.insecure_network):
+        raise ConfigError(
+            "cluster_host: traffic between hosts would not be protected; make keys with `tandem keys FOLDER` and give "
+            "--network-keys FOLDER, or say --insecure-network where nobody else can reach this network"
+        )
+    if config.network_keys:
+        load_keys(Path(config.network_keys), "operator" if config.ray else "worker")
 
 
 def read_api_keys(file: Path) -> list[str]:

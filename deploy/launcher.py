@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from deploy.autoscaler import Autoscaler
 from deploy.config import ClusterConfig
 from deploy.loading import fraction_loaded
@@ -27,16 +29,17 @@ from deploy.site import LocalSite, Site, Supervised
 from protocol.codec import Codec
 from protocol.errors import ConfigError, InternalError
 from protocol.membership import FromProxyControl, GetStatus, Role, StatusReport, WorkerExited
+from protocol.network import Context, NetworkConfig
+from protocol.process import EXIT_BAD_CONFIG, EXIT_RETIRED
 from protocol.sockets import DealerSocket, new_context
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
 STOP_GRACE_S = 2.5
-DRAIN_TIMEOUT_S = 600.0
-"""How long a worker that is scaled away may go on with what it has under way."""
+DRAIN_GRACE_S = 10.0
+"""A worker that is scaled away and has not left so long after its drain timeout is killed."""
 ROLES: tuple[Role, ...] = ("prefill", "decode")
-EXIT_BAD_CONFIG = 2
 
 OnProgress = Callable[[str, float | None], None]
 """Called with what is up, and with the fraction of the weights that is loaded, None before that is known."""
@@ -60,6 +63,7 @@ class Launcher:
         self._controls: dict[str, DealerSocket[FromProxyControl]] = {}  # by proxy
         self._reports: dict[str, StatusReport] = {}
         self._site: Site
+        self._context: Context
 
     def stop(self) -> None:
         self._stopping.set()
@@ -67,12 +71,19 @@ class Launcher:
     async def run(self, on_progress: OnProgress, on_ready: Callable[[Path], None]) -> None:
         """Raises ConfigError for what the operator can mend, InternalError when the cluster does not come up."""
         config = self._config
-        if not config.ray:
-            _check_port(config.host, config.port)
-        folder = create_runtime_dir(config.port)
-        logs = log_dir(config.port)
+        place: int | str = config.port if not config.join else self._worker_name("worker")
+        if not config.ray and not config.join:
+            _check_port(config.host, config.port, "--port or --host")
+            _check_port(*config.admin_address, "--admin-port or --admin-host")
+        folder = create_runtime_dir(place)
+        logs = log_dir(place)
         loop = asyncio.get_running_loop()
-        self._context = new_context()
+        # As what it calls proxies over tcp, where it does: on a host of workers, or beside `tandem status`.
+        network = config.network if config.join or config.ray else NetworkConfig()
+        self._context = new_context("worker" if config.join else "operator", network)
+        exposed = config.cluster_host or (config.ray and "the nodes' network")
+        if exposed and config.insecure_network and not config.network_keys:
+            log.warning("--insecure-network: whoever reaches %s can control this cluster", exposed)
         autoscaler = Autoscaler(config, self)
         site: Site | None = None
         desk: OperatorDesk | None = None
@@ -83,8 +94,9 @@ class Launcher:
             self._start_all()
             await self._until_ready(on_progress)
             if self._ready:
-                desk = OperatorDesk(self._context, folder, self, autoscaler)
-                autoscaler.start()
+                if not config.join:  # whose numbers are not for this launcher to say
+                    desk = OperatorDesk(self._context, folder, self, autoscaler)
+                    autoscaler.start()
                 on_ready(logs)
                 await self._stopping.wait()
         finally:
@@ -111,12 +123,20 @@ class Launcher:
 
     # ---- what is started
 
+    def _worker_name(self, prefix: str) -> str:
+        """It stays the same when the worker is started again, and is unique in the cluster."""
+        return prefix if not self._config.join else f"{prefix}-{self._config.name or socket.gethostname()}"
+
     def _start_all(self) -> None:
-        for i in range(self._config.proxies):
+        if (media_cache := self._site.make_media_cache(self._on_exit)) is not None:
+            self._start(media_cache)
+        for number, endpoint in enumerate(self._config.join_endpoints):
+            self._on_endpoint(f"proxy-{number}", endpoint)
+        for i in range(self._config.proxies if not self._config.join else 0):
             self._start(self._site.make_proxy(f"proxy-{i}", self._on_exit, self._on_endpoint))
         for role in ROLES:
             for i in range(self._counts[role]):
-                self._start(self._site.make_worker(role, f"{role}-{i}", self._on_exit))
+                self._start(self._site.make_worker(role, self._worker_name(f"{role}-{i}"), self._on_exit))
 
     def _start(self, child: Supervised) -> None:
         self._children[child.name] = child
@@ -129,7 +149,8 @@ class Launcher:
             if before is not None:
                 before.close()
             codec: Codec[FromProxyControl] = Codec(FromProxyControl)
-            self._controls[name] = DealerSocket(self._context, endpoint, codec, partial(self._on_answer, name))
+            on_answer = partial(self._on_answer, name)
+            self._controls[name] = DealerSocket(self._context, endpoint, codec, on_answer, peer="proxy")
             self._site.tell_proxies([control.endpoint for control in self._controls.values()])
 
     # ---- scaling
@@ -179,14 +200,18 @@ class Launcher:
     async def _stop_worker(self, name: str) -> None:
         child, task = self._children[name], self._tasks[name]
         child.terminate()
-        if not await self._wait([task], DRAIN_TIMEOUT_S):
-            log.warning("%s has not ended its work in %.0f s; it is killed", name, DRAIN_TIMEOUT_S)
+        timeout_s = self._config.drain_timeout_s + DRAIN_GRACE_S
+        if not await self._wait([task], timeout_s):
+            log.warning("%s has not ended its work in %.0f s; it is killed", name, timeout_s)
             child.kill()
             await self._wait([task], 1.0)
         if self._stopping.is_set():
             return  # then everything is stopped anyway
         for control in self._controls.values():
             control.send(WorkerExited(name, child.last_pid))
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
         del self._children[name], self._tasks[name]
         self._leaving.discard(name)
         self._site.forget(name)
@@ -205,6 +230,13 @@ class Launcher:
             self._fatal = ConfigError(child.last_error() or f"{name} refused its configuration: see {child.log_file}")
             self.stop()
             return False
+        if returncode == EXIT_RETIRED:
+            log.info("%s (process %d) has drained and left", name, pid)
+            role: Role = "prefill" if name.startswith("prefill-") else "decode"
+            if name not in self._leaving:
+                self._counts[role] -= 1
+                self._forget(name)
+            return False
         if not self._ready and child.num_starts >= 3:
             self._fatal = InternalError(f"{name} died {child.num_starts} times while starting: see {child.log_file}")
             self.stop()
@@ -222,8 +254,13 @@ class Launcher:
 
     @property
     def reports(self) -> list[StatusReport]:
-        """The last that each proxy sent."""
-        return list(self._reports.values())
+        """The last that each proxy sent, about the workers that are started here."""
+        return [
+            msgspec.structs.replace(
+                report, workers=[each for each in report.workers if each.worker.worker_id in self._children]
+            )
+            for report in self._reports.values()
+        ]
 
     async def _until_ready(self, on_progress: OnProgress) -> None:
         """Wait until every worker has registered and every pair is open."""
@@ -232,9 +269,9 @@ class Launcher:
         config = self._config
         while not self._stopping.is_set():
             self.ask_for_reports()
-            reports = self.reports
-            if len(reports) == config.proxies:
-                pairs = [pair for report in reports for worker in report.workers for pair in worker.pairs]
+            reports = list(self._reports.values())
+            if len(reports) == (len(config.join_endpoints) or config.proxies):
+                pairs = [pair for report in self.reports for worker in report.workers for pair in worker.pairs]
                 refused = next((pair for pair in pairs if pair.state == "refused"), None)
                 if refused is not None:
                     self._fatal = ConfigError(f"{refused.decode_worker_id} refused its pair: {refused.reason}")
@@ -248,7 +285,11 @@ class Launcher:
                     f"{num_ready}/{config.prefill * config.decode} pairs",
                     fraction_loaded(list(self._site.progress_files.values())),
                 )
-                if num_ready == config.prefill * config.decode and await self._all_proxies_answer():
+                if config.join:
+                    is_up = all(self._knows_our_workers(report) for report in reports)
+                else:
+                    is_up = num_ready >= config.prefill * config.decode and await self._all_proxies_answer()
+                if is_up:
                     self._ready = True
                     return
             if loop.time() > deadline:
@@ -258,6 +299,10 @@ class Launcher:
                 await asyncio.wait_for(self._stopping.wait(), 0.1)
             except TimeoutError:
                 continue
+
+    def _knows_our_workers(self, report: StatusReport) -> bool:
+        ours = {name for name in self._children if name.startswith(ROLES)}
+        return {worker.worker.worker_id for worker in report.workers} >= ours
 
     async def _all_proxies_answer(self) -> bool:
         """HTTP connections are shared out over the proxies by the kernel, so one that answers is asked for."""
@@ -272,10 +317,10 @@ class Launcher:
     async def _stop_children(self) -> None:
         proxies = [child for name, child in self._children.items() if name.startswith("proxy-")]
         for child in proxies:
-            child.terminate()
+            child.stop()
         await self._wait([self._tasks[child.name] for child in proxies], PROXY_GRACE_S + 0.3)
         for child in self._children.values():
-            child.terminate()
+            child.stop()
         tasks = list(self._tasks.values())
         await self._wait(tasks, STOP_GRACE_S)
         for child in self._children.values():
@@ -294,7 +339,7 @@ def _num_ready_pairs(report: StatusReport) -> int:
     return sum(pair.state == "ready" for worker in report.workers for pair in worker.pairs)
 
 
-def _check_port(host: str, port: int) -> None:
+def _check_port(host: str, port: int, flags: str) -> None:
     """Proxies share the port by SO_REUSEPORT, which would let a second cluster join in unnoticed: look first."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -302,6 +347,4 @@ def _check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port} ({error.strerror}); choose another --port or --host"
-            ) from error
+            raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another {flags}") from error

@@ -8,6 +8,7 @@ from pathlib import Path
 from decode_worker.config import DecodeConfig
 from deploy.config import ClusterConfig, read_api_keys
 from engine.config import EngineConfig
+from media_cache.config import MediaCacheConfig
 from prefill_worker.config import PrefillConfig
 from protocol.membership import Role
 from proxy.config import ProxyConfig
@@ -21,6 +22,8 @@ class Place:
 
     endpoint_file: a proxy writes there what it has bound. proxies_file: a worker reads there, again when it changes,
     the proxies' control endpoints, one a line. progress_file: where a worker tells how far its model is loaded.
+    control_tcp_endpoint: of a proxy, for workers of other hosts. peer_endpoints: of the other proxies, for a proxy.
+    media_cache_endpoint: of this host's, empty where there is none.
     """
 
     endpoint: str
@@ -29,6 +32,9 @@ class Place:
     endpoint_file: str = ""
     proxies_file: str = ""
     progress_file: str = ""
+    control_tcp_endpoint: str = ""
+    peer_endpoints: list[str] = field(default_factory=list)
+    media_cache_endpoint: str = ""
 
 
 class ProcessConfigs:
@@ -49,8 +55,12 @@ class ProcessConfigs:
             proxy_id=name,
             host=cluster.host,
             port=cluster.port,
+            admin_host=cluster.admin_address[0],
+            admin_port=cluster.admin_address[1],
             control_endpoint=place.endpoint,
             control_endpoint_file=place.endpoint_file,
+            control_tcp_endpoint=place.control_tcp_endpoint,
+            network=cluster.network,
             model=self._model,
             served_model_name=self._served_model_name,
             api_key=cluster.api_key or None,
@@ -69,9 +79,22 @@ class ProcessConfigs:
             ttft_slo_ms=cluster.ttft_slo_ms,
             client_timeout_s=cluster.client_timeout_s,
             request_timeout_s=cluster.request_timeout_s,
+            worker_wait_s=cluster.worker_wait_s,
             shutdown_grace_s=PROXY_GRACE_S,
+            drain_timeout_s=cluster.drain_timeout_s,
+            media_cache_endpoint=place.media_cache_endpoint,
+            media_threads=cluster.media_threads,
+            max_waiting_media=cluster.max_waiting_media,
+            media=cluster.media_limits(),
+            trust_remote_code=cluster.trust_remote_code,
             log_level=cluster.log_level,
+            log_format=cluster.log_format,
+            peer_endpoints=place.peer_endpoints,
+            otlp_endpoint=cluster.otlp_endpoint,
         )
+
+    def media_cache(self, endpoint: str) -> MediaCacheConfig:
+        return MediaCacheConfig(endpoint, self._cluster.media_cache_mib << 20, self._cluster.log_level)
 
     def worker(self, role: Role, name: str, place: Place) -> PrefillConfig | DecodeConfig:
         cluster = self._cluster
@@ -86,9 +109,14 @@ class ProcessConfigs:
                 kv_checksums=cluster.kv_checksums,
                 kv_lease_s=cluster.kv_lease_s,
                 host=place.host,
+                network=cluster.network,
                 max_num_batched_tokens=cluster.max_num_batched_tokens,
                 max_num_seqs=cluster.max_num_seqs,
+                drain_timeout_s=cluster.drain_timeout_s,
+                media_cache_endpoint=place.media_cache_endpoint,
+                metrics_host=cluster.metrics_host,
                 log_level=cluster.log_level,
+                log_format=cluster.log_format,
             )
         return DecodeConfig(
             worker_id=name,
@@ -99,9 +127,13 @@ class ProcessConfigs:
             kv_connector=cluster.kv_connector,
             kv_checksums=cluster.kv_checksums,
             host=place.host,
+            network=cluster.network,
             max_num_seqs=cluster.max_num_seqs,
+            drain_timeout_s=cluster.drain_timeout_s,
             max_num_batched_tokens=cluster.max_num_batched_tokens,
+            metrics_host=cluster.metrics_host,
             log_level=cluster.log_level,
+            log_format=cluster.log_format,
         )
 
     def _engine(self, role: Role, progress_file: str) -> EngineConfig:

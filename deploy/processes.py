@@ -20,7 +20,7 @@ STABLE_AFTER_S = 30.0
 
 
 class ChildProcess:
-    """`module` is run as `python -m module config_file`; its output goes to `log_file`.
+    """`module` is run as `python -m module config_file`; its output goes to `log_file`, its process id to `pid_file`.
 
     on_exit(name, pid, returncode) is called at each exit; when it returns True the process is started again.
     """
@@ -33,6 +33,7 @@ class ChildProcess:
         log_file: Path,
         env: dict[str, str],
         on_exit: Callable[[str, int, int], bool],
+        pid_file: Path,
     ) -> None:
         self.name = name
         self.log_file = log_file
@@ -41,6 +42,7 @@ class ChildProcess:
         self._config_file = config_file
         self._env = env
         self._on_exit = on_exit
+        self._pid_file = pid_file
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
 
@@ -83,10 +85,17 @@ class ChildProcess:
                 env={**os.environ, **self._env},
                 start_new_session=True,  # Ctrl-C in the terminal is for the launcher, which stops its children in order
             )
+        self._pid_file.write_text(str(self._process.pid))
 
     def terminate(self) -> None:
+        """For good, when it has finished what is under way."""
         self._stopping = True
         self._signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """For good, at once."""
+        self._stopping = True
+        self._signal(signal.SIGINT)
 
     def kill(self) -> None:
         self._stopping = True

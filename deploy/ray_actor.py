@@ -98,9 +98,17 @@ class ProcessActor:
             return ProcessEnd(self._process.pid, returncode, log.read().decode(errors="replace"))
 
     async def terminate(self) -> None:
+        """When it has finished what is under way."""
+        self._signal(signal.SIGTERM)
+
+    async def stop(self) -> None:
+        """At once."""
+        self._signal(signal.SIGINT)
+
+    def _signal(self, number: signal.Signals) -> None:
         if self._process is not None and self._process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGTERM)
+                self._process.send_signal(number)
 
     async def close(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)

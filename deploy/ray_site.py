@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 
-from deploy.config import ClusterConfig
+from deploy.config import ClusterConfig, bracketed
 from deploy.process_configs import Place, ProcessConfigs, process_environment
 from deploy.processes import MAX_RESTART_DELAY_S, RESTART_DELAY_S, STABLE_AFTER_S
 from deploy.ray_actor import NodePlace, ProcessActor, ProcessEnd
-from deploy.runtime_dir import PROXIES_FILE
+from deploy.runtime_dir import NETWORK_FILE, PROXIES_FILE
 from deploy.site import MODULES, OnExit, Supervised
 from protocol.errors import ConfigError
 from protocol.membership import Role
@@ -46,7 +46,6 @@ class RaySite:
     """folder: of the launcher, for what commands on its host read. Raises ConfigError when there is no Ray cluster."""
 
     def __init__(self, cluster: ClusterConfig, model: str, served_model_name: str, folder: Path, logs: Path) -> None:
-        check_transport(cluster)
         self._cluster = cluster
         self._folder = folder
         self._logs = logs
@@ -57,6 +56,7 @@ class RaySite:
         self._processes: dict[str, RayProcess] = {}
         self._proxies: list[str] = []
         self.progress_files: dict[str, Path] = {}  # they are on the nodes
+        (folder / NETWORK_FILE).write_bytes(msgspec.json.encode(cluster.network))
         try:
             ray.init(address=cluster.ray, namespace="tandem", log_to_driver=False, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, ValueError) as error:
@@ -114,6 +114,9 @@ class RaySite:
         )
         self._processes[name] = process
         return process
+
+    def make_media_cache(self, on_exit: OnExit) -> Supervised | None:
+        """Caches are for the processes of one host, and Ray may put them on several: there models take text alone."""
 
     def forget(self, name: str) -> None:
         self._processes.pop(name, None)
@@ -204,7 +207,7 @@ class RayProcess:
             config = self._make_config(
                 self.name,
                 Place(
-                    endpoint=f"tcp://{_bracketed(place.host)}:0",
+                    endpoint=f"tcp://{bracketed(place.host)}:0",
                     host=place.host,
                     endpoint_file=f"{place.folder}/endpoint",
                     proxies_file=f"{place.folder}/proxies",
@@ -214,7 +217,7 @@ class RayProcess:
             self.last_pid = await actor.start.remote(self._module, encoded, self._env, self._proxies())
             self._actor = actor
             if self._stopping.is_set():
-                await actor.terminate.remote()
+                await actor.stop.remote()
             self.tell_proxies(self._proxies())  # they may have moved meanwhile
             log.info("%s runs on %s (process %d)", self.name, place.host, self.last_pid)
             if self._on_endpoint is not None and (endpoint := await actor.endpoint.remote()) is not None:
@@ -251,6 +254,11 @@ class RayProcess:
         if self._actor is not None:
             self._actor.terminate.remote()
 
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._actor is not None:
+            self._actor.stop.remote()
+
     def kill(self) -> None:
         self._stopping.set()
         if self._actor is not None:
@@ -259,16 +267,3 @@ class RayProcess:
     def last_error(self) -> str | None:
         lines = self.log_file.read_text(errors="replace").splitlines()
         return next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)
-
-
-def check_transport(cluster: ClusterConfig) -> None:
-    """Raises ConfigError while hosts would talk in the clear without the operator's word. Here keys will come in."""
-    if not cluster.insecure_network:
-        raise ConfigError(
-            "workers of a Ray cluster talk over tcp, and nothing encrypts or authenticates that: "
-            "say --insecure-network where nobody else can reach the nodes' network"
-        )
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -14,16 +14,19 @@ from protocol.errors import ConfigError
 
 PROXIES_FILE = "proxies"
 """In the folder, when the proxies are on other hosts: their control endpoints."""
+NETWORK_FILE = "network.json"
+"""Beside it: how these are protected, a `protocol.network.NetworkConfig`."""
 
 
-def runtime_dir(port: int) -> Path:
+def runtime_dir(port: int | str) -> Path:
+    """port: of the cluster, or the name of workers that have joined one."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and Path(base).is_dir():
         return Path(base) / f"tandem-{port}"
     return Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}-{port}"
 
 
-def create_runtime_dir(port: int) -> Path:
+def create_runtime_dir(port: int | str) -> Path:
     """Make it anew, mode 0700. Raises ConfigError while another launcher lives in it."""
     folder = runtime_dir(port)
     pid_file = folder / "launcher.pid"
@@ -32,6 +35,8 @@ def create_runtime_dir(port: int) -> Path:
             raise ConfigError(f"{folder} belongs to somebody else; remove it or choose another --port")
         pid = _read_pid(pid_file)
         if pid is not None and _is_alive(pid):
+            if isinstance(port, str):
+                raise ConfigError(f"workers named {port} are running already (process {pid}); choose another --name")
             raise ConfigError(f"a cluster is already running on port {port} (process {pid}); choose another --port")
         shutil.rmtree(folder)
     folder.mkdir(mode=0o700)
@@ -62,7 +67,7 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "tandem"
 
 
-def log_dir(port: int) -> Path:
-    folder = cache_dir() / "logs" / f"port-{port}"
+def log_dir(port: int | str) -> Path:
+    folder = cache_dir() / "logs" / (f"port-{port}" if isinstance(port, int) else port)
     folder.mkdir(parents=True, exist_ok=True)
     return folder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Sequence
 
@@ -13,6 +14,8 @@ from protocol.membership import StatusReport
 from protocol.operations import ClusterScaled, ScaleCluster, ScaleRefused
 
 POLL_S = 0.5
+_OWN_NAME = re.compile(r"(prefill|decode)-\d+")
+"""Those that have joined are called prefill-0-HOST."""
 
 
 def parse_counts(arguments: Sequence[str]) -> ScaleCluster:
@@ -59,8 +62,13 @@ async def _scale(port: int, command: ScaleCluster, timeout_s: float) -> int:
 
 
 def is_scaled(report: StatusReport, wanted: ClusterScaled) -> bool:
-    """Every worker that is wanted has registered, every pair of them is open, and the others are gone."""
-    roles = [worker.worker.role for worker in report.workers]
-    num_pairs = sum(pair.state == "ready" for worker in report.workers for pair in worker.pairs)
+    """Every worker that is wanted has registered, every pair of them is open, and the others are gone.
+
+    Workers that have joined from other hosts are not the launcher's, and do not count.
+    """
+    own = [worker for worker in report.workers if _OWN_NAME.fullmatch(worker.worker.worker_id)]
+    names = {worker.worker.worker_id for worker in own}
+    roles = [worker.worker.role for worker in own]
+    num_pairs = sum(pair.state == "ready" and pair.decode_worker_id in names for worker in own for pair in worker.pairs)
     counts = roles.count("prefill"), roles.count("decode")
     return counts == (wanted.prefill, wanted.decode) and num_pairs == wanted.prefill * wanted.decode

@@ -11,11 +11,12 @@ from typing import Protocol
 import msgspec
 from prometheus_client.multiprocess import mark_process_dead
 
-from deploy.config import ClusterConfig
+from deploy.config import ClusterConfig, bracketed
 from deploy.gpus import least_used, visible_gpus
 from deploy.process_configs import Place, ProcessConfigs, process_environment
 from deploy.processes import ChildProcess
 from protocol.membership import Role
+from proxy.model_files import takes_media
 
 OnExit = Callable[[str, int, int], bool]
 """(name, pid, returncode); True when it is to be started again."""
@@ -37,7 +38,11 @@ class Supervised(Protocol):
 
     async def run(self) -> None: ...
 
-    def terminate(self) -> None: ...
+    def terminate(self) -> None:
+        """For good, when it has finished what is under way."""
+
+    def stop(self) -> None:
+        """For good, at once."""
 
     def kill(self) -> None: ...
 
@@ -57,6 +62,9 @@ class Site(Protocol):
     def make_worker(self, role: Role, name: str, on_exit: OnExit) -> Supervised:
         """Raises ConfigError when there is no room for it."""
 
+    def make_media_cache(self, on_exit: OnExit) -> Supervised | None:
+        """To be made first. None where the model takes text only, or the site has none."""
+
     def forget(self, name: str) -> None:
         """A worker has been stopped for good."""
 
@@ -71,6 +79,7 @@ class LocalSite:
 
     def __init__(self, cluster: ClusterConfig, model: str, served_model_name: str, folder: Path, logs: Path) -> None:
         self._cluster = cluster
+        self._model = model
         self._num_threads: dict[Role, int] = {
             "prefill": cluster.num_threads("prefill"),
             "decode": cluster.num_threads("decode"),
@@ -82,13 +91,21 @@ class LocalSite:
         self._metrics_dir.mkdir()
         self._gpus = visible_gpus(cluster.device, os.environ)
         self._gpus_of: dict[str, list[str]] = {}
+        self._media_cache = ""
         self.progress_files: dict[str, Path] = {}
 
     def http_hosts(self) -> list[str]:
         return [self._cluster.host]
 
     def make_proxy(self, name: str, on_exit: OnExit, on_endpoint: Callable[[str, str], None]) -> Supervised:
-        place = Place(self._endpoint(name))
+        own = [self._endpoint(f"proxy-{i}") for i in range(self._cluster.proxies)]
+        endpoint = self._endpoint(name)
+        place = Place(
+            endpoint,
+            control_tcp_endpoint=dict(zip(own, self._cluster.proxy_endpoints, strict=False)).get(endpoint, ""),
+            peer_endpoints=[each for each in own if each != endpoint],
+            media_cache_endpoint=self._media_cache,
+        )
         env = process_environment(1)
         env["PROMETHEUS_MULTIPROC_DIR"] = str(self._metrics_dir)  # there the metrics of all proxies add up
         env["CUDA_VISIBLE_DEVICES"] = ""
@@ -97,13 +114,20 @@ class LocalSite:
             mark_process_dead(pid, str(self._metrics_dir))  # what it had under way is over
             return on_exit(name, pid, returncode)
 
-        on_endpoint(name, place.endpoint)
+        on_endpoint(name, endpoint)
         return self._child(name, "proxy", self._configs.proxy(name, place), env, exited)
 
     def make_worker(self, role: Role, name: str, on_exit: OnExit) -> Supervised:
         progress_file = self._folder / f"{name}.loading"
-        proxies = [self._endpoint(f"proxy-{i}") for i in range(self._cluster.proxies)]
-        place = Place(self._endpoint(name), proxy_endpoints=proxies, progress_file=str(progress_file))
+        host = self._cluster.cluster_host
+        own = [self._endpoint(f"proxy-{i}") for i in range(self._cluster.proxies)]
+        place = Place(
+            f"tcp://{bracketed(host)}:*" if host else self._endpoint(name),
+            host=host or "127.0.0.1",
+            proxy_endpoints=self._cluster.join_endpoints or own,
+            progress_file=str(progress_file),
+            media_cache_endpoint=self._media_cache if role == "prefill" else "",
+        )
         env = process_environment(self._num_threads[role])
         if self._gpus is not None:
             used = Counter(gpu for gpus in self._gpus_of.values() for gpu in gpus)
@@ -112,10 +136,19 @@ class LocalSite:
         self.progress_files[name] = progress_file
         return self._child(name, MODULES[role], self._configs.worker(role, name, place), env, on_exit)
 
+    def make_media_cache(self, on_exit: OnExit) -> Supervised | None:
+        if not takes_media(self._model):
+            return None
+        self._media_cache = self._endpoint("media-cache")
+        env = process_environment(1) | {"CUDA_VISIBLE_DEVICES": ""}
+        config = self._configs.media_cache(self._media_cache)
+        return self._child("media-cache", "media_cache", config, env, on_exit)
+
     def forget(self, name: str) -> None:
         self._gpus_of.pop(name, None)
         self.progress_files.pop(name).unlink(missing_ok=True)
-        (self._folder / f"{name}.json").unlink(missing_ok=True)
+        for suffix in ("json", "pid"):
+            (self._folder / f"{name}.{suffix}").unlink(missing_ok=True)
 
     def tell_proxies(self, endpoints: list[str]) -> None:
         """They stay where they are."""
@@ -132,4 +165,5 @@ class LocalSite:
         config_file = self._folder / f"{name}.json"
         config_file.touch(mode=0o600)
         config_file.write_bytes(msgspec.json.encode(config))
-        return ChildProcess(name, module, config_file, self._logs / f"{name}.log", env, on_exit)
+        log_file, pid_file = self._logs / f"{name}.log", self._folder / f"{name}.pid"
+        return ChildProcess(name, module, config_file, log_file, env, on_exit, pid_file)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import msgspec
 
 from engine.grammar import GrammarState
+from engine.prompt_media import EncodeUnit, PromptMedia
 from protocol.errors import ErrorInfo
 from protocol.generation import SampledToken, SamplingParams, TokenLogprobs
 
@@ -32,6 +33,8 @@ class BatchItem(msgspec.Struct, frozen=True):
     block_table: covers at least those positions. samples: tokens to choose from the last position's logits, none while
     the prompt goes on, several where sequences share a prompt. num_prompt_logprobs: None, or how many top tokens to
     report for each of target_token_ids, the prompt's tokens at positions `start + 1` and on.
+    media: of the prompt that this is a chunk of; never leaves the process. position_offset: what a model is told over
+    the tokens' numbers as their positions, where media says nothing else.
     """
 
     token_ids: Sequence[int]
@@ -40,19 +43,31 @@ class BatchItem(msgspec.Struct, frozen=True):
     samples: Sequence[Sample] = ()
     num_prompt_logprobs: int | None = None
     target_token_ids: Sequence[int] = ()
+    media: PromptMedia | None = None
+    position_offset: int = 0
+
+
+class Encode(msgspec.Struct, frozen=True):
+    """A unit of media to run through the vision tower before the step's items; the result goes into `media`."""
+
+    media: PromptMedia
+    unit: EncodeUnit
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """One step. block_copies: (source, destination) block ids, copied before anything is computed."""
+    """One step. block_copies: (source, destination) block ids, copied before anything is computed. encodes: there may
+    be some and no items.
+    """
 
     items: list[BatchItem]
     block_copies: Sequence[tuple[int, int]] = ()
+    encodes: Sequence[Encode] = ()
 
 
 class ItemOutput(msgspec.Struct, frozen=True):
     """tokens: one for each of the item's samples. prompt_logprobs: one for each of its target_token_ids.
 
-    error: its grammar could not be followed; the tokens mean nothing then.
+    error: its grammar could not be followed, or its media not be used; the tokens mean nothing then.
     """
 
     tokens: list[SampledToken]

@@ -5,19 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
 
 _SEED = 0
 
 
-def make_dummy_model(config: Any, dtype: torch.dtype, device: torch.device, **options: Any) -> Any:
+def make_dummy_model(auto_class: Any, config: Any, dtype: torch.dtype, device: torch.device, **options: Any) -> Any:
     """As the model's own initialisation would make it, straight on the device in `dtype`.
 
-    The same weights in every process on the same kind of device, as prefill and decode need them. options: for
-    `AutoModelForCausalLM.from_config`.
+    The same weights in every process on the same kind of device, as prefill and decode need them. auto_class: of
+    transformers; options: for its `from_config`.
     """
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, **options)
+        model = auto_class.from_config(config, dtype=dtype, **options)
     model = model.to_empty(device=device)
     model.tie_weights()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):

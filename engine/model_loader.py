@@ -1,14 +1,15 @@
-"""Loads a decoder model with our attention, or says in one line why it cannot be served and how to mend it."""
+"""Loads a model with our attention in its decoder, or says in one line why it cannot be served and how to mend it."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from engine.config import EngineConfig
 from engine.dummy_weights import make_dummy_model
@@ -17,6 +18,7 @@ from engine.model_probe import PROBE_NAME, UnsuitableModelError, probe_model
 from engine.rope import fix_longrope
 from engine.sharding import check_shards, shard_arguments, unwrap_linears
 from engine.supported_models import check_config, unsuitable
+from engine.vision_language import Decoder, VisionTower, takes_media
 from protocol.errors import ConfigError
 from protocol.transfer import KVLayout
 
@@ -25,7 +27,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, and what the rest of the worker must know of it."""
+    """A model ready to run, and what the rest of the worker must know of it.
+
+    model: the decoder with its head. vision: None for models of text alone; it holds the vision tower's weights.
+    """
 
     model: Any
     max_model_len: int
@@ -33,6 +38,11 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     layout: KVLayout
+    vision: VisionTower | None = None
+
+    def without_vision(self) -> LoadedModel:
+        """For workers that decode only: the vision tower's weights go with the last hold on it."""
+        return dataclasses.replace(self, vision=None)
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -41,18 +51,26 @@ def load_model(config: EngineConfig) -> LoadedModel:
     model_config, text_config = check_model(config)
     max_model_len = _resolve_max_model_len(config, text_config)
     dtype = _DTYPES.get(config.dtype) or getattr(text_config, "dtype", None) or torch.float32
-    options = {"attn_implementation": PROBE_NAME, "trust_remote_code": config.trust_remote_code}
+    auto_class: Any = AutoModelForCausalLM
+    attention: Any = PROBE_NAME
+    if takes_media(model_config):
+        auto_class = AutoModelForImageTextToText
+        attention = {"text_config": PROBE_NAME, "vision_config": "sdpa"}
+    options = {"attn_implementation": attention, "trust_remote_code": config.trust_remote_code}
     try:
         if config.load_format == "dummy":
-            model = make_dummy_model(model_config, dtype, device, **options)
+            model = make_dummy_model(auto_class, model_config, dtype, device, **options)
         else:
             options |= shard_arguments(config.tensor_parallel_size)
             with told_to(config.progress_file):
-                model = AutoModelForCausalLM.from_pretrained(config.model, config=model_config, dtype=dtype, **options)
+                model = auto_class.from_pretrained(config.model, config=model_config, dtype=dtype, **options)
     except Exception as error:
         # Any of a dozen libraries may refuse a broken checkpoint, each with its own kind of error.
         raise ConfigError(f"the weights of {config.model} cannot be loaded: {_first_line(error)}") from error
     model = model.to(device).eval().requires_grad_(False)
+    vision = None
+    if takes_media(model_config):
+        vision, model = VisionTower(model), Decoder(model)
     unwrap_linears(model)
     fix_longrope(model, max_model_len)
     try:
@@ -68,7 +86,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
         block_size=config.block_size,
         tensor_parallel_size=config.tensor_parallel_size,
     )
-    return LoadedModel(model, max_model_len, text_config.vocab_size, dtype, device, layout)
+    return LoadedModel(model, max_model_len, text_config.vocab_size, dtype, device, layout, vision)
 
 
 def check_model(config: EngineConfig) -> tuple[Any, Any]:
@@ -78,6 +96,8 @@ def check_model(config: EngineConfig) -> tuple[Any, Any]:
     check_config(config.model, model_config, text_config)
     if config.load_format == "dummy" and config.tensor_parallel_size > 1:
         raise ConfigError("--load-format dummy makes whole models only; use --tensor-parallel-size 1")
+    if takes_media(model_config) and config.tensor_parallel_size > 1:
+        raise ConfigError(f"{config.model} takes images, which ranks cannot share yet; use --tensor-parallel-size 1")
     check_shards(config.model, text_config, config.tensor_parallel_size)
     return model_config, text_config
 

@@ -15,13 +15,14 @@ from engine.cuda_attention import StepTensors, VarlenAttention, find_varlen_attn
 from engine.decode_graphs import Capture, DecodeGraphs, cuda_capture
 from engine.grammar_mask import GrammarMasks
 from engine.kv_pool import KVPool
+from engine.media_input import MediaInput, positions_of
 from engine.memory import keep_freed_memory
 from engine.model_head import ModelHead
 from engine.model_loader import LoadedModel
 from engine.packed_linear import pack_linears
 from engine.sampler import sample
 from engine.step_index import StepIndex
-from protocol.errors import ErrorInfo, TandemError
+from protocol.errors import ErrorInfo, InvalidRequest, TandemError
 from protocol.generation import SamplingParams, TokenLogprobs
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class ModelRunner:
 
     def __init__(self, loaded: LoadedModel, pool: KVPool) -> None:
         self._model = loaded.model
+        self._media_input = MediaInput(loaded.vision, loaded.model) if loaded.vision is not None else None
         self._pool = pool
         self._device = loaded.device
         self._max_model_len = loaded.max_model_len
@@ -56,7 +58,25 @@ class ModelRunner:
         if batch.block_copies:
             sources, destinations = zip(*batch.block_copies, strict=True)
             self._pool.tensor[list(destinations)] = self._pool.tensor[list(sources)]
-        items = batch.items
+        if batch.encodes or any(item.media is not None for item in batch.items):
+            return self._run_with_media(batch)
+        return self._run_items(batch.items)
+
+    def _run_with_media(self, batch: Batch) -> list[ItemOutput]:
+        """A prompt whose media are wrong fails alone; the error stays with its media."""
+        if self._media_input is None:
+            raise InvalidRequest("this model takes no images or video")
+        self._media_input.prepare(batch)
+        wrong = {
+            number: ItemOutput([], error=ErrorInfo.of(item.media.error))
+            for number, item in enumerate(batch.items)
+            if item.media is not None and item.media.error is not None
+        }
+        items = [item for number, item in enumerate(batch.items) if number not in wrong]
+        outputs = iter(self._run_items(items) if items else [])
+        return [wrong.get(number) or next(outputs) for number in range(len(batch.items))]
+
+    def _run_items(self, items: list[BatchItem]) -> list[ItemOutput]:
         samples = [s for item in items for s in item.samples]
         masking = self._grammar_masks.start(samples)  # while the model runs
         if any(item.num_prompt_logprobs is not None for item in items):
@@ -73,14 +93,15 @@ class ModelRunner:
         return with_errors(outputs, mask.errors) if mask is not None and mask.errors else outputs
 
     def _inputs(self, items: list[BatchItem]) -> dict[str, Any]:
-        token_ids = [token_id for item in items for token_id in item.token_ids]
-        positions = [p for item in items for p in range(item.start, item.start + len(item.token_ids))]
-        return {
-            "input_ids": torch.tensor([token_ids], device=self._device),
-            "position_ids": torch.tensor([positions], device=self._device),
-            "use_cache": False,
-            "tandem": self._make_attention(items),
-        }
+        if self._media_input is not None and any(item.media is not None for item in items):
+            inputs = self._media_input.inputs(items)
+        else:
+            token_ids = [token_id for item in items for token_id in item.token_ids]
+            inputs = {
+                "input_ids": torch.tensor([token_ids], device=self._device),
+                "position_ids": torch.tensor([positions_of(items)], device=self._device),
+            }
+        return inputs | {"use_cache": False, "tandem": self._make_attention(items)}
 
     def _sampled_logits(self, items: list[BatchItem]) -> torch.Tensor:
         """[num_samples, vocab_size]: computed only where a token is sampled, and once for samples of one item."""

@@ -8,6 +8,7 @@ import msgspec
 
 from engine.batch import BatchItem, Sample
 from engine.grammar import GrammarState
+from engine.prompt_media import PromptMedia
 from protocol.generation import SamplingParams, StopConditions
 
 
@@ -40,6 +41,7 @@ def chunk(
     block_table: list[int],
     samples: Sequence[Sample],
     num_prompt_logprobs: int | None,
+    media: PromptMedia | None = None,
 ) -> BatchItem:
     """The `num_tokens` tokens from `start` on. samples: taken with the prompt's last chunk."""
     end = start + num_tokens
@@ -50,4 +52,5 @@ def chunk(
         samples=samples if end == len(token_ids) else (),
         num_prompt_logprobs=num_prompt_logprobs,
         target_token_ids=() if num_prompt_logprobs is None else token_ids[start + 1 : end + 1],
+        media=media,
     )

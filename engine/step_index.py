@@ -17,9 +17,9 @@ Int32 = npt.NDArray[np.int32]
 class StepIndex:
     """T tokens of N sequences, int32.
 
-    token_ids, positions, blocks (the pool block of each token's keys and values) and offsets (the place in it): [T].
-    cu_seqlens: [N + 1], where each sequence's tokens begin. num_context: [N], tokens that each sequence's last may see,
-    itself included. block_table: [N, B], rows filled up with their first block. last_rows: [N].
+    token_ids, positions (as the model is told them), blocks (the pool block of each token's keys and values) and
+    offsets (the place in it): [T]. cu_seqlens: [N + 1], where each sequence's tokens begin. num_context: [N], tokens
+    that each sequence's last may see, itself included. block_table: [N, B], rows filled up with their first block.
     """
 
     token_ids: Int32
@@ -43,9 +43,10 @@ class StepIndex:
             row[:used] = item.block_table[:used]
             row[used:] = item.block_table[0]
         sequence = np.repeat(np.arange(len(items)), lengths)
+        shifts = np.array([item.position_offset for item in items], np.int32)[sequence]
         return cls(
             token_ids=np.concatenate([np.asarray(item.token_ids, np.int32) for item in items]),
-            positions=positions.astype(np.int32),
+            positions=(positions + shifts).astype(np.int32),
             blocks=block_table[sequence, positions // block_size],
             offsets=(positions % block_size).astype(np.int32),
             cu_seqlens=cu_seqlens,

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from engine.vision_language import takes_media
 from protocol.errors import ConfigError
 
 _STATEFUL_LAYERS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
@@ -24,7 +25,8 @@ def check_config(name: str, model_config: Any, text_config: Any) -> None:
     """Raises ConfigError."""
     if getattr(model_config, "is_encoder_decoder", False):
         raise unsuitable(name, model_config, "it is an encoder-decoder model; Tandem serves decoder-only models")
-    if type(model_config) not in MODEL_FOR_CAUSAL_LM_MAPPING and not getattr(model_config, "auto_map", None):
+    is_known = type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING or takes_media(model_config)
+    if not is_known and not getattr(model_config, "auto_map", None):
         raise unsuitable(name, model_config, "transformers has no causal language model of this kind")
     layer_types = getattr(text_config, "layer_types", None) or getattr(text_config, "layers_block_type", None) or []
     stateful = _STATEFUL_LAYERS & set(layer_types)

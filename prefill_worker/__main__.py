@@ -14,7 +14,7 @@ from protocol.process import run_process
 
 def main() -> None:
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=PrefillConfig)
-    run_process(config.worker_id, config.log_level, lambda: PrefillWorker(config))
+    run_process(config.worker_id, config.log_level, lambda: PrefillWorker(config), config.log_format)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from typing import Literal
 import msgspec
 
 from protocol.errors import TandemError
-from protocol.membership import PROTOCOL_VERSION, PairStatus, WorkerInfo
+from protocol.membership import PROTOCOL_VERSION, PairStatus, PairTraffic, WorkerInfo
 from protocol.transfer import (
     ClosePair,
     ConnectorParams,
@@ -86,6 +86,9 @@ class Pair:
     checksums: bool = False  # either side wants them
     reason: str = ""
     num_announced: int = 0
+    num_shipped_bytes: int = 0
+    num_shipments: int = 0
+    shipping_s: float = 0.0
     failed_at: float = 0.0
     closed: bool = False  # nothing can be written any more, and the peer has been told
     dropped: bool = False
@@ -136,6 +139,13 @@ class PairTable:
     def status(self) -> list[PairStatus]:
         return [
             PairStatus(p.peer.worker_id, p.peer.epoch, p.state, p.connector, p.reason) for p in self._by_epoch.values()
+        ]
+
+    def traffic(self) -> list[PairTraffic]:
+        """Apart from `status`, which changes seldom and is acted upon when it does."""
+        return [
+            PairTraffic(p.peer.worker_id, p.num_shipped_bytes, p.num_shipments, p.shipping_s)
+            for p in self._by_epoch.values()
         ]
 
     # ---- membership and time
@@ -237,6 +247,15 @@ class PairTable:
         pair.num_announced += 1
         return ShipKV(pair_id, pair.num_announced - 1, transfer_id, first_block, num_blocks, checksums)
 
+    def on_shipped(self, pair_id: str, num_bytes: int, seconds: float) -> Pair | None:
+        """Blocks have left through the pair. Returns it, unless it is forgotten already."""
+        pair = self._by_id.get(pair_id)
+        if pair is not None:
+            pair.num_shipped_bytes += num_bytes
+            pair.num_shipments += 1
+            pair.shipping_s += seconds
+        return pair
+
     # ---- ends
 
     def fail(self, now: float, pair_id: str, reason: str) -> list[PairAction]:
@@ -259,7 +278,14 @@ class PairTable:
         del self._by_id[pair.pair_id]
         return [Disconnect(pair.pair_id)]
 
+    def begin_epoch(self, now: float, worker: WorkerInfo) -> list[PairAction]:
+        """This worker is another one now; its pairs are made anew with the next view, which shows it."""
+        self._worker = worker
+        return self._drop_all(now, "the prefill worker begins a new epoch")
+
     def close(self, now: float) -> list[PairAction]:
         """The worker shuts down."""
-        pairs = list(self._by_epoch.values())
-        return [action for pair in pairs for action in self._drop(now, pair, "the prefill worker shuts down")]
+        return self._drop_all(now, "the prefill worker shuts down")
+
+    def _drop_all(self, now: float, reason: str) -> list[PairAction]:
+        return [action for pair in list(self._by_epoch.values()) for action in self._drop(now, pair, reason)]

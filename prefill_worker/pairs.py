@@ -49,6 +49,8 @@ class Pairs:
         self._context = context
         self._table = table
         self.announcement = table.announcement
+        self.on_shipped = table.on_shipped
+        self.traffic = table.traffic
         self._pools = pools
         self._on_message = on_message
         self._on_pair_lost = on_pair_lost
@@ -74,6 +76,9 @@ class Pairs:
     def on_view(self, workers: list[WorkerInfo]) -> None:
         self._perform(self._table.on_view(self._loop.time(), workers))
 
+    def begin_epoch(self, worker: WorkerInfo) -> None:
+        self._perform(self._table.begin_epoch(self._loop.time(), worker))
+
     def on_tick(self, now: float) -> None:
         self._perform(self._table.on_tick(now))
 
@@ -95,9 +100,9 @@ class Pairs:
         match message:
             case KVReserved() | KVRefused() | RenewLeases():
                 sender = self._senders.get(pair_id)
+                self._on_message(message)
                 if isinstance(message, KVReserved) and sender is not None:
                     sender.prepare(message.block_ids)
-                self._on_message(message)
             case _:
                 self._perform(self._table.on_message(self._loop.time(), message))
         pair = self._table.get(pair_id)
@@ -125,21 +130,27 @@ class Pairs:
                 case CloseSender():
                     self._close_sender(action.pair_id)
                 case SendClose():
-                    self._sockets[action.message.pair_id].send(action.message)
+                    if (socket := self._sockets.get(action.message.pair_id)) is not None:
+                        socket.send(action.message)
                 case Disconnect():
-                    self._sockets.pop(action.pair_id).close()
+                    if (socket := self._sockets.pop(action.pair_id, None)) is not None:
+                        socket.close()
                 case PairLost():
                     log.warning("pair %s failed: %s", action.pair_id, action.reason)
                     self._on_pair_lost(action.pair_id, action.reason)
 
     def _connect(self, action: Connect) -> None:
-        socket: DealerSocket[ToPrefillPeer] = DealerSocket(
-            self._context,
-            action.endpoint,
-            self._codec,
-            partial(self._receive, action.pair_id),
-            action.pair_id.encode(),
-        )
+        try:
+            socket: DealerSocket[ToPrefillPeer] = DealerSocket(
+                self._context,
+                action.endpoint,
+                self._codec,
+                partial(self._receive, action.pair_id),
+                action.pair_id.encode(),
+            )
+        except Exception as error:  # zmq's own, or a tcp endpoint without keys; the pair is tried again
+            self.fail(action.pair_id, f"cannot connect to {action.endpoint}: {error}")
+            return
         self._sockets[action.pair_id] = socket
         socket.send(action.message)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from engine.batch import BatchItem, Sample
 from engine.grammar import Grammar, GrammarState
 from engine.prompt_chunks import chunk, first_samples
+from engine.prompt_media import EncodeUnit, PromptMedia
 from protocol.dispatch import StartPrefill
 from protocol.generation import TokenLogprobs
 from protocol.prefix_hash import BlockHasher
@@ -25,6 +27,7 @@ class PrefillPrompt:
     open_ids: set[str]
     samples: list[Sample]
     grammar: GrammarState | None
+    media: PromptMedia | None = None
     started_at: float = 0.0
     num_computed_tokens: int = 0  # cached ones included
     num_cached_tokens: int = 0
@@ -44,12 +47,18 @@ class PrefillPrompt:
 
     @classmethod
     def of(
-        cls, request: StartPrefill, pair_id: str | None, number: int, now: float, grammar: Grammar | None = None
+        cls,
+        request: StartPrefill,
+        pair_id: str | None,
+        number: int,
+        now: float,
+        grammar: Grammar | None = None,
+        media: PromptMedia | None = None,
     ) -> PrefillPrompt:
         token_ids = unpack_token_ids(request.token_ids)
         state = grammar.new_state(request.stop.stop_token_ids) if grammar is not None else None
         samples = first_samples(request.sampling, request.seeds, request.stop, token_ids, request.num_generated, state)
-        return cls(request, pair_id, number, now, token_ids, set(request.request_ids), samples, state)
+        return cls(request, pair_id, number, now, token_ids, set(request.request_ids), samples, state, media)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -65,8 +74,11 @@ class PrefillPrompt:
 
     @property
     def may_compute(self) -> bool:
-        """Not before its grammar is compiled, which takes a millisecond as a rule, but may take much longer."""
-        return self.grammar is None or self.grammar.is_ready
+        """Not before its grammar is compiled, which takes a millisecond as a rule, but may take much longer.
+
+        Nor before others were asked whether they have encoded its media.
+        """
+        return (self.grammar is None or self.grammar.is_ready) and (self.media is None or self.media.is_looked_up)
 
     @property
     def has_begun(self) -> bool:
@@ -78,7 +90,9 @@ class PrefillPrompt:
 
     def hash_blocks(self, block_size: int, model_id: str) -> list[bytes]:
         """Of all full blocks. Those after the first may be many, so it is done once, when the prompt begins."""
-        self.hashes = BlockHasher(block_size, model_id, self.request.cache_salt).prompt_hashes(self.request.token_ids)
+        request = self.request
+        hasher = BlockHasher(block_size, model_id, request.cache_salt, request.media)
+        self.hashes = hasher.prompt_hashes(request.token_ids)
         return self.hashes
 
     def next_item(self, num_tokens: int) -> BatchItem:
@@ -90,4 +104,24 @@ class PrefillPrompt:
             self.block_table,
             self.samples,
             self.request.num_prompt_logprobs,
+            self.media,
         )
+
+    def next_work(
+        self, num_planned: int, limit: int, planned: Collection[EncodeUnit], may_exceed: bool
+    ) -> tuple[int, list[EncodeUnit], int]:
+        """How many tokens after the planned ones the step may compute, of `limit` tokens' worth of work in all.
+
+        And the units of media that must be encoded first, and what these cost: see `PromptMedia.afford`.
+        """
+        start = self.num_computed_tokens + num_planned
+        end = min(self.num_prompt_tokens, start + limit)
+        if self.media is None:
+            return end - start, [], 0
+        end, units, cost = self.media.afford(start, end, limit, planned, may_exceed)
+        return end - start, units, cost
+
+    @property
+    def position_offset(self) -> int:
+        """Once it is computed."""
+        return self.media.position_offset if self.media is not None else 0

@@ -10,18 +10,28 @@ more will be written. Blocks are kept for a decode worker for as long as it rene
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from engine.batch import Batch, ItemOutput
+from engine.batch import Batch, Encode, ItemOutput
 from engine.block_manager import BlockManager
 from engine.grammar import Grammar
+from engine.prompt_media import EncodeUnit, PromptMedia
 from prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
 from prefill_worker.leases import Leases
 from prefill_worker.prompt import PrefillPrompt
 from protocol.dispatch import FirstToken, RequestFailed, StartPrefill
-from protocol.errors import ErrorInfo, InternalError, KVTransferFailed, RequestAborted, TandemError, WorkerLost
+from protocol.errors import (
+    DeadlineExceeded,
+    ErrorInfo,
+    InternalError,
+    KVTransferFailed,
+    Overloaded,
+    TandemError,
+    WorkerLost,
+)
 from protocol.generation import SampledToken
+from protocol.plausibility import MAX_HELD_SEQUENCES
 from protocol.transfer import CloseTransfer, FinishTransfer, KVReserved, RenewLeases, ReserveKV
 
 AGING_S = 2.0
@@ -48,6 +58,7 @@ class PrefillScheduler:
         self._by_request: dict[tuple[str, str], PrefillPrompt] = {}
         self._by_transfer: dict[str, PrefillPrompt] = {}
         self._step: list[tuple[PrefillPrompt, int]] = []
+        self._encoding: list[PrefillPrompt] = []  # those whose media the step encodes
         self._num_arrived = 0
         self.num_finished = 0
         self.num_expired_leases = 0
@@ -59,6 +70,10 @@ class PrefillScheduler:
     @property
     def num_running(self) -> int:
         return len(self._by_transfer) - len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._by_transfer
 
     @property
     def num_waiting(self) -> int:
@@ -82,12 +97,19 @@ class PrefillScheduler:
     # ---- events
 
     def on_start(
-        self, now: float, request: StartPrefill, pair_id: str | None, grammar: Grammar | None = None
+        self,
+        now: float,
+        request: StartPrefill,
+        pair_id: str | None,
+        grammar: Grammar | None = None,
+        media: PromptMedia | None = None,
     ) -> list[Action]:
-        prompt = PrefillPrompt.of(request, pair_id, self._num_arrived, now, grammar)
+        prompt = PrefillPrompt.of(request, pair_id, self._num_arrived, now, grammar, media)
         keys = [(request.proxy_id, request_id) for request_id in request.request_ids]
         if request.transfer_id in self._by_transfer or any(key in self._by_request for key in keys):
             return _failures(prompt, InternalError(f"transfer {request.transfer_id} is already here"))
+        if len(self._by_request) >= MAX_HELD_SEQUENCES:
+            return _failures(prompt, Overloaded("this prefill worker has too many sequences"))
         needed = self.blocks.num_blocks_for(prompt.num_prompt_tokens)
         if needed > self.blocks.num_blocks:
             message = f"the prompt needs {needed} KV blocks, this prefill worker has {self.blocks.num_blocks}"
@@ -109,10 +131,18 @@ class PrefillScheduler:
         gone = [prompt for prompt in self._by_transfer.values() if prompt.request.proxy_id == proxy_id]
         return [action for prompt in gone for action in self._end(prompt)]
 
+    def on_epoch_over(self) -> list[Action]:
+        """The proxies have given everything up that is here."""
+        return [action for prompt in list(self._by_transfer.values()) for action in self._end(prompt)]
+
     def on_reserved(self, message: KVReserved) -> list[Action]:
         prompt = self._by_transfer.get(message.transfer_id)
-        if prompt is None or prompt.dst_block_ids is not None:
+        if prompt is None or not prompt.reserve_sent or prompt.dst_block_ids is not None:
             return []
+        num_cached, num_blocks = message.num_cached_blocks, len(prompt.block_table)
+        if num_cached > num_blocks or len(message.block_ids) != num_blocks - num_cached:
+            error = f"decode set {num_cached} + {len(message.block_ids)} blocks aside for a prompt of {num_blocks}"
+            return self._end(prompt, KVTransferFailed(error))
         prompt.dst_block_ids = message.block_ids
         prompt.num_decode_cached_blocks = prompt.num_shipped_blocks = message.num_cached_blocks
         return self._ship(prompt) + self._settle(prompt)
@@ -138,7 +168,7 @@ class PrefillScheduler:
 
     def on_tick(self, now: float) -> list[Action]:
         late = [p for p in self._by_transfer.values() if not (p.ended or p.finish_sent) and now >= p.deadline]
-        error = RequestAborted("the request ran into its deadline before its first token was decoded")
+        error = DeadlineExceeded("the request ran into its deadline before its first token was decoded")
         actions = [action for prompt in late for action in self._end(prompt, error)]
         for transfer_id in self._leases.expired(now):
             self.num_expired_leases += 1
@@ -155,9 +185,10 @@ class PrefillScheduler:
 
         The first in line, by priority and time waited, gets half of the step's tokens. The rest goes by priority, and
         then to whoever has the fewest tokens left. So short prompts pass long ones, and no stream of short ones or of
-        sooner priorities starves a long one.
+        sooner priorities starves a long one. Encoding a placeholder of an image counts as a token, so that images
+        hold others up no more than text does; one that is larger than that is encoded in a step that it begins.
         """
-        assert not self._step, "one step at a time"
+        assert not self._step and not self._encoding, "one step at a time"
         actions: list[Action] = []
         candidates = self._candidates()
         if not candidates:
@@ -165,12 +196,13 @@ class PrefillScheduler:
         budget = self._max_num_batched_tokens
         first = min(candidates, key=lambda p: (p.arrived_at + AGING_S * p.request.priority, p.number))
         shares: dict[int, int] = {}
+        units: dict[int, list[EncodeUnit]] = defaultdict(list)
         may_begin = True
         turns = [(first, budget - budget // 2)]
         by_turn = sorted(candidates, key=lambda p: (p.request.priority, p.num_remaining_tokens, p.number))
         turns += [(p, budget) for p in by_turn]
         for prompt, limit in turns:
-            if not budget:
+            if budget <= 0:
                 break
             if not prompt.has_begun:
                 if not may_begin or len(self._computing) == self._max_num_seqs:
@@ -178,13 +210,18 @@ class PrefillScheduler:
                 if not self._begin(now, prompt, actions):
                     may_begin = prompt is not first  # nobody takes blocks before the first has its own
                     continue
-            share = min(budget, limit, prompt.num_remaining_tokens - shares.get(prompt.number, 0))
-            shares[prompt.number] = shares.get(prompt.number, 0) + share
-            budget -= share
+            number, planned = prompt.number, shares.get(prompt.number, 0)
+            may_exceed = budget == self._max_num_batched_tokens  # nobody else has anything of this step
+            share, new_units, cost = prompt.next_work(planned, min(budget, limit), units[number], may_exceed)
+            shares[number] = planned + share
+            units[number] += new_units
+            budget -= share + cost
         self._step = [(self._computing[number], share) for number, share in sorted(shares.items()) if share]
         for prompt, _ in self._step:
             prompt.in_step = True
-        return Batch([prompt.next_item(num_tokens) for prompt, num_tokens in self._step]), actions
+        self._encoding = [self._computing[number] for number in sorted(units) if units[number]]
+        encodes = [Encode(p.media, unit) for p in self._encoding if p.media is not None for unit in units[p.number]]
+        return Batch([prompt.next_item(num) for prompt, num in self._step], encodes=encodes), actions
 
     def _candidates(self) -> list[PrefillPrompt]:
         """Prompts that may compute now. One whose decode worker is full (a finished prompt waits for its answer) may
@@ -222,29 +259,38 @@ class PrefillScheduler:
     def on_step(self, now: float, results: list[ItemOutput]) -> list[Action]:
         actions: list[Action] = []
         step, self._step = self._step, []
+        encoding, self._encoding = self._encoding, []
         for (prompt, num_tokens), output in zip(step, results, strict=True):
             prompt.in_step = False
-            prompt.num_computed_tokens += num_tokens
+            if output.error is None:
+                prompt.num_computed_tokens += num_tokens
             if prompt.is_computed or prompt.ended:
                 self._computing.pop(prompt.number, None)
             if prompt.ended:
                 actions += self._settle(prompt)
                 continue
-            self._publish(prompt)
             if output.error is not None:
                 actions += self._end(prompt, output.error.to_error())
                 continue
+            self._publish(prompt)
+            if prompt.media is not None:
+                prompt.media.forget_before(prompt.num_computed_tokens)
             prompt.prompt_logprobs += output.prompt_logprobs
             if prompt.is_computed:
                 actions += self._on_first_tokens(now, prompt, output.tokens)
             if not prompt.ended:
                 actions += self._ship(prompt) + self._settle(prompt)
+        for prompt in encoding:
+            if prompt.media is not None and prompt.media.error is not None:
+                actions += self._end(prompt, prompt.media.error)
         return actions
 
     def on_step_failed(self, error: BaseException) -> list[Action]:
         step, self._step = self._step, []
+        encoding, self._encoding = self._encoding, []
+        in_step = [prompt for prompt, _ in step]
         actions: list[Action] = []
-        for prompt, _ in step:
+        for prompt in in_step + [prompt for prompt in encoding if prompt not in in_step]:
             prompt.in_step = False
             if prompt.ended:
                 self._computing.pop(prompt.number, None)
@@ -312,7 +358,9 @@ class PrefillScheduler:
         if prompt.is_computed and not prompt.finish_sent:
             assert prompt.first_token_ids is not None
             prompt.finish_sent = True
-            finish = FinishTransfer(prompt.request.transfer_id, prompt.num_prompt_tokens, prompt.first_token_ids)
+            finish = FinishTransfer(
+                prompt.request.transfer_id, prompt.num_prompt_tokens, prompt.first_token_ids, prompt.position_offset
+            )
             actions.append(SendToDecode(prompt.pair_id, finish))
         return actions
 

@@ -10,9 +10,13 @@ import asyncio
 import logging
 import os
 import secrets
+import time
+
+import msgspec
 
 from engine.batch import ItemOutput
 from engine.block_manager import BlockManager
+from engine.embedding_cache import EmbeddingCache
 from engine.engine_thread import EngineThread
 from engine.grammar import Grammars
 from engine.kv_pool import KVPool
@@ -25,16 +29,23 @@ from kv_transfer.rank_pool import RankPool
 from kv_transfer.worker_pools import WorkerPools
 from prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
 from prefill_worker.config import PrefillConfig
+from prefill_worker.media import MediaIntake
 from prefill_worker.pair_table import PairTable
 from prefill_worker.pairs import Pairs
 from prefill_worker.scheduler import PrefillScheduler
+from prefill_worker.shared_embeddings import SharedEmbeddings
 from protocol.codec import Codec
-from protocol.dispatch import AbortRequest, RequestFailed, StartPrefill, ToPrefill
-from protocol.errors import ErrorInfo, KVTransferFailed, WorkerLost
-from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
+from protocol.dispatch import AbortRequest, FirstToken, RequestFailed, StartPrefill, ToPrefill
+from protocol.drain import Drain, Retired
+from protocol.errors import ErrorInfo, ImplausibleMessage, InternalError, KVTransferFailed, TandemError, WorkerLost
+from protocol.media_client import MediaCacheClient
+from protocol.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLeft, WorkerLoad, WorkerStatus
+from protocol.plausibility import MAX_SEQUENCES, check_request, check_reserved
+from protocol.process import serve_metrics
 from protocol.registration import Registration
 from protocol.sockets import RouterSocket, new_context
 from protocol.transfer import KVRefused, KVReserved, RenewLeases, ShipKV
+from telemetry.worker_metrics import WorkerMetrics
 
 log = logging.getLogger(__name__)
 
@@ -48,14 +59,29 @@ class PrefillWorker:
         self._config = config
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
+        self._drain = Drain(config.drain_timeout_s)
+        self._registration: Registration | None = None  # while it serves
         self._step_time_s = 0.0
         self._speed = PromptSpeed()
         self._num_step_tokens = 0
         self._num_transferred_bytes = 0
         self._stepping = False
+        self._metrics = WorkerMetrics()
 
     def stop(self) -> None:
         self._stopping.set()
+
+    def drain(self) -> bool:
+        """Take no new work, finish what is under way, and end. False before there is any."""
+        return self._begin_drain(for_good=False)
+
+    def _begin_drain(self, for_good: bool) -> bool:
+        if self._registration is None:
+            return False
+        log.info("draining: %d requests run, %d wait", self._scheduler.num_running, self._scheduler.num_waiting)
+        self._drain.begin(self._loop.time(), for_good)
+        self._registration.tell(self._status())
+        return True
 
     async def run(self) -> None:
         ranks = TensorParallelGroup(
@@ -67,6 +93,7 @@ class PrefillWorker:
             loaded.vocab_size,
             lambda: self._loop.call_soon_threadsafe(self._start_step),
         )
+        self._vocab_size, self._max_model_len = loaded.vocab_size, loaded.max_model_len
         pool = KVPool(loaded, self._config.engine)
         blocks = BlockManager(pool.num_blocks, self._config.engine.block_size)
         self._block_bytes = pool.block_bytes * self._config.engine.tensor_parallel_size
@@ -77,6 +104,17 @@ class PrefillWorker:
             self._config.max_num_seqs,
             self._config.kv_lease_s,
         )
+        context = new_context("worker", self._config.network)
+        self._refusals = context.refusals
+        endpoint = self._config.media_cache_endpoint
+        shared = SharedEmbeddings(MediaCacheClient(context, endpoint)) if endpoint else None
+        self._media = MediaIntake(
+            loaded.vision,
+            EmbeddingCache(self._config.embedding_cache_bytes),
+            self._config.max_num_batched_tokens // 2,  # what is left of a step for the first in line
+            shared,
+            self._start_step,
+        )
         self._engine = EngineThread(
             lambda: ranks.make_runner(loaded, pool), self._loop.call_soon_threadsafe, self._config.engine.num_threads
         )
@@ -84,7 +122,6 @@ class PrefillWorker:
         own_pool = RankPool(0, loaded.layout, pool.as_blocks(), self._config.host)
         pools = WorkerPools(own_pool, pool.location(), ranks.transfer_connections)
         await self._loop.run_in_executor(None, pools.wait_until_ready)
-        context = new_context()
         codec: Codec[ToPrefill] = Codec(ToPrefill)
         self._router = RouterSocket(context, self._config.endpoint, codec, self._on_command)
         self._info = WorkerInfo(
@@ -94,6 +131,7 @@ class PrefillWorker:
             endpoint=self._router.endpoint,
             pid=os.getpid(),
             num_ranks=self._config.engine.tensor_parallel_size,
+            metrics_address=serve_metrics(self._metrics, self._config.metrics_host, self._config.metrics_port),
         )
         device = loaded.device.type
         self._pools = pools
@@ -114,21 +152,24 @@ class PrefillWorker:
             on_message=self._on_decode_answer,
             on_pair_lost=lambda pair_id, reason: self._perform(self._scheduler.on_pair_lost(pair_id, reason)),
         )
-        registration = Registration(
+        self._register = RegisterWorker(
+            PROTOCOL_VERSION,
+            self._info,
+            loaded.max_model_len,
+            loaded.vocab_size,
+            loaded.layout.model_id,
+            blocks.block_size,
+        )
+        self._registration = registration = Registration(
             context,
             self._config.proxy_endpoints,
-            RegisterWorker(
-                PROTOCOL_VERSION,
-                self._info,
-                loaded.max_model_len,
-                loaded.vocab_size,
-                loaded.layout.model_id,
-                blocks.block_size,
-            ),
+            self._register,
             self._status,
             self._pairs.on_view,
             lambda proxy_id: self._perform(self._scheduler.on_proxy_lost(proxy_id)),
             blocks.prefix_log.restart,
+            self._begin_epoch,
+            lambda: self._begin_drain(for_good=True),
             self._config.proxies_file,
         )
         registration.start()
@@ -136,13 +177,21 @@ class PrefillWorker:
         try:
             await self._tick_until_stopped()
         finally:
+            self._registration = None
+            registration.tell(WorkerLeft(self._info.worker_id, self._info.epoch))
             registration.close()
+            self._metrics.close()
             self._pairs.close()
             self._router.close()
+            self._media.close()
+            if shared is not None:
+                shared.close()
             context.term()
             self._grammars.close()
             self._engine.stop(timeout_s=1.5)
             ranks.close()
+        if self._drain.for_good:
+            raise Retired("it was told to leave")
 
     async def _engine_ready(self) -> None:
         ready: asyncio.Future[None] = self._loop.create_future()
@@ -152,6 +201,10 @@ class PrefillWorker:
     async def _tick_until_stopped(self) -> None:
         while not self._stopping.is_set():
             now = self._loop.time()
+            if self._drain.is_over(now, self._scheduler.is_idle):
+                num_left = self._scheduler.num_running + self._scheduler.num_waiting
+                log.info("drained; %d requests go on elsewhere", num_left)
+                return
             self._pairs.on_tick(now)
             num_expired = self._scheduler.num_expired_leases
             self._perform(self._scheduler.on_tick(now))
@@ -161,6 +214,19 @@ class PrefillWorker:
                 await asyncio.wait_for(self._stopping.wait(), TICK_S)
             except TimeoutError:
                 continue
+
+    def _begin_epoch(self) -> None:
+        """A proxy has counted this worker as lost, and gave its requests to others: nothing of before counts any more.
+
+        Blocks that a peer may still write or read stay where they are until it has stopped, as always.
+        """
+        self._perform(self._scheduler.on_epoch_over())
+        self._info = msgspec.structs.replace(self._info, epoch=secrets.token_hex(8))
+        self._pairs.begin_epoch(self._info)
+        self._scheduler.blocks.prefix_log.restart()
+        self._register = msgspec.structs.replace(self._register, worker=self._info)
+        assert self._registration is not None
+        self._registration.begin_epoch(self._register)
 
     def _status(self) -> WorkerStatus:
         scheduler = self._scheduler
@@ -179,9 +245,19 @@ class PrefillWorker:
             num_transferred_bytes=self._num_transferred_bytes,
             waiting_tokens=scheduler.waiting_tokens(),
             prompt_tokens_per_s=self._speed.tokens_per_s,
+            traffic=self._pairs.traffic(),
+            refusals=self._refusals.totals(),
         )
+        self._metrics.on_load(load)
         prefixes = scheduler.blocks.prefix_log.take()
-        return WorkerStatus(self._info.worker_id, self._info.epoch, load, self._pairs.status(), prefixes)
+        return WorkerStatus(
+            self._info.worker_id,
+            self._info.epoch,
+            load,
+            self._pairs.status(),
+            prefixes,
+            self._drain.has_begun,
+        )
 
     # ---- events
 
@@ -193,30 +269,53 @@ class PrefillWorker:
                 self._perform(self._scheduler.on_abort(message.proxy_id, message.request_id))
 
     def _start(self, message: StartPrefill) -> None:
-        pair_id = None
-        if message.decode_epoch is not None:
-            pair = self._pairs.ready_pair(message.decode_epoch)
-            if pair is None:
-                error = WorkerLost(f"the pair with {message.decode_worker_id} is not ready")
-                for request_id in message.request_ids:
-                    self._send_to_proxy(message.proxy_id, RequestFailed(request_id, ErrorInfo.of(error)))
-                return
-            pair_id = pair.pair_id
+        try:
+            check_request(message, self._vocab_size, self._max_model_len)
+        except ImplausibleMessage as error:
+            self._refuse(message, InternalError(error.message))
+            raise
+        try:
+            pair_id = self._pair_id(message)
+            media = self._media.open(message)
+        except TandemError as error:
+            self._refuse(message, error)
+            return
         grammar = self._grammars.get(message.sampling.grammar)
-        self._perform(self._scheduler.on_start(self._loop.time(), message, pair_id, grammar))
+        self._perform(self._scheduler.on_start(self._loop.time(), message, pair_id, grammar, media))
+
+    def _pair_id(self, message: StartPrefill) -> str | None:
+        """None where nothing is to be shipped. Raises WorkerLost."""
+        if message.decode_epoch is None:
+            return None
+        pair = self._pairs.ready_pair(message.decode_epoch)
+        if pair is None:
+            raise WorkerLost(f"the pair with {message.decode_worker_id} is not ready")
+        return pair.pair_id
+
+    def _refuse(self, message: StartPrefill, error: TandemError) -> None:
+        for request_id in message.request_ids[:MAX_SEQUENCES]:
+            self._send_to_proxy(message.proxy_id, RequestFailed(request_id, ErrorInfo.of(error)))
 
     def _on_decode_answer(self, message: KVReserved | KVRefused | RenewLeases) -> None:
         match message:
             case KVReserved():
+                check_reserved(message)
                 self._perform(self._scheduler.on_reserved(message))
             case KVRefused():
                 self._perform(self._scheduler.on_refused(message.transfer_id, message.error))
             case RenewLeases():
                 self._scheduler.on_renewed(self._loop.time(), message)
 
-    def _on_shipped(self, action: Ship, announcement: ShipKV | None, error: KVTransferFailed | None) -> None:
+    def _on_shipped(
+        self, action: Ship, announcement: ShipKV | None, error: KVTransferFailed | None, seconds: float = 0.0
+    ) -> None:
+        """seconds: that the connector took."""
         if error is None:
-            self._num_transferred_bytes += len(action.src_block_ids) * self._block_bytes
+            num_bytes = len(action.src_block_ids) * self._block_bytes
+            self._num_transferred_bytes += num_bytes
+            if (pair := self._pairs.on_shipped(action.pair_id, num_bytes, seconds)) is not None:
+                labels = (self._info.worker_id, pair.peer.worker_id, pair.connector)
+                self._metrics.on_shipped(labels, num_bytes, seconds)
             if announcement is not None:
                 self._pairs.send(action.pair_id, announcement)
         self._perform(self._scheduler.on_shipped(action.transfer_id, error))
@@ -229,6 +328,9 @@ class PrefillWorker:
         for action in actions:
             match action:
                 case SendToProxy():
+                    if isinstance(action.message, FirstToken):
+                        self._metrics.queue.observe(action.message.queue_s)
+                        self._metrics.prefill.observe(action.message.prefill_s)
                     self._send_to_proxy(action.proxy_id, action.message)
                 case SendToDecode():
                     self._pairs.send(action.pair_id, action.message)
@@ -264,8 +366,11 @@ class PrefillWorker:
         if announces_first:
             self._pairs.send(action.pair_id, announcement)
 
+        started_at = time.perf_counter()
+
         def done(error: KVTransferFailed | None) -> None:
-            self._loop.call_soon_threadsafe(self._on_shipped, action, None if announces_first else announcement, error)
+            told = None if announces_first else announcement
+            self._loop.call_soon_threadsafe(self._on_shipped, action, told, error, time.perf_counter() - started_at)
 
         sender.send(action.src_block_ids, action.dst_block_ids, done)
 
@@ -273,7 +378,7 @@ class PrefillWorker:
         if self._stepping:
             return
         batch, actions = self._scheduler.schedule(self._loop.time())
-        if batch.items:
+        if batch.items or batch.encodes:
             self._stepping = True
             self._num_step_tokens = sum(len(item.token_ids) for item in batch.items)
             self._engine.submit(batch, self._on_step)
@@ -283,6 +388,8 @@ class PrefillWorker:
     def _on_step(self, results: list[ItemOutput] | None, error: BaseException | None, step_time_s: float) -> None:
         self._stepping = False
         self._step_time_s = step_time_s
+        self._media.share_encoded()
+        self._metrics.step.observe(step_time_s)
         if results is None:
             log.error("a prefill step failed", exc_info=error)
             self._perform(self._scheduler.on_step_failed(error or RuntimeError("unknown")))

@@ -12,6 +12,7 @@ import msgspec
 
 from protocol.errors import ErrorInfo
 from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions, TokenLogprobs
+from protocol.media import MediaItem
 
 
 class StartPrefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -22,7 +23,7 @@ class StartPrefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     cache_salt: prompts with different salts share no cached KV. deadline_s: from receipt; then the request fails.
     decode_worker_id: None when one token is all that is asked, so that there is nothing to ship.
     num_prompt_logprobs: None, or how many top tokens to report for each prompt token but the first. priority: lower is
-    sooner.
+    sooner. media: its images and videos, see `protocol.media`.
     """
 
     proxy_id: str
@@ -39,13 +40,14 @@ class StartPrefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     num_generated: int = 0
     cache_salt: str = ""
     priority: int = 0
+    media: tuple[MediaItem, ...] = ()
 
 
 class PrepareDecode(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Proxy to decode: sequences are on their way from `prefill_worker_id`. The fields are those of StartPrefill.
 
     prefill_worker_id, prefill_epoch: None when the decode worker is to compute the prompt itself. Then it sends
-    FirstToken, and num_prompt_logprobs counts.
+    FirstToken, and num_prompt_logprobs counts. That is for prompts without media only.
     """
 
     proxy_id: str
@@ -62,6 +64,7 @@ class PrepareDecode(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
     num_generated: int = 0
     cache_salt: str = ""
     priority: int = 0
+    media: tuple[MediaItem, ...] = ()
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -101,10 +104,22 @@ class NewToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
     finish_reason: FinishReason | None = None
 
 
-class TokenBatch(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Decode to proxy: all tokens of one step that belong to this proxy."""
+class DecodeBegan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Travels with the first token that decode chose for a sequence. Durations, since clocks differ between hosts.
+
+    decode_wait_s: from the KV cache being whole to the sequence's first step; step_s: that step.
+    """
+
+    request_id: str
+    decode_wait_s: float
+    step_s: float
+
+
+class TokenBatch(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Decode to proxy: the tokens of one step that belong to this proxy; began: of those that are first ones."""
 
     tokens: list[NewToken]
+    began: list[DecodeBegan] = []
 
 
 class RequestPreempted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

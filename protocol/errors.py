@@ -6,8 +6,10 @@ TandemError
   WorkerLost          a worker died or went silent while it held the request
   KVLayoutMismatch    two workers' KV caches do not fit together; the pair is refused
   KVTransferFailed    the KV cache did not arrive
-  RequestAborted      the client went away, or a deadline passed
+  RequestAborted      the client went away, or the server stops
+    DeadlineExceeded  the request's own time, or the server's limit, has passed
   ProtocolError       bytes on a socket that are not one of our messages
+    ImplausibleMessage  one that none of our processes would send
   ConfigError         the operator's configuration cannot work (never travels)
   InternalError       our own fault
 
@@ -63,8 +65,16 @@ class RequestAborted(TandemError):
     code = "request_aborted"
 
 
+class DeadlineExceeded(RequestAborted):
+    code = "deadline_exceeded"
+
+
 class ProtocolError(TandemError):
     code = "protocol_error"
+
+
+class ImplausibleMessage(ProtocolError):
+    """Of the right type, and still nothing that one of our processes would send."""
 
 
 class ConfigError(TandemError):
@@ -85,6 +95,7 @@ _BY_CODE: dict[str, type[TandemError]] = {
         KVLayoutMismatch,
         KVTransferFailed,
         RequestAborted,
+        DeadlineExceeded,
         ProtocolError,
         InternalError,
     )

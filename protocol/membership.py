@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 """Raised by every change to a message; unequal versions refuse each other when they register or pair."""
 
 Role = Literal["prefill", "decode"]
@@ -19,7 +19,8 @@ Role = Literal["prefill", "decode"]
 class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who a worker is. `worker_id` survives a restart ("decode-0"), `epoch` does not.
 
-    pid: of rank 0, which speaks for all num_ranks processes that share the worker's model.
+    pid: of rank 0, which speaks for all num_ranks processes that share the worker's model. metrics_address: host:port
+    of its own /metrics; empty where it has none.
     """
 
     worker_id: str
@@ -28,6 +29,16 @@ class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     endpoint: str
     pid: int
     num_ranks: int = 1
+    metrics_address: str = ""
+
+
+class PairTraffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """KV that a prefill worker has shipped to one decode worker: num_bytes in num_shipments, shipping_s in all."""
+
+    decode_worker_id: str
+    num_bytes: int
+    num_shipments: int
+    shipping_s: float
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,6 +48,7 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the prefix cache, of num_prompt_tokens, since the start. num_compared_blocks: those that arrived and whose checksums
     were looked at; num_corrupt_blocks: of these, those that were not what was sent. waiting_tokens: num_waiting_tokens,
     as (priority, tokens). prompt_tokens_per_s: computed of late while prompts were computed; 0 before the first.
+    refusals: see `protocol.refusals`, since the start.
     """
 
     num_running: int = 0
@@ -56,6 +68,8 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_corrupt_blocks: int = 0
     waiting_tokens: list[tuple[int, int]] = []
     prompt_tokens_per_s: float = 0.0
+    traffic: list[PairTraffic] = []
+    refusals: list[tuple[str, int]] = []
 
 
 class PrefixUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -96,13 +110,24 @@ class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Worker to proxy, every `heartbeat_interval_s`. `pairs` is empty on decode workers."""
+    """Worker to proxy, every `heartbeat_interval_s`. `pairs` is empty on decode workers.
+
+    draining: it is to get no new work.
+    """
 
     worker_id: str
     epoch: str
     load: WorkerLoad
     pairs: list[PairStatus] = []
     prefixes: PrefixUpdate | None = None
+    draining: bool = False
+
+
+class WorkerLeft(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Worker to proxy: it ends now. What it still has goes on at others."""
+
+    worker_id: str
+    epoch: str
 
 
 class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -114,6 +139,29 @@ class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 class GetStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """`tandem status` to proxy."""
+
+
+class DrainWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """`tandem drain` to proxy: this worker is to leave for good. Answered by DrainAnswer."""
+
+    worker_id: str
+
+
+class DrainAnswer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Proxy to `tandem drain`. error: "" when the worker was told."""
+
+    worker_id: str
+    error: str = ""
+
+
+class LeaveCluster(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Proxy to worker: drain, then end for good."""
+
+
+class GetTimeline(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Proxy to proxy: somebody asks what became of this request, which may have been served by the other."""
+
+    request_id: str
 
 
 class ClusterView(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -139,6 +187,27 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load: WorkerLoad
     pairs: list[PairStatus]
     silence_s: float
+    draining: bool = False
+
+
+class LatencyBuckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A histogram. bounds_s: upper ones, ascending; counts: of each, and one more for what is above the last."""
+
+    bounds_s: list[float]
+    counts: list[int]
+
+
+class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of one proxy, since its start but for num_waiting. stages_s: seconds of finished sequences, by stage."""
+
+    num_waiting: int
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_finished: int
+    ttft: LatencyBuckets
+    itl: LatencyBuckets
+    e2e: LatencyBuckets
+    stages_s: dict[str, float]
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -149,7 +218,15 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     ready: bool
     num_requests: int
     workers: list[WorkerReport]
+    figures: ServingFigures | None = None
 
 
-ToProxyControl = RegisterWorker | WorkerStatus | WorkerExited | GetStatus
-FromProxyControl = ClusterView | RegistrationRefused | StatusReport
+class TimelineReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Proxy to proxy. timeline: JSON; empty where the request is not known."""
+
+    request_id: str
+    timeline: bytes
+
+
+ToProxyControl = RegisterWorker | WorkerStatus | WorkerLeft | WorkerExited | GetStatus | DrainWorker | GetTimeline
+FromProxyControl = ClusterView | RegistrationRefused | StatusReport | LeaveCluster | DrainAnswer | TimelineReport

@@ -10,11 +10,13 @@ hashes, the first eight bytes as a number: where two of these collide, a prompt 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 import msgspec
 
+from protocol.media import MediaItem
 from protocol.token_ids import BYTES_PER_TOKEN, pack_token_ids
 
 _DIGEST_BYTES = 16
@@ -31,19 +33,37 @@ def unpack_short_hashes(packed: bytes) -> Sequence[int]:
 
 
 class MediaSpan(msgspec.Struct, frozen=True):
-    """Placeholder tokens at positions `start` to `start + num_tokens` stand for the media item with this digest."""
+    """Tokens number `start` to `start + num_tokens` stand for a part of the media item with this digest.
+
+    offset: the item's placeholder tokens before these.
+    """
 
     start: int
     num_tokens: int
     digest: bytes
+    offset: int = 0
+
+
+def media_spans(media: Iterable[MediaItem]) -> list[MediaSpan]:
+    """Of all items, in the order of the prompt."""
+    spans: list[MediaSpan] = []
+    for item in media:
+        offset = 0
+        for start, num_tokens in item.spans:
+            spans.append(MediaSpan(start, num_tokens, item.digest, offset))
+            offset += num_tokens
+    return sorted(spans, key=lambda span: span.start)
 
 
 class BlockHasher:
-    """Hashes the blocks of one sequence. model_id and cache_salt: sequences that differ in them share nothing."""
+    """Hashes the blocks of one sequence. model_id and cache_salt: sequences that differ in them share nothing.
 
-    def __init__(self, block_size: int, model_id: str, cache_salt: str = "", media: Sequence[MediaSpan] = ()) -> None:
+    media: the prompt's; a block that stands for a part of one depends on which it is and which part.
+    """
+
+    def __init__(self, block_size: int, model_id: str, cache_salt: str = "", media: Iterable[MediaItem] = ()) -> None:
         self._block_size = block_size
-        self._media = media
+        self._spans = media_spans(media)
         root = blake2b(digest_size=_DIGEST_BYTES)
         for part in (model_id.encode(), cache_salt.encode()):
             root.update(len(part).to_bytes(4, "little") + part)
@@ -69,7 +89,10 @@ class BlockHasher:
         digest = blake2b(parent, digest_size=_DIGEST_BYTES)
         digest.update(packed)
         first, end = number * self._block_size, (number + 1) * self._block_size
-        for span in self._media:
-            if span.start < end and first < span.start + span.num_tokens:
-                digest.update(span.start.to_bytes(8, "little") + span.digest)
+        # Spans do not overlap, so their ends ascend as their starts do.
+        nearest = bisect_right(self._spans, first, key=lambda span: span.start + span.num_tokens)
+        for span in self._spans[nearest:]:
+            if span.start >= end:
+                break
+            digest.update(span.start.to_bytes(8, "little") + span.offset.to_bytes(8, "little") + span.digest)
         return digest.digest()

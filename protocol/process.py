@@ -1,4 +1,4 @@
-"""The frame of every worker process: logging, one uvloop, SIGTERM to stop, exit code 2 for a wrong configuration."""
+"""The frame of every worker process: logging, one uvloop, SIGTERM to drain, SIGINT to stop, an exit code."""
 
 from __future__ import annotations
 
@@ -12,41 +12,71 @@ from typing import NoReturn, Protocol
 
 import uvloop
 
+from protocol.drain import Retired
 from protocol.errors import ConfigError
 from protocol.lifetime import die_with_parent
-from telemetry.logs import setup_logging
+from telemetry.logs import LogFormat, setup_logging
+from telemetry.worker_metrics import WorkerMetrics
+
+EXIT_BAD_CONFIG = 2
+EXIT_RETIRED = 3
+"""Of a worker that was told to leave for good."""
 
 
 class Service(Protocol):
-    """What a process runs."""
+    """What a process runs. drain: finish what is under way, then end; False where there is nothing to finish."""
 
     async def run(self) -> None: ...
 
     def stop(self) -> None: ...
 
+    def drain(self) -> bool: ...
 
-def run_process(name: str, log_level: str, make: Callable[[], Service]) -> NoReturn:
-    """Run `make()`'s service until SIGTERM or SIGINT; `make` is called on the loop.
+
+def run_process(name: str, log_level: str, make: Callable[[], Service], log_format: LogFormat = "text") -> NoReturn:
+    """Run `make()`'s service until it ends, has drained after SIGTERM, or is stopped by SIGINT or a second SIGTERM;
+    `make` is called on the loop.
 
     Leaves by os._exit: a thread that still waits for a dead peer must not hold up the end of the process.
     """
-    run_to_exit(name, log_level, lambda: uvloop.run(_serve(make)))
+    run_to_exit(name, log_level, lambda: uvloop.run(_serve(make)), signal.SIGINT, log_format)
 
 
-def run_to_exit(name: str, log_level: str, main: Callable[[], None]) -> NoReturn:
-    """Run `main()` and leave by os._exit with 0, with 2 for a ConfigError, with 1 for any other error."""
-    die_with_parent()
-    setup_logging(name, log_level)
+def run_to_exit(
+    name: str,
+    log_level: str,
+    main: Callable[[], None],
+    orphaned: signal.Signals = signal.SIGTERM,
+    log_format: LogFormat = "text",
+) -> NoReturn:
+    """Run `main()` and leave by os._exit with 0, EXIT_BAD_CONFIG, EXIT_RETIRED, or 1 for any other error.
+
+    orphaned: the signal that comes when the parent is gone.
+    """
+    die_with_parent(orphaned)
+    setup_logging(name, log_level, log_format)
     exit_code = 0
     try:
         main()
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
-        exit_code = 2
+        exit_code = EXIT_BAD_CONFIG
+    except Retired:
+        exit_code = EXIT_RETIRED
     except BaseException:
         logging.getLogger(name).exception("the process fails")
         exit_code = 1
     _leave(exit_code)
+
+
+def serve_metrics(metrics: WorkerMetrics, host: str, port: int) -> str:
+    """Bind a worker's /metrics; returns host:port. Raises ConfigError when the address cannot be had."""
+    try:
+        return metrics.serve(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot serve metrics on {host}:{port} ({error.strerror or error}); choose another --metrics-host"
+        ) from error
 
 
 def end_process(reason: str, exit_code: int = 1) -> NoReturn:
@@ -70,9 +100,17 @@ async def _serve(make: Callable[[], Service]) -> None:
         stopped_early.set()
         service.stop()
 
+    is_draining = False
+
+    def drain() -> None:
+        nonlocal is_draining
+        if is_draining or not service.drain():
+            stop()
+        is_draining = True
+
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+    loop.add_signal_handler(signal.SIGTERM, drain)
+    loop.add_signal_handler(signal.SIGINT, stop)
     running = asyncio.ensure_future(service.run())
     early = asyncio.ensure_future(stopped_early.wait())
     await asyncio.wait({running, early}, return_when=asyncio.FIRST_COMPLETED)

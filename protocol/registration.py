@@ -1,7 +1,8 @@
 """A worker's side of membership: registers with every proxy, sends it status, learns from it who else is there.
 
 Status is heartbeat and load report in one; the proxy's answer is its own sign of life. A proxy that falls silent, or
-comes back under another id, is lost: its requests have no reader any more.
+comes back under another id, is lost: its requests have no reader any more. A proxy that knew this worker and no longer
+does has counted it as lost, because it was frozen, say: its epoch is over then, and it begins another.
 """
 
 from __future__ import annotations
@@ -11,20 +12,22 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
-
-import zmq
 
 from protocol.codec import Codec
 from protocol.membership import (
     ClusterView,
+    DrainAnswer,
     FromProxyControl,
+    LeaveCluster,
     RegisterWorker,
     RegistrationRefused,
     StatusReport,
+    TimelineReport,
     WorkerInfo,
+    WorkerLeft,
     WorkerStatus,
 )
+from protocol.network import Context
 from protocol.proxy_endpoints import EndpointsFile
 from protocol.sockets import DealerSocket
 
@@ -46,6 +49,7 @@ class _ProxyLink:
         self.first_heard_at = 0.0
         self.heard_at = 0.0
         self.workers: list[WorkerInfo] = []
+        self.knows_us = False
 
 
 class Registration:
@@ -53,19 +57,22 @@ class Registration:
 
     status: makes the current status. on_view: called with all workers that any proxy knows, when that changes.
     on_proxy_lost: called with the id of a proxy whose requests must be aborted. on_restart_prefixes: called when a
-    proxy has missed some of what status told of the prefix cache. proxies_file: tells when proxies move, see
-    `protocol.proxy_endpoints`; empty: they stay.
+    proxy has missed some of what status told of the prefix cache. on_epoch_over: called when a proxy has counted this
+    worker as lost; `begin_epoch` must follow. on_leave: called when the worker is told to leave for good.
+    proxies_file: tells when proxies move, see `protocol.proxy_endpoints`; empty: they stay.
     """
 
     def __init__(
         self,
-        context: zmq.Context[Any],
+        context: Context,
         proxy_endpoints: list[str],
         register: RegisterWorker,
         status: Callable[[], WorkerStatus],
         on_view: Callable[[list[WorkerInfo]], None],
         on_proxy_lost: Callable[[str], None],
         on_restart_prefixes: Callable[[], None],
+        on_epoch_over: Callable[[], None],
+        on_leave: Callable[[], object],
         proxies_file: str = "",
     ) -> None:
         self._context = context
@@ -75,6 +82,8 @@ class Registration:
         self._on_view = on_view
         self._on_proxy_lost = on_proxy_lost
         self._on_restart_prefixes = on_restart_prefixes
+        self._on_epoch_over = on_epoch_over
+        self._on_leave = on_leave
         self._view: list[WorkerInfo] = []
         self._file = EndpointsFile(Path(proxies_file)) if proxies_file else None
         self._codec: Codec[FromProxyControl] = Codec(FromProxyControl)
@@ -88,7 +97,9 @@ class Registration:
     def _connect(self, link: _ProxyLink) -> None:
         worker = self._register.worker
         identity = f"{worker.worker_id}:{worker.epoch}".encode()
-        link.socket = DealerSocket(self._context, link.endpoint, self._codec, partial(self._on_message, link), identity)
+        link.socket = DealerSocket(
+            self._context, link.endpoint, self._codec, partial(self._on_message, link), identity, peer="proxy"
+        )
         link.socket.send(self._register)
 
     def _follow(self, endpoints: list[str]) -> None:
@@ -113,13 +124,23 @@ class Registration:
             if self._file is not None and (endpoints := self._file.changed()) is not None:
                 self._follow(endpoints)
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
-            status = self._status()
+            self.tell(self._status())
             for link in self._links:
-                if link.socket is not None:
-                    link.socket.send(status)
                 if link.proxy_id is not None and loop.time() - link.heard_at > PROXY_SILENCE_S:
                     log.warning("proxy %s has been silent for %.0f s", link.proxy_id, PROXY_SILENCE_S)
                     self._lose(link)
+
+    def tell(self, message: WorkerStatus | WorkerLeft | RegisterWorker) -> None:
+        """To every proxy, now."""
+        for link in self._links:
+            if link.socket is not None:
+                link.socket.send(message)
+
+    def begin_epoch(self, register: RegisterWorker) -> None:
+        self._register = register
+        for link in self._links:
+            link.knows_us = False
+        self.tell(register)
 
     def _on_message(self, link: _ProxyLink, message: FromProxyControl) -> None:
         match message:
@@ -129,7 +150,12 @@ class Registration:
                 link.heard_at = asyncio.get_running_loop().time()
                 if link.proxy_id is None:
                     link.proxy_id, link.first_heard_at = message.proxy_id, link.heard_at
-                if not message.known and link.socket is not None:
+                if message.known:
+                    link.knows_us = True
+                elif link.knows_us:
+                    log.warning("proxy %s has counted this worker as lost: it begins a new epoch", link.proxy_id)
+                    self._on_epoch_over()
+                elif link.socket is not None:
                     link.socket.send(self._register)
                 if message.restart_prefixes:
                     self._on_restart_prefixes()
@@ -140,11 +166,14 @@ class Registration:
                 self._update_view()
             case RegistrationRefused():
                 log.error("proxy at %s refused this worker: %s", link.endpoint, message.reason)
-            case StatusReport():
+            case LeaveCluster():
+                self._on_leave()
+            case StatusReport() | DrainAnswer() | TimelineReport():
                 pass
 
     def _lose(self, link: _ProxyLink) -> None:
         assert link.proxy_id is not None
+        link.knows_us = False
         proxy_id, link.proxy_id = link.proxy_id, None  # whom it knew stays until it, or another proxy, is back
         self._on_proxy_lost(proxy_id)
 

@@ -4,7 +4,8 @@
 decoded message (about three times the rate, measured on uvloop). The descriptor is edge-triggered: after each read
 and each send the socket must be drained until EAGAIN, or a message may lie unseen.
 
-A socket belongs to the thread of its loop. Sends never block: what cannot be queued is reported to the caller.
+A socket belongs to the thread of its loop. Sends never block: what cannot be queued is reported to the caller. What is
+refused is counted in the context's `refusals`.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ import logging
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from protocol.codec import MAX_MESSAGE_BYTES, Codec
-from protocol.errors import ProtocolError
+from protocol.errors import ImplausibleMessage, ProtocolError
+from protocol.network import Context, NetworkConfig
+from protocol.network_keys import Part
+from protocol.refusals import RefusalReason
 
 log = logging.getLogger(__name__)
 
@@ -32,14 +37,16 @@ _MESSAGES_PER_WAKE = 64
 _LINGER_MS = 300
 """How long a closing socket may take to hand over what was sent last."""
 _HIGH_WATER_MARK = 10_000
+_FAILED_HANDSHAKES = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 
 
 class _MessageSocket(Generic[M]):
     """What both kinds share: reading until EAGAIN, decoding, closing."""
 
-    def __init__(self, context: zmq.Context[Any], kind: int, codec: Codec[M]) -> None:
+    def __init__(self, context: Context, kind: int, codec: Codec[M]) -> None:
         self._loop = asyncio.get_running_loop()
         self._codec = codec
+        self._refusals = context.refusals
         self._socket = context.socket(kind)
         self._socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
@@ -47,7 +54,6 @@ class _MessageSocket(Generic[M]):
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         self._closed = False
         self._drain_scheduled = False
-        self.num_bad_messages = 0
 
     def _watch(self) -> None:
         self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._drain)
@@ -70,8 +76,8 @@ class _MessageSocket(Generic[M]):
             try:
                 self._handle(frames)
             except ProtocolError as error:
-                self.num_bad_messages += 1
-                log.warning("dropped a message: %s", error)
+                reason: RefusalReason = "not_possible" if isinstance(error, ImplausibleMessage) else "not_a_message"
+                self._refusals.count(reason, error.message)
             except Exception:
                 log.exception("a message handler failed")
         self._schedule_drain()
@@ -104,17 +110,37 @@ class _MessageSocket(Generic[M]):
 
 
 class RouterSocket(_MessageSocket[M]):
-    """A bound ROUTER. `on_message(identity, message)` runs on the loop; `send` answers by identity."""
+    """A bound ROUTER. `on_message(identity, message)` runs on the loop; `send` answers by identity.
+
+    tcp_endpoint: bound as well, for peers on other hosts. Raises ConfigError for a tcp endpoint without protection,
+    zmq's error for one that is taken.
+    """
 
     def __init__(
-        self, context: zmq.Context[Any], endpoint: str, codec: Codec[M], on_message: Callable[[bytes, M], None]
+        self,
+        context: Context,
+        endpoint: str,
+        codec: Codec[M],
+        on_message: Callable[[bytes, M], None],
+        tcp_endpoint: str = "",
     ) -> None:
         super().__init__(context, zmq.ROUTER, codec)
         self._on_message = on_message
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # a restarted peer takes over its identity
-        self._socket.bind(endpoint)
-        self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        try:
+            context.secure_bind(self._socket, endpoint)
+            self._socket.bind(endpoint)
+            self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+            if tcp_endpoint:  # options count for what is bound after them: what was bound before stays as it is
+                context.secure_bind(self._socket, tcp_endpoint)
+                self._socket.bind(tcp_endpoint)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._handshakes = self._socket.get_monitor_socket(_FAILED_HANDSHAKES)
+        self._loop.add_reader(self._handshakes.getsockopt(zmq.FD), self._count_handshakes)
+        self._loop.call_soon(self._count_handshakes)  # as with `_drain`: from then on the descriptor tells
         self._watch()
 
     def _handle(self, frames: list[bytes]) -> None:
@@ -122,27 +148,41 @@ class RouterSocket(_MessageSocket[M]):
             raise ProtocolError(f"{len(frames)} frames where identity and message are expected")
         self._on_message(frames[0], self._codec.decode(frames[1]))
 
+    def _count_handshakes(self) -> None:
+        while not self._closed and self._handshakes.getsockopt(_EVENTS) & _POLLIN:
+            recv_monitor_message(self._handshakes)
+            self._refusals.count("bad_handshake", f"something at {self.endpoint} does not speak as our peers do")
+
     def send(self, identity: bytes, message: msgspec.Struct) -> bool:
         """Queue `message` for the peer; False when it is not connected or does not read."""
         return self._send_frames([identity, self._codec.encode(message)])
 
     def close(self) -> None:
         path = self.endpoint.removeprefix("ipc://") if self.endpoint.startswith("ipc://") else None
+        if not self._closed:
+            self._loop.remove_reader(self._handshakes.getsockopt(zmq.FD))
+            self._socket.disable_monitor()
+            self._handshakes.close(linger=0)
         super().close()
         if path is not None:
             Path(path).unlink(missing_ok=True)
 
 
 class DealerSocket(_MessageSocket[M]):
-    """A connected DEALER that reconnects by itself. `on_message(message)` runs on the loop."""
+    """A connected DEALER that reconnects by itself. `on_message(message)` runs on the loop.
+
+    peer: whose socket it is, which must prove it by its key where the endpoint is tcp. Raises ConfigError for a tcp
+    endpoint without protection.
+    """
 
     def __init__(
         self,
-        context: zmq.Context[Any],
+        context: Context,
         endpoint: str,
         codec: Codec[M],
         on_message: Callable[[M], None],
         identity: bytes | None = None,
+        peer: Part = "worker",
     ) -> None:
         super().__init__(context, zmq.DEALER, codec)
         self._on_message = on_message
@@ -151,7 +191,12 @@ class DealerSocket(_MessageSocket[M]):
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self.endpoint = endpoint
-        self._socket.connect(endpoint)
+        try:
+            context.secure_connect(self._socket, endpoint, peer)
+            self._socket.connect(endpoint)
+        except BaseException:
+            self._socket.close()
+            raise
         self._watch()
 
     def _handle(self, frames: list[bytes]) -> None:
@@ -174,6 +219,8 @@ def listen_on_free_port(host: str) -> tuple[int, int]:
         return listener.detach(), port
 
 
-def new_context() -> zmq.Context[Any]:
-    """One per process."""
-    return zmq.Context(io_threads=1)
+def new_context(part: Part = "operator", network: NetworkConfig = NetworkConfig()) -> Context:  # noqa: B008  # frozen
+    """One per process. part: what this process is, and so which of the keys is its own. Raises ConfigError."""
+    context = Context(io_threads=1)
+    context.protect(part, network)
+    return context

@@ -180,11 +180,14 @@ class FinishTransfer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
     """Prefill to decode: the prompt is computed and its last blocks are on their way; their ShipKV may follow.
 
     Decoding goes on from these tokens, one for each of the request_ids, when every block is here.
+    position_offset: what to add to a token's number to have its position; not 0 after images and video in models that
+    lay positions over them in space and time (M-RoPE).
     """
 
     transfer_id: str
     num_prompt_tokens: int
     first_token_ids: list[int]
+    position_offset: int = 0
 
 
 class CloseTransfer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
 from functools import partial
 from pathlib import Path
@@ -23,10 +24,10 @@ def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
         print("usage: python -m proxy CONFIG.json", file=sys.stderr)
         return 2
-    die_with_parent()
+    die_with_parent(signal.SIGINT)
     try:
         config = read_config(Path(arguments[0]))
-        setup_logging(config.proxy_id, config.log_level)
+        setup_logging(config.proxy_id, config.log_level, config.log_format)
         # Imported late: they cost 2 s, and a wrong config should be told sooner.
         from proxy.body_reader import BodyReader
         from proxy.heap import give_back_large_blocks
@@ -37,9 +38,10 @@ def main(arguments: list[str]) -> int:
 
         text = ModelText(config.model)
         options = (config.served_model_name, config.trust_request_chat_template, config.tool_call_parser)
+        max_media = config.media.max_items if config.media_cache_endpoint else 0
         readers = ReaderPool(
-            BodyReader.of(text, *options),
-            partial(BodyReader.load, config.model, *options),
+            BodyReader.of(text, *options, max_media),
+            partial(BodyReader.load, config.model, *options, max_media),
             config.tokenizer_threads,
         )
         readers.fork()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -12,12 +13,14 @@ import msgspec
 from litestar import Litestar, Request, Response, get, post
 from litestar.connection import ASGIConnection
 from litestar.exceptions import HTTPException
-from litestar.handlers import BaseRouteHandler
+from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
+from litestar.types import Guard
 
-from protocol.errors import Overloaded, RequestAborted, TandemError
+from protocol.errors import DeadlineExceeded, Overloaded, TandemError
+from proxy.admin_routes import admin_routes
 from proxy.answers import Answers, ChatAnswers, CompletionAnswers, stream_events
 from proxy.api_keys import ApiKeys
-from proxy.body_reader import BodyKind
+from proxy.body_reader import BodyKind, HasMedia
 from proxy.config import ProxyConfig
 from proxy.event_stream import EventStream, first_of, unless_disconnected
 from proxy.generation import FrontDoor, Generation
@@ -30,11 +33,13 @@ from proxy.http_errors import (
 from proxy.openai_answers import HealthResponse, ModelCard, ModelList, VersionResponse
 from proxy.openai_schema import SOONEST_PRIORITY
 from proxy.openapi import docs_page, openapi_document
-from proxy.request_body import SpooledBody
+from proxy.rejections import rejection_reason
+from proxy.request_body import SpooledBody, mentions_media
 from proxy.request_id import HEADER, check_request_id, id_header, request_id_of
+from proxy.request_timeout import request_timeout_s
 from proxy.tool_answers import ToolAnswers
 from proxy.validation import GenerationRequest, ModelNotFound
-from telemetry.metrics import CONTENT_TYPE
+from telemetry.logs import serving
 
 HttpRequest = Request[Any, Any, Any]
 _JSON = "application/json"
@@ -43,6 +48,7 @@ _OPEN = {"open": True}
 
 
 def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
+    """What clients reach. Calls for who runs the cluster are among it only where they have no address of their own."""
     keys = [*config.api_keys, *([config.api_key] if config.api_key is not None else [])]
     card = ModelCard(config.served_model_name, int(time.time()), None)
     document = openapi_document(config.served_model_name, bool(keys))
@@ -107,12 +113,8 @@ def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
     async def docs(request: HttpRequest) -> Response[str]:
         return Response(page, media_type="text/html", headers=id_header(request))
 
-    @get("/metrics")
-    async def metrics(request: HttpRequest) -> Response[bytes]:
-        return Response(await door.scrapes.render(), media_type=CONTENT_TYPE, headers=id_header(request))
-
-    return Litestar(
-        route_handlers=[
+    return _litestar(
+        [
             completions,
             chat_completions,
             models,
@@ -124,9 +126,21 @@ def make_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
             tandem_version,
             openapi,
             docs,
-            metrics,
+            *([] if config.admin_port else admin_routes(config, door)),
         ],
-        guards=[_key_guard(ApiKeys(keys))] if keys else [],
+        [_key_guard(ApiKeys(keys))] if keys else [],
+    )
+
+
+def make_admin_app(config: ProxyConfig, door: FrontDoor) -> Litestar:
+    """What has an address of its own. No key opens it: the keys are the clients', and these calls are not for them."""
+    return _litestar(admin_routes(config, door), [])
+
+
+def _litestar(routes: Sequence[HTTPRouteHandler], guards: Sequence[Guard]) -> Litestar:
+    return Litestar(
+        route_handlers=routes,
+        guards=guards,
         exception_handlers={
             TandemError: tandem_error_response,
             HTTPException: http_exception_response,
@@ -145,15 +159,25 @@ async def _serve(
     make_answers: Callable[[Generation, GenerationRequest, str, str], Answers],
     model: str,
 ) -> Response[Any]:
-    arrived_at = time.monotonic()
-    check_request_id(request)
+    record = door.requests.begin(request_id_of(request), kind, request.headers.get("traceparent", ""))
+    serving(record.request_id)
     client = _client(request)
-    async with door.bodies.receive(request.receive, request.headers) as body:
-        reading = _read(door, kind, body, client)
-        asked = await (reading if isinstance(body, bytes) else unless_disconnected(request.receive, reading))
-    generation = Generation(door, asked, arrived_at, client)
+    try:
+        check_request_id(request)
+        timeout_s = request_timeout_s(request)
+        async with door.bodies.receive(request.receive, request.headers) as body:
+            reading = _read(door, kind, body, client, min(door.request_timeout_s, timeout_s or math.inf))
+            asked = await (reading if isinstance(body, bytes) else unless_disconnected(request.receive, reading))
+    except TandemError as error:
+        door.requests.end(record, error.code)
+        raise
+    record.read_at = time.monotonic()
     # The header is what the infrastructure around the client knows the request by, so it comes first.
-    request_id = request_id_of(request) if HEADER in request.headers or not asked.request_id else asked.request_id
+    if HEADER not in request.headers and asked.request_id:
+        door.requests.rename(record, asked.request_id)
+        serving(record.request_id)
+    generation = Generation(door, asked, record, client, timeout_s)
+    request_id = record.request_id
     headers = {HEADER: request_id}
     answers = make_answers(generation, asked, model, request_id)
     if not asked.stream:
@@ -175,7 +199,7 @@ async def _transform(
             async with asyncio.timeout(door.request_timeout_s):
                 answer = await unless_disconnected(request.receive, work(body))
         except TimeoutError:
-            raise RequestAborted("the request was not finished in time") from None
+            raise DeadlineExceeded("the request was not finished in time") from None
     return Response(answer, media_type=_JSON, headers=id_header(request))
 
 
@@ -184,17 +208,34 @@ def _chat_answers(generation: Generation, request: GenerationRequest, model: str
     return answers(generation, request, model, request_id)
 
 
-async def _read(door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody, client: str) -> GenerationRequest:
+async def _read(
+    door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody, client: str, timeout_s: float
+) -> GenerationRequest:
     try:
         door.admission.check(client, priority=_soonest_priority(body))  # before the work of tokenising
-        async with asyncio.timeout(door.request_timeout_s):
-            return await door.readers.read(kind, body, door.registry.limits())
+        async with asyncio.timeout(timeout_s):
+            return await _read_by(door, kind, body)
     except TimeoutError:
-        door.metrics.requests.labels(RequestAborted.code).inc()
-        raise RequestAborted("the prompt was not tokenised in time") from None
+        door.metrics.requests.labels(DeadlineExceeded.code).inc()
+        raise DeadlineExceeded(f"the request was not finished within its {timeout_s:.3g} s") from None
     except TandemError as error:
         door.metrics.requests.labels(error.code).inc()
+        if (reason := rejection_reason(error)) is not None:
+            door.metrics.rejected.labels(reason).inc()
         raise
+
+
+async def _read_by(door: FrontDoor, kind: BodyKind, body: bytes | SpooledBody) -> GenerationRequest:
+    """By whoever is there for it; what only looks like a request with media is read as text by the others too."""
+    limits = await door.arrivals.limits()
+    if door.media is None:
+        return await door.readers.read(kind, body, limits)
+    if kind == "chat" and mentions_media(body):
+        return await door.media.read(kind, body, limits)
+    try:
+        return await door.readers.read(kind, body, limits)
+    except HasMedia:
+        return await door.media.read(kind, body, limits)
 
 
 def _soonest_priority(body: bytes | SpooledBody) -> int:

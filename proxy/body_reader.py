@@ -6,15 +6,20 @@ from typing import Any, Literal
 
 import msgspec
 
+from protocol.errors import TandemError
 from proxy.model_text import ModelText
 from proxy.openai_answers import DetokenizeResponse, TokenizeResponse
 from proxy.registry import ModelLimits
-from proxy.rendering import RenderedPrompts, Renderer
+from proxy.rendering import ChatPrompt, MediaPrompt, RenderedPrompts, Renderer, has_media
 from proxy.structured_output import checked_grammar
 from proxy.tool_formats import ToolFormat, ToolFormatName
 from proxy.validation import BodyDecoder, GenerationRequest
 
 BodyKind = Literal["completion", "chat"]
+
+
+class HasMedia(TandemError):
+    """Its images and videos are fetched and processed where `proxy.media_pool` says. Never told to a client."""
 
 
 class BodyReader:
@@ -29,9 +34,11 @@ class BodyReader:
         served_model_name: str,
         trust_chat_template: bool = False,
         tool_call_parser: ToolFormatName = "hermes",
+        max_media: int = 0,
     ) -> BodyReader:
+        """max_media: as BodyDecoder's."""
         tool_format = ToolFormat.of(tool_call_parser, text.tokenizer)
-        return cls(BodyDecoder(served_model_name, trust_chat_template, tool_format), Renderer(text))
+        return cls(BodyDecoder(served_model_name, trust_chat_template, tool_format, max_media), Renderer(text))
 
     @classmethod
     def load(
@@ -40,17 +47,21 @@ class BodyReader:
         served_model_name: str,
         trust_chat_template: bool = False,
         tool_call_parser: ToolFormatName = "hermes",
+        max_media: int = 0,
     ) -> BodyReader:
         """In a process that has nothing yet. Raises ConfigError."""
-        return cls.of(ModelText(model), served_model_name, trust_chat_template, tool_call_parser)
+        return cls.of(ModelText(model), served_model_name, trust_chat_template, tool_call_parser, max_media)
 
     def decode(self, kind: BodyKind, body: bytes) -> GenerationRequest:
         """Checked, but for what needs the prompts' tokens. Raises InvalidRequest."""
         return self._decoder.chat(body) if kind == "chat" else self._decoder.completion(body)
 
     def read(self, kind: BodyKind, body: bytes, limits: ModelLimits) -> GenerationRequest:
-        """With `RenderedPrompts`. Raises InvalidRequest."""
-        return self.render(self.decode(kind, body), limits)
+        """With `RenderedPrompts`. Raises InvalidRequest, or HasMedia for what another process must read."""
+        request = self.decode(kind, body)
+        if has_media(request.prompt):
+            raise HasMedia("the request has images or video")
+        return self.render(request, limits)
 
     def render(self, request: GenerationRequest, limits: ModelLimits) -> GenerationRequest:
         """The second half of `read`. Raises InvalidRequest. Off the loop where there is a grammar: it is compiled."""
@@ -63,6 +74,15 @@ class BodyReader:
             bad_words = self._renderer.bad_words(request.bad_words)
             request = _with_sampling(request, bad_words=bad_words)
         return request
+
+    def chat_text(self, request: GenerationRequest) -> str:
+        """Of a chat, as the template writes it: one placeholder for each item of its media. Raises InvalidRequest."""
+        assert isinstance(request.prompt, ChatPrompt)
+        return self._renderer.chat_text(request.prompt)
+
+    def render_media(self, request: GenerationRequest, limits: ModelLimits, prompt: MediaPrompt) -> GenerationRequest:
+        """In place of the request's prompt, whose media are cached now. Raises InvalidRequest."""
+        return self.render(msgspec.structs.replace(request, prompt=prompt), limits)
 
     def tokenize(self, body: bytes, max_model_len: int | None) -> bytes:
         """The answer to `/tokenize`. Raises InvalidRequest."""

@@ -1,4 +1,5 @@
-"""Chat messages as templates take them: content as one text, the arguments of tool calls as objects."""
+"""Chat messages as templates take them: content as one text, or as parts where there are images or video among them;
+the arguments of tool calls as objects."""
 
 from __future__ import annotations
 
@@ -7,15 +8,21 @@ from typing import Any
 import msgspec
 
 from protocol.errors import InvalidRequest
-from proxy.openai_schema import ChatMessage, ContentPart, ToolCall
+from protocol.media import MediaKind
+from proxy.media_source import InvalidMedia, MediaSource
+from proxy.openai_schema import ChatMessage, ContentPart, MediaUrl, ToolCall
+
+_KINDS: dict[str, MediaKind] = {"image_url": "image", "video_url": "video"}
 
 
-def template_message(number: int, message: ChatMessage) -> dict[str, Any]:
-    """number: of the message, for errors. Raises InvalidRequest."""
+def template_message(number: int, message: ChatMessage, media: list[MediaSource] | None = None) -> dict[str, Any]:
+    """number: of the message, for errors. media: what is found is added; None refuses it. Raises InvalidRequest."""
     where = f"messages[{number}]"
-    content = message.content
+    content: Any = message.content
     if isinstance(content, list):
-        content = "\n".join(_text(f"{where}.content[{i}]", part) for i, part in enumerate(content))
+        parts = [_part(f"{where}.content[{i}]", part, media) for i, part in enumerate(content)]
+        is_text = all(part["type"] == "text" for part in parts)
+        content = "\n".join(part["text"] for part in parts) if is_text else parts
     if content is None:
         if not message.tool_calls:
             raise InvalidRequest(f"{where}.content must be a string or a list of text parts.", f"{where}.content")
@@ -31,11 +38,26 @@ def template_message(number: int, message: ChatMessage) -> dict[str, Any]:
     return rendered
 
 
-def _text(where: str, part: ContentPart) -> str:
+def _part(where: str, part: ContentPart, media: list[MediaSource] | None) -> dict[str, str]:
+    """As Hugging Face's templates take it."""
+    kind = _KINDS.get(part.type)
+    if kind is None:
+        return {"type": "text", "text": _text(where, part, media is not None)}
+    if media is None:
+        raise InvalidMedia(f"{where} is of type {part.type!r}, but this model takes text only.", where)
+    url = getattr(part, part.type)
+    if isinstance(url, MediaUrl):
+        url = url.url
+    if not url:
+        raise InvalidMedia(f"{where} has no {part.type}.", where)
+    media.append(MediaSource(len(media), kind, url, where))
+    return {"type": kind}
+
+
+def _text(where: str, part: ContentPart, takes_media: bool) -> str:
     if part.type not in ("text", "refusal"):
-        raise InvalidRequest(
-            f"{where} is of type {part.type!r}, but this server takes text only; send parts of type 'text'.", where
-        )
+        known = "'text', 'image_url' and 'video_url'" if takes_media else "'text'"
+        raise InvalidRequest(f"{where} is of type {part.type!r}; this server takes parts of type {known}.", where)
     text = part.text if part.type == "text" else part.refusal
     if text is None:
         raise InvalidRequest(f"{where} has no {part.type}.", where)

@@ -1,7 +1,8 @@
 """The life of a sequence between proxy and workers: read `Dispatcher` beside docs/request_journey.md.
 
 Owns the table of running requests, one for each attempt at a sequence. An entry leaves it when its attempt ends, and
-workers that may still hold something for it are then told to abort.
+workers that may still hold something for it are then told to abort. A sequence that has lost a worker, or its place on
+one, is dispatched again (docs/adr/0013-migration.md); while no worker can take it, it waits.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import itertools
 import logging
 import secrets
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,44 +28,22 @@ from protocol.dispatch import (
     TokenBatch,
     ToProxy,
 )
-from protocol.errors import RequestAborted, TandemError, WorkerLost
-from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions, TokenLogprobs
+from protocol.errors import DeadlineExceeded, TandemError, WorkerLost
+from protocol.generation import SamplingParams, StopConditions
 from protocol.membership import WorkerInfo
 from protocol.prefix_hash import unpack_short_hashes
 from protocol.token_ids import pack_token_ids
 from proxy.request import RunningRequest
-from proxy.router import PromptShape, Route, Router
+from proxy.router import NoWorkerReady, PromptShape, Route, Router, SLOUnreachable
+from proxy.sequence import DispatchedSequence, Prompt, SharedPrefill, TokenDelta
 from proxy.turns import Turns
 from telemetry.metrics import ProxyMetrics
+from telemetry.stages import AttemptTimes
 
 log = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True, slots=True)
-class Prompt:
-    """token_ids: packed, see `protocol.token_ids`. num_prompt_logprobs, cache_salt and priority: as StartPrefill's.
-
-    prefix_hashes: of the full blocks, packed, see `protocol.prefix_hash`; the router finds cached prefixes by them.
-    """
-
-    token_ids: bytes
-    num_tokens: int
-    num_prompt_logprobs: int | None = None
-    cache_salt: str = ""
-    priority: int = 0
-    prefix_hashes: bytes = b""
-
-
-class TokenDelta(msgspec.Struct, frozen=True):
-    """What has come since the last one: at least one token. `finish_reason` is set on the last.
-
-    On the first, num_cached_tokens of the prompt, and prompt_logprobs for all but its first token if asked for.
-    """
-
-    tokens: list[SampledToken]
-    finish_reason: FinishReason | None
-    num_cached_tokens: int = 0
-    prompt_logprobs: list[TokenLogprobs] | None = None
+_WAIT_CHECK_S = 0.25
+"""How often those who wait for a worker are looked at."""
 
 
 class Sender(Protocol):
@@ -72,62 +52,38 @@ class Sender(Protocol):
     def send(self, worker: WorkerInfo, connection_key: str, message: msgspec.Struct) -> bool: ...
 
 
-class _SharedPrefill:
-    """The prompt of one dispatch, which the router counts once however many sequences share it."""
+@dataclass(eq=False, slots=True)
+class _WaitingPrompt:
+    """Sequences that begin together as soon as a worker can take them. until: loop time."""
 
-    def __init__(self, router: Router, route: Route, started_at: float) -> None:
-        self._router = router
-        self._route = route
-        self._started_at = started_at
-        self.has_ended = False
-        self.attempts: list[RunningRequest] = []
-
-    def end(self, first_token_at: float | None) -> None:
-        """The first token is here, or (None) never will be. Idempotent."""
-        if self.has_ended:
-            return
-        self.has_ended = True
-        self._router.prefill_ended(self._route)
-        if first_token_at is not None:
-            self._router.on_first_token(self._route, first_token_at - self._started_at)
-
-    def prompt_logprobs(self) -> list[TokenLogprobs] | None:
-        """Prefill tells them once, with the first of its first tokens."""
-        told = [attempt.first_token for attempt in self.attempts if attempt.first_token is not None]
-        return next((first.prompt_logprobs for first in told if first.prompt_logprobs is not None), None)
-
-
-class DispatchedSequence:
-    """One sequence from its first dispatch to its end, over as many attempts as it takes."""
-
-    def __init__(self, prompt: Prompt, sampling: SamplingParams, stop: StopConditions, deadline: float) -> None:
-        self.prompt = prompt
-        self.sampling = sampling
-        self.stop = stop
-        self.deadline = deadline  # loop time
-        self.generated: list[int] = []  # token ids that came
-        self.attempt: RunningRequest
-        self.prefill: _SharedPrefill
-        self.timer: asyncio.TimerHandle
-        self.is_open = True
+    sequences: list[DispatchedSequence]
+    max_ttft_s: float | None
+    until: float
 
 
 class Dispatcher:
-    def __init__(self, proxy_id: str, router: Router, metrics: ProxyMetrics, turns: Turns) -> None:
-        """turns: in which the readers of tokens are woken."""
+    def __init__(
+        self, proxy_id: str, router: Router, metrics: ProxyMetrics, turns: Turns, worker_wait_s: float = 0.0
+    ) -> None:
+        """turns: in which the readers of tokens are woken. worker_wait_s: for a worker of a role that has none left."""
         self._proxy_id = proxy_id
         self._router = router
         self._metrics = metrics
         self._turns = turns
+        self._worker_wait_s = worker_wait_s
         self.pool: Sender
         """Set right after construction: the pool, in turn, calls `on_message`."""
+        self._sequences: dict[DispatchedSequence, None] = {}  # open ones
         self._running: dict[str, RunningRequest] = {}
+        self._waiting: list[_WaitingPrompt] = []
+        self._wait_timer: asyncio.TimerHandle | None = None
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count()
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        """Sequences that have not ended."""
+        return len(self._sequences)
 
     # ---- the life of a sequence
 
@@ -141,18 +97,25 @@ class Dispatcher:
     ) -> list[DispatchedSequence]:
         """Send one prompt to a pair of workers, for as many sequences as there are samplings, which differ in seed.
 
-        Each of them is owed one `drop`. deadline_s: seconds from now. max_ttft_s: as Router.pick's. Raises Overloaded
-        or WorkerLost; then nothing is owed.
+        Each of them is owed one `drop`. deadline_s: seconds from now. max_ttft_s: as Router.pick's. Raises
+        SLOUnreachable; then nothing is owed.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
-        sequences = [DispatchedSequence(prompt, sampling, stop, deadline) for sampling in samplings]
-        self._dispatch(sequences, max_ttft_s)
-        self._metrics.prompt_tokens.inc(prompt.num_tokens)
-        self._metrics.running.inc(len(sequences))
-        late = RequestAborted(f"the request was not finished within its {deadline_s:.0f} s")
+        sequences = [DispatchedSequence(prompt, sampling, stop, deadline, self._turns) for sampling in samplings]
+        waiting = _WaitingPrompt(sequences, max_ttft_s, loop.time() + self._worker_wait_s)
+        late = DeadlineExceeded(f"the request was not finished within its {deadline_s:.3g} s")
         for sequence in sequences:
-            sequence.timer = loop.call_at(deadline, lambda s: s.attempt.fail(late), sequence)
+            self._sequences[sequence] = None
+            sequence.timer = loop.call_at(deadline, sequence.fail, late)
+        self._metrics.running.inc(len(sequences))
+        try:
+            self._begin(waiting)
+        except SLOUnreachable:
+            for sequence in sequences:
+                self.drop(sequence)
+            raise
+        self._metrics.prompt_tokens.inc(prompt.num_tokens)
         return sequences
 
     async def next_tokens(self, sequence: DispatchedSequence) -> TokenDelta:
@@ -161,31 +124,19 @@ class Dispatcher:
         Raises WorkerLost, Overloaded, RequestAborted or what a worker reported.
         """
         while True:
-            attempt = sequence.attempt
-            await attempt.wait()
-            if attempt.first_token is not None and not sequence.prefill.has_ended:
-                self._on_prefilled(sequence, attempt.first_token)
-            if tokens := attempt.take():
-                is_first = not sequence.generated
-                for token in tokens:
-                    sequence.generated.append(token.token_id)
-                first_token = attempt.first_token
-                if not is_first or first_token is None:
-                    return TokenDelta(tokens, attempt.finish_reason)
-                logprobs = sequence.prefill.prompt_logprobs()
-                return TokenDelta(tokens, attempt.finish_reason, first_token.num_cached_tokens, logprobs)
-            if attempt.error is not None:
-                raise attempt.error
-            if attempt.preempted:
-                self._metrics.preempted.inc()
-                self._end_attempt(sequence)
-                self._dispatch([sequence])
+            await sequence.wait()
+            if (first_token := sequence.new_first_token()) is not None:
+                self._on_prefilled(sequence, first_token)
+            if (delta := sequence.take()) is not None:
+                return delta
+            if sequence.error is not None:
+                raise sequence.error
+            if sequence.must_start_over:
+                self._start_over(sequence)
 
     def _on_prefilled(self, sequence: DispatchedSequence, first_token: FirstToken) -> None:
         sequence.prefill.end(asyncio.get_running_loop().time())
         if not sequence.generated:
-            self._metrics.queue.observe(first_token.queue_s)
-            self._metrics.prefill.observe(first_token.prefill_s)
             self._metrics.cached_prompt_tokens.inc(first_token.num_cached_tokens)
 
     def drop(self, sequence: DispatchedSequence) -> None:
@@ -193,11 +144,85 @@ class Dispatcher:
         if sequence.is_open:
             sequence.is_open = False
             sequence.timer.cancel()
+            del self._sequences[sequence]
             self._metrics.running.dec()
             self._end_attempt(sequence)
 
-    def _dispatch(self, sequences: list[DispatchedSequence], max_ttft_s: float | None = None) -> None:
-        """Begin an attempt. After a preemption the prompt ends with what was generated before."""
+    # ---- attempts
+
+    def _start_over(self, sequence: DispatchedSequence) -> None:
+        """After a preemption or a loss. Sequences of one prompt stay together until it has a first token."""
+        together = [sequence]
+        if not sequence.generated:
+            together += [
+                other
+                for other in sequence.prefill.sequences
+                if other is not sequence
+                and other.prefill is sequence.prefill
+                and other.must_start_over
+                and not other.generated
+            ]
+        delay_s = 0.0
+        for each in together:
+            attempt = each.attempt
+            assert attempt is not None
+            self._end_attempt(each)
+            if attempt.preempted:
+                self._metrics.preempted.inc()
+                continue
+            if (wait_s := each.on_lost(attempt)) is not None:
+                self._metrics.migrated.inc()
+                delay_s = max(delay_s, wait_s)
+        together = [each for each in together if each.is_wanted]
+        if not together:
+            return
+        loop = asyncio.get_running_loop()
+        waiting = _WaitingPrompt(together, None, loop.time() + delay_s + self._worker_wait_s)
+        if delay_s:
+            loop.call_later(delay_s, self._begin, waiting)
+        else:
+            self._begin(waiting)
+
+    def _begin(self, waiting: _WaitingPrompt) -> None:
+        """Begin an attempt, or wait until a worker is there. Raises SLOUnreachable."""
+        waiting.sequences = [sequence for sequence in waiting.sequences if sequence.is_wanted]
+        if not waiting.sequences:
+            return
+        loop = asyncio.get_running_loop()
+        try:
+            self._dispatch(waiting.sequences, waiting.max_ttft_s)
+        except NoWorkerReady as error:
+            self._waiting.append(waiting)
+            if loop.time() >= waiting.until:
+                self._end_wait(waiting, error)
+            elif self._wait_timer is None:
+                self._wait_timer = loop.call_later(min(_WAIT_CHECK_S, self._worker_wait_s), self._end_waits)
+
+    def on_cluster_changed(self) -> None:
+        """Call when workers have joined, or pairs become ready: those who wait may have found one."""
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            try:
+                self._begin(each)
+            except SLOUnreachable as error:
+                for sequence in each.sequences:
+                    sequence.fail(error)
+
+    def _end_waits(self) -> None:
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        self._waiting = [each for each in self._waiting if any(s.is_wanted for s in each.sequences)]
+        for each in [each for each in self._waiting if now >= each.until]:
+            self._end_wait(each, self._router.no_worker())
+        self._wait_timer = loop.call_later(_WAIT_CHECK_S, self._end_waits) if self._waiting else None
+
+    def _end_wait(self, waiting: _WaitingPrompt, error: NoWorkerReady) -> None:
+        self._waiting.remove(waiting)
+        for sequence in waiting.sequences:
+            sequence.fail(error)
+
+    def _dispatch(self, sequences: list[DispatchedSequence], max_ttft_s: float | None) -> None:
+        """Send the prompt, which ends with what was generated before. Raises NoWorkerReady or SLOUnreachable."""
         first = sequences[0]
         prompt, stop, generated = first.prompt, first.stop, first.generated
         num_prompt_logprobs = None if generated else prompt.num_prompt_logprobs
@@ -208,75 +233,82 @@ class Dispatcher:
             hashes=unpack_short_hashes(prompt.prefix_hashes),
             priority=prompt.priority,
             can_be_cached=num_prompt_logprobs is None,
+            avoid=first.avoid,
+            has_media=bool(prompt.media),
         )
         now = asyncio.get_running_loop().time()
         route = self._router.pick(shape, max_ttft_s)
-        shared = _SharedPrefill(self._router, route, now)
+        shared = SharedPrefill(self._router, route, now, sequences)
         numbers = [next(self._numbers) for _ in sequences]
         request_ids = [f"{self._prefix}-{number}" for number in numbers]
         for sequence, request_id in zip(sequences, request_ids, strict=True):
-            attempt = RunningRequest(request_id, route, request_ids[0], self._turns)
+            attempt = RunningRequest(request_id, route, request_ids[0], sequence.wake)
             sequence.attempt = self._running[request_id] = attempt
+            attempt.times = _times_of(attempt)
+            sequence.times.append(attempt.times)
             shared.attempts.append(attempt)
             sequence.prefill = shared
         transfer_id = f"{self._proxy_id}-{numbers[0]}"
         token_ids = prompt.token_ids + pack_token_ids(generated)
         seeds = [sequence.sampling.seed for sequence in sequences]
         prefill, decode = route.prefill, route.decode
-        try:
-            if decode is not None:
-                prepare = PrepareDecode(
-                    proxy_id=self._proxy_id,
-                    request_ids=request_ids,
-                    transfer_id=transfer_id,
-                    token_ids=token_ids,
-                    sampling=first.sampling,
-                    seeds=seeds,
-                    stop=stop,
-                    prefill_worker_id=prefill.worker_id if prefill is not None else None,
-                    prefill_epoch=prefill.epoch if prefill is not None else None,
-                    deadline_s=first.deadline - now,
-                    num_prompt_logprobs=num_prompt_logprobs if prefill is None else None,
-                    num_generated=len(generated),
-                    cache_salt=prompt.cache_salt,
-                    priority=prompt.priority,
-                )
-                self._send(decode, request_ids[0], prepare)
-            if prefill is not None:
-                start = StartPrefill(
-                    proxy_id=self._proxy_id,
-                    request_ids=request_ids,
-                    transfer_id=transfer_id,
-                    token_ids=token_ids,
-                    sampling=first.sampling,
-                    seeds=seeds,
-                    stop=stop,
-                    decode_worker_id=decode.worker_id if decode is not None else None,
-                    decode_epoch=decode.epoch if decode is not None else None,
-                    deadline_s=first.deadline - now,
-                    num_prompt_logprobs=num_prompt_logprobs,
-                    num_generated=len(generated),
-                    cache_salt=prompt.cache_salt,
-                    priority=prompt.priority,
-                )
-                self._send(prefill, request_ids[0], start)
-        except WorkerLost:
-            for sequence in sequences:
-                self._end_attempt(sequence)
-            raise
+        if decode is not None:
+            prepare = PrepareDecode(
+                proxy_id=self._proxy_id,
+                request_ids=request_ids,
+                transfer_id=transfer_id,
+                token_ids=token_ids,
+                sampling=first.sampling,
+                seeds=seeds,
+                stop=stop,
+                prefill_worker_id=prefill.worker_id if prefill is not None else None,
+                prefill_epoch=prefill.epoch if prefill is not None else None,
+                deadline_s=first.deadline - now,
+                num_prompt_logprobs=num_prompt_logprobs if prefill is None else None,
+                num_generated=len(generated),
+                cache_salt=prompt.cache_salt,
+                priority=prompt.priority,
+                media=prompt.media,
+            )
+            self._send(decode, shared.attempts, prepare)
+        if prefill is not None:
+            start = StartPrefill(
+                proxy_id=self._proxy_id,
+                request_ids=request_ids,
+                transfer_id=transfer_id,
+                token_ids=token_ids,
+                sampling=first.sampling,
+                seeds=seeds,
+                stop=stop,
+                decode_worker_id=decode.worker_id if decode is not None else None,
+                decode_epoch=decode.epoch if decode is not None else None,
+                deadline_s=first.deadline - now,
+                num_prompt_logprobs=num_prompt_logprobs,
+                num_generated=len(generated),
+                cache_salt=prompt.cache_salt,
+                priority=prompt.priority,
+                media=prompt.media,
+            )
+            self._send(prefill, shared.attempts, start)
 
     def _end_attempt(self, sequence: DispatchedSequence) -> None:
-        attempt = sequence.attempt
-        if self._running.pop(attempt.request_id, None) is None:
+        attempt, sequence.attempt = sequence.attempt, None
+        if attempt is None:
             return
+        del self._running[attempt.request_id]
+        if attempt.times is not None:
+            attempt.times.lost_at = time.monotonic()
         sequence.prefill.end(None)
         self._router.ended(attempt.route)
         for worker in attempt.workers_to_abort():
             self.pool.send(worker, attempt.connection_key, AbortRequest(self._proxy_id, attempt.request_id))
 
-    def _send(self, worker: WorkerInfo, connection_key: str, message: msgspec.Struct) -> None:
-        if not self.pool.send(worker, connection_key, message):
-            raise WorkerLost(f"{worker.role} worker {worker.worker_id} does not read its messages")
+    def _send(self, worker: WorkerInfo, attempts: list[RunningRequest], message: msgspec.Struct) -> None:
+        if not self.pool.send(worker, attempts[0].connection_key, message):
+            error = WorkerLost(f"{worker.role} worker {worker.worker_id} does not read its messages")
+            for attempt in attempts:
+                attempt.suspects = [worker]
+                attempt.fail(error)
 
     # ---- events
 
@@ -287,11 +319,18 @@ class Dispatcher:
                 for token in message.tokens:
                     if (request := self._from(worker, token.request_id)) is not None:
                         request.on_new_token(token)
+                for began in message.began:
+                    if (request := self._from(worker, began.request_id)) is not None and request.times is not None:
+                        request.times.on_began(time.monotonic(), began.decode_wait_s, began.step_s)
             case FirstToken():
                 if (request := self._from(worker, message.request_id)) is not None:
+                    if request.times is not None:
+                        request.times.on_first_token(time.monotonic(), message.queue_s, message.prefill_s)
                     request.on_first_token(message)
             case DecodeReserved():
                 if (request := self._from(worker, message.request_id)) is not None:
+                    if request.times is not None:
+                        request.times.reserved_at = time.monotonic()
                     request.on_decode_reserved()
             case RequestPreempted():
                 if (request := self._from(worker, message.request_id)) is not None:
@@ -315,8 +354,19 @@ class Dispatcher:
                 request.on_worker_lost(worker, error)
 
     def fail_all(self, error: TandemError) -> None:
-        for request in self._running.values():
-            request.fail(error)
+        for sequence in self._sequences:
+            sequence.fail(error)
+
+
+def _times_of(attempt: RunningRequest) -> AttemptTimes:
+    prefill, decode = attempt.route.prefill, attempt.route.decode
+    return AttemptTimes(
+        time.monotonic(),
+        attempt.request_id,
+        prefill.worker_id if prefill is not None else "",
+        decode.worker_id if decode is not None else "",
+        is_shipped=prefill is not None and decode is not None,
+    )
 
 
 def _runs_on(route: Route, worker: WorkerInfo) -> bool:

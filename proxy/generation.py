@@ -17,19 +17,25 @@ from protocol.errors import TandemError
 from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions, TokenLogprobs
 from protocol.token_ids import unpack_token_ids
 from proxy.admission import Admission, Ticket
+from proxy.arrivals import Arrivals
 from proxy.detokenizer import Detokenizer
-from proxy.dispatcher import DispatchedSequence, Dispatcher, Prompt, TokenDelta
+from proxy.dispatcher import Dispatcher
+from proxy.media_pool import MediaPool
 from proxy.model_text import ModelText
 from proxy.reader_pool import ReaderPool
 from proxy.registry import Registry
+from proxy.rejections import rejection_reason
 from proxy.rendering import RenderedPrompts
 from proxy.request_body import RequestBodies
 from proxy.scrapes import Scrapes
+from proxy.sequence import DispatchedSequence, Prompt, TokenDelta
 from proxy.stop_strings import StopStrings
+from proxy.timelines import Timelines
 from proxy.token_text import TokenText
 from proxy.turns import Turns
 from proxy.validation import GenerationRequest
 from telemetry.metrics import ProxyMetrics, SequenceTimer
+from telemetry.request_log import RequestLog, RequestRecord
 
 TOKENS_PER_TURN = 64
 """Detokenised in one go; about half a millisecond."""
@@ -71,8 +77,12 @@ class FrontDoor:
     metrics: ProxyMetrics
     scrapes: Scrapes
     turns: Turns
+    requests: RequestLog
+    timelines: Timelines
     request_timeout_s: float
-    ttft_slo_s: float | None = None  # of first tokens; what is predicted to miss it is refused
+    ttft_slo_s: float | None  # of first tokens; what is predicted to miss it is refused
+    arrivals: Arrivals
+    media: MediaPool | None = None  # None where the model takes text only
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +97,26 @@ class _PlannedPrompt:
 class Generation:
     """`num_prompt_tokens` is right from the first delta on, `num_completion_tokens` counts the deltas seen so far."""
 
-    def __init__(self, door: FrontDoor, request: GenerationRequest, arrived_at: float, client: str = "") -> None:
-        """arrived_at: on the monotonic clock. client: whose limits it counts towards.
+    def __init__(
+        self,
+        door: FrontDoor,
+        request: GenerationRequest,
+        record: RequestRecord,
+        client: str = "",
+        timeout_s: float | None = None,
+    ) -> None:
+        """record: ended here. client: whose limits it counts towards.
 
-        request: as `ReaderPool.read` gives it, its prompts tokenised.
+        request: as `ReaderPool.read` gives it, its prompts tokenised. timeout_s: from arrival; None is as long as the
+        server and the request allow.
         """
+        limits_s = (door.request_timeout_s, timeout_s, request.timeout_s)
+        self._timeout_s = min(limit_s for limit_s in limits_s if limit_s is not None)
         self.token_text = door.token_text
         self._door = door
         self._request = request
-        self._arrived_at = arrived_at
+        self._record = record
+        self._arrived_at = record.arrived_at
         self._client = client
         self.created = int(time.time())
         self.num_sequences = 0
@@ -114,7 +135,7 @@ class Generation:
 
         def on_displaced(error: TandemError) -> None:
             for sequence in sequences:
-                sequence.attempt.fail(error)
+                sequence.fail(error)
 
         try:
             planned = self._plan()
@@ -141,6 +162,8 @@ class Generation:
             outcome = delta.finish_reason
         except TandemError as error:
             outcome = error.code
+            if (reason := rejection_reason(error)) is not None:
+                door.metrics.rejected.labels(reason).inc()
             raise
         except Exception:
             outcome = "internal_error"
@@ -154,7 +177,13 @@ class Generation:
                 door.dispatcher.drop(sequence)
             if ticket is not None:
                 ticket.close()
+            if self._request.media_lease is not None:
+                self._request.media_lease.release()
             door.metrics.requests.labels(outcome).inc()
+            self._record.num_prompt_tokens = self.num_prompt_tokens
+            self._record.num_cached_tokens = self.num_cached_tokens
+            self._record.num_completion_tokens = self.num_completion_tokens
+            door.requests.end(self._record, outcome)
 
     def _plan(self) -> list[_PlannedPrompt]:
         request, door = self._request, self._door
@@ -162,7 +191,7 @@ class Generation:
         request.check_vocabulary(limits)
         assert isinstance(request.prompt, RenderedPrompts)
         prompts = request.prompt.prompts
-        self.num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
+        self.num_prompt_tokens = self._record.num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
         return [
             _PlannedPrompt(
                 replace(
@@ -182,7 +211,7 @@ class Generation:
         return None if slo_s is None else slo_s - (time.monotonic() - self._arrived_at)
 
     def _seconds_left(self) -> float:
-        return max(0.001, self._door.request_timeout_s - (time.monotonic() - self._arrived_at))
+        return max(0.001, self._timeout_s - (time.monotonic() - self._arrived_at))
 
 
 class _SequenceText:
@@ -199,7 +228,8 @@ class _SequenceText:
         self._detokenizer = Detokenizer(door.text.tokenizer, sequence.prompt.token_ids, request.skip_special_tokens)
         self._stop_strings = StopStrings(request.stop, request.include_stop_string)
         self._has_begun = False
-        self.timer = SequenceTimer(door.metrics, generation._arrived_at)
+        self.timer = SequenceTimer(door.metrics, generation._arrived_at, sequence.times)
+        generation._record.sequences.append(self.timer)
 
     async def next_delta(self) -> TextDelta:
         """What the tokens that have come since the last call add to the text."""
@@ -229,8 +259,10 @@ class _SequenceText:
                 pieces += (piece, "" if stopped else self._stop_strings.flush())
                 if stopped:
                     finish_reason = "stop"
+        now = time.monotonic()
+        self.timer.on_text(now)
         if finish_reason is not None:
-            self.timer.on_finished()
+            self.timer.on_finished(now)
             self._door.dispatcher.drop(self._sequence)  # at a stop string the workers do not know yet that it ended
         return TextDelta(self._index, "".join(pieces), tokens, num_shown, finish_reason, prompt)
 

@@ -10,6 +10,7 @@ from litestar import Request, Response
 from litestar.exceptions import HTTPException
 
 from protocol.errors import (
+    DeadlineExceeded,
     InternalError,
     InvalidRequest,
     KVTransferFailed,
@@ -19,10 +20,11 @@ from protocol.errors import (
     WorkerLost,
 )
 from proxy.admission import ClientLimitExceeded, QueueFull
+from proxy.media_source import InvalidMedia
 from proxy.openai_answers import ErrorDetail, ErrorResponse
 from proxy.rendering import ContextLengthExceeded
 from proxy.request_id import id_header
-from proxy.router import SLOUnreachable
+from proxy.router import NoWorkerReady, SLOUnreachable
 from proxy.validation import ModelNotFound
 
 log = logging.getLogger("proxy")
@@ -54,6 +56,12 @@ class ClientTooSlow(RequestAborted):
     code = "client_too_slow"
 
 
+class UnknownRequest(InvalidRequest):
+    """No proxy remembers a request of that id."""
+
+    code = "unknown_request"
+
+
 class ClientDisconnected(RequestAborted):
     """Nobody is left to read an answer."""
 
@@ -61,7 +69,9 @@ class ClientDisconnected(RequestAborted):
 _STATUS: dict[type[TandemError], int] = {
     InvalidRequest: 400,
     ContextLengthExceeded: 400,
+    InvalidMedia: 400,
     ModelNotFound: 404,
+    UnknownRequest: 404,
     InvalidApiKey: 401,
     BodyTooLarge: 413,
     HeadTooLarge: 431,
@@ -70,9 +80,11 @@ _STATUS: dict[type[TandemError], int] = {
     ClientLimitExceeded: 429,
     Overloaded: 503,
     SLOUnreachable: 503,
+    NoWorkerReady: 503,
     WorkerLost: 503,
     KVTransferFailed: 503,
     RequestAborted: 504,
+    DeadlineExceeded: 504,
     ClientDisconnected: 499,
 }
 

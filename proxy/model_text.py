@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from huggingface_hub import snapshot_download
 from tokenizers import Tokenizer
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from protocol.errors import ConfigError, InvalidRequest
+from proxy.model_files import find_model
 
 log = logging.getLogger(__name__)
 
@@ -25,19 +25,7 @@ RESERVED_VARIABLES = frozenset(
 )
 """Of templates: what is passed by itself."""
 
-_TEXT_FILES = [
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "additional_chat_templates/*",
-    "vocab.json",
-    "merges.txt",
-]
+_PROBE_TEXT = "tandem"
 
 
 class ModelText:
@@ -48,13 +36,14 @@ class ModelText:
 
     def __init__(self, model: str) -> None:
         """Raises ConfigError when there is no such model or it has no tokeniser that can be read."""
-        folder = _find(model)
+        folder = self.folder = find_model(model)
         try:
             self._backend: Any = TokenizersBackend.from_pretrained(str(folder))
         except Exception as error:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(f"cannot read the tokeniser of model {model!r} (tokenizer.json): {first_line}") from error
         self.tokenizer: Tokenizer = self._backend.backend_tokenizer
+        self._lists_only: bool | None = None  # whether its template takes content as a list of parts alone
         self.eos_token_ids = _eos_token_ids(folder, self._backend.eos_token_id)
         if not self.eos_token_ids:
             log.warning("model %s names no end-of-sequence token: sequences end by max_tokens alone", model)
@@ -80,6 +69,8 @@ class ModelText:
             source = self._backend.get_chat_template(template)
             if "developer" not in source:  # OpenAI's newer name for it, which few templates know
                 messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+            if template is None and self._takes_lists_only(source):
+                messages = [_with_parts(message) for message in messages]
             text = self._backend.apply_chat_template(
                 messages,
                 tokenize=False,
@@ -98,18 +89,29 @@ class ModelText:
         assert isinstance(text, str)
         return text
 
+    def _takes_lists_only(self, source: str) -> bool:
+        """Templates of models that take media may lose a content that is a plain string."""
+        if self._lists_only is None:
+            message = {"role": "user", "content": _PROBE_TEXT}
+            try:
+                told = self._backend.apply_chat_template([message], tokenize=False, chat_template=source)
+                self._lists_only = _PROBE_TEXT not in told
+            except Exception:  # whatever a template stumbles over; does it take the other form?
+                try:
+                    told = self._backend.apply_chat_template(
+                        [_with_parts(message)], tokenize=False, chat_template=source
+                    )
+                    self._lists_only = _PROBE_TEXT in told
+                except Exception:
+                    self._lists_only = False
+        return self._lists_only
 
-def _find(model: str) -> Path:
-    folder = Path(model).expanduser()
-    if folder.is_dir():
-        return folder
-    if model.startswith(("/", ".", "~")) or model.count("/") > 1 or not model:
-        raise ConfigError(f"there is no model folder {model!r}: give a folder or a hub id such as org/name")
-    try:
-        return Path(snapshot_download(model, allow_patterns=_TEXT_FILES))
-    except Exception as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{model!r} is no folder here, and the hub does not give it: {first_line}") from error
+
+def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return message | {"content": [{"type": "text", "text": content}]}
 
 
 class _EosConfig(msgspec.Struct):

@@ -229,6 +229,13 @@ class GenerationFields(NotServed):
     priority: Annotated[
         Annotated[int, Meta(ge=SOONEST_PRIORITY, le=100)] | None, Meta(description="a lower one is served first")
     ] = 0
+    timeout: Annotated[
+        Annotated[float, Meta(gt=0)] | None,
+        Meta(
+            description="seconds until the last token, or the request ends with deadline_exceeded; the header "
+            "X-Request-Timeout and the server's --request-timeout-s may say less"
+        ),
+    ] = None
     request_id: Annotated[
         Annotated[str, Meta(pattern=REQUEST_ID_PATTERN)] | None,
         Meta(description="the answer's id ends with it; the header X-Request-Id comes first"),
@@ -268,12 +275,21 @@ class CompletionRequest(GenerationFields, kw_only=True):
     add_special_tokens: AddSpecialTokens = True
 
 
-class ContentPart(msgspec.Struct):
-    """type: text (with text) or refusal (with refusal). Others are refused: the model takes text only."""
+class MediaUrl(msgspec.Struct):
+    """url: data, http, https, or file where the server allows it. detail: accepted; the model sees all there is."""
 
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal"]})]
+    url: str
+    detail: str | None = None
+
+
+class ContentPart(msgspec.Struct):
+    """type: text (with text), refusal (with refusal), and for models that take them image_url and video_url."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal", "image_url", "video_url"]})]
     text: str | None = None
     refusal: str | None = None
+    image_url: Annotated[MediaUrl | str | None, Meta(description="a PNG, JPEG, WebP or GIF; docs/media.md")] = None
+    video_url: Annotated[MediaUrl | str | None, Meta(description="an MP4 or WebM")] = None
 
 
 class FunctionCall(msgspec.Struct):

@@ -44,7 +44,7 @@ ERRORS = {
     429: "this client has too many requests under way; see Retry-After",
     431: "the headers are too large",
     500: "the server failed",
-    503: "no worker can take the request, or one was lost; see Retry-After",
+    503: "no worker could take the request in time, or it lost too many; see Retry-After",
     504: "the request was not finished in time",
 }
 _TOGETHER: dict[str, Json] = {
@@ -95,7 +95,6 @@ ROUTES = [
           is_open=True),
     Route("get", "/live", "200 while the process runs.", HealthResponse, errors=(405, 431, 500), is_open=True),
     Route("get", "/version", "Tandem's version.", VersionResponse),
-    Route("get", "/metrics", "For Prometheus; adds up over all proxies.", "text/plain"),
     Route("get", "/openapi.json", "This description.", "application/json", errors=(405, 431, 500), is_open=True),
     Route("get", "/docs", "This description as a page.", "text/html", errors=(405, 431, 500), is_open=True),
 ]  # fmt: skip
@@ -160,8 +159,9 @@ def _operation(route: Route, schema_of: dict[type, Json], has_api_key: bool) -> 
             "headers": headers,
         }
     operation: Json = {"summary": route.summary, "responses": responses}
-    if "{model}" in route.path:
-        operation["parameters"] = [{"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}]
+    if "{" in route.path:
+        name = route.path.partition("{")[2].rstrip("}")
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     if route.body:
         schemas = [schema_of[kind] for kind in route.body]
         schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
@@ -174,7 +174,7 @@ def _operation(route: Route, schema_of: dict[type, Json], has_api_key: bool) -> 
 def _content(answer: type | str, schema_of: dict[type, Json]) -> Json:
     if not isinstance(answer, str):
         return {"application/json": {"schema": schema_of[answer]}}
-    return {answer: {"schema": {"type": "object" if answer == "application/json" else "string"}}}
+    return {answer: {"schema": {} if answer == "application/json" else {"type": "string"}}}
 
 
 # ---- for people

@@ -19,6 +19,9 @@ MAX_LOOKUPS = 64
 """For one prompt. Where many workers hold parts of many lengths, the shorter parts are then taken as shorter still."""
 
 
+MAX_BLOCKS_PER_WORKER = 4_000_000
+
+
 @dataclass(slots=True)
 class _Holder:
     bit: int
@@ -75,6 +78,9 @@ class PrefixIndex:
         for block_hash in unpack_short_hashes(update.added):
             workers[block_hash] = workers.get(block_hash, 0) | mask
             holder.held.add(block_hash)
+        if len(holder.held) > MAX_BLOCKS_PER_WORKER:  # no pool has so many: the worker tells no truth
+            self._forget(holder)
+            holder.last_number = None
 
     def has_missed(self, epoch: str) -> bool:
         holder = self._holders.get(epoch)

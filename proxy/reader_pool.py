@@ -21,12 +21,12 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import TypeVar
 
-from protocol.errors import InternalError
+from protocol.errors import InternalError, Overloaded
 from protocol.lifetime import die_with_parent
-from proxy.body_reader import BodyKind, BodyReader
+from proxy.body_reader import BodyKind, BodyReader, HasMedia
 from proxy.heap import trim
 from proxy.registry import ModelLimits
-from proxy.rendering import has_own_template, has_token_ids
+from proxy.rendering import has_media, has_own_template, has_token_ids
 from proxy.request_body import SpooledBody
 from proxy.validation import GenerationRequest
 
@@ -37,6 +37,8 @@ T = TypeVar("T")
 MAX_INLINE_BYTES = 2048
 """Bodies up to that are read on the loop: 0.6 ms at most (measured), where the way to a process and back takes 0.5. Up
 to `MAX_UNSPOOLED_BYTES` those whose prompts are token ids are, too: 0.2 ms."""
+MAX_PENDING_JOBS = 4096
+"""That wait for a process. What generates is bounded before (`proxy.admission`), `/tokenize` by this alone."""
 MAX_INLINE_TOKENS = 1024
 """More are turned into text in a process."""
 _NICENESS = 10
@@ -50,6 +52,7 @@ class ReaderPool:
         self._reader = reader
         self._make_reader = make_reader
         self._num_processes = num_processes
+        self._num_pending = 0
         self._executor: ProcessPoolExecutor | None = None
 
     def fork(self) -> None:
@@ -58,10 +61,12 @@ class ReaderPool:
         self._executor = self._start(multiprocessing.get_context("fork"), lambda: self._reader)
 
     async def read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
-        """With its prompts tokenised. Raises InvalidRequest, or InternalError when a process was lost."""
+        """With its prompts tokenised. Raises InvalidRequest, HasMedia, or InternalError when a process was lost."""
         if isinstance(body, SpooledBody):
             return await self._run(_read_spooled, kind, body.path, limits)
         request = self._reader.decode(kind, body)
+        if has_media(request.prompt):
+            raise HasMedia("the request has images or video")
         is_short = len(body) <= MAX_INLINE_BYTES or has_token_ids(request.prompt)
         # How long templates and grammars take is for the client to say.
         if is_short and not has_own_template(request.prompt) and request.base_sampling.grammar is None:
@@ -86,6 +91,9 @@ class ReaderPool:
         if self._executor is None:
             self._executor = self._start(multiprocessing.get_context("spawn"), self._make_reader)
         executor = self._executor
+        if self._num_pending >= MAX_PENDING_JOBS:
+            raise Overloaded("too many requests wait to be read; try again later")
+        self._num_pending += 1
         try:
             return await asyncio.wrap_future(executor.submit(job, *arguments))
         except BrokenProcessPool as error:
@@ -94,6 +102,8 @@ class ReaderPool:
                 self._executor = None
                 executor.shutdown(wait=False)
             raise InternalError("the process that read the request was lost") from error
+        finally:
+            self._num_pending -= 1
 
     def _start(self, context: BaseContext, make_reader: Callable[[], BodyReader]) -> ProcessPoolExecutor:
         executor = ProcessPoolExecutor(self._num_processes, context, _begin, (make_reader,))

@@ -23,6 +23,8 @@ from proxy.worker_load import PromptQueue, WorkerUse
 
 CHECK_INTERVAL_S = 0.25
 """How often `check` is called."""
+MAX_WORKERS = 1024
+"""Each costs connections, here and on every prefill worker."""
 _UNKNOWN_SPEED = 5000.0
 """Prompt tokens per second of a worker that has computed none yet, where no other has either."""
 _STALL_S = 1.0
@@ -56,6 +58,7 @@ class WorkerRecord:
     use: WorkerUse
     load: WorkerLoad = field(default_factory=WorkerLoad)
     pairs: list[PairStatus] = field(default_factory=list)
+    draining: bool = False  # no new work for it
     decode_peers: Candidates = field(default_factory=lambda: Candidates([]))
     """On a prefill worker: the decode workers that it has a ready pair with, in their present epoch."""
 
@@ -107,6 +110,9 @@ class Registry:
         self.block_size = 1
         self.prefixes = PrefixIndex()
         self._typical_speed = _UNKNOWN_SPEED
+        self._limits: ModelLimits | None = None
+        self.num_changes = 0
+        """Raised whenever there may be workers to choose that were not there before."""
 
     # ---- events
 
@@ -126,6 +132,8 @@ class Registry:
             for record in self._by_epoch.values()
             if record.worker.worker_id == message.worker.worker_id
         ]
+        if len(self._by_epoch) - len(lost) >= MAX_WORKERS:
+            raise ProtocolError(f"there are {MAX_WORKERS} workers already; start no more of them")
         for old in lost:
             self._forget(old.worker.epoch)
         limits = ModelLimits(message.max_model_len, message.vocab_size, message.model_id, message.block_size)
@@ -148,10 +156,15 @@ class Registry:
             record.use.prompts.s_per_token = 1 / self._typical_speed
         if message.prefixes is not None:
             self.prefixes.apply(message.epoch, message.prefixes)
-        if message.pairs != record.pairs:
-            record.pairs = message.pairs
+        if message.pairs != record.pairs or message.draining != record.draining:
+            record.pairs, record.draining = message.pairs, message.draining
             self._rebuild()
         return True
+
+    def on_left(self, epoch: str) -> MembershipChange:
+        """The worker itself says so."""
+        record = self._by_epoch.get(epoch)
+        return self._remove([LostWorker(record.worker, "it has left")] if record is not None else [])
 
     def on_exited(self, worker_id: str, pid: int) -> MembershipChange:
         """The launcher saw the process end. Another process of that name may have registered already: it stays."""
@@ -187,17 +200,20 @@ class Registry:
         return [record.worker for record in self._by_epoch.values()]
 
     def limits(self) -> ModelLimits:
-        """Raises Overloaded while no worker is registered."""
-        if not self._by_epoch:
-            raise Overloaded("no worker is ready")
+        """Of the workers that are there, or were there last. Raises Overloaded before the first comes."""
         records = self._by_epoch.values()
+        if not records:
+            if self._limits is None:
+                raise Overloaded("no worker is ready")
+            return self._limits
         first = next(iter(records)).limits  # workers of another model or block size get no pair with it
-        return ModelLimits(
+        self._limits = ModelLimits(
             min(r.limits.max_model_len for r in records),
             min(r.limits.vocab_size for r in records),
             first.model_id,
             first.block_size,
         )
+        return self._limits
 
     def why_not_ready(self) -> str | None:
         """None when a prefill and a decode worker can serve together, or decode alone, else what is missing."""
@@ -222,7 +238,7 @@ class Registry:
 
     def report(self, now: float) -> list[WorkerReport]:
         return [
-            WorkerReport(record.worker, record.load, record.pairs, max(0.0, now - record.heard_at))
+            WorkerReport(record.worker, record.load, record.pairs, max(0.0, now - record.heard_at), record.draining)
             for record in self._by_epoch.values()
         ]
 
@@ -239,9 +255,11 @@ class Registry:
 
     def _rebuild(self) -> None:
         """Done at changes, which are rare, so that the router finds its lists ready for each request."""
+        self.num_changes += 1
         records = sorted(self._by_epoch.values(), key=lambda record: record.worker.worker_id)
-        decodes = [record for record in records if record.worker.role == "decode"]
-        prefills = [record for record in records if record.worker.role == "prefill"]
+        open_ones = [record for record in records if not record.draining]
+        decodes = [record for record in open_ones if record.worker.role == "decode"]
+        prefills = [record for record in open_ones if record.worker.role == "prefill"]
         decode_by_key = {(r.worker.worker_id, r.worker.epoch): r for r in decodes}
         self.decode_workers = Candidates(decodes)
         for record in prefills:

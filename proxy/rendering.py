@@ -6,7 +6,7 @@ No state of the tokeniser is changed. A prompt that cannot fit is refused before
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Annotated, Any
@@ -16,12 +16,14 @@ from msgspec import Meta
 from tokenizers import Encoding
 
 from protocol.errors import InvalidRequest
+from protocol.media import MediaItem, MediaKind, MediaTensor
 from protocol.prefix_hash import BlockHasher, pack_short_hashes
-from protocol.token_ids import pack_token_ids
+from protocol.token_ids import pack_token_ids, unpack_token_ids
 from proxy.cpu_time import cpu_time_limit
-from proxy.dispatcher import Prompt
+from proxy.media_source import MediaSource
 from proxy.model_text import ModelText
 from proxy.registry import ModelLimits
+from proxy.sequence import Prompt
 from proxy.token_size import max_characters_per_token
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -45,7 +47,7 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     """messages: as the template takes them, content flattened to text. The template writes its own special tokens.
 
     template: jinja from the client, None for the model's. variables: what the template sees beside its usual ones.
-    tools: as templates take them.
+    tools: as templates take them. media: what the messages' parts of type image and video stand for, in order.
     """
 
     messages: list[dict[str, Any]]
@@ -56,6 +58,26 @@ class ChatPrompt(msgspec.Struct, frozen=True):
     variables: dict[str, Any] = {}
     documents: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
+    media: list[MediaSource] = []
+
+
+class CachedMedia(msgspec.Struct, frozen=True):
+    """An item whose tensors are in the media cache. num_tokens: placeholders in the prompt that stand for it."""
+
+    kind: MediaKind
+    digest: bytes
+    segment: str
+    tensors: tuple[MediaTensor, ...]
+    num_tokens: int
+
+
+class MediaPrompt(msgspec.Struct, frozen=True):
+    """A rendered chat with every placeholder repeated as often as its item needs. placeholder_ids: their token ids."""
+
+    text: str
+    media: list[CachedMedia]
+    placeholder_ids: dict[MediaKind, int]
+    add_special_tokens: bool = False
 
 
 class CompletionPrompt(msgspec.Struct, frozen=True):
@@ -66,9 +88,14 @@ class CompletionPrompt(msgspec.Struct, frozen=True):
 
 
 class RenderedPrompts(msgspec.Struct, frozen=True):
-    """What the two above become."""
+    """What the others become."""
 
     prompts: list[Prompt]
+
+
+AnyPrompt = ChatPrompt | MediaPrompt | CompletionPrompt | RenderedPrompts
+Spans = tuple[tuple[int, int], ...]
+"""(start, length) of each, ascending."""
 
 
 class Renderer:
@@ -78,7 +105,7 @@ class Renderer:
 
     def render(
         self,
-        prompt: ChatPrompt | CompletionPrompt | RenderedPrompts,
+        prompt: AnyPrompt,
         limits: ModelLimits,
         max_tokens: int | None = None,
         cache_salt: str = "",
@@ -87,21 +114,21 @@ class Renderer:
 
         max_tokens: longer prompts lose their beginning; None refuses those that do not fit. Raises InvalidRequest.
         """
-        hasher = BlockHasher(limits.block_size, limits.model_id, cache_salt)
-        return [
-            replace(rendered, prefix_hashes=pack_short_hashes(hasher.prompt_hashes(rendered.token_ids)))
-            for rendered in self._tokens(prompt, limits, max_tokens)
-        ]
+        hashed = []
+        for rendered in self._tokens(prompt, limits, max_tokens):
+            hasher = BlockHasher(limits.block_size, limits.model_id, cache_salt, rendered.media)
+            hashed.append(replace(rendered, prefix_hashes=pack_short_hashes(hasher.prompt_hashes(rendered.token_ids))))
+        return hashed
 
-    def _tokens(
-        self, prompt: ChatPrompt | CompletionPrompt | RenderedPrompts, limits: ModelLimits, max_tokens: int | None
-    ) -> list[Prompt]:
+    def _tokens(self, prompt: AnyPrompt, limits: ModelLimits, max_tokens: int | None) -> list[Prompt]:
         match prompt:
             case RenderedPrompts(prompts):
                 return prompts
             case ChatPrompt():
                 text = self.chat_text(prompt)
                 return [self._tokenize(text, limits, max_tokens, prompt.add_special_tokens, "messages")]
+            case MediaPrompt():
+                return [self._tokenize_media(prompt, limits, max_tokens)]
             case CompletionPrompt(json, add_special_tokens):
                 items = split_prompt(json)
                 return [self._render_item(item, limits, max_tokens, add_special_tokens) for item in items]
@@ -170,6 +197,16 @@ class Renderer:
         # Cut here, and not by the tokeniser's own truncation, which is state that all threads share.
         return _pack(encoding.ids if max_tokens is None else encoding.ids[-max_tokens:], limits)
 
+    def _tokenize_media(self, prompt: MediaPrompt, limits: ModelLimits, max_tokens: int | None) -> Prompt:
+        rendered = self._tokenize(prompt.text, limits, None, prompt.add_special_tokens, "messages")
+        if max_tokens is not None and rendered.num_tokens > max_tokens:
+            raise InvalidRequest(
+                f"The prompt has {rendered.num_tokens} tokens and would be cut to {max_tokens}; a prompt with images "
+                "or video cannot be cut.",
+                "truncate_prompt_tokens",
+            )
+        return replace(rendered, media=place_media(rendered.token_ids, prompt.media, prompt.placeholder_ids))
+
     def _encode(self, text: str, add_special_tokens: bool, param: str) -> Encoding:
         try:
             [encoding] = self._text.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
@@ -224,12 +261,54 @@ def _pack(token_ids: list[int], limits: ModelLimits) -> Prompt:
     return Prompt(pack_token_ids(token_ids), len(token_ids))
 
 
-def has_token_ids(prompt: ChatPrompt | CompletionPrompt | RenderedPrompts) -> bool:
+def place_media(
+    packed: bytes, media: Sequence[CachedMedia], placeholder_ids: dict[MediaKind, int]
+) -> tuple[MediaItem, ...]:
+    """The items with the places of their placeholders in the packed prompt.
+
+    Raises InvalidRequest when there are more or less of these than the items need.
+    """
+    token_ids = unpack_token_ids(packed)
+    spans: dict[MediaKind, Iterator[Spans]] = {}
+    for kind, placeholder_id in placeholder_ids.items():
+        lengths = [item.num_tokens for item in media if item.kind == kind]
+        spans[kind] = iter(placeholder_spans(token_ids, placeholder_id, lengths))
+    return tuple(MediaItem(i.digest, i.kind, next(spans[i.kind]), i.segment, i.tensors) for i in media)
+
+
+def placeholder_spans(token_ids: list[int], placeholder_id: int, lengths: list[int]) -> list[Spans]:
+    """The runs of the placeholder, as (start, length), shared out among items of that many tokens each."""
+    positions = [place for place, token_id in enumerate(token_ids) if token_id == placeholder_id]
+    if len(positions) != sum(lengths):
+        raise InvalidRequest(
+            f"The prompt has {len(positions)} placeholder tokens where its images and videos need {sum(lengths)}; "
+            "is one of them written into the text?",
+            "messages",
+        )
+    shared, begin = [], 0
+    for length in lengths:
+        runs: list[tuple[int, int]] = []
+        for place in positions[begin : begin + length]:
+            if runs and sum(runs[-1]) == place:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((place, 1))
+        shared.append(tuple(runs))
+        begin += length
+    return shared
+
+
+def has_token_ids(prompt: AnyPrompt) -> bool:
     """True where nothing is left to tokenise."""
     return isinstance(prompt, CompletionPrompt) and _IDS.match(bytes(prompt.json)) is not None
 
 
-def has_own_template(prompt: ChatPrompt | CompletionPrompt | RenderedPrompts) -> bool:
+def has_media(prompt: AnyPrompt) -> bool:
+    """True where there is more to it than text."""
+    return isinstance(prompt, ChatPrompt) and bool(prompt.media)
+
+
+def has_own_template(prompt: AnyPrompt) -> bool:
     """True where a client's code decides how long rendering takes."""
     return isinstance(prompt, ChatPrompt) and prompt.template is not None
 
@@ -253,7 +332,7 @@ def split_prompt(raw: msgspec.Raw) -> Sequence[str | list[int]]:
         )
     try:
         decoded = msgspec.json.decode(data, type=kind)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"prompt: {error}".replace("`$[...]`", "one of its items"), "prompt") from error
     prompts: list[str | list[int]] = [decoded] if kind in (str, list[TokenId]) else decoded
     if not prompts or any(len(prompt) == 0 for prompt in prompts):

@@ -1,35 +1,37 @@
 """One attempt to generate one sequence: puts what two workers send, in whatever order it arrives, into the order the
 client sees.
 
-Pure but for the future on which its reader waits. The first token comes first, and is held until decode has reserved,
-so that a stream that has begun does not stall. Tokens released before an error are delivered before it.
+Pure. The first token comes first, and is held until decode has reserved, so that a stream that has begun does not
+stall. Tokens released before an error are delivered before it.
 """
 
 from __future__ import annotations
 
-import asyncio
+from collections.abc import Callable
 
 from protocol.dispatch import FirstToken, NewToken
 from protocol.errors import TandemError
 from protocol.generation import FinishReason, SampledToken
 from protocol.membership import WorkerInfo
 from proxy.router import Route
-from proxy.turns import Turns
+from telemetry.stages import AttemptTimes
 
 
 class RunningRequest:
-    """Ends once: with `finish_reason`, `error` or `preempted`. Has one reader, which is woken when its turn comes."""
+    """Ends once: with `finish_reason`, `error` or `preempted`. on_news: called when there are tokens, or an end."""
 
-    def __init__(self, request_id: str, route: Route, connection_key: str, turns: Turns) -> None:
+    def __init__(self, request_id: str, route: Route, connection_key: str, on_news: Callable[[], None]) -> None:
         self.request_id = request_id
         self.route = route
         self.connection_key = connection_key  # commands with one key stay in order
-        self._turns = turns
-        self._reader: asyncio.Future[None] | None = None
+        self._on_news = on_news
+        self.times: AttemptTimes | None = None  # kept by the dispatcher
         self.first_token: FirstToken | None = None
         self.finish_reason: FinishReason | None = None
         self.error: TandemError | None = None
         self.preempted = False
+        self.has_lost_worker = False  # and none of those that are left is to blame
+        self.suspects: list[WorkerInfo] = []  # who may have caused the error
         self._decode_reserved = route.decode is None or route.prefill is None  # else it has begun with the prompt
         self._decode_tokens: list[NewToken] = []  # held until the first token is released
         self._first_released = False
@@ -52,7 +54,7 @@ class RunningRequest:
         if self._first_released:  # all but the earliest
             if not self.has_ended:
                 self._add(token)
-                self._wake()
+                self._on_news()
             return
         self._decode_reserved = True  # it decodes, so it has reserved
         self._decode_tokens.append(token)
@@ -66,8 +68,11 @@ class RunningRequest:
         self._release()
 
     def on_failed(self, worker: WorkerInfo, error: TandemError) -> None:
-        """The worker's terminal message."""
+        """The worker's terminal message. What it lost, it lost to the other one."""
         self._forget(worker)
+        self.suspects = [
+            other for other in (self.route.prefill, self.route.decode) if other is not None and other != worker
+        ]
         self.fail(error)
 
     def on_worker_lost(self, worker: WorkerInfo, error: TandemError) -> None:
@@ -75,12 +80,13 @@ class RunningRequest:
         if worker == self.route.prefill and self._first_released and self._num_decoded:
             self._forget(worker)
         elif not self.preempted:
+            self.has_lost_worker = True
             self.fail(error)
 
     def fail(self, error: TandemError) -> None:
         if not self.has_ended:
             self.error = error
-            self._wake()
+            self._on_news()
 
     # ---- state
 
@@ -88,16 +94,18 @@ class RunningRequest:
     def has_ended(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
+    @property
+    def has_tokens(self) -> bool:
+        return bool(self._tokens)
+
+    @property
+    def is_over(self) -> bool:
+        return self.has_ended or self.preempted
+
     def take(self) -> list[SampledToken]:
         """The tokens released since the last call. `finish_reason`, `error` and `preempted` come after them."""
         tokens, self._tokens = self._tokens, []
         return tokens
-
-    async def wait(self) -> None:
-        """Until there is something to take, or never will be."""
-        if not self._tokens and not self.has_ended and not self.preempted:
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
 
     def workers_to_abort(self) -> list[WorkerInfo]:
         """Those that may still hold something for this attempt, which has ended or is being dropped."""
@@ -122,7 +130,7 @@ class RunningRequest:
                 break
             self._add(token)
         self._decode_tokens.clear()
-        self._wake()
+        self._on_news()
 
     def _add(self, token: NewToken) -> None:
         self._num_decoded += 1
@@ -130,11 +138,6 @@ class RunningRequest:
         if token.finish_reason is not None:
             self._unended.clear()  # decode says so, and prefill's part was over when decode began
             self.finish_reason = token.finish_reason
-
-    def _wake(self) -> None:
-        if self._reader is not None:
-            self._turns.wake(self._reader)
-            self._reader = None
 
     def _forget(self, worker: WorkerInfo) -> None:
         if worker in self._unended:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
@@ -29,6 +30,16 @@ _PIECES_PER_ITERATION = 2
 """Of large bodies, 64 to 256 KiB each: sixty clients that upload at once must not fill an iteration of the loop."""
 
 
+_MEDIA_FIELD = re.compile(rb"\"(?:image|video)_url\"")
+_TAIL_BYTES = 10
+"""One less than what is looked for has: a piece may end in the middle of it."""
+
+
+def mentions_media(body: bytes | SpooledBody) -> bool:
+    """Whether it looks like a request with images or video; a guess, so that it need not be decoded to know."""
+    return body.mentions_media if isinstance(body, SpooledBody) else _MEDIA_FIELD.search(body) is not None
+
+
 class SpooledBody:
     """path: where any process of this user can read it, until `close`."""
 
@@ -36,9 +47,16 @@ class SpooledBody:
         self._fd = os.memfd_create("body")
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         self.num_bytes = 0
+        self.mentions_media = False
+        self._tail = b""
 
     def write(self, piece: bytes) -> None:
         self.num_bytes += len(piece)
+        if not self.mentions_media:
+            self.mentions_media = _MEDIA_FIELD.search(self._tail + piece[:_TAIL_BYTES]) is not None or bool(
+                _MEDIA_FIELD.search(piece)
+            )
+            self._tail = (self._tail + piece[-_TAIL_BYTES:])[-_TAIL_BYTES:]
         rest = memoryview(piece)
         while rest:
             rest = rest[os.write(self._fd, rest) :]

@@ -27,6 +27,7 @@ _DECODE_SLACK = 0.5
 _CACHED_WEIGHT = 2.0
 """A prompt that is wholly in a decode worker's cache is worth as many sequences."""
 _NO_ROOM = 1e6
+_AVOIDED = 1e9
 _MAX_LOCAL_PROMPTS = 4
 """Prompt tokens of so many thresholds may be under way on a decode worker; more would slow its streams."""
 _LEARNING_RATE = 0.1
@@ -47,11 +48,19 @@ class SLOUnreachable(Overloaded):
         self.retry_after_s = min(60, max(1, math.ceil(predicted_s - limit_s)))
 
 
+class NoWorkerReady(Overloaded):
+    """No worker of a role is there at present. retry_after_s: a worker that is started again may take so long."""
+
+    code = "no_worker_ready"
+    retry_after_s = 5
+
+
 class PromptShape(msgspec.Struct, frozen=True):
     """What routing needs to know of a prompt. hashes: short ones of its full blocks; priority: lower is sooner.
 
     needs_decode: False when one token is all that is asked, so that there is nothing to ship. can_be_cached: False
-    where every token must be computed for its logprobs.
+    where every token must be computed for its logprobs. avoid: epochs of workers that are taken only when no others are
+    left.
     """
 
     num_tokens: int
@@ -60,6 +69,8 @@ class PromptShape(msgspec.Struct, frozen=True):
     hashes: Sequence[int] = ()
     priority: int = 0
     can_be_cached: bool = True
+    avoid: frozenset[str] = frozenset()
+    has_media: bool = False
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -103,7 +114,7 @@ class Router:
         self._correction = 1.0  # what first tokens took, over what was predicted
 
     def pick(self, prompt: PromptShape, max_ttft_s: float | None = None) -> Route:
-        """Raises Overloaded, which says what is missing, when nobody can take the request.
+        """Raises NoWorkerReady, which says what is missing, when nobody can take the request.
 
         max_ttft_s: raises SLOUnreachable when the first token is predicted later (early rejection: Qin et al.,
         Mooncake, FAST 2025, section 7).
@@ -122,12 +133,12 @@ class Router:
             prefill, predicted_s = self._pick_prefill(prefills, prompt, depths, block_size)
             if prompt.needs_decode:
                 decode = self._pick_decode(prefill.decode_peers, prompt, depths, block_size)
-                if self._threshold and self._is_short(decode, prompt, depths, block_size):
+                if self._threshold and not prompt.has_media and self._is_short(decode, prompt, depths, block_size):
                     prefill = None
-        elif self._threshold and registry.decode_workers:
+        elif self._threshold and not prompt.has_media and registry.decode_workers:
             decode = self._pick_decode(registry.decode_workers, prompt, depths, block_size)
         else:
-            raise Overloaded(registry.why_not_ready() or "no prefill worker is ready")
+            raise self.no_worker()
         computing = prefill or decode
         assert computing is not None
         num_uncached = _num_uncached(computing, prompt, depths, block_size)
@@ -152,6 +163,9 @@ class Router:
             predicted_s,
             num_blocks,
         )
+
+    def no_worker(self) -> NoWorkerReady:
+        return NoWorkerReady(self._registry.why_not_ready() or "no prefill worker is ready")
 
     def on_first_token(self, route: Route, ttft_s: float) -> None:
         """How long the first token took from its dispatch: corrects what is predicted from now on."""
@@ -187,8 +201,9 @@ class Router:
             if (number := candidates.by_bit.get(bit)) is not None:
                 saved = work - prompt.num_tokens + block_size * min(depth, most_cached)
                 predicted[number] -= saved * queues[number].s_per_token
-        best = min(predicted)
-        number = self._draw(predicted, best + _SLACK_S + _SLACK * best)
+        costs = _shun(candidates, predicted, prompt.avoid)
+        best = min(costs)
+        number = self._draw(costs, best + _SLACK_S + _SLACK * best)
         return candidates.records[number], predicted[number]
 
     def _pick_decode(
@@ -209,6 +224,7 @@ class Router:
                     costs[number] -= _NO_ROOM
                 elif needed <= use.num_free_blocks < needed - deeper:
                     costs[number] += _NO_ROOM
+        costs = _shun(candidates, costs, prompt.avoid)
         return candidates.records[self._draw(costs, min(costs) + _DECODE_SLACK)]
 
     def _draw(self, costs: list[float], most: float) -> int:
@@ -226,6 +242,16 @@ class Router:
         num_full = prompt.num_tokens // block_size
         num_own = prompt.num_sequences * ((prompt.num_tokens + block_size) // block_size - num_full)
         return max(0, num_full - depths.of(decode.bit)) + num_own
+
+
+def _shun(candidates: Candidates, costs: list[float], avoid: frozenset[str]) -> list[float]:
+    """The same costs, but of those to avoid, which are nearly always none."""
+    if not avoid:
+        return costs
+    return [
+        cost + (_AVOIDED if record.worker.epoch in avoid else 0.0)
+        for cost, record in zip(costs, candidates.records, strict=True)
+    ]
 
 
 def _num_usable_blocks(prompt: PromptShape, block_size: int) -> int:

@@ -12,36 +12,47 @@ import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 
 from protocol.errors import ConfigError, RequestAborted
+from protocol.media_client import MediaCacheClient
 from protocol.membership import WorkerInfo
 from protocol.proxy_endpoints import write_whole
 from protocol.sockets import new_context
 from proxy.admission import Admission
-from proxy.app import make_app
+from proxy.app import make_admin_app, make_app
+from proxy.arrivals import Arrivals
 from proxy.config import ProxyConfig
 from proxy.control import Control
 from proxy.dispatcher import Dispatcher
+from proxy.figures import serving_figures
 from proxy.generation import FrontDoor
 from proxy.http_connection import make_protocol
+from proxy.media_jobs import MediaSetup
+from proxy.media_pool import MediaPool
 from proxy.model_text import ModelText
 from proxy.reader_pool import ReaderPool
 from proxy.registry import Registry
 from proxy.request_body import RequestBodies
 from proxy.router import Router
 from proxy.scrapes import Scrapes
+from proxy.timelines import Timelines
 from proxy.token_text import TokenText
+from proxy.tracing import make_tracer
 from proxy.turns import Turns
 from proxy.worker_pool import WorkerPool
 from telemetry.metrics import ProxyMetrics
+from telemetry.request_log import RequestLog, ignore
 
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
 _STREAMS_PER_ITERATION = 4
 """Streams that get a piece of text in one iteration of the loop; each costs 0.1 to 0.2 ms."""
+_TELL_INTERVAL_S = 1.0
+"""How often gauges are set that are not worth it at each change."""
 _FAREWELL_S = 0.5
 """After the grace running streams are ended with an error event; this long they have to hand it over."""
 
@@ -55,8 +66,12 @@ class _Uvicorn(uvicorn.Server):
 
 
 async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> None:
-    """Runs until SIGTERM or SIGINT. Raises ConfigError when an address cannot be bound."""
+    """Runs until SIGTERM (running streams have time to end) or SIGINT (hardly any).
+
+    Raises ConfigError when an address cannot be bound.
+    """
     listener = _listen(config.host, config.port)
+    admin_listener = _listen(config.admin_host, config.admin_port) if config.admin_port else None
     # Unique for each start, so that workers tell a restarted proxy, whose requests are gone, from its predecessor.
     proxy_id = f"{config.proxy_id}-{secrets.token_hex(4)}"
     metrics = ProxyMetrics()
@@ -64,49 +79,147 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     registry = Registry(config.worker_silence_s, decode_may_prefill=config.decode_prefill_threshold > 0)
     router = Router(registry, config.decode_prefill_threshold, config.num_proxies)
     turns = Turns(_STREAMS_PER_ITERATION)
-    dispatcher = Dispatcher(proxy_id, router, metrics, turns)
-    context = new_context()
+    dispatcher = Dispatcher(proxy_id, router, metrics, turns, config.worker_wait_s)
+    arrivals = Arrivals(registry, config.max_waiting_requests, config.worker_wait_s)
+    context = new_context("proxy", config.network)
     pool = WorkerPool(context, proxy_id, config.sockets_per_worker, dispatcher.on_message)
     dispatcher.pool = pool
+    context.refusals.on_refused = lambda reason: metrics.refusals.labels(reason).inc()
+
+    admission = Admission(
+        config.max_waiting_requests, time.monotonic, config.max_waiting_tokens, config.max_requests_per_client
+    )
+    tracer = make_tracer(config.otlp_endpoint, config.proxy_id) if config.otlp_endpoint else None
+    requests = RequestLog(tracer.on_end if tracer is not None else ignore)
+    timelines = Timelines(context, requests, config.peer_endpoints)
+
+    def on_joined(worker: WorkerInfo) -> None:
+        metrics.on_joined(worker.worker_id, worker.role)
+        pool.open(worker)
 
     def on_lost(worker: WorkerInfo, reason: str) -> None:
+        metrics.on_lost(worker.role)
         dispatcher.on_worker_lost(worker, reason)
         pool.close(worker)
+
+    def on_changed() -> None:
+        arrivals.on_cluster_changed()
+        dispatcher.on_cluster_changed()
 
     try:
         control = Control(
             context,
             config.control_endpoint,
+            config.control_tcp_endpoint,
             proxy_id,
             config.served_model_name,
             registry,
-            pool.open,
+            on_joined,
             on_lost,
+            on_changed,
             lambda: dispatcher.num_running,
+            metrics.on_worker_refusals,
+            timelines.own,
+            lambda: serving_figures(metrics, admission),
         )
+    except ConfigError:
+        listener.close()
+        raise
     except Exception as error:  # zmq's own, which has no name here
         listener.close()
-        raise ConfigError(f"cannot bind the control endpoint {config.control_endpoint}: {error}") from error
+        where = " and ".join(filter(None, (config.control_endpoint, config.control_tcp_endpoint)))
+        raise ConfigError(f"cannot bind the control endpoint {where}: {error}") from error
     if config.control_endpoint_file:
         write_whole(Path(config.control_endpoint_file), control.endpoint)
+    media_cache = media = None
+    if config.media_cache_endpoint:
+        media_cache = MediaCacheClient(context, config.media_cache_endpoint)
+        media = MediaPool(_media_setup(config), media_cache, config.max_waiting_media)
     door = FrontDoor(
         text,
         TokenText(text.tokenizer),
         RequestBodies(config.max_body_bytes, config.client_timeout_s),
         readers,
         registry,
-        Admission(
-            config.max_waiting_requests, time.monotonic, config.max_waiting_tokens, config.max_requests_per_client
-        ),
+        admission,
         dispatcher,
         metrics,
         scrapes,
         turns,
+        requests,
+        timelines,
         config.request_timeout_s,
         config.ttft_slo_ms / 1000 or None,
+        arrivals,
+        media,
     )
-    uvicorn_config = uvicorn.Config(
-        make_app(config, door),
+    uvicorn_config = _uvicorn_config(make_app(config, door), config, config.ssl_certfile, config.ssl_keyfile)
+    try:
+        uvicorn_config.load()  # reads the certificate, for one
+    except (OSError, ssl.SSLError) as error:
+        listener.close()
+        raise ConfigError(
+            f"cannot read the certificate {config.ssl_certfile} with the key {config.ssl_keyfile or '(none)'}: {error}"
+        ) from error
+    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are a line for each bad request
+    server = _Uvicorn(uvicorn_config)
+    serving = [server.serve(sockets=[listener])]
+    admin: _Uvicorn | None = None
+    if admin_listener is not None:
+        admin = _Uvicorn(_uvicorn_config(make_admin_app(config, door), config))
+        serving.append(admin.serve(sockets=[admin_listener]))
+    loop = asyncio.get_running_loop()
+
+    farewell: asyncio.TimerHandle | None = None
+
+    def stop(grace_s: float) -> None:
+        """No new connections; running streams have so long. Again: the time that is said last."""
+        nonlocal farewell
+        log.info("stopping within %.1f s; %d sequences are under way", grace_s, dispatcher.num_running)
+        if farewell is not None:
+            farewell.cancel()
+        error = RequestAborted("the server is shutting down")
+        farewell = loop.call_later(grace_s, dispatcher.fail_all, error)
+        server.should_exit = True
+        if admin is not None:
+            admin.should_exit = True
+
+    loop.add_signal_handler(signal.SIGTERM, stop, config.drain_timeout_s)
+    loop.add_signal_handler(signal.SIGINT, stop, config.shutdown_grace_s)
+    log.info("proxy %s serves %s on %s:%d", proxy_id, config.served_model_name, config.host, config.port)
+
+    telling = asyncio.create_task(_tell(metrics, admission))
+    try:
+        await scrapes.start()
+        if media is not None:
+            await media.start()
+        await asyncio.gather(*serving)
+    finally:
+        telling.cancel()
+        pool.close_all()
+        timelines.close()
+        control.close()
+        readers.close()
+        if media is not None:
+            media.close()
+        if media_cache is not None:
+            media_cache.close()
+        scrapes.close()
+        context.destroy(linger=300)
+        if tracer is not None:
+            await asyncio.to_thread(tracer.close)
+
+
+async def _tell(metrics: ProxyMetrics, admission: Admission) -> None:
+    while True:
+        await asyncio.sleep(_TELL_INTERVAL_S)
+        metrics.waiting.set(admission.num_waiting)
+        metrics.per_token.tell()
+
+
+def _uvicorn_config(app: Any, config: ProxyConfig, certfile: str = "", keyfile: str = "") -> uvicorn.Config:
+    return uvicorn.Config(
+        app,
         http=make_protocol(config.client_timeout_s),
         lifespan="off",
         ws="none",
@@ -115,40 +228,26 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         server_header=False,
         proxy_headers=False,
         backlog=_BACKLOG,
-        timeout_keep_alive=75,
-        timeout_graceful_shutdown=config.shutdown_grace_s + _FAREWELL_S,  # type: ignore[arg-type]  # any number does
-        ssl_certfile=config.ssl_certfile or None,
-        ssl_keyfile=config.ssl_keyfile or None,
+        timeout_keep_alive=config.keep_alive_s,  # type: ignore[arg-type]  # any number does
+        timeout_graceful_shutdown=max(config.shutdown_grace_s, config.drain_timeout_s) + _FAREWELL_S,  # type: ignore[arg-type]
+        ssl_certfile=certfile or None,
+        ssl_keyfile=keyfile or None,
     )
-    try:
-        uvicorn_config.load()  # reads the certificate, for one
-    except (OSError, ssl.SSLError) as error:
-        listener.close()
-        raise ConfigError(
-            f"cannot read the certificate {config.ssl_certfile} with the key {config.ssl_keyfile or '(none)'}: {error}"
-        ) from error
-    server = _Uvicorn(uvicorn_config)
-    loop = asyncio.get_running_loop()
 
-    def stop() -> None:
-        if not server.should_exit:
-            log.info("stopping; %d sequences are under way", dispatcher.num_running)
-            server.should_exit = True
-            error = RequestAborted("the server is shutting down")
-            loop.call_later(config.shutdown_grace_s, dispatcher.fail_all, error)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
-    log.info("proxy %s serves %s on %s:%d", proxy_id, config.served_model_name, config.host, config.port)
-    try:
-        await scrapes.start()
-        await server.serve(sockets=[listener])
-    finally:
-        pool.close_all()
-        control.close()
-        readers.close()
-        scrapes.close()
-        context.destroy(linger=300)
+def _media_setup(config: ProxyConfig) -> MediaSetup:
+    return MediaSetup(
+        name=f"{config.proxy_id}-media",
+        log_level=config.log_level,
+        model=config.model,
+        served_model_name=config.served_model_name,
+        trust_chat_template=config.trust_request_chat_template,
+        tool_call_parser=config.tool_call_parser,
+        trust_remote_code=config.trust_remote_code,
+        cache_endpoint=config.media_cache_endpoint,
+        limits=config.media,
+        num_threads=config.media_threads,
+    )
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -12,6 +12,8 @@ from msgspec import UNSET, UnsetType
 from protocol.errors import InvalidRequest
 from protocol.generation import SamplingParams, StopConditions
 from proxy.chat_messages import template_message
+from proxy.media_lease import MediaLease
+from proxy.media_source import InvalidMedia, MediaSource
 from proxy.model_text import RESERVED_VARIABLES
 from proxy.openai_schema import (
     ChatCompletionRequest,
@@ -24,10 +26,10 @@ from proxy.openai_schema import (
 )
 from proxy.registry import ModelLimits
 from proxy.rendering import (
+    AnyPrompt,
     ChatPrompt,
     CompletionPrompt,
     ContextLengthExceeded,
-    RenderedPrompts,
 )
 from proxy.sampling_fields import num_prompt_logprobs, require, sampling_params
 from proxy.structured_output import plan_output, shown_tool
@@ -71,10 +73,12 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     num_prompt_logprobs: how many to ask prefill for, which an echo may need too. is_prompt_only: the client wants to
     see its prompt and nothing generated; max_tokens is 1 then, because workers generate at least one. bad_words: of
     `base_sampling`, before they are tokenised. priority: less is served first. request_id: "" for a new one.
+    timeout_s: None for the server's limit, from arrival to the last token.
     grammar_param: the field that `base_sampling.grammar` comes from. tool_format: of the calls in the answer.
+    media_lease: to be released when the request has ended.
     """
 
-    prompt: ChatPrompt | CompletionPrompt | RenderedPrompts
+    prompt: AnyPrompt
     max_tokens: int | None
     default_max_tokens: int | None
     max_tokens_param: str
@@ -92,6 +96,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     bad_words: list[str]
     priority: int
     request_id: str
+    timeout_s: float | None
     tokens_as_ids: bool
     grammar_param: str
     tool_format: ToolFormat | None
@@ -103,6 +108,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     include_usage: bool
     continuous_usage: bool
     return_token_ids: bool
+    media_lease: MediaLease | None = None
 
     def samplings(self) -> list[SamplingParams]:
         """Of the n sequences of one prompt. The seeds stay in [0, 2**63)."""
@@ -162,11 +168,19 @@ R = TypeVar("R")
 
 
 class BodyDecoder:
-    """Decodes and checks the bodies. trust_chat_template: clients may bring templates of their own."""
+    """Decodes and checks the bodies. trust_chat_template: clients may bring templates of their own.
+
+    max_media: images and videos in one chat; 0 where the model takes text only.
+    """
 
     def __init__(
-        self, served_model_name: str, trust_chat_template: bool = False, tool_format: ToolFormat | None = None
+        self,
+        served_model_name: str,
+        trust_chat_template: bool = False,
+        tool_format: ToolFormat | None = None,
+        max_media: int = 0,
     ) -> None:
+        self._max_media = max_media
         self._served_model_name = served_model_name
         self._trust_chat_template = trust_chat_template
         self._tool_format = tool_format or ToolFormat()
@@ -210,7 +224,13 @@ class BodyDecoder:
             return TokenizeRequest(text.prompt, text.add_special_tokens is not False, bool(text.return_token_strs))
         chat = _decode(self._tokenize_chat, body)
         self._check_model(chat.model)
-        return TokenizeRequest(self._chat_prompt(chat), bool(chat.add_special_tokens), bool(chat.return_token_strs))
+        prompt = self._chat_prompt(chat)
+        if prompt.media:
+            raise InvalidMedia(
+                "Only text is tokenised here; how many tokens an image takes is told in the usage of an answer.",
+                prompt.media[0].param,
+            )
+        return TokenizeRequest(prompt, bool(chat.add_special_tokens), bool(chat.return_token_strs))
 
     def detokenize(self, body: bytes) -> list[int]:
         """The token ids."""
@@ -245,8 +265,14 @@ class BodyDecoder:
             )
         if request.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", request.reasoning_effort)
+        media: list[MediaSource] | None = [] if self._max_media else None
+        messages = [template_message(number, message, media) for number, message in enumerate(request.messages)]
+        if media is not None and len(media) > self._max_media:
+            first = media[self._max_media]
+            raise first.refused(f"a request may bring {self._max_media} images and videos, this one has {len(media)}")
         return ChatPrompt(
-            messages=[template_message(number, message) for number, message in enumerate(request.messages)],
+            messages=messages,
+            media=media or [],
             add_generation_prompt=not continues and request.add_generation_prompt is not False,
             add_special_tokens=bool(request.add_special_tokens),
             continue_final_message=continues,
@@ -300,6 +326,7 @@ class BodyDecoder:
             bad_words=request.bad_words or [],
             priority=request.priority or 0,
             request_id=request.request_id or "",
+            timeout_s=request.timeout,
             tokens_as_ids=bool(request.return_tokens_as_token_ids),
             grammar_param=output.param or "",
             tool_format=self._tool_format if output.calls else None,

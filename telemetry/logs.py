@@ -1,19 +1,46 @@
-"""Log lines of every process: one line each, to stderr, with the process's name in it."""
+"""Log lines of every process: one line each, to stderr, with the process's name in it, as text or as JSON.
+
+What is logged while a request is served carries its request_id: `serving` says so for the task that calls it and
+those it starts. Fields of their own come in `extra={"fields": {...}}` and follow the message as name=value.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
+from contextvars import ContextVar
+from typing import Any, Literal
+
+LogFormat = Literal["text", "json"]
+_request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 _QUIET = ("uvicorn", "httpx", "httpcore", "urllib3", "filelock", "huggingface_hub", "transformers", "asyncio")
 """Libraries whose ordinary lines say nothing about serving: from them, warnings and worse alone are shown."""
 
 
+def serving(request_id: str) -> None:
+    """From here on, lines of this task are about this request."""
+    _request_id.set(request_id)
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    fields: dict[str, Any] = getattr(record, "fields", {})
+    request_id = _request_id.get()
+    return {"request_id": request_id, **fields} if request_id else fields
+
+
+def _one_line(text: object) -> str:
+    """What holds line breaks (a client's text, say) cannot forge a line."""
+    return str(text).replace("\n", "\\n").replace("\r", "\\r")
+
+
 class _OneLine(logging.Formatter):
-    """A traceback keeps its lines, but a message that holds line breaks (a client's text, say) cannot forge a line."""
+    """A traceback keeps its lines."""
 
     def format(self, record: logging.LogRecord) -> str:
-        record.message = record.getMessage().replace("\n", "\\n").replace("\r", "\\r")
+        fields = "".join(f" {name}={_one_line(value)}" for name, value in _fields(record).items())
+        record.message = _one_line(record.getMessage()) + fields
         line = self.formatMessage(record) if not self.usesTime() else self._with_time(record)
         if record.exc_info and record.exc_info[0] is not None:
             line = f"{line}\n{self.formatException(record.exc_info)}"
@@ -24,14 +51,39 @@ class _OneLine(logging.Formatter):
         return self.formatMessage(record)
 
 
-def setup_logging(process_name: str, level: str = "info") -> None:
+class _Json(logging.Formatter):
+    """One object a line: unix_s, process, level, logger, message, the fields, and traceback where there is one."""
+
+    def __init__(self, process_name: str) -> None:
+        super().__init__()
+        self._process_name = process_name
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            "unix_s": round(record.created, 6),
+            "process": self._process_name,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info and record.exc_info[0] is not None:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def setup_logging(process_name: str, level: str = "info", log_format: LogFormat = "text") -> None:
     """Send this process's logging to stderr. level: debug, info, warning or error; else ValueError."""
     number = logging.getLevelName(level.upper())
     if not isinstance(number, int):
         raise ValueError(f"log level {level!r} is none of debug, info, warning, error")
     name = process_name.replace("%", "%%")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_OneLine(f"%(asctime)s.%(msecs)03d {name} %(levelname).1s %(name)s: %(message)s", "%H:%M:%S"))
+    if log_format == "json":
+        handler.setFormatter(_Json(process_name))
+    else:
+        layout = f"%(asctime)s.%(msecs)03d {name} %(levelname).1s %(name)s: %(message)s"
+        handler.setFormatter(_OneLine(layout, "%H:%M:%S"))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(number)

@@ -1,7 +1,7 @@
 """Prometheus metrics of the proxies. Names follow vLLM's, with `tandem_` in front, so that dashboards carry over.
 
 TTFT: arrival of the HTTP request to the first token. ITL: between two token messages of one sequence. TPOT: mean time
-per output token after the first. E2E: arrival to the last token.
+per output token after the first. E2E: arrival to the last piece of text. The stages of `telemetry.stages` add up to it.
 
 Where PROMETHEUS_MULTIPROC_DIR is set (the launcher does so), prometheus_client keeps all values in files there, one set
 for each process, and `telemetry.scraper` adds them up. Counters of a process that has ended go on counting.
@@ -10,9 +10,13 @@ for each process, and `telemetry.scraper` adds them up. Counters of a process th
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.values import MutexValue, ValueClass
+
+from telemetry.stages import STAGES, AttemptTimes, stage_times
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -38,6 +42,8 @@ _STEP_S = (
     2.5,
     10,
 )
+
+_STAGE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, *_LONG_S[:-1])
 
 _TELL_EVERY_S = 1.0
 """What is counted for each token reaches prometheus_client so often, and when a sequence ends: there an observation
@@ -73,8 +79,26 @@ class ProxyMetrics:
             "Sequences that lost their place on a decode worker and were dispatched again.",
             registry=self.registry,
         )
+        self.migrated = Counter(
+            "tandem_migrations",
+            "Sequences that lost a worker and went on elsewhere.",
+            registry=self.registry,
+        )
         self.generation_tokens = Counter(
             "tandem_generation_tokens", "Tokens generated for clients.", registry=self.registry
+        )
+        self.refusals = Counter(
+            "tandem_refusals",
+            "Connections and messages on this proxy's sockets that were refused, by reason.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.worker_refusals = Gauge(
+            "tandem_worker_refusals",
+            "The same on a worker's sockets, since its start.",
+            ["worker", "reason"],
+            registry=self.registry,
+            multiprocess_mode="livemax",
         )
         self.running = Gauge(
             "tandem_num_requests_running", "Sequences under way.", registry=self.registry, multiprocess_mode="livesum"
@@ -85,12 +109,56 @@ class ProxyMetrics:
         )
         self.tpot = self._histogram("tandem_request_time_per_output_token_seconds", "TPOT.", _STEP_S)
         self.e2e = self._histogram("tandem_e2e_request_latency_seconds", "E2E.", _LONG_S)
-        self.queue = self._histogram(
-            "tandem_request_queue_time_seconds", "Waiting on the prefill worker, as it reports.", _LONG_S
+        self.stages = {
+            name: self._histogram(f"tandem_request_{name}_time_seconds", documentation, _STAGE_S)
+            for name, documentation in STAGES.items()
+        }
+        self.rejected = Counter(
+            "tandem_rejections",
+            "Requests that were refused for want of room, by reason: queue_full, client_limit, slo or no_room.",
+            ["reason"],
+            registry=self.registry,
         )
-        self.prefill = self._histogram(
-            "tandem_request_prefill_time_seconds", "Computing the prompt, as the prefill worker reports.", _LONG_S
+        for reason in ("queue_full", "client_limit", "slo", "no_room"):
+            self.rejected.labels(reason)  # from the start, or the first one of all would be no increase
+        self.waiting = Gauge(
+            "tandem_num_requests_waiting",
+            "Sequences that wait for their first token.",
+            registry=self.registry,
+            multiprocess_mode="livesum",
         )
+        self.restarts = Gauge(
+            "tandem_worker_restarts",
+            "Times that a worker has come back under a new epoch, as the proxies saw it.",
+            ["worker"],
+            registry=self.registry,
+            multiprocess_mode="max",
+        )
+        self.workers = Gauge(
+            "tandem_workers",
+            "Workers that are registered, by role.",
+            ["role"],
+            registry=self.registry,
+            multiprocess_mode="livemax",
+        )
+
+        self._seen: set[str] = set()
+
+    def on_joined(self, worker_id: str, role: str) -> None:
+        """A worker has registered; under a name that has been there before, it was started again."""
+        self.workers.labels(role).inc()
+        restarts = self.restarts.labels(worker_id)
+        if worker_id in self._seen:
+            restarts.inc()
+        self._seen.add(worker_id)
+
+    def on_lost(self, role: str) -> None:
+        self.workers.labels(role).dec()
+
+    def on_worker_refusals(self, worker_id: str, refusals: list[tuple[str, int]]) -> None:
+        """refusals: (reason, how many since the worker's start)."""
+        for reason, count in refusals:
+            self.worker_refusals.labels(worker_id, reason).set(count)
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, documentation, buckets=buckets, registry=self.registry)
@@ -105,7 +173,7 @@ class TokenTally:
     """What every token adds to: kept in plain lists, and told to prometheus_client now and then."""
 
     def __init__(self, itl: Histogram, num_tokens: Counter) -> None:
-        self._itl = itl
+        self.itl = itl
         self._counter = num_tokens
         self._bounds: list[float] = list(itl._upper_bounds)  # the last is infinite
         self._counts = [0] * len(self._bounds)
@@ -127,10 +195,10 @@ class TokenTally:
         if not self._num_tokens:
             return
         # prometheus_client has no public way to add many observations at once; these are what `observe` adds to.
-        for bucket, count in zip(self._itl._buckets, self._counts, strict=True):
+        for bucket, count in zip(self.itl._buckets, self._counts, strict=True):
             if count:
                 bucket.inc(count)
-        self._itl._sum.inc(self._sum_s)
+        self.itl._sum.inc(self._sum_s)
         self._counter.inc(self._num_tokens)
         self._counts = [0] * len(self._bounds)
         self._sum_s = 0.0
@@ -138,32 +206,67 @@ class TokenTally:
 
 
 class SequenceTimer:
-    """The times of one sequence, fed with the moments its tokens arrived (seconds of one monotonic clock)."""
+    """The times of one sequence, fed with the moments its tokens arrived (seconds of one monotonic clock).
 
-    def __init__(self, metrics: ProxyMetrics, arrived_at: float) -> None:
+    attempts: of the sequence, which the dispatcher fills in. stages: seconds by name, once it has finished.
+    """
+
+    def __init__(self, metrics: ProxyMetrics, arrived_at: float, attempts: list[AttemptTimes]) -> None:
         self._metrics = metrics
         self._tally = metrics.per_token
         self._arrived_at = arrived_at
+        self._attempts = attempts
         self._first_at = 0.0
         self._last_at = 0.0
-        self._num_tokens = 0
+        self._finished_at: float | None = None
+        self._detokenize_s = 0.0
+        self.num_tokens = 0
+        self.stages: dict[str, float] | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        return self._first_at - self._arrived_at if self._first_at else None
+
+    @property
+    def e2e_s(self) -> float | None:
+        return None if self._finished_at is None else self._finished_at - self._arrived_at
 
     def on_tokens(self, now: float, num_tokens: int) -> None:
-        if self._num_tokens:
+        if self._first_at:
             self._tally.on_tokens(now, num_tokens, now - self._last_at)
         else:
             self._first_at = now
+            if self._attempts:
+                self._attempts[-1].delivered_at = now
             self._metrics.ttft.observe(now - self._arrived_at)
             self._tally.on_tokens(now, num_tokens, None)
         self._last_at = now
-        self._num_tokens += num_tokens
+        self.num_tokens += num_tokens
 
-    def on_finished(self) -> None:
-        """The sequence ended as it should; those that failed or were aborted would blur TPOT and E2E."""
-        if self._num_tokens > 1:
-            self._metrics.tpot.observe((self._last_at - self._first_at) / (self._num_tokens - 1))
-        self._metrics.e2e.observe(self._last_at - self._arrived_at)
+    def on_text(self, now: float) -> None:
+        """The tokens of the last `on_tokens` are text now."""
+        self._detokenize_s += now - self._last_at
+
+    def on_finished(self, now: float) -> None:
+        """The sequence ended as it should; those that failed or were aborted would blur TPOT, E2E and the stages."""
+        self._finished_at = now
+        if self.num_tokens > 1:
+            self._metrics.tpot.observe((self._last_at - self._first_at) / (self.num_tokens - 1))
+        self._metrics.e2e.observe(now - self._arrived_at)
+        if self._attempts:
+            self.stages = stage_times(self._arrived_at, self._attempts, now, self._detokenize_s)
+            for name, seconds in self.stages.items():
+                self._metrics.stages[name].observe(seconds)
 
     def close(self) -> None:
         """The sequence ended in whatever way."""
         self._tally.tell()
+
+    def events(self) -> Iterator[tuple[float, str, dict[str, Any]]]:
+        """(moment, name, details), of all attempts."""
+        for attempt in self._attempts:
+            yield from attempt.events()
+        if self._first_at:
+            yield self._first_at, "first token delivered", {}
+        if self._finished_at is not None:
+            yield self._finished_at, "last text", {"tokens": self.num_tokens}

@@ -19,7 +19,7 @@ from deploy.runtime_dir import log_dir, runtime_dir
 from deploy.status import fetch_status
 from protocol.membership import StatusReport, WorkerReport
 
-START_TIMEOUT_S = 90.0
+START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 5.0
 MODEL = "tandem-demo"
 
@@ -38,10 +38,13 @@ def tandem(*arguments: str) -> list[str]:
 class Cluster:
     """A context manager; `url` serves while it is open. Prompts go through prefill unless a test says else."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, start_timeout_s: float = START_TIMEOUT_S) -> None:
+        self._start_timeout_s = start_timeout_s
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self._arguments = arguments
+        admin_port = free_port()
+        self.admin_url = f"http://127.0.0.1:{admin_port}"
+        self._arguments = ("--admin-port", str(admin_port), *arguments)
         self._process: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Self:
@@ -52,7 +55,7 @@ class Cluster:
             text=True,
         )
         try:
-            self.wait_for(self.is_healthy, START_TIMEOUT_S)
+            self.wait_for(self.is_healthy, self._start_timeout_s)
             assert self._process.stdout is not None
             self.first_line = self._process.stdout.readline()
             while "Tandem serves" not in self.first_line:  # printed when every pair is open

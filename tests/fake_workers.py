@@ -14,10 +14,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
 import httpx
+import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from protocol.codec import Codec
@@ -41,6 +43,7 @@ from protocol.membership import (
     RegisterWorker,
     Role,
     WorkerInfo,
+    WorkerLeft,
     WorkerLoad,
     WorkerStatus,
 )
@@ -81,7 +84,9 @@ class FakeWorkers:
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
         self._ready = threading.Event()
         self._thread.start()
-        assert self._ready.wait(20)
+        if not self._ready.wait(60):
+            self.stop()  # or it would go on to register, under the names of the next test's
+            raise AssertionError("the workers were not seen by every proxy")
 
     async def _run(self) -> None:
         self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
@@ -94,17 +99,18 @@ class FakeWorkers:
             "prefill": RouterSocket(context, infos["prefill-0"].endpoint, Codec(ToPrefill), self._on_prefill),
             "decode": RouterSocket(context, infos["decode-0"].endpoint, Codec(ToDecode), self._on_decode),
         }
-        pairs = [PairStatus("decode-0", infos["decode-0"].epoch, "ready", "fake")]
         self._registrations: dict[str, Registration] = {}
-        for name, info in infos.items():
-            status = WorkerStatus(name, info.epoch, WorkerLoad(), pairs if info.role == "prefill" else [])
+        self._infos, self._draining = infos, dict.fromkeys(infos, False)
+        for name in infos:
             registration = Registration(
                 context,
                 self._controls,
-                RegisterWorker(PROTOCOL_VERSION, info, self._max_model_len, 300, "echo", 64),
-                lambda status=status: status,  # type: ignore[misc]
+                self._register(name),
+                partial(self._status, name),
                 self._on_view,
                 lambda _proxy_id: None,
+                lambda: None,
+                partial(self._begin_epoch, name),
                 lambda: None,
             )
             registration.start()
@@ -113,6 +119,20 @@ class FakeWorkers:
         for thing in (*self._registrations.values(), *self._routers.values()):
             thing.close()
         context.destroy(linger=0)
+
+    def _register(self, name: str) -> RegisterWorker:
+        return RegisterWorker(PROTOCOL_VERSION, self._infos[name], self._max_model_len, 300, "echo", 64)
+
+    def _status(self, name: str) -> WorkerStatus:
+        info = self._infos[name]
+        pairs = [PairStatus("decode-0", self._infos["decode-0"].epoch, "ready", "fake")]
+        return WorkerStatus(
+            name, info.epoch, WorkerLoad(), pairs if info.role == "prefill" else [], draining=self._draining[name]
+        )
+
+    def _begin_epoch(self, name: str) -> None:
+        self._infos[name] = msgspec.structs.replace(self._infos[name], epoch=f"{name}/{os.urandom(4).hex()}")
+        self._registrations[name].begin_epoch(self._register(name))
 
     def _on_view(self, view: list[WorkerInfo]) -> None:
         if {info.epoch for info in view} == self._epochs:  # and not those of an earlier test
@@ -184,6 +204,29 @@ class FakeWorkers:
     def silence(self, name: str) -> None:
         self._loop.call_soon_threadsafe(self._registrations[name].close)
 
+    def epoch(self, name: str) -> str:
+        return self._infos[name].epoch
+
+    def hold_breath(self, name: str) -> None:
+        """It says nothing, and hears nothing, until it may breathe again."""
+        registration = self._registrations[name]
+        self._loop.call_soon_threadsafe(lambda: setattr(registration, "tell", lambda message: None))
+
+    def breathe(self, name: str) -> None:
+        self._loop.call_soon_threadsafe(lambda: delattr(self._registrations[name], "tell"))
+
+    def tell(self, name: str, draining: bool) -> None:
+        self._draining[name] = draining
+
+    def leave(self, name: str) -> None:
+        registration, info = self._registrations[name], self._infos[name]
+
+        def go() -> None:
+            registration.tell(WorkerLeft(name, info.epoch))
+            registration.close()
+
+        self._loop.call_soon_threadsafe(go)
+
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._stopped.set)
         self._thread.join(5)
@@ -210,6 +253,7 @@ class Proxy:
     ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
+        self.admin_url = f"http://127.0.0.1:{config.get('admin_port') or self.port}"
         self.control = f"ipc://{folder}/{name}.sock"
         fields = {
             "proxy_id": name,
@@ -240,7 +284,7 @@ class Proxy:
             except httpx.TransportError:
                 return False
 
-        wait_until(answered, 60)
+        wait_until(answered, 180)
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)

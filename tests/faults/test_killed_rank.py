@@ -15,7 +15,7 @@ from tests.cluster import MODEL, Cluster, children_of, is_alive
 
 def _stream(cluster: Cluster, started: threading.Event, errors: list[str]) -> None:
     body = {"model": MODEL, "prompt": [9] * 8, "max_tokens": 1500, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=30) as answer:
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=150) as answer:
         for line in answer.iter_lines():
             started.set()
             if line.startswith("data: {") and "error" in (event := json.loads(line.removeprefix("data: "))):
@@ -36,7 +36,9 @@ def _pids(cluster: Cluster) -> dict[str, int]:
 
 @pytest.mark.timeout(360)
 def test_killed_ranks() -> None:
-    with Cluster("--tensor-parallel-size", "2", "--dtype", "float32", "--kv-cache-gib", "0.1") as cluster:
+    with Cluster(
+        "--tensor-parallel-size", "2", "--dtype", "float32", "--kv-cache-gib", "0.1", "--worker-wait-s", "120"
+    ) as cluster:
         text = _complete(cluster)
         before = _pids(cluster)
         started, errors = threading.Event(), list[str]()
@@ -46,8 +48,8 @@ def test_killed_ranks() -> None:
         (follower,) = children_of(before["decode-0"])
         os.kill(follower, signal.SIGKILL)
         cluster.wait_for(lambda: not is_alive(before["decode-0"]), 3)
-        thread.join(10)
-        assert errors == ["worker_lost"]
+        thread.join(150)
+        assert errors == [], "the stream went on at its successor"
         assert f"rank 1 (process {follower}) exited with -9; the worker ends with it" in cluster.logs()
 
         cluster.wait_for(cluster.is_healthy, 90)

@@ -32,8 +32,7 @@ def test_leases_run_out_and_the_pair_goes_on(cluster: Cluster) -> None:
     finally:
         os.kill(frozen.pid, signal.SIGCONT)
     codes = [answer.result(60) for answer in answers]
-    assert set(codes) == {200, 503}, codes
-    assert codes.count(200) > codes.count(503), "what waits for the other decode worker never notices"
+    assert set(codes) == {200}, "those whose leases ran out were prefilled again"
     cluster.wait_for(cluster.all_blocks_free, 20)
     assert {report.worker.epoch for report in cluster.status().workers} == epochs, "nobody was lost"
     assert pair_failures(cluster) == 0, "the pair goes on"

@@ -96,16 +96,15 @@ def test_decode_out_of_blocks_makes_prompts_wait_and_nothing_fails(cluster: Clus
 
 
 def test_a_frozen_prefill_worker_keeps_what_it_may_still_write(cluster: Cluster) -> None:
-    """It is out of the cluster until it wakes; then its blocks come back, and nobody restarts."""
+    """It is out of the cluster until it wakes, under another epoch; then its blocks come back, and nobody restarts."""
     before, failures = ready_pairs(cluster), pair_failures(cluster)
     frozen = cluster.worker("prefill-0").worker
     answers = ask_until_shipping(cluster, "prefill-0")
     os.kill(frozen.pid, signal.SIGSTOP)
     try:
         cluster.wait_for(lambda: frozen.epoch not in {r.worker.epoch for r in cluster.status().workers}, 10)
-        # What went through the other prefill worker succeeds, what was on this one has a clear end.
-        codes = [answer.result(30) for answer in answers]
-        assert set(codes) == {200, 503}, codes
+        # What went through the other prefill worker never notices, what was on this one goes there.
+        assert {answer.result(60) for answer in answers} == {200}
         assert [answer.result(30) for answer in ask(cluster, 4, 300)] == [200] * 4
 
         def only_quarantined() -> bool:
@@ -116,27 +115,29 @@ def test_a_frozen_prefill_worker_keeps_what_it_may_still_write(cluster: Cluster)
         cluster.wait_for(only_quarantined, 10)
     finally:
         os.kill(frozen.pid, signal.SIGCONT)
-    cluster.wait_for(lambda: ready_pairs(cluster) == before, 10)
+    cluster.wait_for(lambda: len(ready_pairs(cluster)) == 4, 20)
     cluster.wait_for(cluster.all_blocks_free, 20)
     others = {pair for pair in before if pair[0] != frozen.epoch}
+    assert others < ready_pairs(cluster)
+    awake = cluster.worker("prefill-0").worker
+    assert (awake.pid, awake.epoch == frozen.epoch) == (frozen.pid, False)
     assert len(others) == 2 and pair_failures(cluster) - failures <= 4, "its own two pairs, as either side saw them"
 
 
 def test_a_frozen_decode_worker_cannot_keep_blocks_of_prefill(cluster: Cluster) -> None:
     """The heartbeat is the lease: prompts that wait for it are given up when it ends, while it is still frozen."""
-    before = ready_pairs(cluster)
     frozen = cluster.worker("decode-0").worker
     answers = ask_until_shipping(cluster, "prefill-0")
     os.kill(frozen.pid, signal.SIGSTOP)
     try:
-        codes = [answer.result(30) for answer in answers]
-        assert set(codes) == {200, 503}, codes
+        assert {answer.result(60) for answer in answers} == {200}
         cluster.wait_for(cluster.all_blocks_free, 10)  # of those that the proxy sees, so not of the frozen one
         assert len(cluster.status().workers) == 3
         assert [answer.result(30) for answer in ask(cluster, 4, 300)] == [200] * 4
     finally:
         os.kill(frozen.pid, signal.SIGCONT)
-    cluster.wait_for(lambda: ready_pairs(cluster) == before, 20)
+    cluster.wait_for(lambda: len(ready_pairs(cluster)) == 4, 20)
+    assert frozen.epoch not in {decode for _, decode in ready_pairs(cluster)}
 
 
 def test_a_prefill_worker_that_restarts_at_its_address_has_new_pairs(cluster: Cluster) -> None:
@@ -144,8 +145,7 @@ def test_a_prefill_worker_that_restarts_at_its_address_has_new_pairs(cluster: Cl
     gone = cluster.worker("prefill-1").worker
     answers = ask_until_shipping(cluster, "prefill-1")
     os.kill(gone.pid, signal.SIGKILL)
-    codes = [answer.result(30) for answer in answers]
-    assert set(codes) == {200, 503}, codes
+    assert {answer.result(60) for answer in answers} == {200}
     cluster.wait_for(cluster.all_blocks_free, 5)  # at once, for its end is proof
     cluster.wait_for(lambda: len(ready_pairs(cluster)) == 4, 60)
     new = cluster.worker("prefill-1").worker
@@ -221,7 +221,6 @@ def test_a_byte_that_changes_on_the_way_fails_its_transfer(cluster: Cluster) -> 
         return any(cluster.worker(report.worker.worker_id).load.num_corrupt_blocks for report in decodes)
 
     cluster.wait_for(is_noticed, 20)
-    codes = [answer.result(30) for answer in answers]
-    assert set(codes) <= {200, 503} and 503 in codes, codes
+    assert {answer.result(60) for answer in answers} == {200}, "those whose blocks were wrong were prefilled again"
     assert "with other bytes than were sent" in cluster.logs()
     assert len(ready_pairs(cluster)) == 4, "the pairs go on"

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import csv
+import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from tests.cluster import MODEL, Cluster
 
@@ -15,10 +18,10 @@ ROOT = Path(__file__).parents[2]
 def test_locust_tells_ttft_and_itl(cluster: Cluster, tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "locust", "-f", "bench/locustfile.py", "--headless", "--host", cluster.url,
-        "--users", "4", "--spawn-rate", "4", "--run-time", "4s", "--stop-timeout", "20",
+        "--users", "4", "--spawn-rate", "4", "--run-time", "8s", "--stop-timeout", "60",
         "--model", MODEL, "--input-len", "16", "--output-len", "8", "--csv", str(tmp_path / "told"),
     ]  # fmt: skip
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert run.returncode == 0, run.stdout + run.stderr
     with (tmp_path / "told_stats.csv").open() as file:
         rows = {row["Name"]: row for row in csv.DictReader(file)}
@@ -27,3 +30,23 @@ def test_locust_tells_ttft_and_itl(cluster: Cluster, tmp_path: Path) -> None:
     assert int(rows["TTFT"]["Request Count"]) == int(rows["E2E"]["Request Count"]) == num_requests
     # One gap for each chunk after the first; tokens that hold a character back make no chunk of their own.
     assert 0 < int(rows["ITL"]["Request Count"]) <= 7 * num_requests
+
+
+def test_locusts_tables_agree_with_the_figures_of_the_same_run(cluster: Cluster, tmp_path: Path) -> None:
+    """Arrivals by themselves; figures are those of bench.latency, whose definitions are those of `vllm bench serve`."""
+    file = tmp_path / "figures.json"
+    command = [
+        sys.executable, "-m", "locust", "-f", "bench/locustfile.py", "--headless", "--host", cluster.url,
+        "--users", "2", "--spawn-rate", "2", "--run-time", "6s", "--stop-timeout", "60", "--request-rate", "3",
+        "--ramp-to", "6", "--ramp-s", "5", "--slo-ttft-ms", "600000", "--slo-tpot-ms", "0.001",
+        "--model", MODEL, "--input-len", "16", "--output-len", "8", "--figures", str(file),
+    ]  # fmt: skip
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
+    assert run.returncode == 0, run.stdout + run.stderr
+    told = json.loads(file.read_text())
+    figures, tables = told["figures"], told["locust"]
+    assert figures["num_completed"] == tables["TTFT"]["count"] == tables["TPOT"]["count"] >= 1
+    for name in ("ttft", "tpot", "itl", "e2e"):
+        assert tables[name.upper()]["mean_ms"] == pytest.approx(figures[f"{name}_ms"]["mean"], rel=0.02)
+    assert told["goodput_per_s"] == 0, "nobody writes a token in a microsecond"
+    assert "goodput: 0.00 requests/s within TTFT 600000 ms, TPOT 0.001 ms" in run.stdout

@@ -17,6 +17,7 @@ from protocol.membership import (
     WorkerLoad,
     WorkerStatus,
 )
+from protocol.network import NetworkConfig
 from protocol.proxy_endpoints import write_endpoints
 from protocol.registration import Registration
 from protocol.sockets import RouterSocket, new_context
@@ -32,7 +33,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def test_it_registers_with_those_that_come_and_loses_those_that_go(tmp_path: Path) -> None:
     async def main() -> None:
-        context = new_context()
+        context = new_context("worker", NetworkConfig(insecure=True))
         worker = WorkerInfo("prefill-0", "epoch", "prefill", "tcp://127.0.0.1:1", 1)
         heard: dict[str, list[ToProxyControl]] = {"a": [], "b": []}
         proxies: dict[str, RouterSocket[ToProxyControl]] = {}
@@ -56,6 +57,8 @@ def test_it_registers_with_those_that_come_and_loses_those_that_go(tmp_path: Pat
             lambda: WorkerStatus(worker.worker_id, worker.epoch, WorkerLoad()),
             views.append,
             lost.append,
+            lambda: None,
+            lambda: None,
             lambda: None,
             str(file),
         )

@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def proxy(folder: Path) -> Iterator[Proxy]:
     make_tokenizer(folder)
-    started = Proxy(folder)
+    started = Proxy(folder, worker_wait_s=0.3)
     yield started
     assert started.stop() == 0
     assert not (folder / "proxy-0.sock").exists()
@@ -167,7 +167,7 @@ def test_a_client_that_goes_away_aborts_on_both_workers(
     assert time.monotonic() - left_at < 2
 
 
-def test_a_worker_that_falls_silent_fails_its_requests(proxy: Proxy, workers: FakeWorkers) -> None:
+def test_nobody_waits_long_for_a_worker_that_falls_silent(proxy: Proxy, workers: FakeWorkers) -> None:
     answers: list[httpx.Response] = []
     threads = [
         threading.Thread(
@@ -186,10 +186,10 @@ def test_a_worker_that_falls_silent_fails_its_requests(proxy: Proxy, workers: Fa
     assert sorted(answer.status_code for answer in answers) == [200, 503, 503]
     for answer in answers:
         if answer.status_code == 503:
-            assert answer.json()["error"]["code"] == "worker_lost" and answer.headers["retry-after"]
+            assert answer.json()["error"]["code"] == "no_worker_ready" and answer.headers["retry-after"] == "5"
         else:
             *_, last = events(answer)
-            assert last["error"]["code"] == "worker_lost"
+            assert last["error"]["code"] == "no_worker_ready"
     refused = post(proxy, prompt="a")
     assert refused.status_code == 503 and "no decode worker" in refused.json()["error"]["message"]
 
@@ -221,7 +221,7 @@ def test_key_and_bounded_stop(tmp_path: Path) -> None:
             stream = events(response)
             assert "choices" in next(stream)
             stopped_at = time.monotonic()
-            proxy.process.send_signal(signal.SIGTERM)
+            proxy.process.send_signal(signal.SIGINT)
             *_, last = stream
             assert "shutting down" in last["error"]["message"]
         assert proxy.process.wait(5) == 0
@@ -230,6 +230,67 @@ def test_key_and_bounded_stop(tmp_path: Path) -> None:
     finally:
         proxy.process.kill()
         proxy.process.wait()
+
+
+def test_sigterm_lets_running_streams_end(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    proxy = Proxy(tmp_path)
+    workers = FakeWorkers(tmp_path, [proxy.control], [-1], [-1], step_s=0.02)
+    try:
+        proxy.wait_for(200)
+        body = {"prompt": "abc", "max_tokens": 60, "stream": True, "return_token_ids": True}
+        with httpx.stream("POST", f"{proxy.url}/v1/completions", json=body, timeout=30) as response:
+            stream = events(response)
+            told = [next(stream)]
+            proxy.process.send_signal(signal.SIGTERM)
+            told += stream
+        assert told[-1] == "[DONE]"
+        assert sum(len(event["choices"][0]["token_ids"]) for event in told[:-1]) == 60
+        assert proxy.process.wait(30) == 0
+    finally:
+        workers.stop()
+        proxy.process.kill()
+        proxy.process.wait()
+
+
+def test_a_request_has_as_long_as_its_client_gives_it(proxy: Proxy, workers: FakeWorkers) -> None:
+    url = f"{proxy.url}/v1/completions"
+    by_field = httpx.post(url, json={"prompt": "hold", "timeout": 0.2}, timeout=20)
+    by_header = httpx.post(
+        url, json={"prompt": "hold", "timeout": 60}, headers={"X-Request-Timeout": "0.2"}, timeout=20
+    )
+    for answer in (by_field, by_header):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    *_, last = events(httpx.post(url, json={"prompt": "stall", "timeout": 0.5, "stream": True}, timeout=20))
+    assert last["error"]["code"] == "deadline_exceeded"
+    for value in ("soon", "0", "-1", "nan", "inf"):
+        refused = httpx.post(url, json={"prompt": "abc"}, headers={"X-Request-Timeout": value}, timeout=20)
+        assert refused.status_code == 400 and "X-Request-Timeout" in refused.json()["error"]["message"]
+
+
+def test_a_worker_that_was_counted_as_lost_begins_another_epoch(proxy: Proxy, workers: FakeWorkers) -> None:
+    """It is silent, as if frozen, and speaks again: under its old epoch nobody knows it any more."""
+    before = workers.epoch("decode-0")
+    workers.hold_breath("decode-0")
+    proxy.wait_for(503)
+    assert workers.epoch("decode-0") == before
+    workers.breathe("decode-0")
+    proxy.wait_for(200)
+    assert workers.epoch("decode-0") != before
+    assert post(proxy, prompt="abc", max_tokens=3).json()["choices"][0]["text"] == "abc"
+
+
+def test_draining_workers_get_no_new_work_and_those_that_leave_are_gone_at_once(
+    proxy: Proxy, workers: FakeWorkers
+) -> None:
+    workers.tell("decode-0", draining=True)
+    proxy.wait_for(503)
+    workers.tell("decode-0", draining=False)
+    proxy.wait_for(200)
+    left_at = time.monotonic()
+    workers.leave("decode-0")
+    proxy.wait_for(503)
+    assert time.monotonic() - left_at < 2.5, "sooner than by its silence"
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,16 @@ def test_roles_are_scaled_up_and_down_while_it_serves() -> None:
         assert up.returncode == 0 and up.stdout == "prefill=1 decode=2\n", up.stderr
         assert {report.worker.worker_id for report in cluster.status().workers} == {"prefill-0", "decode-0", "decode-1"}
         assert complete(cluster) == text
+
+        drain = tandem("drain", "--port", str(cluster.port), "decode-0")
+        left = subprocess.run(drain, capture_output=True, text=True, timeout=90)
+        assert left.returncode == 0, left.stderr
+        again = scale(cluster, "prefill=1")  # which leaves decode as it is: with one that left for good, and no other
+        assert again.returncode == 0 and again.stdout == "prefill=1 decode=1\n", again.stderr
+        again = scale(cluster, "decode=2")
+        assert again.returncode == 0, again.stderr
+        assert {report.worker.worker_id for report in cluster.status().workers} == {"prefill-0", "decode-0", "decode-1"}
+
         down = scale(cluster, "prefill=1", "decode=1")
         assert down.returncode == 0, down.stderr
         assert {report.worker.worker_id for report in cluster.status().workers} == {"prefill-0", "decode-0"}

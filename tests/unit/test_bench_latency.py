@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
-from bench.latency import RequestTrace, percentile, summarise
+from bench.arrivals import Ramp, next_gap
+from bench.latency import SLO, RequestTrace, goodput, percentile, summarise
 from bench.report import Aim
 
 
@@ -33,6 +36,36 @@ def test_summary_counts_failures_apart() -> None:
 def test_nothing_completed() -> None:
     figures = summarise([RequestTrace(0.0, error="ConnectionRefusedError")])
     assert figures.num_completed == 0 and figures.ttft_ms is None and figures.requests_per_s == 0.0
+
+
+def test_goodput_counts_what_meets_every_bound() -> None:
+    traces = [
+        RequestTrace(0.0, [1.0, 2.0], 1, 2),  # TTFT 1, TPOT 1
+        RequestTrace(0.0, [0.5, 3.5, 4.0], 1, 3),  # TTFT 0.5, TPOT 1.75
+        RequestTrace(0.0, [0.5], 1, 1),  # no TPOT
+        RequestTrace(0.0, error="HTTP 503"),
+    ]
+    assert goodput(traces, SLO()) == 3 / 4
+    assert goodput(traces, SLO(ttft_s=0.75)) == 2 / 4
+    assert goodput(traces, SLO(tpot_s=1.5)) == 2 / 4
+    assert goodput(traces, SLO(ttft_s=0.75, tpot_s=1.5, e2e_s=0.25)) == 0
+    assert SLO(ttft_s=0.75).in_words() == "TTFT 750 ms" and SLO().in_words() == "no SLO"
+
+
+@pytest.mark.parametrize("num_sources", [1, 4])
+@pytest.mark.parametrize(
+    ("ramp", "wanted"), [(Ramp(20, 20, 60), 2000), (Ramp(5, 35, 100), 2000), (Ramp(40, 0.1, 100), 2000)]
+)
+def test_arrivals_have_the_rate(ramp: Ramp, wanted: float, num_sources: int) -> None:
+    """In 100 s; a Poisson process of 2,000 strays from it by 45. The seed is fixed: the same arrivals each time."""
+    rng = random.Random(7)
+    num_arrivals = 0
+    for _ in range(num_sources):
+        now = 0.0
+        while now < 99.9:
+            now += next_gap(ramp, now, num_sources, rng)
+            num_arrivals += now < 99.9
+    assert num_arrivals == pytest.approx(wanted, abs=150)
 
 
 def test_percentile_is_linear_between_neighbours() -> None:

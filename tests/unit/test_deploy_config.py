@@ -26,6 +26,12 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         ('port = "x"', "port"),
         ('kv_connector = "pigeon"', "kv_connector"),
         ("= broken", "TOML"),
+        ('cluster_host = "10.0.0.1"', r"tandem keys FOLDER.*--insecure-network"),
+        ('cluster_host = "0.0.0.0"\ninsecure_network = true', "cluster_host"),
+        ('cluster_host = "10.0.0.1"\nnetwork_keys = "/nonexistent"', "tandem keys /nonexistent"),
+        ('join = "tcp://10.0.0.1:7777"', "--cluster-host"),
+        ('join = "10.0.0.1:7777"\ncluster_host = "10.0.0.2"\ninsecure_network = true', "tcp://HOST:PORT"),
+        ("port = 9000\nadmin_port = 9000", "admin_port"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, content: str, words: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -190,6 +191,19 @@ def test_nothing_is_promised_where_text_may_vanish() -> None:
     words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     assert max_characters_per_token(words) is None
+
+
+@given(junk=st.binary(min_size=1, max_size=5), place=st.integers(0, 200), kind=st.sampled_from(["completion", "chat"]))
+def test_a_body_with_a_few_wrong_bytes_is_read_or_refused(junk: bytes, place: int, kind: Any) -> None:
+    """Bytes that are no UTF-8 too, wherever they are."""
+    reader, _ = reader_and_tokenizer()
+    prompt = {"prompt": "hello"} if kind == "completion" else {"messages": [{"role": "user", "content": "hello"}]}
+    body = bytearray(json.dumps({"model": "m", "max_tokens": 2, "stop": ["a"], "user": "u", **prompt}).encode())
+    body[place % len(body) : place % len(body) + len(junk)] = junk
+    with contextlib.suppress(TandemError):
+        reader.read(kind, bytes(body), LIMITS)
+    with pytest.raises(InvalidRequest, match="prompt"):
+        reader.read("completion", b'{"model": "m", "prompt": "a\x92b"}', LIMITS)
 
 
 @given(st.binary(max_size=200))

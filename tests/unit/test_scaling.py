@@ -19,6 +19,7 @@ from deploy.status import plan_lines
 from protocol.errors import ConfigError
 from protocol.membership import PairStatus, Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from protocol.operations import ClusterScaled, ScaleCluster
+from protocol.process import EXIT_RETIRED
 from protocol.proxy_endpoints import EndpointsFile, write_endpoints
 
 
@@ -37,7 +38,7 @@ class FakeProcess:
     def terminate(self) -> None:
         self._terminated.set()
 
-    kill = terminate
+    stop = kill = terminate
 
     def last_error(self) -> str | None:
         return None
@@ -56,6 +57,9 @@ class FakeSite:
 
     def make_proxy(self, name: str, on_exit: OnExit, on_endpoint: Callable[[str, str], None]) -> Supervised:
         return FakeProcess(name)
+
+    def make_media_cache(self, on_exit: OnExit) -> Supervised | None:
+        return None
 
     def make_worker(self, role: Role, name: str, on_exit: OnExit) -> Supervised:
         if len(self.names) >= self.room:
@@ -113,6 +117,16 @@ def test_what_has_no_room_changes_nothing() -> None:
     with_launcher(4, body)
 
 
+def test_a_worker_that_was_told_to_leave_for_good_is_not_wanted_any_more() -> None:
+    async def body(launcher: Launcher, site: FakeSite) -> None:
+        launcher.scale({"decode": 2})
+        assert not launcher._on_exit("decode-0", 7, EXIT_RETIRED)
+        assert launcher.counts == {"prefill": 1, "decode": 1}
+        assert sorted(site.names) == ["decode-1", "prefill-0"]
+
+    with_launcher(9, body)
+
+
 def test_it_is_not_scaled_before_it_serves() -> None:
     with pytest.raises(ConfigError, match="not up"):
         Launcher(ClusterConfig(), "m", "m").scale({"prefill": 2})
@@ -143,6 +157,7 @@ def test_scaled_means_that_all_are_paired_and_the_others_gone() -> None:
     assert not is_scaled(report(0, ("prefill-0", "prefill", 1), first, second), wanted)
     assert not is_scaled(report(0, prefill, first), wanted)
     assert not is_scaled(report(0, prefill, first, second, ("decode-2", "decode", 0)), wanted)
+    assert is_scaled(report(0, prefill, first, second, ("decode-0-far", "decode", 0)), wanted)
 
 
 class Recorded:
@@ -206,6 +221,8 @@ def test_wrong_options_say_how_to_mend_them(tmp_path: Path) -> None:
         ({"autoscale": True, "prefill": 9}, "prefill: 9 is not between"),
         ({"autoscale_max_workers": 1}, "at least 2 are needed"),
         ({"ray": "auto"}, "model: with ray it is needed"),
+        ({"ray": "auto", "model": "m"}, "ray: traffic between nodes.*--insecure-network"),
+        ({"ray": "auto", "model": "m", "cluster_host": "10.0.0.1"}, "leave out --cluster-host"),
     ):
         with pytest.raises(ConfigError, match=says):
             load_config(None, wrong)

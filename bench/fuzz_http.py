@@ -1,0 +1,116 @@
+"""Requests to fuzz the HTTP endpoint with: bytes, heads, bodies, and clients that go away in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import socket
+from collections import Counter
+from typing import Any
+
+_TIMEOUT_S = 60.0
+_VALUES: tuple[Any, ...] = (
+    None, True, False, -1, 0, 1, 2**63, -(2**63), 1e308, "", "x", "\ud800", "é" * 50, [], {}, [[]], [None], {"a": {}},
+    [1, -1, 2**31], "a" * 3000, [{"role": "user", "content": 1}], [{"role": "?", "content": "x"}],
+)  # fmt: skip
+_PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+_FIELDS = (
+    "prompt", "messages", "model", "max_tokens", "temperature", "top_p", "n", "stop", "stream", "seed", "logprobs",
+    "logit_bias", "tools", "response_format", "structured_outputs", "chat_template", "priority", "user", "tokens",
+    "echo",
+    "unknown_field", "stream_options", "min_p", "bad_words", "cache_salt", "timeout",
+)  # fmt: skip
+
+
+class HttpFuzzer:
+    """outcomes: how many requests ended with which status, "closed" where the proxy hung up without one."""
+
+    def __init__(self, rng: random.Random, port: int, model: str) -> None:
+        self._rng = rng
+        self._port = port
+        self._model = model
+        self.outcomes: Counter[str] = Counter()
+
+    def send_one(self) -> None:
+        """Send one and wait for what comes of it. Raises TimeoutError when nothing does: a hang."""
+        rng = self._rng
+        match rng.choices(("bytes", "head", "body", "leave"), weights=(20, 20, 50, 10))[0]:
+            case "bytes":
+                self._exchange(rng.randbytes(rng.randrange(1, 300)) + b"\r\n\r\n")
+            case "head":
+                self._exchange(self._head())
+            case "body":
+                self._exchange(self._request(self._body()))
+            case "leave":
+                self._leave()
+
+    def _head(self) -> bytes:
+        rng = self._rng
+        method = rng.choice((b"GET", b"POST", b"PUT", b"OPTIONS", b"\0", b"G" * 500))
+        path = rng.choice(
+            (b"/", b"/v1/models/%00", b"/../../etc/passwd", b"/health?" + b"a" * 2000, b"*", b"/v1/models")
+        )
+        names = (
+            b"Content-Length",
+            b"Transfer-Encoding",
+            b"X-Request-Id",
+            b"Authorization",
+            b"Expect",
+            b"Host",
+            b"Upgrade",
+        )
+        values = (
+            b"",
+            b"-1",
+            b"chunked",
+            b"\xff\xfe",
+            b"a" * 5000,
+            b"Bearer \x80",
+            b"100-continue",
+            b"99999999999999",
+            b"0",
+        )
+        lines = [rng.choice(names) + b": " + rng.choice(values) for _ in range(rng.randrange(5))]
+        return b"\r\n".join([method + b" " + path + b" HTTP/1.1", b"Connection: close", *lines]) + b"\r\n\r\n"
+
+    def _body(self) -> bytes:
+        rng = self._rng
+        fields: dict[str, Any] = {"model": self._model, "max_tokens": 2}
+        fields |= {"prompt": "hello"} if rng.random() < 0.5 else {"messages": [{"role": "user", "content": "hello"}]}
+        for _ in range(rng.choice((0, 1, 1, 2, 3))):
+            fields[rng.choice(_FIELDS)] = rng.choice(_VALUES)
+        body = bytearray(json.dumps(fields).encode())
+        if rng.random() < 0.2:
+            del body[rng.randrange(len(body)) :]
+        if rng.random() < 0.2 and body:
+            body[rng.randrange(len(body))] = rng.randrange(256)
+        return bytes(body)
+
+    def _request(self, body: bytes, path: str | None = None) -> bytes:
+        head = f"POST {path or self._rng.choice(_PATHS)} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        return head.encode() + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+    def _exchange(self, data: bytes) -> None:
+        with socket.create_connection(("127.0.0.1", self._port), timeout=_TIMEOUT_S) as connection:
+            try:
+                connection.sendall(data)
+                connection.shutdown(socket.SHUT_WR)
+                received = b""
+                while chunk := connection.recv(65536):
+                    received += chunk
+            except (ConnectionResetError, BrokenPipeError):
+                received = b""
+        self.outcomes[received[9:12].decode(errors="replace") if received.startswith(b"HTTP/1.1 ") else "closed"] += 1
+
+    def _leave(self) -> None:
+        """A stream whose client reads a little, or nothing, and goes."""
+        body = {"model": self._model, "prompt": "hello", "max_tokens": 50, "stream": True, "ignore_eos": True}
+        data = self._request(json.dumps(body).encode(), "/v1/completions")
+        with socket.create_connection(("127.0.0.1", self._port), timeout=_TIMEOUT_S) as connection:
+            connection.sendall(data[: self._rng.choice((10, len(data) - 5, len(data), len(data)))])
+            if self._rng.random() < 0.5:
+                connection.settimeout(0.05)
+                with contextlib.suppress(TimeoutError):
+                    connection.recv(self._rng.choice((1, 100, 4096)))
+        self.outcomes["left"] += 1

@@ -1,0 +1,111 @@
+"""Bytes to fuzz sockets with: random ones, messages cut or changed, and whole messages that make no sense."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import msgspec
+
+Kind = Literal["random", "cut", "changed", "nonsense", "wrong_direction", "replayed", "large"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+_INTS = (-(2**63), -(2**31), -1, 0, 1, 2, 3, 63, 64, 65, 255, 1024, 2**31 - 1, 2**31, 2**63 - 1)
+_FLOATS = (float("nan"), float("inf"), float("-inf"), -1.0, 0.0, 1e-300, 0.5, 1.0, 10.0, 1e308)
+_STRINGS = (
+    "",
+    "fuzz",
+    "fuzz-0",
+    "fuzz:0",
+    "x" * 300,
+    "\0",
+    "ipc:///nonexistent/fuzz.sock",
+    "tcp://127.0.0.1:1",
+    "é\n{}",
+)
+_LARGE_BYTES = 1 << 20
+
+
+class MessageFuzzer:
+    """Payloads for a socket that expects one of `expected`; others: types that travel in other directions."""
+
+    def __init__(self, rng: random.Random, expected: tuple[type[Any], ...], others: tuple[type[Any], ...]) -> None:
+        self._rng = rng
+        self._expected = expected
+        self._others = others
+        self._encoder = msgspec.msgpack.Encoder()
+        self._sent: list[bytes] = []
+
+    def next(self) -> tuple[Kind, bytes]:
+        rng = self._rng
+        kind = rng.choices(KINDS, weights=(20, 15, 20, 30, 8, 6, 1))[0]
+        match kind:
+            case "random":
+                return kind, rng.randbytes(rng.randrange(200))
+            case "cut":
+                whole = self._whole(self._expected)
+                return kind, whole[: rng.randrange(max(1, len(whole)))]
+            case "changed":
+                data = bytearray(self._whole(self._expected) or b"\0")
+                for _ in range(rng.randint(1, 4)):
+                    data[rng.randrange(len(data))] = rng.randrange(256)
+                return kind, bytes(data)
+            case "nonsense":
+                return kind, self._remember(self._whole(self._expected))
+            case "wrong_direction":
+                return kind, self._whole(self._others)
+            case "replayed":
+                return kind, rng.choice(self._sent) if self._sent else b""
+            case "large":
+                return kind, rng.randbytes(rng.randrange(_LARGE_BYTES))
+
+    def _whole(self, types: tuple[type[Any], ...]) -> bytes:
+        return self._encoder.encode(random_value(self._rng, self._rng.choice(types)))
+
+    def _remember(self, data: bytes) -> bytes:
+        if len(self._sent) < 100:
+            self._sent.append(data)
+        else:
+            self._sent[self._rng.randrange(100)] = data
+        return data
+
+
+def random_value(rng: random.Random, kind: Any) -> Any:
+    """A value of the type, with a liking for those at the edges; for the types that our messages have."""
+    return _value(rng, msgspec.inspect.type_info(kind))
+
+
+def _value(rng: random.Random, info: msgspec.inspect.Type) -> Any:
+    def some(make: Callable[[], Any]) -> list[Any]:
+        return [make() for _ in range(rng.choice((0, 1, 1, 2, 5)))]
+
+    match info:
+        case msgspec.inspect.StructType():
+            return info.cls(**{field.name: _value(rng, field.type) for field in info.fields})
+        case msgspec.inspect.UnionType():
+            return _value(rng, rng.choice(info.types))
+        case msgspec.inspect.LiteralType():
+            return rng.choice(info.values)
+        case msgspec.inspect.BoolType():
+            return rng.random() < 0.5
+        case msgspec.inspect.IntType():
+            return rng.choice(_INTS)
+        case msgspec.inspect.FloatType():
+            return rng.choice(_FLOATS)
+        case msgspec.inspect.StrType():
+            return rng.choice(_STRINGS)
+        case msgspec.inspect.BytesType():
+            return rng.randbytes(rng.choice((0, 1, 3, 4, 8, 16, 64)))
+        case msgspec.inspect.NoneType():
+            return None
+        case msgspec.inspect.ListType():
+            return some(lambda: _value(rng, info.item_type))
+        case msgspec.inspect.VarTupleType():
+            return tuple(some(lambda: _value(rng, info.item_type)))
+        case msgspec.inspect.TupleType():
+            return tuple(_value(rng, item) for item in info.item_types)
+        case msgspec.inspect.FrozenSetType():
+            return frozenset(some(lambda: _value(rng, info.item_type)))
+        case _:
+            raise TypeError(f"no values for {info}")

@@ -1,0 +1,140 @@
+"""How late small requests are answered, and text, while 500 prompts with an image each come, 300 at once.
+
+A cluster of a vision-language model (`--model`, for example a folder that `make_models.py` wrote), once for each number
+of media threads. Another process polls /health, /v1/models and /metrics; text prompts come one after the other.
+`cached`: the same images again. `--requests-per-s`: of one vLLM engine on the same machine, the same model and load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from bench.latency import Distribution
+from bench.media_load import Answer, chat_body, cluster, jpeg, send, send_at_most, text_of
+from bench.poller import CONTROL, Poller
+from bench.report import Aim, Report, add_common_options, finish
+
+PATHS = ("/health", "/v1/models", "/metrics")
+_NICENESS = 10
+"""Of this process, which stands for other machines but runs on this one's few cores."""
+_TIMEOUT_S = 300.0
+_BETWEEN_TEXTS_S = 0.1
+_TEXT_PROMPTS_ALONE = 40
+
+
+class StormFigures(msgspec.Struct, frozen=True):
+    """text_ttft_ms: of text prompts that came beside. statuses: of the image prompts."""
+
+    requests_per_s: float
+    duration_s: float
+    statuses: dict[str, int]
+    poll_ms: dict[str, Distribution]
+    text_ttft_ms: Distribution | None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.media_storm", description=__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="folder of a model that takes images")
+    parser.add_argument("--num-prompts", type=int, default=500)
+    parser.add_argument("--at-once", type=int, default=300)
+    parser.add_argument("--threads", default="1,2,4", help="comma-separated numbers of media threads")
+    parser.add_argument("--requests-per-s", type=float, default=36.5, help="what is to be reached")
+    add_common_options(parser)
+    options = parser.parse_args()
+    if options.quick:
+        options.num_prompts, options.at_once, options.threads = 20, 12, "1"
+    images = [chat_body("what is this?", image=jpeg(i), max_tokens=1) for i in range(options.num_prompts)]
+    figures: dict[str, Any] = {}
+    for threads in options.threads.split(","):
+        flags = ("--media-threads", threads, "--media-cache-mib", "4096", "--max-num-seqs", "64", "--max-body-mib", "4")
+        with cluster(options.model, *flags) as url:
+            figures[threads] = asyncio.run(run(url, images, options.at_once))
+    print_table(figures)
+    finish(Report.of("media_storm", msgspec.to_builtins(figures), aims(figures, options.requests_per_s)), options.json)
+
+
+async def run(url: str, images: list[bytes], at_once: int) -> dict[str, StormFigures]:
+    port = int(url.rpartition(":")[2])
+    os.setpriority(os.PRIO_PROCESS, 0, 0)  # as which the poller starts
+    with Poller(port, PATHS) as poller:
+        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=at_once)
+        async with httpx.AsyncClient(base_url=url, limits=limits) as client:
+            figures = {"text alone": await storm(client, poller, [], 1)}
+            figures["new"] = await storm(client, poller, images, at_once)
+            figures["cached"] = await storm(client, poller, images, at_once)
+    return figures
+
+
+async def storm(client: httpx.AsyncClient, poller: Poller, images: list[bytes], at_once: int) -> StormFigures:
+    """Text prompts one after the other, beside the images where there are any."""
+    done = asyncio.Event()
+    poller.begin()
+    texts = asyncio.create_task(send_texts(client, done, 0 if images else _TEXT_PROMPTS_ALONE))
+    begun = time.perf_counter()
+    answers: list[Answer] = []
+    if images:
+        answers = await send_at_most(client, images, at_once, _TIMEOUT_S)
+        done.set()
+    duration_s = time.perf_counter() - begun
+    told = await texts
+    polled = poller.end()
+    wrong = [answer for answer in (*answers, *told) if answer.status not in (200, 429, 503) or answer.error]
+    if wrong:
+        raise SystemExit(f"{len(wrong)} requests failed: {wrong[0]}")
+    num_served = sum(answer.status == 200 for answer in answers)
+    statuses = Counter(str(answer.status) for answer in answers)
+    ttft = Distribution.of_seconds([answer.first_byte_s for answer in told if answer.first_byte_s is not None])
+    return StormFigures(num_served / duration_s if answers else 0.0, duration_s, dict(statuses), polled, ttft)
+
+
+async def send_texts(client: httpx.AsyncClient, done: asyncio.Event, most: int) -> list[Answer]:
+    """Until done, or `most` of them (0: no bound)."""
+    rng = random.Random(0)
+    answers: list[Answer] = []
+    while not done.is_set() and (not most or len(answers) < most):
+        answers.append(await send(client, chat_body(text_of(rng), max_tokens=2), _TIMEOUT_S))
+        await asyncio.sleep(_BETWEEN_TEXTS_S)
+    return answers
+
+
+def aims(figures: dict[str, dict[str, StormFigures]], requests_per_s: float) -> list[Aim]:
+    found = []
+    for threads, storms in figures.items():
+        where = f"{threads} threads"
+        for path in PATHS:
+            found.append(Aim.of(f"{path} p50, {where}, ms", storms["new"].poll_ms[path].p50, 1.0, "lower"))
+            found.append(Aim.of(f"{path} p99, {where}, ms", storms["new"].poll_ms[path].p99, 5.0, "lower"))
+        alone, beside = storms["text alone"].text_ttft_ms, storms["new"].text_ttft_ms
+        if alone is not None and beside is not None:
+            found.append(Aim.of(f"text TTFT p50 beside images / alone, {where}", beside.p50 / alone.p50, 1.2, "lower"))
+    best = max(storms["new"].requests_per_s for storms in figures.values())
+    return [*found, Aim.of("image prompts/s", best, requests_per_s, "higher")]
+
+
+def print_table(figures: dict[str, dict[str, StormFigures]]) -> None:
+    table = Table("threads", "images", "prompts/s", "text TTFT p50 ms", "p99", "path", "polls p50 ms", "p99", "max")
+    for threads, storms in figures.items():
+        for name, each in storms.items():
+            ttft = (f"{each.text_ttft_ms.p50:.1f}", f"{each.text_ttft_ms.p99:.1f}") if each.text_ttft_ms else ("", "")
+            for path in (*PATHS, CONTROL):
+                spread = each.poll_ms[path]
+                polls = [f"{value:.2f}" for value in (spread.p50, spread.p99, spread.max)]
+                table.add_row(threads, name, f"{each.requests_per_s:.1f}", *ttft, path, *polls)
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,125 @@
+"""`tandem drain` lets one worker of a running cluster leave; `tandem restart` starts its processes anew, one at a time.
+
+Both finish what is under way, within `--drain-timeout-s`; what is left goes on at other workers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+from deploy.runtime_dir import runtime_dir
+from deploy.status import fetch_status, own_network, proxy_endpoints
+from protocol.codec import Codec
+from protocol.errors import ConfigError, InternalError, Overloaded
+from protocol.membership import DrainAnswer, DrainWorker, FromProxyControl, StatusReport
+from protocol.sockets import DealerSocket, new_context
+
+ANSWER_TIMEOUT_S = 3.0
+_POLL_S = 0.2
+
+Say = Callable[[str], None]
+
+
+def drain(port: int, worker_id: str, timeout_s: float, say: Say) -> None:
+    """Returns when the worker has left. Raises ConfigError for a name that nobody has, InternalError when it stays."""
+    asyncio.run(_drain(port, worker_id, timeout_s, say))
+
+
+def restart(port: int, names: list[str], timeout_s: float, say: Say) -> None:
+    """Of all processes, or of those named. Raises ConfigError for a name that nobody has, InternalError when one does
+    not come back within timeout_s.
+    """
+    asyncio.run(_restart(port, names, timeout_s, say))
+
+
+async def _drain(port: int, worker_id: str, timeout_s: float, say: Say) -> None:
+    answer = await _ask(port, DrainWorker(worker_id))
+    if answer.error:
+        raise ConfigError(answer.error)
+    say(f"{worker_id} drains")
+    await _until(timeout_s, f"{worker_id} has not left", lambda reports: worker_id not in _epochs(reports), port)
+    say(f"{worker_id} has left")
+
+
+async def _ask(port: int, message: DrainWorker) -> DrainAnswer:
+    """The answer of one proxy: a worker has to be told once."""
+    endpoints = proxy_endpoints(port)
+    if not endpoints:
+        raise ConfigError(f"no cluster runs on port {port}; give its --port")
+    context = new_context("operator", own_network(port))
+    codec: Codec[FromProxyControl] = Codec(FromProxyControl)
+    answers: asyncio.Queue[FromProxyControl] = asyncio.Queue()
+    dealer: DealerSocket[FromProxyControl] | None = None
+    try:
+        dealer = DealerSocket(context, endpoints[0], codec, answers.put_nowait, peer="proxy")
+        dealer.send(message)
+        async with asyncio.timeout(ANSWER_TIMEOUT_S):
+            while not isinstance(answer := await answers.get(), DrainAnswer):
+                pass
+        return answer
+    except TimeoutError:
+        raise Overloaded(f"the cluster on port {port} gave no answer within {ANSWER_TIMEOUT_S:.0f} s") from None
+    finally:
+        if dealer is not None:
+            dealer.close()
+        context.destroy(linger=0)
+
+
+async def _restart(port: int, names: list[str], timeout_s: float, say: Say) -> None:
+    known = {file.stem: file for file in sorted(runtime_dir(port).glob("*.pid")) if file.stem != "launcher"}
+    if not known and proxy_endpoints(port):
+        raise ConfigError("the processes are on other hosts, where Ray keeps them: they cannot be restarted from here")
+    if not known:
+        raise ConfigError(f"no cluster runs on port {port}; start one with `tandem up`, or give its --port")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ConfigError(f"no process is called {unknown[0]}; there are {', '.join(known)}")
+    # Workers first: the proxies wait for theirs.
+    for name in sorted(names or known, key=lambda name: (name.startswith("proxy-"), name)):
+        await _restart_one(port, name, known[name], timeout_s, say)
+
+
+async def _restart_one(port: int, name: str, pid_file: Path, timeout_s: float, say: Say) -> None:
+    before = await fetch_status(port)
+    old_epoch, num_pairs = _epochs(before).get(name), _num_ready_pairs(before)
+    old_proxy = next((report.proxy_id for report in before if report.proxy_id.startswith(f"{name}-")), None)
+    pid = int(pid_file.read_text())
+    say(f"{name} (process {pid}) drains")
+    with contextlib.suppress(ProcessLookupError):  # it has just died, and is being started again
+        os.kill(pid, signal.SIGTERM)
+
+    def is_back(reports: list[StatusReport]) -> bool:
+        if len(reports) < len(before) or int(pid_file.read_text() or 0) == pid:
+            return False
+        if name.startswith("proxy-"):
+            return all(report.proxy_id != old_proxy for report in reports) and _num_ready_pairs(reports) >= num_pairs
+        return _epochs(reports).get(name, old_epoch) != old_epoch and _num_ready_pairs(reports) >= num_pairs
+
+    await _until(timeout_s, f"{name} has not come back", is_back, port)
+    say(f"{name} is back")
+
+
+async def _until(timeout_s: float, otherwise: str, holds: Callable[[list[StatusReport]], bool], port: int) -> None:
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while True:
+        with contextlib.suppress(Overloaded, ConfigError):  # no proxy answers just now
+            if holds(await fetch_status(port)):
+                return
+        if asyncio.get_running_loop().time() > deadline:
+            raise InternalError(f"{otherwise} within {timeout_s:.0f} s; see `tandem status` and its log")
+        await asyncio.sleep(_POLL_S)
+
+
+def _epochs(reports: list[StatusReport]) -> dict[str, str]:
+    return {each.worker.worker_id: each.worker.epoch for report in reports for each in report.workers}
+
+
+def _num_ready_pairs(reports: list[StatusReport]) -> int:
+    """As the proxy sees it that sees the fewest."""
+    counts = [sum(p.state == "ready" for worker in report.workers for p in worker.pairs) for report in reports]
+    return min(counts, default=0)

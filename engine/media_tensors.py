@@ -1,0 +1,55 @@
+"""Reads the tensors of media items where they lie, in shared memory, without copying them."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import stat
+
+import torch
+
+from protocol.errors import InvalidRequest, WorkerLost
+from protocol.media import DIGEST_BYTES, MediaItem, check_segment
+
+
+def open_tensors(item: MediaItem) -> dict[str, torch.Tensor]:
+    """By name. They stay readable when the segment's name goes; nobody may write to them.
+
+    Raises InvalidRequest, or WorkerLost when the item is not in its segment any more.
+    """
+    if not item.tensors:
+        return {}
+    memory = _map(item)
+    tensors: dict[str, torch.Tensor] = {}
+    for tensor in item.tensors:
+        dtype = getattr(torch, tensor.dtype)
+        if tensor.num_bytes:
+            count = tensor.num_bytes // dtype.itemsize
+            flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=tensor.offset)
+        else:
+            flat = torch.empty(0, dtype=dtype)
+        tensors[tensor.name] = flat.view(tensor.shape)
+    return tensors
+
+
+def _map(item: MediaItem) -> mmap.mmap:
+    """Private, so that a step that wrote by mistake would not change what others read."""
+    try:
+        fd = os.open(item.segment, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError as error:
+        reason = errno.errorcode.get(error.errno or 0, str(error))
+        raise InvalidRequest(f"the media segment {item.segment} cannot be opened: {reason}") from error
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise InvalidRequest(f"the media segment {item.segment} is no shared memory")
+        check_segment(item, status.st_size)
+        if not status.st_size:
+            raise InvalidRequest(f"the media segment {item.segment} is empty")
+        memory = mmap.mmap(fd, status.st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        if memory[:DIGEST_BYTES] != item.digest:  # descriptors are used again
+            raise WorkerLost("the media cache has let an image or video go that the request still needs")
+        return memory
+    finally:
+        os.close(fd)

@@ -1,0 +1,32 @@
+"""What the media cache is told at its start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+from protocol.errors import ConfigError
+
+
+class MediaCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file that `python -m media_cache FILE` reads, as JSON.
+
+    endpoint: where its users reach it (ZeroMQ, bound here). capacity_bytes: of shared memory for all items.
+    """
+
+    endpoint: str
+    capacity_bytes: Annotated[int, Meta(ge=1)]
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+
+def read_config(file: Path) -> MediaCacheConfig:
+    """Raises ConfigError, in one line, for a file that cannot be read or does not decode."""
+    try:
+        return msgspec.json.decode(file.read_bytes(), type=MediaCacheConfig)
+    except OSError as error:
+        raise ConfigError(f"cannot read the media cache's config file {file}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"the media cache's config file {file} is wrong: {error}") from error

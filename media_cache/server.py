@@ -1,0 +1,204 @@
+"""The media cache's process: answers calls from the store, keeps the segments, and notices when a client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable
+
+from media_cache.config import MediaCacheConfig
+from media_cache.segments import Segments, max_segments
+from media_cache.store import Action, Drop, Entry, MediaStore
+from protocol.codec import MAX_MESSAGE_BYTES, Codec
+from protocol.errors import ConfigError, ErrorInfo, InvalidRequest, TandemError
+from protocol.media_cache import (
+    HEADER_BYTES,
+    MAX_DESCRIPTION_BYTES,
+    MAX_ITEMS,
+    AcquireMedia,
+    ClearMedia,
+    CommitMedia,
+    CommittedMedia,
+    GetMedia,
+    GetMediaCacheStatus,
+    GrantedMedia,
+    MediaBytes,
+    MediaCacheStatus,
+    MediaCleared,
+    MediaCommitted,
+    MediaGranted,
+    MediaRefused,
+    MediaStored,
+    ReleaseMedia,
+    SetMedia,
+    ToMediaCache,
+    WantedMedia,
+)
+from protocol.media_segment import write_segment
+from protocol.sockets import RouterSocket, new_context
+
+log = logging.getLogger(__name__)
+
+_DIGEST_BYTES = 32
+_MAX_REPLY_BYTES = MAX_MESSAGE_BYTES // 2
+
+
+class MediaCacheServer:
+    """Made on the loop. Raises ConfigError when the endpoint cannot be bound."""
+
+    def __init__(self, config: MediaCacheConfig) -> None:
+        self._store = MediaStore(config.capacity_bytes, max_segments())
+        self._segments = Segments()
+        self._callers: dict[str, bytes] = {}  # who is to be told of a lease that waits
+        self._clients: dict[str, int] = {}  # pidfd of each
+        self._stopped = asyncio.Event()
+        self._context = new_context()
+        codec: Codec[ToMediaCache] = Codec(ToMediaCache)
+        try:
+            self._socket: RouterSocket[ToMediaCache] = RouterSocket(
+                self._context, config.endpoint, codec, self._on_message
+            )
+        except Exception as error:  # zmq's own, which has no name here
+            raise ConfigError(f"cannot bind the media cache's endpoint {config.endpoint}: {error}") from error
+
+    async def run(self) -> None:
+        log.info("the media cache has %d MiB for %d items at most", self._store.capacity_bytes >> 20, max_segments())
+        await self._stopped.wait()
+        self._socket.close()
+        for pidfd in self._clients.values():
+            asyncio.get_running_loop().remove_reader(pidfd)
+            os.close(pidfd)
+        self._segments.close()
+        self._context.destroy(linger=100)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def drain(self) -> bool:
+        return False
+
+    # ---- calls
+
+    def _on_message(self, caller: bytes, message: ToMediaCache) -> None:
+        match message:
+            case AcquireMedia():
+                self._answering(caller, message.lease_id, lambda: self._acquire(caller, message))
+            case CommitMedia():
+                self._answering(caller, message.lease_id, lambda: self._commit(caller, message))
+            case ReleaseMedia():
+                for lease_id in message.lease_ids:
+                    self._callers.pop(lease_id, None)
+                self._perform(self._store.release(message.lease_ids))
+            case GetMedia():
+                self._socket.send(caller, self._get(message))
+            case SetMedia():
+                self._socket.send(caller, self._set(message))
+            case ClearMedia():
+                num_forgotten, actions = self._store.clear()
+                self._perform(actions)
+                self._socket.send(caller, MediaCleared(message.call_id, num_forgotten))
+            case GetMediaCacheStatus():
+                self._socket.send(caller, self._status(message.call_id))
+
+    def _answering(self, caller: bytes, lease_id: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except TandemError as error:
+            self._socket.send(caller, MediaRefused(lease_id, ErrorInfo.of(error)))
+
+    def _acquire(self, caller: bytes, message: AcquireMedia) -> None:
+        if len(message.items) > MAX_ITEMS or any(
+            len(item.key.digest) != _DIGEST_BYTES or item.num_bytes < 0 for item in message.items
+        ):
+            raise InvalidRequest(f"a call takes up to {MAX_ITEMS} items with digests of {_DIGEST_BYTES} bytes")
+        client = str(message.client_pid)
+        self._watch(client, message.client_pid)
+        actions = self._store.acquire(client, message.lease_id, message.items)
+        self._callers[message.lease_id] = caller
+        self._perform(actions)
+
+    def _commit(self, caller: bytes, message: CommitMedia) -> None:
+        if any(len(item.description) > MAX_DESCRIPTION_BYTES for item in message.items):
+            raise InvalidRequest(f"an item's description has more than {MAX_DESCRIPTION_BYTES} bytes")
+        actions = self._store.commit(message.lease_id, message.items)
+        self._socket.send(caller, MediaCommitted(message.lease_id))
+        self._perform(actions)
+
+    def _get(self, message: GetMedia) -> MediaBytes:
+        entry = self._store.ready(message.key)
+        if entry is None:
+            return MediaBytes(message.call_id, -1, b"")
+        num_bytes = max(0, min(message.max_bytes, _MAX_REPLY_BYTES))
+        data = self._segments.read(entry.number, max(0, message.offset), num_bytes)
+        return MediaBytes(message.call_id, entry.num_bytes, data, entry.description)
+
+    def _set(self, message: SetMedia) -> MediaStored:
+        """As acquire, commit and release by one caller, who has the bytes at hand."""
+        lease_id = f"set {message.call_id}"
+        num_bytes = HEADER_BYTES + len(message.data)
+        try:
+            if len(message.key.digest) != _DIGEST_BYTES or len(message.description) > MAX_DESCRIPTION_BYTES:
+                raise InvalidRequest("the item's digest or description has a wrong size")
+            self._perform(self._store.acquire("", lease_id, [WantedMedia(message.key, num_bytes)]))
+        except TandemError as error:
+            return MediaStored(message.call_id, ErrorInfo.of(error))
+        try:
+            entry = self._store.lease_entry(lease_id, message.key)
+            if entry is not None and entry.writer == lease_id:
+                _, end = write_segment(self._segments.path_of(entry.number), message.key, [message.data])
+                done = CommittedMedia(message.key, end, message.description)
+                self._perform(self._store.commit(lease_id, [done]))
+            return MediaStored(message.call_id)
+        except TandemError as error:
+            return MediaStored(message.call_id, ErrorInfo.of(error))
+        finally:
+            self._perform(self._store.release([lease_id]))
+
+    def _status(self, call_id: str) -> MediaCacheStatus:
+        store = self._store
+        return MediaCacheStatus(
+            call_id,
+            store.num_items,
+            store.used_bytes,
+            store.pinned_bytes,
+            store.capacity_bytes,
+            store.num_leases,
+            store.num_hits,
+            store.num_misses,
+            store.num_evicted,
+        )
+
+    # ---- what the store decides
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Drop):
+                self._segments.drop(action.number)
+            elif (caller := self._callers.pop(action.lease_id, None)) is not None:
+                granted = [None if entry is None else self._granted(entry) for entry in action.entries]
+                self._socket.send(caller, MediaGranted(action.lease_id, granted))
+
+    def _granted(self, entry: Entry) -> GrantedMedia:
+        return GrantedMedia(self._segments.path_of(entry.number), entry.is_ready, entry.description)
+
+    # ---- clients
+
+    def _watch(self, client: str, pid: int) -> None:
+        """Raises InvalidRequest when there is no such process (any more)."""
+        if client in self._clients:
+            return
+        try:
+            pidfd = os.pidfd_open(pid)
+        except OSError as error:
+            raise InvalidRequest(f"the client's process {pid} is not there: {error.strerror}") from error
+        self._clients[client] = pidfd
+        asyncio.get_running_loop().add_reader(pidfd, self._on_gone, client)
+
+    def _on_gone(self, client: str) -> None:
+        pidfd = self._clients.pop(client)
+        asyncio.get_running_loop().remove_reader(pidfd)
+        os.close(pidfd)
+        actions = self._store.client_lost(client)
+        log.info("client %s is gone; its references are dropped", client)
+        self._perform(actions)

@@ -1,0 +1,314 @@
+"""What the media cache holds and for whom. Pure: calls in, actions out; it knows no socket, no clock and no memory.
+
+An entry is an item's room: `writing` until its writer commits it, then ready. It is held by leases; a ready one that
+nobody holds is kept, least recently used first to go, until its room is needed. Entries of before a `clear` are stale:
+those who hold them keep them, nobody else finds them.
+
+A lease that wants what another is writing waits for it. It waits only for leases that came before it, so waiting ends;
+when the other gives up, the first that waits becomes the writer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from protocol.errors import InternalError, InvalidRequest, Overloaded, TandemError
+from protocol.media_cache import CommittedMedia, MediaKey, WantedMedia
+
+_MAX_ENDED_LEASES = 4096
+"""Leases that were released before they were acquired, which happens when a process is lost in between."""
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """number: names its segment, and is never used again. waiting: leases, in order of arrival."""
+
+    number: int
+    key: MediaKey
+    num_bytes: int
+    writer: str | None
+    holders: dict[str, None]
+    waiting: dict[str, None] = field(default_factory=dict)
+    is_stale: bool = False
+    description: bytes = b""
+
+    @property
+    def is_ready(self) -> bool:
+        return self.writer is None
+
+
+@dataclass(slots=True, eq=False)
+class _Lease:
+    """wanted: keys in the order asked for, with the entry of each, None where there is none. num_waits: entries that
+    it waits for."""
+
+    client: str
+    wanted: list[MediaKey]
+    entries: dict[MediaKey, Entry | None]
+    num_waits: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """Answer the lease's acquire: one entry, or None, for each item. Those whose writer it is are to be written."""
+
+    lease_id: str
+    entries: tuple[Entry | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Drop:
+    """The segment of this entry is not needed any more."""
+
+    number: int
+
+
+Action = Grant | Drop
+
+
+class MediaStore:
+    """capacity_bytes: of all entries. max_items: the same in number, for each is an open file."""
+
+    def __init__(self, capacity_bytes: int, max_items: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.max_items = max_items
+        self.used_bytes = 0
+        self.num_hits = 0
+        self.num_misses = 0
+        self.num_evicted = 0
+        self._entries: dict[int, Entry] = {}
+        self._by_key: dict[MediaKey, Entry] = {}
+        self._unused: OrderedDict[int, Entry] = OrderedDict()  # ready, not stale, held by nobody; oldest use first
+        self._unused_bytes = 0
+        self._leases: dict[str, _Lease] = {}
+        self._ended: OrderedDict[str, None] = OrderedDict()
+        self._numbers = itertools.count(1)
+
+    @property
+    def num_items(self) -> int:
+        return len(self._entries)
+
+    @property
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    @property
+    def pinned_bytes(self) -> int:
+        return self.used_bytes - self._unused_bytes
+
+    def ready(self, key: MediaKey) -> Entry | None:
+        """Without a lease: only to be used at once."""
+        entry = self._by_key.get(key)
+        return entry if entry is not None and entry.is_ready else None
+
+    def lease_entry(self, lease_id: str, key: MediaKey) -> Entry | None:
+        """What the lease has of that key."""
+        return self._leases[lease_id].entries.get(key)
+
+    # ---- calls
+
+    def acquire(self, client: str, lease_id: str, wanted: Sequence[WantedMedia]) -> list[Action]:
+        """The grant is among the actions, or follows when what it waits for is ready.
+
+        Raises Overloaded when the room is held by others, InvalidRequest for what could never fit; then nothing has
+        changed.
+        """
+        if lease_id in self._leases or lease_id in self._ended:
+            raise InvalidRequest(f"the lease {lease_id} has been used before")
+        new: dict[MediaKey, int] = {}
+        found: dict[MediaKey, Entry | None] = {}
+        for item in wanted:
+            entry = self._by_key.get(item.key)
+            if entry is None and item.num_bytes:
+                new[item.key] = max(item.num_bytes, new.get(item.key, 0))
+            elif entry is not None and (entry.is_ready or item.num_bytes):
+                found[item.key] = entry
+            else:
+                found.setdefault(item.key, None)
+        hits = [entry for entry in found.values() if entry is not None]
+        num_bytes = sum(new.values())
+        # What is asked for may not be evicted to make room for the rest of it.
+        spared = [entry for entry in hits if entry.number in self._unused]
+        self._check_room(num_bytes, len(new), sum(e.num_bytes for e in spared), len(spared))
+        lease = self._leases[lease_id] = _Lease(client, [item.key for item in wanted], {})
+        for entry in hits:
+            self._hold(lease_id, entry)
+        actions = self._make_room(num_bytes, len(new))
+        for key, size in new.items():
+            found[key] = self._add(key, size, lease_id)
+        for key, each in found.items():
+            lease.entries[key] = each
+            if each is not None and each.writer not in (None, lease_id):
+                each.waiting[lease_id] = None
+                lease.num_waits += 1
+        self.num_hits += len(hits)
+        self.num_misses += len(found) - len(hits)
+        if not lease.num_waits:
+            actions.append(self._grant(lease_id, lease))
+        return actions
+
+    def commit(self, lease_id: str, items: Sequence[CommittedMedia]) -> list[Action]:
+        """Raises InvalidRequest for items that are not the lease's to write, Overloaded when they have grown over what
+        was set aside and there is no room, InternalError when the lease has ended; then nothing has changed."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            raise InternalError("the media cache does not know the request's lease; was it started again?")
+        written: dict[int, tuple[Entry, CommittedMedia]] = {}
+        for item in items:
+            entry = lease.entries.get(item.key)
+            if entry is None or entry.writer != lease_id or item.num_bytes < 1 or entry.number in written:
+                raise InvalidRequest(f"the item {item.key.digest.hex()} is not for lease {lease_id} to commit")
+            written[entry.number] = entry, item
+        growth = sum(item.num_bytes - entry.num_bytes for entry, item in written.values())
+        self._check_room(growth, 0)
+        actions = self._make_room(growth, 0)
+        self.used_bytes += growth
+        for entry, item in written.values():
+            entry.num_bytes, entry.description, entry.writer = item.num_bytes, item.description, None
+            waiting, entry.waiting = entry.waiting, {}
+            for other_id in waiting:
+                actions += self._waits_no_more(other_id)
+        return actions
+
+    def release(self, lease_ids: Sequence[str]) -> list[Action]:
+        """Those not known yet are refused when they come."""
+        actions: list[Action] = []
+        for lease_id in lease_ids:
+            lease = self._leases.pop(lease_id, None)
+            if lease is None:
+                self._ended[lease_id] = None
+                if len(self._ended) > _MAX_ENDED_LEASES:
+                    self._ended.popitem(last=False)
+                continue
+            for entry in lease.entries.values():
+                if entry is not None:
+                    actions += self._let_go(lease_id, entry)
+        # One that waited for another of them was granted in between what it no longer wants.
+        return [action for action in actions if isinstance(action, Drop) or action.lease_id in self._leases]
+
+    def client_lost(self, client: str) -> list[Action]:
+        """All of its leases end."""
+        return self.release([lease_id for lease_id, lease in self._leases.items() if lease.client == client])
+
+    def clear(self) -> tuple[int, list[Action]]:
+        """How many entries were forgotten."""
+        num_forgotten = len(self._by_key)
+        actions: list[Action] = [self._remove(entry) for entry in list(self._unused.values())]
+        for entry in self._by_key.values():
+            entry.is_stale = True
+        self._by_key.clear()
+        return num_forgotten, actions
+
+    # ---- entries
+
+    def _add(self, key: MediaKey, num_bytes: int, writer: str) -> Entry:
+        entry = Entry(next(self._numbers), key, num_bytes, writer, {writer: None})
+        self._entries[entry.number] = self._by_key[key] = entry
+        self.used_bytes += num_bytes
+        return entry
+
+    def _hold(self, lease_id: str, entry: Entry) -> None:
+        entry.holders[lease_id] = None
+        if self._unused.pop(entry.number, None) is not None:
+            self._unused_bytes -= entry.num_bytes
+
+    def _let_go(self, lease_id: str, entry: Entry) -> list[Action]:
+        del entry.holders[lease_id]
+        entry.waiting.pop(lease_id, None)
+        if entry.writer == lease_id:
+            return self._give_up(entry)
+        if entry.holders or not entry.is_ready:
+            return []
+        if entry.is_stale:
+            return [self._remove(entry)]
+        self._unused[entry.number] = entry
+        self._unused_bytes += entry.num_bytes
+        return []
+
+    def _give_up(self, entry: Entry) -> list[Action]:
+        """Its writer is gone. The next one gets a new segment: nobody knows what may still come to this one."""
+        actions: list[Action] = [self._remove(entry)]
+        if not entry.waiting:
+            return actions
+        first, *others = entry.waiting
+        heir = Entry(
+            next(self._numbers), entry.key, entry.num_bytes, first, entry.holders, dict.fromkeys(others), entry.is_stale
+        )
+        self._entries[heir.number] = heir
+        if not heir.is_stale:
+            self._by_key[heir.key] = heir
+        self.used_bytes += heir.num_bytes
+        for lease_id in heir.holders:
+            self._leases[lease_id].entries[heir.key] = heir
+        return actions + self._waits_no_more(first)
+
+    def _remove(self, entry: Entry) -> Drop:
+        del self._entries[entry.number]
+        if self._by_key.get(entry.key) is entry:
+            del self._by_key[entry.key]
+        if self._unused.pop(entry.number, None) is not None:
+            self._unused_bytes -= entry.num_bytes
+        self.used_bytes -= entry.num_bytes
+        return Drop(entry.number)
+
+    def _check_room(self, num_bytes: int, num_items: int, spared_bytes: int = 0, num_spared: int = 0) -> None:
+        if num_bytes > self.capacity_bytes or num_items > self.max_items:
+            raise InvalidRequest(
+                f"the request's images and videos take {num_bytes} bytes; the media cache has {self.capacity_bytes}"
+            )
+        held_bytes = self.pinned_bytes + spared_bytes
+        num_held = self.num_items - len(self._unused) + num_spared
+        if num_bytes > 0 and held_bytes + num_bytes > self.capacity_bytes:
+            raise _full(f"{held_bytes} of its {self.capacity_bytes} bytes are in use, {num_bytes} more are asked for")
+        if num_items and num_held + num_items > self.max_items:
+            raise _full(f"{num_held} of its {self.max_items} items are in use, {num_items} more are asked for")
+
+    def _make_room(self, num_bytes: int, num_items: int) -> list[Action]:
+        actions: list[Action] = []
+        while self._unused and (
+            self.used_bytes + num_bytes > self.capacity_bytes or self.num_items + num_items > self.max_items
+        ):
+            self.num_evicted += 1
+            actions.append(self._remove(next(iter(self._unused.values()))))
+        return actions
+
+    # ---- leases
+
+    def _grant(self, lease_id: str, lease: _Lease) -> Grant:
+        return Grant(lease_id, tuple(lease.entries[key] for key in lease.wanted))
+
+    def _waits_no_more(self, lease_id: str) -> list[Action]:
+        lease = self._leases[lease_id]
+        lease.num_waits -= 1
+        return [] if lease.num_waits else [self._grant(lease_id, lease)]
+
+    def check(self) -> None:
+        """Asserts what must always hold; for tests."""
+        assert self.used_bytes == sum(entry.num_bytes for entry in self._entries.values()) <= self.capacity_bytes
+        assert self.num_items <= self.max_items
+        assert self._unused_bytes == sum(entry.num_bytes for entry in self._unused.values())
+        for number, entry in self._entries.items():
+            assert entry.number == number
+            assert (number in self._unused) == (entry.is_ready and not entry.is_stale and not entry.holders)
+            assert entry.is_stale == (self._by_key.get(entry.key) is not entry)
+            assert entry.holders or number in self._unused, "nobody holds it, and nobody will find it"
+            assert entry.is_ready or entry.writer in entry.holders
+            assert not (entry.is_ready and entry.waiting)
+            assert set(entry.waiting) == set(entry.holders) - {entry.writer} or entry.is_ready
+            for lease_id in entry.holders:
+                assert self._leases[lease_id].entries[entry.key] is entry
+        order = list(self._leases)
+        for lease_id, lease in self._leases.items():
+            held = [entry for entry in lease.entries.values() if entry is not None]
+            assert all(self._entries[entry.number] is entry and lease_id in entry.holders for entry in held)
+            waits = [entry for entry in held if lease_id in entry.waiting]
+            assert lease.num_waits == len(waits)
+            for entry in waits:
+                assert entry.writer is not None and order.index(entry.writer) < order.index(lease_id), "a cycle"
+
+
+def _full(reason: str) -> TandemError:
+    return Overloaded(f"the media cache is full: {reason}; try again later")

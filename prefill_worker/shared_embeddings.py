@@ -1,0 +1,90 @@
+"""The embeddings in the host's media cache, as `prefill_worker.media.MediaEmbeddings`: what one worker has encoded,
+the others find."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import torch
+
+from protocol.errors import TandemError
+from protocol.media_cache import HEADER_BYTES, CommittedMedia, GrantedMedia, MediaKey, WantedMedia
+from protocol.media_client import MediaCacheClient
+from protocol.media_segment import map_segment, offsets_of, write_segment
+
+log = logging.getLogger(__name__)
+
+
+class EmbeddingShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the cache keeps beside an embedding. dtype: as torch calls it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class SharedEmbeddings:
+    """Copies what it finds out of the cache, and so holds on to nothing there."""
+
+    def __init__(self, client: MediaCacheClient) -> None:
+        self._client = client
+        self._sharing: set[asyncio.Task[None]] = set()
+        self._shape: msgspec.msgpack.Decoder[EmbeddingShape] = msgspec.msgpack.Decoder(EmbeddingShape)
+
+    async def get(self, digests: Sequence[bytes]) -> dict[bytes, torch.Tensor]:
+        """One round trip. Raises TandemError."""
+        keys = [MediaKey(digest, "embedding") for digest in digests]
+        lease_id = self._client.new_id()
+        try:
+            granted = await self._client.acquire(lease_id, [WantedMedia(key, 0) for key in keys])
+            return {
+                key.digest: self._read(key, item) for key, item in zip(keys, granted, strict=True) if item is not None
+            }
+        finally:
+            self._client.release([lease_id])
+
+    def set(self, embeddings: Mapping[bytes, torch.Tensor]) -> None:
+        """Returns at once; what cannot be kept is not."""
+        task = asyncio.get_running_loop().create_task(self._share(dict(embeddings)))
+        self._sharing.add(task)
+        task.add_done_callback(self._sharing.discard)
+
+    async def _share(self, embeddings: dict[bytes, torch.Tensor]) -> None:
+        keys = [MediaKey(digest, "embedding") for digest in embeddings]
+        parts = [embedding.contiguous().view(torch.uint8).numpy().data for embedding in embeddings.values()]
+        lease_id = self._client.new_id()
+        try:
+            wanted = [WantedMedia(k, offsets_of([part.nbytes])[1]) for k, part in zip(keys, parts, strict=True)]
+            granted = await self._client.acquire(lease_id, wanted)
+            done = []
+            for key, item, part, embedding in zip(keys, granted, parts, embeddings.values(), strict=True):
+                if item is None or item.is_ready:  # another worker was sooner
+                    continue
+                # Off the loop: it is megabytes, and writing lets go of the interpreter's lock.
+                _, num_bytes = await asyncio.to_thread(write_segment, item.segment, key, [part])
+                shape = EmbeddingShape(str(embedding.dtype).removeprefix("torch."), tuple(embedding.shape))
+                done.append(CommittedMedia(key, num_bytes, msgspec.msgpack.encode(shape)))
+            if done:
+                await self._client.commit(lease_id, done)
+        except TandemError as error:
+            log.warning("embeddings were not shared: %s", error)
+        finally:
+            self._client.release([lease_id])
+
+    def _read(self, key: MediaKey, item: GrantedMedia) -> torch.Tensor:
+        told = self._shape.decode(item.description)
+        dtype = getattr(torch, told.dtype)
+        mapped = map_segment(item.segment, key)
+        try:
+            flat = torch.frombuffer(bytearray(mapped[HEADER_BYTES:]), dtype=torch.uint8)
+        finally:
+            mapped.close()
+        return flat[: math.prod(told.shape) * dtype.itemsize].view(dtype).view(told.shape)
+
+    def close(self) -> None:
+        for task in self._sharing:
+            task.cancel()
+        self._client.close()

@@ -1,0 +1,142 @@
+"""A process's connection to the media cache of its host. Every call has a deadline; releasing waits for nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import secrets
+from typing import TypeVar
+
+import msgspec
+
+from protocol.codec import MAX_MESSAGE_BYTES, Codec
+from protocol.errors import InternalError, InvalidRequest, Overloaded
+from protocol.media_cache import (
+    AcquireMedia,
+    ClearMedia,
+    CommitMedia,
+    CommittedMedia,
+    FromMediaCache,
+    GetMedia,
+    GetMediaCacheStatus,
+    GrantedMedia,
+    MediaBytes,
+    MediaCacheStatus,
+    MediaCleared,
+    MediaCommitted,
+    MediaGranted,
+    MediaKey,
+    MediaRefused,
+    MediaStored,
+    ReleaseMedia,
+    SetMedia,
+    WantedMedia,
+)
+from protocol.network import Context
+from protocol.sockets import DealerSocket
+
+R = TypeVar("R", bound=msgspec.Struct)
+
+CALL_TIMEOUT_S = 10.0
+MAX_SET_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
+_GET_BYTES = 8 << 20
+"""Of an item at once, over the socket."""
+
+
+class MediaCacheClient:
+    """Belongs to the loop that it is made on. client_pid: whose end ends its leases; by default this process's."""
+
+    def __init__(self, context: Context, endpoint: str, client_pid: int | None = None) -> None:
+        self._client_pid = os.getpid() if client_pid is None else client_pid
+        codec: Codec[FromMediaCache] = Codec(FromMediaCache)
+        self._socket: DealerSocket[FromMediaCache] = DealerSocket(context, endpoint, codec, self._on_message)
+        self._waiting: dict[str, asyncio.Future[FromMediaCache]] = {}
+        self._prefix = secrets.token_hex(8)
+        self._numbers = itertools.count()
+
+    def new_id(self) -> str:
+        """Of a lease or a call: unique for all time."""
+        return f"{self._prefix}-{next(self._numbers)}"
+
+    async def acquire(
+        self, lease_id: str, wanted: list[WantedMedia], timeout_s: float = CALL_TIMEOUT_S
+    ) -> list[GrantedMedia | None]:
+        """See AcquireMedia. The caller owes one `release`, also when this raises.
+
+        Raises Overloaded when there is no room, InvalidRequest for what could never fit, InternalError when the cache
+        does not answer in time.
+        """
+        message = AcquireMedia(self._client_pid, lease_id, wanted)
+        return (await self._call(lease_id, message, MediaGranted, timeout_s)).items
+
+    async def commit(self, lease_id: str, items: list[CommittedMedia]) -> None:
+        """See CommitMedia. Raises Overloaded when the items have grown and there is no room; InternalError."""
+        await self._call(lease_id, CommitMedia(lease_id, items), MediaCommitted, CALL_TIMEOUT_S)
+
+    def release(self, lease_ids: list[str]) -> None:
+        self._socket.send(ReleaseMedia(lease_ids))
+
+    async def get(self, key: MediaKey) -> tuple[bytes, bytes] | None:
+        """(the whole segment, its description) over the socket, for another host; None where it is not cached."""
+        pieces: list[bytes] = []
+        num_bytes, total, description = 0, 1, b""
+        while num_bytes < total:
+            call_id = self.new_id()
+            answer = await self._call(
+                call_id, GetMedia(call_id, key, num_bytes, _GET_BYTES), MediaBytes, CALL_TIMEOUT_S
+            )
+            if not answer.data:  # not there, or let go in the middle
+                return None
+            pieces.append(answer.data)
+            num_bytes += len(answer.data)
+            total, description = answer.total_bytes, answer.description
+        return b"".join(pieces), description
+
+    async def set(self, key: MediaKey, data: bytes, description: bytes) -> None:
+        """The other way. Raises Overloaded and InvalidRequest as `acquire` does, and for more than MAX_SET_BYTES."""
+        if len(data) > MAX_SET_BYTES:
+            raise InvalidRequest(f"an item of {len(data)} bytes is too large for the socket: at most {MAX_SET_BYTES}")
+        call_id = self.new_id()
+        answer = await self._call(call_id, SetMedia(call_id, key, description, data), MediaStored, CALL_TIMEOUT_S)
+        if answer.error is not None:
+            raise answer.error.to_error()
+
+    async def clear(self) -> int:
+        """How many items were forgotten."""
+        call_id = self.new_id()
+        return (await self._call(call_id, ClearMedia(call_id), MediaCleared, CALL_TIMEOUT_S)).num_items
+
+    async def status(self) -> MediaCacheStatus:
+        call_id = self.new_id()
+        return await self._call(call_id, GetMediaCacheStatus(call_id), MediaCacheStatus, CALL_TIMEOUT_S)
+
+    async def _call(self, call_id: str, message: msgspec.Struct, kind: type[R], timeout_s: float) -> R:
+        answer: asyncio.Future[FromMediaCache] = asyncio.get_running_loop().create_future()
+        self._waiting[call_id] = answer
+        try:
+            if not self._socket.send(message):
+                raise Overloaded("the media cache does not read its messages; try again later")
+            async with asyncio.timeout(timeout_s):
+                told = await answer
+        except TimeoutError:
+            raise InternalError(f"the media cache gave no answer within {timeout_s:g} s") from None
+        finally:
+            self._waiting.pop(call_id, None)
+        if isinstance(told, MediaRefused):
+            raise told.error.to_error()
+        assert isinstance(told, kind), f"the media cache answered with {type(told).__name__}"
+        return told
+
+    def _on_message(self, message: FromMediaCache) -> None:
+        match message:
+            case MediaGranted() | MediaCommitted() | MediaRefused():
+                call_id = message.lease_id
+            case _:
+                call_id = message.call_id
+        answer = self._waiting.get(call_id)
+        if answer is not None and not answer.done():  # else nobody waits for it any more
+            answer.set_result(message)
+
+    def close(self) -> None:
+        self._socket.close()

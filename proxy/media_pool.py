@@ -1,0 +1,144 @@
+"""The proxy's side of requests with images and video: hands their bodies to a process, and keeps their leases.
+
+The process (`proxy.media_process`) is apart from those that tokenise, so text never waits behind images, and it alone
+loads torch. It is started with the proxy, and again when a request comes after it was lost.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from typing import Any
+
+import msgspec
+
+from protocol.errors import InternalError, TandemError
+from protocol.media_client import MediaCacheClient
+from proxy.admission import QueueFull
+from proxy.body_reader import BodyKind
+from proxy.media_jobs import CancelJob, JobDone, MediaJob, MediaSetup, read_message, write_message
+from proxy.media_lease import MediaLease
+from proxy.registry import ModelLimits
+from proxy.request_body import SpooledBody
+from proxy.validation import GenerationRequest
+
+log = logging.getLogger(__name__)
+
+_EXIT_BAD_CONFIG = 2
+_RETRY_AFTER_S = 1
+
+
+class MediaPool:
+    """Belongs to the proxy's loop. max_waiting: requests that are read or wait for that; more are refused."""
+
+    def __init__(self, setup: MediaSetup, cache: MediaCacheClient, max_waiting: int) -> None:
+        self._setup = setup
+        self._cache = cache
+        self._max_waiting = max_waiting
+        self._waiting: dict[str, asyncio.Future[GenerationRequest]] = {}  # by lease, until the job is done
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._watching: asyncio.Task[None] | None = None
+        self._starting = asyncio.Lock()
+        self._wrong_config: str | None = None
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    async def start(self) -> None:
+        async with self._starting:
+            if self._writer is not None:
+                return
+            if self._watching is not None:
+                await asyncio.shield(self._watching)  # a request that is cancelled here must not take it along
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    "proxy.media_process",
+                    str(theirs.fileno()),
+                    pass_fds=[theirs.fileno()],
+                    stdin=asyncio.subprocess.DEVNULL,
+                )
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+            write_message(self._writer, self._setup)
+            self._watching = asyncio.create_task(self._watch(reader, self._process))
+
+    async def read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
+        """With its prompts tokenised and its media cached, as long as its `media_lease` is not released.
+
+        Raises InvalidRequest, QueueFull when too many wait already, Overloaded when the cache is full, InternalError
+        when the process was lost.
+        """
+        if len(self._waiting) >= self._max_waiting:
+            raise QueueFull(
+                f"{len(self._waiting)} requests with images or video are waiting already; the limit is "
+                f"{self._max_waiting}. Try again later.",
+                _RETRY_AFTER_S,
+            )
+        if self._wrong_config is not None:
+            raise InternalError(f"images and video are not served: {self._wrong_config}")
+        lease_id = self._cache.new_id()
+        done: asyncio.Future[GenerationRequest] = asyncio.get_running_loop().create_future()
+        done.add_done_callback(_look_at)
+        self._waiting[lease_id] = done
+        try:
+            await self.start()
+        except BaseException:
+            del self._waiting[lease_id]
+            raise
+        assert self._writer is not None
+        job = MediaJob(lease_id, kind, body if isinstance(body, bytes) else body.path, limits)
+        write_message(self._writer, job)
+        try:
+            return await asyncio.shield(done)
+        except asyncio.CancelledError:
+            if not done.done() and self._writer is not None:
+                write_message(self._writer, CancelJob(lease_id))
+            raise
+
+    async def _watch(self, reader: asyncio.StreamReader, process: Any) -> None:
+        """Until the process has ended."""
+        try:
+            while True:
+                message = await read_message(reader)
+                assert isinstance(message, JobDone)
+                self._on_done(message)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            pass
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+            self._writer = None
+            code = await process.wait()
+            log.error("the media process ended with %d", code)
+            if code == _EXIT_BAD_CONFIG:
+                self._wrong_config = "the model's processor cannot be loaded; the proxy's log tells why"
+            error = InternalError(self._wrong_config or "the process that read the request's images or video was lost")
+            for lease_id in list(self._waiting):
+                self._on_done(JobDone(lease_id, error))
+
+    def _on_done(self, message: JobDone) -> None:
+        done = self._waiting.pop(message.lease_id, None)
+        if done is None:
+            return
+        lease = MediaLease(self._cache, message.lease_id)
+        if isinstance(message.result, TandemError):
+            lease.release()
+            done.set_exception(message.result)
+        else:
+            done.set_result(msgspec.structs.replace(message.result, media_lease=lease))
+
+    def close(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            self._process.kill()  # it holds nothing that the proxy's end would not end too
+
+
+def _look_at(done: asyncio.Future[GenerationRequest]) -> None:
+    """So that an error which nobody waits for is not logged as forgotten."""
+    if not done.cancelled():
+        done.exception()

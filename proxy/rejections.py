@@ -1,0 +1,22 @@
+"""Why a request was refused for want of room, in the few words that the metrics have for it."""
+
+from __future__ import annotations
+
+from protocol.errors import Overloaded, TandemError
+from proxy.admission import ClientLimitExceeded, QueueFull
+from proxy.router import SLOUnreachable
+
+
+def rejection_reason(error: TandemError) -> str | None:
+    """None for what is no rejection: an error that more room would not have prevented."""
+    match error:
+        case ClientLimitExceeded():
+            return "client_limit"
+        case QueueFull():
+            return "queue_full"
+        case SLOUnreachable():
+            return "slo"
+        case Overloaded():
+            return "no_room"
+        case _:
+            return None

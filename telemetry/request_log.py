@@ -1,0 +1,139 @@
+"""What is known of each HTTP request for generation: its timeline, kept in a bounded ring, and one log line at its end.
+
+Neither holds prompts, answers or keys: ids, counts and times only.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from telemetry.metrics import SequenceTimer
+
+log = logging.getLogger("request")
+
+NUM_KEPT = 2000
+"""Requests whose timelines a proxy can tell; about 3 KiB each."""
+
+
+@dataclass(eq=False, slots=True)
+class RequestRecord:
+    """One HTTP request. arrived_at: monotonic clock; arrived_unix_s: the same moment as the wall clock had it.
+
+    traceparent: the client's header, empty where it sent none. read_at: its prompts are token ids now. sequences: one
+    timer each, in order. outcome: stop, length, aborted or an error's code; empty while it runs.
+    """
+
+    request_id: str
+    api: str
+    traceparent: str = ""
+    arrived_at: float = field(default_factory=time.monotonic)
+    arrived_unix_s: float = field(default_factory=time.time)
+    read_at: float | None = None
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_completion_tokens: int = 0
+    sequences: list[SequenceTimer] = field(default_factory=list)
+    outcome: str = ""
+    ended_at: float | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """To the first token of any sequence."""
+        return min((timer.ttft_s for timer in self.sequences if timer.ttft_s is not None), default=None)
+
+    def stages(self) -> dict[str, float]:
+        """Seconds by stage, of the sequence that took longest; empty when none has finished."""
+        done = [timer for timer in self.sequences if timer.stages is not None]
+        slowest = max(done, key=lambda timer: timer.e2e_s or 0.0, default=None)
+        return slowest.stages or {} if slowest is not None else {}
+
+    def fields(self) -> dict[str, Any]:
+        """What its log line tells."""
+        ttft_s = self.ttft_s
+        told: dict[str, Any] = {
+            "request_id": self.request_id,
+            "api": self.api,
+            "outcome": self.outcome,
+            "sequences": len(self.sequences),
+            "prompt_tokens": self.num_prompt_tokens,
+            "cached_tokens": self.num_cached_tokens,
+            "completion_tokens": self.num_completion_tokens,
+            "ttft_ms": None if ttft_s is None else round(1000 * ttft_s, 1),
+            "e2e_ms": None if self.ended_at is None else round(1000 * (self.ended_at - self.arrived_at), 1),
+        }
+        told.update({f"{name}_ms": round(1000 * seconds, 1) for name, seconds in self.stages().items() if seconds})
+        return {name: value for name, value in told.items() if value is not None}
+
+    def timeline(self) -> dict[str, Any]:
+        """All that is known, for JSON. Events are in seconds since the request arrived."""
+        events: list[tuple[float, str, dict[str, Any]]] = [(self.arrived_at, "arrived", {})]
+        if self.read_at is not None:
+            events.append((self.read_at, "tokenized", {"prompt_tokens": self.num_prompt_tokens}))
+        for index, timer in enumerate(self.sequences):
+            for moment, name, details in timer.events():
+                events.append((moment, name, {"sequence": index, **details}))
+        if self.ended_at is not None:
+            events.append((self.ended_at, "ended", {"outcome": self.outcome}))
+        events.sort(key=lambda event: event[0])
+        return {
+            **self.fields(),
+            "outcome": self.outcome or "running",
+            "arrived_unix_s": round(self.arrived_unix_s, 6),
+            "stages_s": {name: round(seconds, 6) for name, seconds in self.stages().items()},
+            "events": [
+                {"at_s": round(moment - self.arrived_at, 6), "event": name, **details}
+                for moment, name, details in events
+            ],
+        }
+
+
+def ignore(record: RequestRecord) -> None:
+    """Where nobody else wants to know."""
+
+
+class RequestLog:
+    """on_end: called with each record that has ended, the tracer's for one."""
+
+    def __init__(self, on_end: Callable[[RequestRecord], None] = ignore, num_kept: int = NUM_KEPT) -> None:
+        self._on_end = on_end
+        self._num_kept = num_kept
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+
+    def begin(self, request_id: str, api: str, traceparent: str = "") -> RequestRecord:
+        """The oldest is forgotten where there are too many, whether or not it has ended."""
+        record = RequestRecord(request_id, api, traceparent)
+        self._keep(record)
+        return record
+
+    def rename(self, record: RequestRecord, request_id: str) -> None:
+        """The client names the request in its body, too."""
+        if request_id != record.request_id:
+            if self._records.get(record.request_id) is record:
+                del self._records[record.request_id]
+            record.request_id = request_id
+            self._keep(record)
+
+    def end(self, record: RequestRecord, outcome: str) -> None:
+        """Idempotent: the first outcome counts."""
+        if record.ended_at is not None:
+            return
+        record.ended_at, record.outcome = time.monotonic(), outcome
+        log.info("ended", extra={"fields": record.fields()})
+        self._on_end(record)
+
+    def find(self, request_id: str) -> RequestRecord | None:
+        return self._records.get(request_id)
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def _keep(self, record: RequestRecord) -> None:
+        self._records.pop(record.request_id, None)  # of several with one id, the newest
+        self._records[record.request_id] = record
+        if len(self._records) > self._num_kept:
+            self._records.popitem(last=False)

@@ -1,0 +1,120 @@
+"""Prometheus metrics of one worker, on an HTTP endpoint of its own; loopback unless told otherwise.
+
+What the worker reports in each heartbeat is told as it was last reported, so the hot path has nothing to do for it.
+Steps, prompts and transfers are histograms. The endpoint's thread renders; it takes no lock that a step waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Final
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, start_http_server
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+_GAUGES: Final = {
+    "num_requests_running": ("num_running", "Sequences that compute."),
+    "num_requests_waiting": ("num_waiting", "Sequences that wait for their turn, their blocks or their KV."),
+    "num_waiting_tokens": ("num_waiting_tokens", "Prompt tokens that are still to be computed."),
+    "kv_blocks": ("num_blocks", "KV blocks of the pool."),
+    "kv_free_blocks": ("num_free_blocks", "KV blocks that nobody holds; cached ones among them."),
+    "kv_cached_blocks": ("num_cached_blocks", "Free KV blocks that hold a prefix."),
+    "kv_quarantined_blocks": ("num_quarantined_blocks", "KV blocks that a peer may still write to."),
+    "prompt_tokens_per_second": ("prompt_tokens_per_s", "Of late, while prompts were computed."),
+}
+_COUNTERS: Final = {
+    "prefix_cache_queries": ("num_prompt_tokens", "Prompt tokens that were looked for in the prefix cache."),
+    "prefix_cache_hits": ("num_cached_tokens", "Prompt tokens that were found there."),
+    "request_success": ("num_finished", "Sequences whose work here ended well."),
+    "num_preemptions": ("num_preempted", "Sequences that lost their place."),
+    "kv_transfer_bytes": ("num_transferred_bytes", "KV bytes sent (prefill) or received (decode)."),
+    "kv_compared_blocks": ("num_compared_blocks", "KV blocks whose checksums were compared."),
+    "kv_corrupt_blocks": ("num_corrupt_blocks", "KV blocks that were not what was sent."),
+}
+LOAD_FIELDS: Final = [field for field, _ in (*_GAUGES.values(), *_COUNTERS.values())]
+"""Of the heartbeat's load report."""
+
+_STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
+_LONG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
+_TRANSFER_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
+
+
+class _LastLoad:
+    """A collector, as prometheus_client has them."""
+
+    def __init__(self) -> None:
+        self.load: Any = None
+
+    def collect(self) -> Iterable[Any]:
+        load = self.load  # one read: the loop may put another in its place
+        if load is None:
+            return
+        for name, (field, text) in _GAUGES.items():
+            yield GaugeMetricFamily(f"tandem_worker_{name}", text, getattr(load, field))
+        used = 1 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0
+        yield GaugeMetricFamily("tandem_worker_kv_cache_usage_perc", "KV blocks that are held; 1 is all of them.", used)
+        for name, (field, text) in _COUNTERS.items():
+            yield CounterMetricFamily(f"tandem_worker_{name}", text, getattr(load, field))
+
+
+class WorkerMetrics:
+    """on_load, step, queue and prefill are the loop's to call."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._last_load = _LastLoad()
+        self.registry.register(self._last_load)
+        self.step = self._histogram("tandem_worker_step_seconds", "One step of the model.", _STEP_S)
+        self.queue = self._histogram(
+            "tandem_worker_request_queue_time_seconds", "From a prompt's arrival to its first chunk.", _LONG_S
+        )
+        self.prefill = self._histogram(
+            "tandem_worker_request_prefill_time_seconds", "From its first chunk to its first token.", _LONG_S
+        )
+        self.decode_wait = self._histogram(
+            "tandem_worker_decode_wait_seconds", "From a sequence's KV being whole to its first step.", _LONG_S
+        )
+        labels = ["prefill_worker", "decode_worker", "connector"]
+        self._transfer = Histogram(
+            "tandem_kv_transfer_seconds",
+            "One shipment of KV blocks, from being handed to the connector to its end; told by prefill workers.",
+            labels,
+            buckets=_TRANSFER_S,
+            registry=self.registry,
+        )
+        self._transfer_bytes = Counter(
+            "tandem_kv_transfer_bytes", "KV bytes shipped; told by prefill workers.", labels, registry=self.registry
+        )
+        self._close: Callable[[], None] = lambda: None
+
+    def on_load(self, load: object) -> None:
+        """load: has the attributes `LOAD_FIELDS`, and is not changed afterwards."""
+        self._last_load.load = load
+
+    def on_shipped(self, pair: tuple[str, str, str], num_bytes: int, seconds: float) -> None:
+        """pair: prefill worker, decode worker, connector."""
+        self._transfer.labels(*pair).observe(seconds)
+        self._transfer_bytes.labels(*pair).inc(num_bytes)
+
+    def serve(self, host: str, port: int) -> str:
+        """Bind, in a thread of its own; port 0 takes any that is free. Returns host:port. Raises OSError."""
+        server, thread = start_http_server(port, host, self.registry)
+
+        def close() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join(1.0)
+
+        self._close = close
+        bound = server.server_port
+        return f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+
+    def close(self) -> None:
+        with suppress(OSError):
+            self._close()
+        self._close = lambda: None
+
+    def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, documentation, buckets=buckets, registry=self.registry)

@@ -1,0 +1,162 @@
+"""Real workers die, freeze and leave under streams; every answer is that of an undisturbed run, token for token."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster import MODEL, Cluster
+
+NUM_TOKENS = 300
+_LONG = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt": "A greedy one", "temperature": 0, "logprobs": 2, **_LONG},
+    {"prompt": "A seeded one", "temperature": 1.0, "top_p": 0.9, "seed": 11, "repetition_penalty": 1.1, **_LONG},
+    {"prompt": "Three of them", "temperature": 0.8, "seed": 5, "n": 3, **_LONG},
+    {"prompt": list(range(5, 200)), "temperature": 0, **_LONG},
+    {"prompt": "With a grammar", "seed": 3, "structured_outputs": {"regex": "[ab]{250}"}, **_LONG},
+    {"prompt": "Stopped by a string", "seed": 8, "stop": ["no such thing", "\x00"], **_LONG},
+]
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[Cluster]:
+    arguments = [
+        "--prefill",
+        "2",
+        "--decode",
+        "2",
+        "--dtype",
+        "float32",
+        "--worker-wait-s",
+        "240",
+        "--max-num-batched-tokens",
+        "64",
+    ]
+    with Cluster(*arguments, start_timeout_s=240) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def undisturbed(running: Cluster) -> list[Any]:
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        return list(pool.map(lambda body: stream(running, body), REQUESTS))
+
+
+def stream(cluster: Cluster, body: dict[str, Any], begun: threading.Event | None = None) -> Any:
+    """By choice: text, token ids, log-probabilities, reasons to end. begun: set at the tenth event."""
+    choices: dict[int, dict[str, Any]] = {}
+    num_events = 0
+    fields = {"model": MODEL, "stream": True, **body}
+    with httpx.stream("POST", f"{cluster.url}/v1/completions", json=fields, timeout=300) as answer:
+        assert answer.status_code == 200, answer.read()
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            assert "error" not in event, event
+            num_events += 1
+            if num_events == 10 and begun is not None:
+                begun.set()
+            for choice in event["choices"]:
+                told = choices.setdefault(choice["index"], {"text": "", "ids": [], "logprobs": [], "ends": []})
+                told["text"] += choice["text"]
+                told["ids"] += choice.get("token_ids") or []
+                told["logprobs"] += (choice.get("logprobs") or {}).get("token_logprobs") or []
+                told["ends"] += [choice["finish_reason"]] if choice["finish_reason"] else []
+    return [choices[index] for index in sorted(choices)]
+
+
+def num_migrations(cluster: Cluster) -> float:
+    text = httpx.get(f"{cluster.url}/metrics", timeout=30).text
+    return float(re.findall(r"^tandem_migrations_total (\S+)", text, re.MULTILINE)[0])
+
+
+def check_same(answers: list[Any], expected: list[Any]) -> None:
+    for body, answer, reference in zip(REQUESTS, answers, expected, strict=True):
+        for got, wanted in zip(answer, reference, strict=True):
+            assert len(got["ends"]) == 1
+            for field in ("ids", "text", "ends"):
+                assert got[field] == wanted[field], (field, body)
+            # Computed in another batch: the same but for rounding.
+            assert got["logprobs"] == pytest.approx(wanted["logprobs"], abs=1e-3)
+
+
+def pid_of(cluster: Cluster, worker_id: str) -> int:
+    return cluster.worker(worker_id).worker.pid
+
+
+def is_whole(cluster: Cluster) -> bool:
+    """Four workers, every pair ready, nothing under way."""
+    report = cluster.status()
+    num_pairs = sum(pair.state == "ready" for worker in report.workers for pair in worker.pairs)
+    return len(report.workers) == 4 and num_pairs == 4 and cluster.all_blocks_free()
+
+
+def under_way(cluster: Cluster, pool: ThreadPoolExecutor) -> list[Future[Any]]:
+    begun = [threading.Event() for _ in REQUESTS]
+    answers = [pool.submit(stream, cluster, *each) for each in zip(REQUESTS, begun, strict=True)]
+    for event in begun:
+        assert event.wait(120)
+    return answers
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", "SIGTERM"])
+@pytest.mark.parametrize("worker_id", ["decode-0", "decode-1"])
+def test_streams_outlive_a_decode_worker(running: Cluster, undisturbed: list[Any], worker_id: str, fault: str) -> None:
+    if worker_id == "decode-1" and fault != "SIGKILL":
+        pytest.skip("one is as good as the other")
+    before, epoch = num_migrations(running), running.worker(worker_id).worker.epoch
+    pid = pid_of(running, worker_id)
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        answers = under_way(running, pool)
+        os.kill(pid, getattr(signal, fault))
+        check_same([answer.result(300) for answer in answers], undisturbed)
+    if fault == "SIGSTOP":
+        os.kill(pid, signal.SIGCONT)
+    if fault != "SIGTERM":  # which lets them end where they are
+        assert num_migrations(running) > before
+    running.wait_for(lambda: is_whole(running), 240)
+    after = running.worker(worker_id).worker
+    assert after.epoch != epoch
+    assert (after.pid == pid) == (fault == "SIGSTOP"), "only a frozen process lives on"
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", "SIGTERM"])
+def test_prompts_outlive_a_prefill_worker(running: Cluster, undisturbed: list[Any], fault: str) -> None:
+    """Both are frozen first, so that prompts are surely there when one of them goes."""
+    pids = [pid_of(running, f"prefill-{number}") for number in range(2)]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        answers = [pool.submit(stream, running, body) for body in REQUESTS]
+        running.wait_for(lambda: running.status().num_requests >= 8, 30)
+        if fault != "SIGSTOP":
+            os.kill(pids[0], getattr(signal, fault))
+            os.kill(pids[0], signal.SIGCONT)
+        os.kill(pids[1], signal.SIGCONT)
+        check_same([answer.result(300) for answer in answers], undisturbed)
+    if fault == "SIGSTOP":
+        os.kill(pids[0], signal.SIGCONT)
+    running.wait_for(lambda: is_whole(running), 240)
+
+
+@pytest.mark.timeout(600)
+def test_requests_wait_for_a_role_that_has_nobody_left(running: Cluster, undisturbed: list[Any]) -> None:
+    with ThreadPoolExecutor(len(REQUESTS)) as pool:
+        answers = under_way(running, pool)
+        for worker_id in ("decode-0", "decode-1"):
+            os.kill(pid_of(running, worker_id), signal.SIGKILL)
+        check_same([answer.result(300) for answer in answers], undisturbed)
+    running.wait_for(lambda: is_whole(running), 240)

@@ -1,0 +1,52 @@
+"""A proxy process with an address for operators, and connections that are idle for long. Needs no workers."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.cluster import free_port
+from tests.fake_workers import Proxy, make_tokenizer
+
+KEY = "a-client's-key"
+KEEP_ALIVE_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
+    folder = tmp_path_factory.mktemp("admin")
+    make_tokenizer(folder)
+    with Proxy(folder, admin_port=free_port(), api_key=KEY, keep_alive_s=KEEP_ALIVE_S) as proxy:
+        proxy.wait_for(503)
+        yield proxy
+
+
+@pytest.mark.parametrize("key", [KEY, None])
+def test_the_public_port_has_no_metrics(proxy: Proxy, key: str | None) -> None:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    answer = httpx.get(f"{proxy.url}/metrics", headers=headers)
+    assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
+    assert "/metrics" not in httpx.get(f"{proxy.url}/openapi.json").json()["paths"]
+
+
+def test_the_admin_address_has_them_and_nothing_else(proxy: Proxy) -> None:
+    assert "tandem_num_requests_running" in httpx.get(f"{proxy.admin_url}/metrics").text
+    assert httpx.get(f"{proxy.admin_url}/v1/models", headers={"Authorization": f"Bearer {KEY}"}).status_code == 404
+
+
+def test_a_connection_that_is_idle_for_long_is_closed_and_a_new_one_serves(proxy: Proxy) -> None:
+    """httpx finds its pooled connection closed, and takes another; a client that does not look sees the end."""
+    with httpx.Client() as client, socket.create_connection(("127.0.0.1", proxy.port)) as bare:
+        assert client.get(f"{proxy.url}/live").status_code == 200
+        bare.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
+        bare.settimeout(30)
+        received = b""
+        started = time.monotonic()
+        while chunk := bare.recv(65536):  # ends when the proxy closes
+            received += chunk
+        assert time.monotonic() - started < 30 and received.startswith(b"HTTP/1.1 200")
+        assert client.get(f"{proxy.url}/live").status_code == 200

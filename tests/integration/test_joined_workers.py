@@ -1,0 +1,63 @@
+"""Workers that join from elsewhere: two launchers, tcp with keys between them, gloo for the KV caches."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+from pathlib import Path
+
+import httpx
+import pytest
+
+from deploy.status import fetch_status
+from protocol.errors import Overloaded
+from protocol.membership import StatusReport
+from protocol.network import NetworkConfig
+from protocol.network_keys import make_keys
+from tests.cluster import Cluster, free_port, tandem
+
+SMALL = ("--kv-cache-gib", "0.05", "--kv-connector", "gloo", "--device", "cpu")
+QUESTION = {"model": "tandem-demo", "prompt": "one two three four", "max_tokens": 8, "temperature": 0}
+
+
+def fetch(endpoint: str, network: NetworkConfig) -> StatusReport:
+    return asyncio.run(fetch_status(0, [endpoint], network))[0]
+
+
+def test_a_decode_worker_joins_with_keys(tmp_path: Path) -> None:
+    """The cluster itself has no decode worker: whatever is answered has gone through the one that has joined."""
+    keys = tmp_path / "keys"
+    make_keys(keys)
+    for_worker = tmp_path / "of-the-other-host"
+    for_worker.mkdir(mode=0o700)
+    for name in ("proxy.key", "worker.key", "operator.key", "worker.key_secret"):
+        (for_worker / name).write_bytes((keys / name).read_bytes())
+        (for_worker / name).chmod(0o600)
+    port = free_port()
+    endpoint = f"tcp://127.0.0.1:{port}"
+    cluster_flags = ("--cluster-host", "127.0.0.1", "--cluster-port", str(port), "--network-keys", str(keys))
+    join_flags = ("--cluster-host", "127.0.0.1", "--network-keys", str(for_worker), "--name", tmp_path.name)
+    worker = subprocess.Popen(
+        tandem("worker", "decode", "--join", endpoint, *join_flags, *SMALL),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        with Cluster("--decode", "0", *cluster_flags, *SMALL) as cluster:
+            answer = httpx.post(f"{cluster.url}/v1/completions", json=QUESTION, timeout=60)
+            assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 8
+            report = fetch(endpoint, NetworkConfig(str(keys)))
+            (pair,) = [pair for worker in report.workers for pair in worker.pairs]
+            assert (pair.state, pair.connector) == ("ready", "gloo")
+            assert all(each.worker.endpoint.startswith("tcp://127.0.0.1:") for each in report.workers)
+            assert {each.worker.worker_id for each in report.workers} == {"prefill-0", f"decode-0-{tmp_path.name}"}
+            with pytest.raises(Overloaded, match="no answer"):
+                fetch(endpoint, NetworkConfig(insecure=True))
+            metrics = httpx.get(f"{cluster.admin_url}/metrics").text
+            assert 'tandem_refusals_total{reason="bad_handshake"} ' in metrics
+    finally:
+        worker.send_signal(signal.SIGTERM)
+        output, _ = worker.communicate(timeout=30)
+    assert worker.returncode == 0 and "have joined" in output, output

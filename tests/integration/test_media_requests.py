@@ -1,0 +1,81 @@
+"""Media at a real proxy: text does not wait for it, a full queue refuses, a lost process is replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cluster import children_of
+from tests.fake_workers import wait_until
+from tests.media_proxy import MediaProxy, data_url, image_part, media_proxy
+from tests.vision_model import encoded, picture
+
+PATIENCE_S = 120.0
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MediaProxy]:
+    with media_proxy(tmp_path_factory.mktemp("media"), max_waiting_media=2) as running:
+        yield running
+
+
+def an_image(seed: int) -> dict[str, object]:
+    return image_part(data_url(encoded(picture(seed=seed))))
+
+
+def media_process(served: MediaProxy) -> int:
+    children = children_of(served.proxy.process.pid)
+    [pid] = [pid for pid in children if b"proxy.media_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return pid
+
+
+def test_text_is_served_while_images_wait_and_a_full_queue_refuses(served: MediaProxy) -> None:
+    assert served.chat(an_image(1)).status_code == 200
+    [item] = served.dispatched().media
+    assert item.kind == "image"
+    pid = media_process(served)
+    with ThreadPoolExecutor(3) as clients:
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            sent = [clients.submit(served.chat, an_image(2 + i)) for i in range(3)]
+            [refused] = wait(sent, PATIENCE_S, return_when=FIRST_COMPLETED).done  # whichever came last
+            answer = refused.result()
+            assert answer.status_code == 503 and "retry-after" in answer.headers
+            assert "2 requests with images or video are waiting already" in answer.text
+            assert served.chat("text").status_code == 200 and served.dispatched().media == ()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert sorted(future.result(PATIENCE_S).status_code for future in sent) == [200, 200, 503]
+    wait_until(lambda: served.cache_status().num_leases == 0, PATIENCE_S)
+
+
+def test_a_lost_media_process_fails_what_it_held_and_is_replaced(served: MediaProxy) -> None:
+    assert served.chat(an_image(20)).status_code == 200
+    pid = media_process(served)
+    with ThreadPoolExecutor(1) as clients:
+        os.kill(pid, signal.SIGSTOP)
+        lost = clients.submit(served.chat, an_image(21))
+        os.kill(pid, signal.SIGKILL)
+        answer = lost.result(PATIENCE_S)
+    # It was lost with the process, or came after it and was read by the next.
+    assert answer.status_code in (200, 500), answer.text
+    assert served.chat("text").status_code == 200
+    assert served.chat(an_image(22)).status_code == 200 and media_process(served) != pid
+    wait_until(lambda: served.cache_status().num_leases == 0, PATIENCE_S)
+
+
+def test_what_only_looks_like_media_is_text(served: MediaProxy) -> None:
+    before = served.cache_status()
+    assert served.chat('say "image_url"').status_code == 200
+    after = served.cache_status()
+    assert (before.num_hits, before.num_misses) == (after.num_hits, after.num_misses)
+    tokenized = httpx.post(
+        f"{served.url}/tokenize", json={"messages": [{"role": "user", "content": [an_image(1)]}]}, timeout=PATIENCE_S
+    )
+    assert tokenized.status_code == 400 and "Only text is tokenised here" in tokenized.text

@@ -1,0 +1,152 @@
+"""Images and video through a whole cluster: what transformers alone gives, and nothing left in the cache's leases."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import av
+import httpx
+import numpy as np
+import pytest
+
+from deploy.runtime_dir import runtime_dir
+from protocol.media_cache import MediaCacheStatus
+from protocol.media_client import MediaCacheClient
+from protocol.sockets import new_context
+from tests.cluster import Cluster
+from tests.media_proxy import data_url, image_part, video_part
+from tests.vision_model import clip, encoded, picture, save_model
+
+NUM_NEW = 8
+TIMEOUT_S = 240.0
+"""The first request waits for the media process to load torch and the processor."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture(scope="module")
+def served(model: Path) -> Iterator[Cluster]:
+    options = ("--dtype", "float32", "--max-num-batched-tokens", "64", "--block-size", "16", "--kv-cache-gib", "0.05")
+    with Cluster("--model", str(model), "--served-model-name", "m", *options) as running:
+        yield running
+
+
+def chat(served: Cluster, *parts: dict[str, Any], **fields: Any) -> httpx.Response:
+    body = {
+        "messages": [{"role": "user", "content": list(parts)}],
+        "max_tokens": NUM_NEW,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **fields,
+    }
+    return httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=TIMEOUT_S)
+
+
+def cache_status(served: Cluster) -> MediaCacheStatus:
+    async def ask() -> MediaCacheStatus:
+        context = new_context()
+        client = MediaCacheClient(context, f"ipc://{runtime_dir(served.port)}/media-cache.sock")
+        try:
+            return await client.status()
+        finally:
+            client.close()
+            context.destroy(linger=0)
+
+    return asyncio.run(ask())
+
+
+def text(words: str) -> dict[str, str]:
+    return {"type": "text", "text": words}
+
+
+def transformers_alone(
+    model: Path, prompts: list[tuple[list[dict[str, Any]], list[Any], list[bytes]]]
+) -> list[list[int]]:
+    """The greedy continuation of each: (parts as the template takes them, images, videos)."""
+    import torch
+    from transformers import AutoModelForImageTextToText, AutoProcessor
+
+    processor: Any = AutoProcessor.from_pretrained(model)
+    alone: Any = AutoModelForImageTextToText.from_pretrained(model, dtype=torch.float32)
+    answers = []
+    for parts, images, videos in prompts:
+        rendered = processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
+        frames = []
+        for video in videos:
+            with av.open(io.BytesIO(video)) as container:
+                frames.append(np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]))
+        inputs = processor(text=[rendered], images=images or None, videos=frames or None, return_tensors="pt")
+        output = alone.generate(
+            **inputs, max_new_tokens=NUM_NEW, min_new_tokens=NUM_NEW, do_sample=False, eos_token_id=None
+        )
+        answers.append(output[0, inputs["input_ids"].shape[1] :].tolist())
+    return answers
+
+
+def test_answers_are_those_of_transformers_alone(served: Cluster, model: Path) -> None:
+    one, two, video = picture(120, 90, seed=1), picture(90, 150, seed=2), clip(6)
+    image, video_url = image_part(data_url(encoded(one))), video_part(data_url(video, "video/mp4"))
+    sent = [
+        [text("what is "), image, text("that?")],
+        [image, video_url, text("and that"), image_part(data_url(encoded(two)))],
+        [text("nothing to see")],
+    ]
+    alone = [
+        ([text("what is "), {"type": "image"}, text("that?")], [one], []),
+        ([{"type": "image"}, {"type": "video"}, text("and that"), {"type": "image"}], [one, two], [video]),
+        ([text("nothing to see")], [], []),
+    ]
+    expected = transformers_alone(model, alone)
+    for _ in range(2):  # the second time from the caches
+        for parts, tokens in zip(sent, expected, strict=True):
+            answer = chat(served, *parts)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["token_ids"] == tokens
+    # The images, the video, and the embedding of each.
+    Cluster.wait_for(lambda: cache_status(served).num_items == 6, TIMEOUT_S)
+    Cluster.wait_for(lambda: cache_status(served).num_leases == 0, TIMEOUT_S)
+    Cluster.wait_for(served.all_blocks_free, TIMEOUT_S)
+
+
+def test_bad_media_are_the_clients_fault_and_leave_nothing(served: Cluster) -> None:
+    good = image_part(data_url(encoded(picture(seed=9))))
+    for part, reason in (
+        (image_part(data_url(b"no image")), "no image of a known type"),
+        (image_part("http://127.0.0.1/a.png"), "not a public one"),
+    ):
+        answer = chat(served, good, part, stream=True)
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert error["code"] == "invalid_media" and error["param"] == "messages[0].content[1]"
+        assert "image 1" in error["message"] and reason in error["message"]
+    written = chat(served, text("an <|image_pad|> in the text"), good)
+    assert written.status_code == 400 and "write no placeholders" in written.text
+    Cluster.wait_for(lambda: cache_status(served).num_leases == 0, TIMEOUT_S)
+    assert chat(served, good, text("still served")).status_code == 200
+
+
+def test_a_lost_media_cache_comes_back(served: Cluster) -> None:
+    import os
+    import signal
+
+    part = image_part(data_url(encoded(picture(seed=30))))
+    before = chat(served, part, text("?")).json()["choices"][0]["token_ids"]
+    [pid] = [pid for pid in served.pids() if b"media_cache" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(pid, signal.SIGKILL)
+    assert chat(served, text("text is served")).status_code == 200
+
+    def answers() -> bool:
+        answer = chat(served, part, text("?"))
+        assert answer.status_code in (200, 500, 503), answer.text
+        return answer.status_code == 200
+
+    Cluster.wait_for(answers, TIMEOUT_S)
+    assert chat(served, part, text("?")).json()["choices"][0]["token_ids"] == before

@@ -1,0 +1,269 @@
+"""What a person sees of a running cluster: stages, worker metrics, timelines, traces, log lines and the page."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import re
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from prometheus_client.parser import text_string_to_metric_families
+
+from deploy.grafana.dashboards import DASHBOARDS
+from telemetry.stages import FIRST_TOKEN_STAGES, STAGES
+from tests.cluster import MODEL, Cluster, free_port
+from tests.fake_workers import wait_until
+
+SECRET = "xyzzy-the-prompt-is-nobodys-business"
+KEY = "sk-not-in-any-log"
+PROMETHEUS = "/usr/bin/prometheus"
+VARIABLES = {"$__rate_interval": "60s", "$ttft_slo": "1.0", "$tpot_slo": "0.1", "$worker": ".+"}
+"""What Grafana puts in their place."""
+
+
+class OtlpReceiver:
+    """Takes traces as a collector does; `spans` are those that came."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        receiver = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                request = ExportTraceServiceRequest.FromString(body)
+                for resource in request.resource_spans:
+                    for scope in resource.scope_spans:
+                        receiver.spans += scope.spans
+                self.send_response(200)
+                self.send_header("content-length", "0")
+                self.end_headers()
+
+            def log_message(self, *_: object) -> None: ...
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}/v1/traces"
+        self._thread = threading.Thread(target=self.server.serve_forever)
+        self._thread.start()
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self._thread.join()
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[OtlpReceiver]:
+    receiver = OtlpReceiver()
+    yield receiver
+    receiver.close()
+
+
+@pytest.fixture(scope="module")
+def cluster(receiver: OtlpReceiver) -> Iterator[Cluster]:
+    arguments = ("--proxies", "2", "--otlp-endpoint", receiver.url, "--log-format", "json", "--api-key", KEY)
+    with Cluster(*arguments) as running:
+        yield running
+
+
+def get(cluster: Cluster, path: str) -> httpx.Response:
+    return httpx.get(cluster.admin_url + path, timeout=30)
+
+
+def ask(cluster: Cluster, request_id: str, **fields: Any) -> float:
+    """One streamed chat; the seconds that it took the client."""
+    body = {
+        "model": MODEL, "messages": [{"role": "user", "content": SECRET * 8}], "max_tokens": 16, "ignore_eos": True,
+        "stream": True, **fields,
+    }  # fmt: skip
+    traceparent = f"00-{int(request_id, 16):032x}-00000000000000ab-01"
+    headers = {"authorization": f"Bearer {KEY}", "x-request-id": request_id, "traceparent": traceparent}
+    started = time.monotonic()
+    answer = httpx.post(f"{cluster.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    took_s = time.monotonic() - started
+    assert answer.status_code == 200 and answer.text.rstrip().endswith("[DONE]")
+    return took_s
+
+
+def samples(text: str) -> dict[tuple[str, str], float]:
+    """By name and labels as they are written."""
+    return {
+        (sample.name, json.dumps(sample.labels, sort_keys=True)): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def test_the_stages_add_up_to_what_the_client_saw(cluster: Cluster) -> None:
+    told_s = sum(ask(cluster, f"a{number}", max_tokens=1 + 8 * number) for number in range(4))
+    values = {name: value for (name, labels), value in samples(get(cluster, "/metrics").text).items() if labels == "{}"}
+    stages = {name: values[f"tandem_request_{name}_time_seconds_sum"] for name in STAGES}
+    assert min(stages.values()) >= 0
+    assert sum(stages.values()) == pytest.approx(values["tandem_e2e_request_latency_seconds_sum"], abs=1e-6)
+    ttft_s = values["tandem_time_to_first_token_seconds_sum"]
+    assert sum(stages[name] for name in FIRST_TOKEN_STAGES) == pytest.approx(ttft_s, abs=1e-6)
+    assert 0 < ttft_s < values["tandem_e2e_request_latency_seconds_sum"] < told_s
+    for name in ("tokenize", "prefill", "transfer", "decode", "detokenize"):
+        assert stages[name] > 0, name
+    assert {values[f"tandem_request_{name}_time_seconds_count"] for name in STAGES} == {4.0}
+
+
+def test_prometheus_is_led_to_every_worker(cluster: Cluster) -> None:
+    ask(cluster, "b0")
+    groups = get(cluster, "/sd").json()
+    assert [group["labels"] for group in groups] == [
+        {"role": "proxy"},
+        {"role": "decode", "worker": "decode-0"},
+        {"role": "prefill", "worker": "prefill-0"},
+    ]
+    [proxy], [decode], [prefill] = (group["targets"] for group in groups)
+    assert proxy == cluster.admin_url.removeprefix("http://")
+    pair = '{"connector": "ipc", "decode_worker": "decode-0", "prefill_worker": "prefill-0"}'
+
+    def told(address: str) -> dict[tuple[str, str], float]:
+        return samples(httpx.get(f"http://{address}/metrics").text)
+
+    assert told(prefill)["tandem_kv_transfer_bytes_total", pair] > 0
+    assert told(prefill)["tandem_kv_transfer_seconds_count", pair] >= 1
+    assert told(prefill)["tandem_worker_request_prefill_time_seconds_count", "{}"] >= 1
+    assert told(decode)["tandem_worker_step_seconds_count", "{}"] >= 15
+    assert told(decode)["tandem_worker_decode_wait_seconds_count", "{}"] >= 1
+    wait_until(lambda: told(decode)["tandem_worker_kv_transfer_bytes_total", "{}"] > 0, 20)  # told by heartbeats
+    assert told(decode)["tandem_worker_kv_blocks", "{}"] > 0
+
+
+def test_any_proxy_tells_a_requests_timeline(cluster: Cluster) -> None:
+    ask(cluster, "c0")
+    for _ in range(8):  # connections go to either proxy
+        told = get(cluster, "/debug/requests/c0").json()
+        assert told["outcome"] == "length" and told["completion_tokens"] == 16
+        names = [event["event"] for event in told["events"]]
+        assert names[:3] == ["arrived", "tokenized", "dispatched"] and names[-1] == "ended"
+        assert {"first token computed", "decode reserved", "first token delivered", "decode began"} <= set(names)
+        moments = [event["at_s"] for event in told["events"]]
+        assert moments == sorted(moments) and moments[0] == 0
+        assert list(told["stages_s"]) == list(STAGES)
+    unknown = get(cluster, "/debug/requests/never-seen")
+    assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "unknown_request"
+
+
+def test_each_request_has_one_line_that_tells_no_secrets(cluster: Cluster) -> None:
+    ask(cluster, "d0")
+    refused = httpx.post(
+        f"{cluster.url}/v1/completions",
+        json={"model": MODEL, "prompt": SECRET, "n": -1},
+        headers={"authorization": f"Bearer {KEY}", "x-request-id": "d1"},
+    )
+    assert refused.status_code == 400
+
+    def lines(request_id: str) -> list[dict[str, Any]]:
+        found = [json.loads(line) for line in cluster.logs().splitlines() if line.startswith("{")]
+        return [line for line in found if line.get("request_id") == request_id]
+
+    wait_until(lambda: bool(lines("d0") and lines("d1")), 20)
+    [served], [rejected] = lines("d0"), lines("d1")
+    assert (served["logger"], served["outcome"], served["completion_tokens"]) == ("request", "length", 16)
+    assert served["ttft_ms"] <= served["e2e_ms"]
+    assert rejected["outcome"] == "invalid_request"
+    assert SECRET not in cluster.logs() and KEY not in cluster.logs()
+
+
+def test_spans_take_the_clients_trace_over(cluster: Cluster, receiver: OtlpReceiver) -> None:
+    ask(cluster, "e0")
+    trace_id = int("e0", 16).to_bytes(16, "big")
+
+    def spans() -> list[Any]:
+        return [span for span in receiver.spans if span.trace_id == trace_id]
+
+    wait_until(lambda: any(span.name == "chat" for span in spans()), 30)
+    [root] = [span for span in spans() if span.name == "chat"]
+    assert root.parent_span_id == bytes.fromhex("00000000000000ab")
+    attributes = {attribute.key: attribute.value for attribute in root.attributes}
+    assert attributes["tandem.request_id"].string_value == "e0"
+    assert attributes["gen_ai.usage.output_tokens"].int_value == 16
+    stages = sorted((span for span in spans() if span is not root), key=lambda span: span.start_time_unix_nano)
+    assert {"tokenize", "prefill", "transfer", "decode"} <= {span.name for span in stages} <= set(STAGES)
+    assert {span.parent_span_id for span in stages} == {root.span_id}
+    for before, after in itertools.pairwise(stages):
+        assert after.start_time_unix_nano == pytest.approx(before.end_time_unix_nano, abs=1000)
+    assert SECRET.encode() not in b"".join(span.SerializeToString() for span in spans())
+
+
+def test_every_panel_has_data_in_a_real_prometheus(cluster: Cluster, tmp_path: Path) -> None:
+    """The repository's own configuration, but for the address and how often it scrapes."""
+    if not Path(PROMETHEUS).exists():
+        pytest.skip(f"no {PROMETHEUS}; on Debian: apt-get install prometheus")
+    port = free_port()
+    text = (Path(__file__).parents[2] / "deploy/prometheus/prometheus.yml").read_text()
+    text = text.replace("http://127.0.0.1:8001", cluster.admin_url).replace("10s", "1s")
+    config = tmp_path / "prometheus.yml"
+    config.write_text(text)
+    command = [
+        PROMETHEUS, f"--config.file={config}", f"--storage.tsdb.path={tmp_path / 'data'}",
+        f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn",
+    ]  # fmt: skip
+    process = subprocess.Popen(command)
+    missing = [
+        (d.title, panel.title, query.expr) for d in DASHBOARDS for panel in d.panels() for query in panel.queries
+    ]
+    assert len(missing) > 60
+
+    def has_data(expr: str) -> bool:
+        for name, value in VARIABLES.items():
+            expr = expr.replace(name, value)
+        answer = httpx.get(f"http://127.0.0.1:{port}/api/v1/query", params={"query": expr}, timeout=20)
+        assert answer.status_code == 200, f"{expr}: {answer.text}"
+        result = answer.json()["data"]["result"]
+        return any(series["value"][1] != "NaN" for series in result)
+
+    def all_have_data() -> bool:
+        assert process.poll() is None, "prometheus ended"
+        ask(cluster, "ab", max_tokens=4)
+        with contextlib.suppress(httpx.TransportError):
+            missing[:] = [each for each in missing if not has_data(each[2])]
+        return not missing
+
+    try:
+        deadline = time.monotonic() + 150
+        while not all_have_data():
+            assert time.monotonic() < deadline, f"no data for {missing}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+def test_the_page_shows_the_cluster(cluster: Cluster) -> None:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as started:
+        try:
+            browser = started.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
+        except playwright.Error as error:
+            pytest.skip(f"no Chromium at /usr/bin/chromium: {error.message.splitlines()[0]}")
+        page = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme="dark")
+        troubles: list[str] = []
+        asked: list[str] = []
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(f"{cluster.admin_url}/dashboard")
+        page.wait_for_selector("#state:text-is('ready')", timeout=30_000)
+        ask(cluster, "f0")
+        page.wait_for_selector("#tiles .big:text-matches('[0-9] *ms p50')", timeout=60_000)
+        page.wait_for_selector("#stages i:nth-child(2)", timeout=60_000)
+        workers = page.inner_text("#workers")
+        assert re.search(r"prefill-0.*\n?", workers) and "decode-0" in workers
+        assert page.locator("#topology line").count() == 1 and "ipc" in page.inner_text("#topology")
+        overflow = page.evaluate("document.documentElement.scrollWidth - document.documentElement.clientWidth")
+        assert overflow <= 0, "on a phone the page is wider than the screen"
+        assert all(url.startswith((cluster.admin_url, "data:")) for url in asked), asked
+        assert not troubles
+        browser.close()

@@ -1,0 +1,147 @@
+"""Images and video through real prefill and decode workers, from a proxy played by the test, beside text over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from protocol.codec import Codec
+from protocol.dispatch import AbortRequest, FirstToken, PrepareDecode, RequestFailed, StartPrefill, TokenBatch, ToProxy
+from protocol.generation import SamplingParams, StopConditions
+from protocol.media import MediaItem
+from protocol.membership import WorkerInfo
+from protocol.sockets import DealerSocket, new_context
+from protocol.token_ids import pack_token_ids
+from tests.cluster import Cluster
+from tests.vision_models import VisionPrompt, make_medium, make_model, reference
+
+FAMILY = "qwen2_5_vl"
+PROXY = "played-proxy"
+NUM_NEW = 12
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def folder(demo_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With the demo model's words, of which the model knows the first 320."""
+    path = tmp_path_factory.mktemp("vision")
+    make_model(FAMILY, path)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(demo_model / name, path / name)
+    return path
+
+
+@pytest.fixture(scope="module")
+def cluster(folder: Path) -> Iterator[Cluster]:
+    arguments = ["--model", str(folder), "--dtype", "float32", "--max-num-batched-tokens", "48", "--block-size", "16"]
+    with Cluster(*arguments, "--kv-cache-gib", "0.02", "--threads-per-worker", "1") as running:
+        yield running
+
+
+class PlayedProxy:
+    def __init__(self, prefill: WorkerInfo, decode: WorkerInfo) -> None:
+        self._context = new_context()
+        self._workers = prefill, decode
+        self._arrived: asyncio.Queue[Any] = asyncio.Queue()
+        self._sockets = [
+            DealerSocket[ToProxy](
+                self._context, w.endpoint, Codec(ToProxy), self._arrived.put_nowait, f"{PROXY}:0".encode()
+            )
+            for w in (prefill, decode)
+        ]
+        self.tokens: dict[str, list[int]] = {}
+        self.num_cached_tokens: dict[str, int] = {}
+        self.errors: dict[str, str] = {}
+
+    def send(self, name: str, token_ids: list[int], media: tuple[MediaItem, ...]) -> None:
+        prefill, decode = self._workers
+        self.tokens[name] = []
+        common = (SamplingParams(temperature=0.0), [0], StopConditions(NUM_NEW, frozenset()))
+        packed = pack_token_ids(token_ids)
+        self._sockets[1].send(
+            PrepareDecode(PROXY, [name], name, packed, *common, prefill.worker_id, prefill.epoch, 60.0, media=media)
+        )
+        self._sockets[0].send(
+            StartPrefill(PROXY, [name], name, packed, *common, decode.worker_id, decode.epoch, 60.0, media=media)
+        )
+
+    async def finish(self) -> None:
+        """Until every request has all its tokens, or an error from each worker that it concerns."""
+        first: dict[str, int] = {}
+        rest: dict[str, list[int]] = {name: [] for name in self.tokens}
+        while any(1 + len(rest[name]) < NUM_NEW and name not in self.errors for name in self.tokens):
+            message = await asyncio.wait_for(self._arrived.get(), TIMEOUT_S)
+            match message:
+                case FirstToken():
+                    first[message.request_id] = message.token.token_id
+                    self.num_cached_tokens[message.request_id] = message.num_cached_tokens
+                case TokenBatch():
+                    for new in message.tokens:
+                        rest[new.request_id].append(new.token.token_id)
+                case RequestFailed():
+                    self.errors.setdefault(message.request_id, message.error.message)
+                    for worker in self._sockets:  # as proxies do; the other still waits for it
+                        worker.send(AbortRequest(PROXY, message.request_id))
+        self.tokens = {name: [first[name], *rest[name]] for name in self.tokens if name not in self.errors}
+
+    def close(self) -> None:
+        for socket in self._sockets:
+            socket.close()
+        self._context.term()
+
+
+def generate(cluster: Cluster, prompts: dict[str, tuple[list[int], tuple[MediaItem, ...]]]) -> PlayedProxy:
+    return asyncio.run(_generate(cluster.worker("prefill-0").worker, cluster.worker("decode-0").worker, prompts))
+
+
+async def _generate(
+    prefill: WorkerInfo, decode: WorkerInfo, prompts: dict[str, tuple[list[int], tuple[MediaItem, ...]]]
+) -> PlayedProxy:
+    proxy = PlayedProxy(prefill, decode)
+    try:
+        for name, (token_ids, media) in prompts.items():
+            proxy.send(name, token_ids, media)
+        await proxy.finish()
+    finally:
+        proxy.close()
+    return proxy
+
+
+@pytest.mark.timeout(240)
+def test_images_and_video_beside_text(folder: Path, cluster: Cluster) -> None:
+    image = make_medium(FAMILY, "image", 8, 9, frames=1, seed=1)
+    video = make_medium(FAMILY, "video", 3, 4, frames=5, seed=3)
+    prompts = {
+        "text": VisionPrompt.of([70], 1),
+        "image": VisionPrompt.of([20, image, 9], 2),
+        "video": VisionPrompt.of([3, video, 17], 3),
+        "mixed": VisionPrompt.of([5, video, 4, image, 2, image, 30], 4),
+    }
+    expected = dict(zip(prompts, [ids for ids, _ in reference(folder, list(prompts.values()), NUM_NEW)], strict=True))
+    sent = {name: (prompt.token_ids, prompt.items()) for name, prompt in prompts.items()}
+    token_ids, (item,) = sent["image"]
+    cut = msgspec.structs.replace(item, segment="/dev/shm/tandem-gone")
+    played = generate(cluster, sent | {"cut": (token_ids, (cut,))})
+    assert played.tokens == expected
+    assert played.errors.keys() == {"cut"} and "media item 0" in played.errors["cut"]
+    again = generate(cluster, {f"{name} again": prompt for name, prompt in sent.items()})
+    assert again.tokens == {f"{name} again": token_ids for name, token_ids in expected.items()}
+    assert all(num >= 64 for num in again.num_cached_tokens.values())
+    # The proxy's own requests, of text alone, are served by the same workers.
+    served = httpx.get(f"{cluster.url}/v1/models", timeout=TIMEOUT_S).json()["data"][0]["id"]
+    body = {
+        "model": served, "prompt": prompts["text"].token_ids, "max_tokens": NUM_NEW, "temperature": 0,
+        "ignore_eos": True, "return_token_ids": True,
+    }  # fmt: skip
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["token_ids"] == expected["text"]
+    cluster.wait_for(cluster.all_blocks_free, 20)
+    assert "Traceback" not in cluster.logs()
