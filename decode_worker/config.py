@@ -12,6 +12,7 @@ from telemetry.logs import LogFormat
 class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """worker_id survives restarts. endpoint: what its ROUTER binds. host: own address for KV data.
     network: how tcp endpoints are protected.
+    proxies_file: where the proxies' control endpoints are told anew when one moves, one a line; empty: they do not.
 
     kv_checksums: compare every block that arrives (debugging). max_num_seqs: sequences that decode in one step.
     max_num_batched_tokens: of prompts that are computed here, in one step.
@@ -26,6 +27,7 @@ class DecodeConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_connector: str = "auto"
     kv_checksums: bool = False
     host: str = "127.0.0.1"
+    proxies_file: str = ""
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     drain_timeout_s: float = 30.0

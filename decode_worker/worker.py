@@ -165,6 +165,7 @@ class DecodeWorker:
             blocks.prefix_log.restart,
             self._begin_epoch,
             lambda: self._begin_drain(for_good=True),
+            self._config.proxies_file,
         )
         registration.start()
         log.info("ready: %d KV blocks of %d tokens", pool.num_blocks, self._config.engine.block_size)

@@ -1,5 +1,5 @@
 """The `tandem` command: `up` starts a cluster and stays with it, `worker` adds workers on another host, `keys` makes
-what protects the traffic between them, `status` asks a running cluster."""
+what protects the traffic between them; `status`, `scale`, `drain` and `restart` talk to a running cluster."""
 
 from __future__ import annotations
 
@@ -70,6 +70,11 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--json", action="store_true", help="print JSON")
     how.add_argument("--watch", action="store_true", help="show it live, until Ctrl-C")
     status.set_defaults(run=_status)
+    scale = commands.add_parser("scale", help="change the numbers of workers of a running cluster")
+    scale.add_argument("counts", nargs="+", metavar="ROLE=N", help="prefill=N, decode=N or both")
+    scale.add_argument("--port", type=int, default=ClusterConfig().port, help="port of its HTTP endpoint")
+    scale.add_argument("--timeout-s", type=float, default=600.0, help="seconds to wait for the workers; 0: do not wait")
+    scale.set_defaults(run=_scale)
     drain = commands.add_parser("drain", help="let a worker finish what it has and leave for good")
     drain.add_argument("worker", metavar="WORKER", help="its name, such as decode-1")
     restart = commands.add_parser("restart", help="start processes anew one at a time, losing nothing")
@@ -103,6 +108,8 @@ def _add_config_flags(parser: argparse.ArgumentParser, left_out: Sequence[str] =
         else:
             options["type"] = kind
             options["metavar"] = {int: "N", float: "X"}.get(kind, "S")
+        if field.name == "ray":
+            options |= {"nargs": "?", "const": "auto", "metavar": "ADDRESS"}
         parser.add_argument(flag, **options)
 
 
@@ -210,6 +217,12 @@ def _restart(arguments: argparse.Namespace) -> int:
 
 def _say(text: str) -> None:
     print(text, flush=True)
+
+
+def _scale(arguments: argparse.Namespace) -> int:
+    from deploy.scale import run_scale
+
+    return run_scale(arguments.port, arguments.counts, arguments.timeout_s)
 
 
 if __name__ == "__main__":

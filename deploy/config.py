@@ -5,6 +5,7 @@ Order of precedence: command line, `--config` file (TOML), defaults.
 
 from __future__ import annotations
 
+import difflib
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -118,6 +119,28 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         Meta(ge=0, description="refuse requests whose first token is predicted later, in milliseconds; 0 refuses none"),
     ] = 0
+    ray: Annotated[
+        str,
+        Meta(description="run on the Ray cluster at this address; without one, on that of this host; empty: no Ray"),
+    ] = ""
+    ray_proxy_resource: Annotated[
+        str, Meta(description="Ray resource that a node must have for a proxy to run there; each takes 1; empty: any")
+    ] = ""
+    autoscale: Annotated[
+        bool, Meta(description="change the numbers of workers as the planner proposes; otherwise it only proposes")
+    ] = False
+    autoscale_ttft_ms: Annotated[int, Meta(ge=1, description="TTFT that the planner keeps, in milliseconds")] = 1000
+    autoscale_itl_ms: Annotated[int, Meta(ge=1, description="ITL that the planner keeps, in milliseconds")] = 50
+    autoscale_min_prefill: Annotated[int, Meta(ge=1, le=256, description="fewest prefill workers it proposes")] = 1
+    autoscale_max_prefill: Annotated[int, Meta(ge=1, le=256, description="most prefill workers it proposes")] = 8
+    autoscale_min_decode: Annotated[int, Meta(ge=1, le=256, description="fewest decode workers it proposes")] = 1
+    autoscale_max_decode: Annotated[int, Meta(ge=1, le=256, description="most decode workers it proposes")] = 8
+    autoscale_max_workers: Annotated[
+        int, Meta(ge=0, le=512, description="most workers of both roles together that it proposes; 0 sets no bound")
+    ] = 0
+    autoscale_down_after_s: Annotated[
+        float, Meta(ge=1, description="seconds for which fewer workers must have sufficed before some are stopped")
+    ] = 120.0
     client_timeout_s: Annotated[
         float, Meta(gt=0, description="seconds for a client to send its headers, or to send or read 16 KiB")
     ] = 30.0
@@ -275,7 +298,9 @@ def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
     known = ClusterConfig.__struct_fields__
     unknown = [key for key in values if key not in known]
     if unknown:
-        raise ConfigError(f"unknown key {unknown[0]!r} in {file}; known are {', '.join(known)}")
+        near = difflib.get_close_matches(unknown[0].replace("-", "_").lower(), known, 1, 0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
+        raise ConfigError(f"unknown key {unknown[0]!r} in {file}; {hint}")
     try:
         config = msgspec.convert({**values, **overrides}, ClusterConfig, strict=True)
     except msgspec.ValidationError as error:
@@ -284,8 +309,28 @@ def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
         check_name(config.kv_connector)
     except ConfigError as error:
         raise ConfigError(f"kv_connector: {error.message}") from error
+    if config.ray and not config.model:
+        raise ConfigError("model: with ray it is needed, as a hub id or a folder that all nodes have")
     _check_network(config)
+    if not config.join:
+        _check_autoscaling(config)
     return config
+
+
+def _check_autoscaling(config: ClusterConfig) -> None:
+    for role, count, least, most in (
+        ("prefill", config.prefill, config.autoscale_min_prefill, config.autoscale_max_prefill),
+        ("decode", config.decode, config.autoscale_min_decode, config.autoscale_max_decode),
+    ):
+        if least > most:
+            raise ConfigError(f"autoscale_min_{role}: {least} is more than autoscale_max_{role}, which is {most}")
+        if config.autoscale and not least <= count <= most:
+            raise ConfigError(f"{role}: {count} is not between autoscale_min_{role} and autoscale_max_{role}")
+    least_workers = config.autoscale_min_prefill + config.autoscale_min_decode
+    if 0 < config.autoscale_max_workers < least_workers:
+        raise ConfigError(f"autoscale_max_workers: at least {least_workers} are needed for the minimum of both roles")
+    if config.autoscale and 0 < config.autoscale_max_workers < config.prefill + config.decode:
+        raise ConfigError(f"autoscale_max_workers: {config.prefill + config.decode} workers are there from the start")
 
 
 def _check_network(config: ClusterConfig) -> None:
@@ -304,13 +349,20 @@ def _check_network(config: ClusterConfig) -> None:
         raise ConfigError(f"cluster_host: {config.cluster_host} is no address that other hosts can reach; name one")
     if config.cluster_port + config.proxies > 65536:
         raise ConfigError(f"cluster_port: {config.proxies} proxies do not fit above {config.cluster_port}")
+    if config.ray and (config.cluster_host or config.join):
+        raise ConfigError("ray: addresses are those of Ray's nodes; leave out --cluster-host and --join")
+    if config.ray and not (config.network_keys or config.insecure_network):
+        raise ConfigError(
+            "ray: traffic between nodes would not be protected; make keys with `tandem keys FOLDER`, copy them to "
+            "every node and give --network-keys FOLDER, or say --insecure-network where nobody else can reach it"
+        )
     if config.cluster_host and not (config.network_keys or config.insecure_network):
         raise ConfigError(
             "cluster_host: traffic between hosts would not be protected; make keys with `tandem keys FOLDER` and give "
             "--network-keys FOLDER, or say --insecure-network where nobody else can reach this network"
         )
     if config.network_keys:
-        load_keys(Path(config.network_keys), "worker")
+        load_keys(Path(config.network_keys), "operator" if config.ray else "worker")
 
 
 def read_api_keys(file: Path) -> list[str]:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deploy.runtime_dir import runtime_dir
-from deploy.status import fetch_status, proxy_sockets
+from deploy.status import fetch_status, own_network, proxy_endpoints
 from protocol.codec import Codec
 from protocol.errors import ConfigError, InternalError, Overloaded
 from protocol.membership import DrainAnswer, DrainWorker, FromProxyControl, StatusReport
@@ -48,14 +48,15 @@ async def _drain(port: int, worker_id: str, timeout_s: float, say: Say) -> None:
 
 async def _ask(port: int, message: DrainWorker) -> DrainAnswer:
     """The answer of one proxy: a worker has to be told once."""
-    sockets = proxy_sockets(port)
-    if not sockets:
+    endpoints = proxy_endpoints(port)
+    if not endpoints:
         raise ConfigError(f"no cluster runs on port {port}; give its --port")
-    context = new_context()
+    context = new_context("operator", own_network(port))
     codec: Codec[FromProxyControl] = Codec(FromProxyControl)
     answers: asyncio.Queue[FromProxyControl] = asyncio.Queue()
-    dealer = DealerSocket(context, f"ipc://{sockets[0]}", codec, answers.put_nowait)
+    dealer: DealerSocket[FromProxyControl] | None = None
     try:
+        dealer = DealerSocket(context, endpoints[0], codec, answers.put_nowait, peer="proxy")
         dealer.send(message)
         async with asyncio.timeout(ANSWER_TIMEOUT_S):
             while not isinstance(answer := await answers.get(), DrainAnswer):
@@ -64,12 +65,15 @@ async def _ask(port: int, message: DrainWorker) -> DrainAnswer:
     except TimeoutError:
         raise Overloaded(f"the cluster on port {port} gave no answer within {ANSWER_TIMEOUT_S:.0f} s") from None
     finally:
-        dealer.close()
+        if dealer is not None:
+            dealer.close()
         context.destroy(linger=0)
 
 
 async def _restart(port: int, names: list[str], timeout_s: float, say: Say) -> None:
     known = {file.stem: file for file in sorted(runtime_dir(port).glob("*.pid")) if file.stem != "launcher"}
+    if not known and proxy_endpoints(port):
+        raise ConfigError("the processes are on other hosts, where Ray keeps them: they cannot be restarted from here")
     if not known:
         raise ConfigError(f"no cluster runs on port {port}; start one with `tandem up`, or give its --port")
     unknown = [name for name in names if name not in known]

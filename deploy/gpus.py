@@ -31,19 +31,11 @@ def visible_gpus(device: Device, environment: Mapping[str, str]) -> list[str] | 
     return re.findall(r"UUID: (GPU-[0-9a-f-]+)", told.stdout)
 
 
-def share_out(gpus: Sequence[str] | None, num_ranks: Sequence[int]) -> list[list[str] | None]:
-    """For each worker as many GPUs as it has ranks: in turn, and from the first again when they do not suffice.
+def least_used(gpus: Sequence[str], used: Mapping[str, int], num_ranks: int) -> list[str]:
+    """A GPU for each rank of one worker: those that fewest ranks use already; nothing where there are none.
 
-    None for each when it is not known which there are, and nothing when there are none.
     Raises ConfigError for a worker with more ranks than there are GPUs.
     """
-    if not gpus:
-        return [None if gpus is None else [] for _ in num_ranks]
-    shares: list[list[str] | None] = []
-    next_gpu = 0
-    for count in num_ranks:
-        if count > len(gpus):
-            raise ConfigError(f"--tensor-parallel-size {count} needs as many GPUs, and {len(gpus)} can be seen")
-        shares.append([gpus[(next_gpu + i) % len(gpus)] for i in range(count)])
-        next_gpu += count
-    return shares
+    if gpus and num_ranks > len(gpus):
+        raise ConfigError(f"--tensor-parallel-size {num_ranks} needs as many GPUs, and {len(gpus)} can be seen")
+    return sorted(gpus, key=lambda gpu: used.get(gpu, 0))[:num_ranks]

@@ -8,40 +8,38 @@ kernel for a signal when it dies, pools are memfds, and the sockets lie in a fol
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
-import os
 import shutil
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import msgspec
-from prometheus_client.multiprocess import mark_process_dead
 
-from decode_worker.config import DecodeConfig
-from deploy.config import ClusterConfig, bracketed, read_api_keys
-from deploy.gpus import share_out, visible_gpus
+from deploy.autoscaler import Autoscaler
+from deploy.config import ClusterConfig
 from deploy.loading import fraction_loaded
-from deploy.processes import ChildProcess
+from deploy.operator_desk import OperatorDesk
+from deploy.process_configs import PROXY_GRACE_S
 from deploy.runtime_dir import create_runtime_dir, log_dir
-from engine.config import EngineConfig
-from media_cache.config import MediaCacheConfig
-from prefill_worker.config import PrefillConfig
+from deploy.site import LocalSite, Site, Supervised
 from protocol.codec import Codec
 from protocol.errors import ConfigError, InternalError
 from protocol.membership import FromProxyControl, GetStatus, Role, StatusReport, WorkerExited
+from protocol.network import Context, NetworkConfig
 from protocol.process import EXIT_BAD_CONFIG, EXIT_RETIRED
 from protocol.sockets import DealerSocket, new_context
-from proxy.config import ProxyConfig
-from proxy.model_files import takes_media
 
 log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
-PROXY_GRACE_S = 1.5
 STOP_GRACE_S = 2.5
+DRAIN_GRACE_S = 10.0
+"""A worker that is scaled away and has not left so long after its drain timeout is killed."""
+ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 OnProgress = Callable[[str, float | None], None]
 """Called with what is up, and with the fraction of the weights that is loaded, None before that is known."""
@@ -54,15 +52,18 @@ class Launcher:
         self._config = config
         self._model = model
         self._served_model_name = served_model_name
-        self._children: dict[str, ChildProcess] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._children: dict[str, Supervised] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._counts: dict[Role, int] = {"prefill": config.prefill, "decode": config.decode}
+        self._leaving: set[str] = set()
+        self._stops: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._fatal: Exception | None = None
         self._ready = False
-        self._controls: list[DealerSocket[FromProxyControl]] = []
-        self._reports: dict[int, StatusReport] = {}  # by the proxy's number
-        self._metrics_dir: Path
-        self._progress_files: list[Path] = []
+        self._controls: dict[str, DealerSocket[FromProxyControl]] = {}  # by proxy
+        self._reports: dict[str, StatusReport] = {}
+        self._site: Site
+        self._context: Context
 
     def stop(self) -> None:
         self._stopping.set()
@@ -71,221 +72,170 @@ class Launcher:
         """Raises ConfigError for what the operator can mend, InternalError when the cluster does not come up."""
         config = self._config
         place: int | str = config.port if not config.join else self._worker_name("worker")
-        if not config.join:
+        if not config.ray and not config.join:
             _check_port(config.host, config.port, "--port or --host")
             _check_port(*config.admin_address, "--admin-port or --admin-host")
         folder = create_runtime_dir(place)
         logs = log_dir(place)
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self.stop)
-        context = new_context("worker", config.network) if config.join else new_context()
-        if config.cluster_host and config.insecure_network and not config.network_keys:
-            log.warning("--insecure-network: whoever reaches %s can control this cluster", config.cluster_host)
+        # As what it calls proxies over tcp, where it does: on a host of workers, or beside `tandem status`.
+        network = config.network if config.join or config.ray else NetworkConfig()
+        self._context = new_context("worker" if config.join else "operator", network)
+        exposed = config.cluster_host or (config.ray and "the nodes' network")
+        if exposed and config.insecure_network and not config.network_keys:
+            log.warning("--insecure-network: whoever reaches %s can control this cluster", exposed)
+        autoscaler = Autoscaler(config, self)
+        site: Site | None = None
+        desk: OperatorDesk | None = None
         try:
-            self._make_children(folder, logs)
-            codec: Codec[FromProxyControl] = Codec(FromProxyControl)
-            self._controls = [
-                DealerSocket(context, endpoint, codec, partial(self._on_answer, number), peer="proxy")
-                for number, endpoint in enumerate(self._control_endpoints(folder))
-            ]
-            self._tasks = [asyncio.create_task(child.run()) for child in self._children.values()]
+            site = self._site = self._make_site(folder, logs)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # now: Ray sets handlers of its own
+                loop.add_signal_handler(number, self.stop)
+            self._start_all()
             await self._until_ready(on_progress)
             if self._ready:
+                if not config.join:  # whose numbers are not for this launcher to say
+                    desk = OperatorDesk(self._context, folder, self, autoscaler)
+                    autoscaler.start()
                 on_ready(logs)
                 await self._stopping.wait()
         finally:
+            autoscaler.close()
+            if desk is not None:
+                desk.close()
             await self._stop_children()
-            for control in self._controls:
+            for control in self._controls.values():
                 control.close()
-            context.destroy(linger=0)
+            self._context.destroy(linger=0)
+            if site is not None:
+                site.close()
             shutil.rmtree(folder, ignore_errors=True)
         if self._fatal is not None:
             raise self._fatal
 
+    def _make_site(self, folder: Path, logs: Path) -> Site:
+        told = self._config, self._model, self._served_model_name, folder, logs
+        if not self._config.ray:
+            return LocalSite(*told)
+        from deploy.ray_site import RaySite  # optional, and slow to import
+
+        return RaySite(*told)
+
     # ---- what is started
-
-    def _control_endpoints(self, folder: Path) -> list[str]:
-        """Of the proxies that the workers register with: our own, or those of the cluster that they join."""
-        return self._config.join_endpoints or [f"ipc://{folder}/proxy-{i}.sock" for i in range(self._config.proxies)]
-
-    def _worker_endpoint(self, folder: Path, name: str) -> str:
-        """What the worker binds: on a port that the kernel chooses where other hosts are to reach it."""
-        host = self._config.cluster_host
-        return f"tcp://{bracketed(host)}:*" if host else f"ipc://{folder}/{name}.sock"
 
     def _worker_name(self, prefix: str) -> str:
         """It stays the same when the worker is started again, and is unique in the cluster."""
         return prefix if not self._config.join else f"{prefix}-{self._config.name or socket.gethostname()}"
 
-    def _make_children(self, folder: Path, logs: Path) -> None:
-        config = self._config
-        proxies = self._control_endpoints(folder)
-        media_cache = self._add_media_cache(folder, logs)
-        self._metrics_dir = folder / "metrics"
-        self._metrics_dir.mkdir()
-        api_keys = read_api_keys(Path(config.api_keys_file)) if config.api_keys_file else []
-        for i, control in enumerate(proxies if not config.join else []):
-            name = f"proxy-{i}"
-            proxy = ProxyConfig(
-                proxy_id=name,
-                host=config.host,
-                port=config.port,
-                admin_host=config.admin_address[0],
-                admin_port=config.admin_address[1],
-                control_endpoint=control,
-                control_tcp_endpoint=next(iter(config.proxy_endpoints[i : i + 1]), ""),
-                network=config.network,
-                model=self._model,
-                served_model_name=self._served_model_name,
-                api_key=config.api_key or None,
-                api_keys=api_keys,
-                ssl_certfile=config.ssl_certfile,
-                ssl_keyfile=config.ssl_keyfile,
-                tokenizer_threads=config.tokenizer_threads,
-                trust_request_chat_template=config.trust_request_chat_template,
-                tool_call_parser=config.tool_call_parser,
-                max_body_bytes=config.max_body_mib << 20,
-                max_waiting_requests=config.max_waiting_requests,
-                max_waiting_tokens=config.max_waiting_tokens,
-                max_requests_per_client=config.max_requests_per_client,
-                num_proxies=config.proxies,
-                decode_prefill_threshold=config.decode_prefill_threshold,
-                ttft_slo_ms=config.ttft_slo_ms,
-                client_timeout_s=config.client_timeout_s,
-                request_timeout_s=config.request_timeout_s,
-                worker_wait_s=config.worker_wait_s,
-                shutdown_grace_s=PROXY_GRACE_S,
-                drain_timeout_s=config.drain_timeout_s,
-                media_cache_endpoint=media_cache,
-                media_threads=config.media_threads,
-                max_waiting_media=config.max_waiting_media,
-                media=config.media_limits(),
-                trust_remote_code=config.trust_remote_code,
-                log_level=config.log_level,
-                log_format=config.log_format,
-                peer_endpoints=[endpoint for endpoint in proxies if endpoint != control],
-                otlp_endpoint=config.otlp_endpoint,
-            )
-            self._add(name, "proxy", proxy, folder, logs)
-        gpus = visible_gpus(config.device, os.environ)
-        num_ranks = [config.num_ranks("prefill")] * config.prefill + [config.num_ranks("decode")] * config.decode
-        shares = share_out(gpus, num_ranks)
-        for i in range(config.prefill):
-            name = self._worker_name(f"prefill-{i}")
-            prefill = PrefillConfig(
-                worker_id=name,
-                endpoint=self._worker_endpoint(folder, name),
-                host=config.cluster_host or "127.0.0.1",
-                network=config.network,
-                proxy_endpoints=proxies,
-                engine=self._engine("prefill", self._progress_file(folder, name)),
-                kv_connector=config.kv_connector,
-                kv_checksums=config.kv_checksums,
-                kv_lease_s=config.kv_lease_s,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_num_seqs=config.max_num_seqs,
-                drain_timeout_s=config.drain_timeout_s,
-                media_cache_endpoint=media_cache,
-                metrics_host=config.metrics_host,
-                log_level=config.log_level,
-                log_format=config.log_format,
-            )
-            self._add(name, "prefill_worker", prefill, folder, logs, shares[i])
-        for i in range(config.decode):
-            name = self._worker_name(f"decode-{i}")
-            decode = DecodeConfig(
-                worker_id=name,
-                endpoint=self._worker_endpoint(folder, name),
-                host=config.cluster_host or "127.0.0.1",
-                network=config.network,
-                proxy_endpoints=proxies,
-                engine=self._engine("decode", self._progress_file(folder, name)),
-                kv_connector=config.kv_connector,
-                kv_checksums=config.kv_checksums,
-                max_num_seqs=config.max_num_seqs,
-                drain_timeout_s=config.drain_timeout_s,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                metrics_host=config.metrics_host,
-                log_level=config.log_level,
-                log_format=config.log_format,
-            )
-            self._add(name, "decode_worker", decode, folder, logs, shares[config.prefill + i])
+    def _start_all(self) -> None:
+        if (media_cache := self._site.make_media_cache(self._on_exit)) is not None:
+            self._start(media_cache)
+        for number, endpoint in enumerate(self._config.join_endpoints):
+            self._on_endpoint(f"proxy-{number}", endpoint)
+        for i in range(self._config.proxies if not self._config.join else 0):
+            self._start(self._site.make_proxy(f"proxy-{i}", self._on_exit, self._on_endpoint))
+        for role in ROLES:
+            for i in range(self._counts[role]):
+                self._start(self._site.make_worker(role, self._worker_name(f"{role}-{i}"), self._on_exit))
 
-    def _add_media_cache(self, folder: Path, logs: Path) -> str:
-        """Its endpoint; "" where the model takes text only, and needs none."""
-        if not takes_media(self._model):
-            return ""
-        endpoint = f"ipc://{folder}/media-cache.sock"
-        cache = MediaCacheConfig(endpoint, self._config.media_cache_mib << 20, self._config.log_level)
-        self._add("media-cache", "media_cache", cache, folder, logs)
-        return endpoint
+    def _start(self, child: Supervised) -> None:
+        self._children[child.name] = child
+        self._tasks[child.name] = asyncio.create_task(child.run(), name=child.name)
 
-    def _progress_file(self, folder: Path, name: str) -> Path:
-        file = folder / f"{name}.loading"
-        self._progress_files.append(file)
-        return file
+    def _on_endpoint(self, name: str, endpoint: str) -> None:
+        """A proxy has told where its control socket is."""
+        before = self._controls.get(name)
+        if before is None or before.endpoint != endpoint:
+            if before is not None:
+                before.close()
+            codec: Codec[FromProxyControl] = Codec(FromProxyControl)
+            on_answer = partial(self._on_answer, name)
+            self._controls[name] = DealerSocket(self._context, endpoint, codec, on_answer, peer="proxy")
+            self._site.tell_proxies([control.endpoint for control in self._controls.values()])
 
-    def _engine(self, role: Role, progress_file: Path) -> EngineConfig:
-        config = self._config
-        return EngineConfig(
-            model=self._model,
-            dtype=config.dtype,
-            load_format=config.load_format,
-            device=config.device,
-            max_model_len=config.max_model_len,
-            block_size=config.block_size,
-            kv_cache_bytes=int(config.kv_cache_gib * (1 << 30)),
-            num_threads=config.num_threads(role),
-            trust_remote_code=config.trust_remote_code,
-            tensor_parallel_size=config.num_ranks(role),
-            progress_file=str(progress_file),
-        )
+    # ---- scaling
 
-    def _add(
-        self,
-        name: str,
-        module: str,
-        config: msgspec.Struct,
-        folder: Path,
-        logs: Path,
-        gpus: Sequence[str] | None = (),
-    ) -> None:
-        config_file = folder / f"{name}.json"
-        config_file.touch(mode=0o600)
-        config_file.write_bytes(msgspec.json.encode(config))
-        threads = str(config.engine.num_threads if isinstance(config, PrefillConfig | DecodeConfig) else 1)
-        env = {
-            "OMP_NUM_THREADS": threads,
-            "MKL_NUM_THREADS": threads,
-            "OMP_WAIT_POLICY": "PASSIVE",  # idle workers must leave the cores to the others
-            "TOKENIZERS_PARALLELISM": "false",
-            "HF_HUB_DISABLE_TELEMETRY": "1",
-            "PYTHONUNBUFFERED": "1",
-            "GLOO_SOCKET_IFNAME": "lo",  # among a worker's ranks, which are on this host; pairs name their own address
-        }
-        if isinstance(config, ProxyConfig):
-            env["PROMETHEUS_MULTIPROC_DIR"] = str(self._metrics_dir)  # there the metrics of all proxies add up
-        if gpus is not None:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        self._children[name] = ChildProcess(
-            name, module, config_file, logs / f"{name}.log", env, self._on_exit, folder / f"{name}.pid"
-        )
+    @property
+    def counts(self) -> dict[Role, int]:
+        """Workers that there are to be, by role."""
+        return dict(self._counts)
+
+    def scale(self, counts: Mapping[Role, int]) -> None:
+        """Start or stop workers until there are so many; those with the highest numbers go first, and end their work.
+
+        Returns at once. Raises ConfigError, with nothing changed, before the cluster is up and for what has no room.
+        """
+        if not self._ready or self._stopping.is_set():
+            raise ConfigError("the cluster is not up; scale it when it serves")
+        added: list[Supervised] = []
+        try:
+            for role, count in counts.items():
+                for name in self._free_names(role, count - self._counts[role]):
+                    added.append(self._site.make_worker(role, name, self._on_exit))
+        except ConfigError:
+            for child in added:
+                self._site.forget(child.name)
+            raise
+        for child in added:
+            self._start(child)
+        for role, count in counts.items():
+            for name in self._workers(role)[count:]:
+                self._leaving.add(name)
+                self._stops.add(stop := asyncio.create_task(self._stop_worker(name)))
+                stop.add_done_callback(self._stops.discard)
+            if count != self._counts[role]:
+                log.warning("%s workers: %d, were %d", role, count, self._counts[role])
+            self._counts[role] = count
+
+    def _workers(self, role: Role) -> list[str]:
+        """Those that are not on their way out, by number."""
+        names = [name for name in self._children if name.startswith(f"{role}-") and name not in self._leaving]
+        return sorted(names, key=lambda name: int(name.rpartition("-")[2]))
+
+    def _free_names(self, role: Role, count: int) -> list[str]:
+        """A worker that still ends its work keeps its name."""
+        free = (name for i in itertools.count() if (name := f"{role}-{i}") not in self._children)
+        return list(itertools.islice(free, max(0, count)))
+
+    async def _stop_worker(self, name: str) -> None:
+        child, task = self._children[name], self._tasks[name]
+        child.terminate()
+        timeout_s = self._config.drain_timeout_s + DRAIN_GRACE_S
+        if not await self._wait([task], timeout_s):
+            log.warning("%s has not ended its work in %.0f s; it is killed", name, timeout_s)
+            child.kill()
+            await self._wait([task], 1.0)
+        if self._stopping.is_set():
+            return  # then everything is stopped anyway
+        for control in self._controls.values():
+            control.send(WorkerExited(name, child.last_pid))
+        self._forget(name)
+
+    def _forget(self, name: str) -> None:
+        del self._children[name], self._tasks[name]
+        self._leaving.discard(name)
+        self._site.forget(name)
 
     # ---- while it runs
 
     def _on_exit(self, name: str, pid: int, returncode: int) -> bool:
         """Tell the proxies of a worker's death; leave what cannot come up, restart the rest."""
-        for control in self._controls:
+        for control in self._controls.values():
             control.send(WorkerExited(name, pid))
         child = self._children[name]
-        mark_process_dead(pid, str(self._metrics_dir))  # what it had under way is over
-        if returncode == EXIT_BAD_CONFIG:
+        if returncode == EXIT_BAD_CONFIG and self._ready:
+            # What came up once, or was added while all others serve, is no reason to stop them.
+            log.error("%s refuses its configuration: %s", name, child.last_error() or f"see {child.log_file}")
+        elif returncode == EXIT_BAD_CONFIG:
             self._fatal = ConfigError(child.last_error() or f"{name} refused its configuration: see {child.log_file}")
             self.stop()
             return False
         if returncode == EXIT_RETIRED:
             log.info("%s (process %d) has drained and left", name, pid)
+            role: Role = "prefill" if name.startswith("prefill-") else "decode"
+            if name not in self._leaving:
+                self._counts[role] -= 1
+                self._forget(name)
             return False
         if not self._ready and child.num_starts >= 3:
             self._fatal = InternalError(f"{name} died {child.num_starts} times while starting: see {child.log_file}")
@@ -294,9 +244,23 @@ class Launcher:
         log.warning("%s (process %d) exited with %d; starting it again", name, pid, returncode)
         return True
 
-    def _on_answer(self, proxy: int, message: FromProxyControl) -> None:
+    def _on_answer(self, proxy: str, message: FromProxyControl) -> None:
         if isinstance(message, StatusReport):
             self._reports[proxy] = message
+
+    def ask_for_reports(self) -> None:
+        for control in self._controls.values():
+            control.send(GetStatus())
+
+    @property
+    def reports(self) -> list[StatusReport]:
+        """The last that each proxy sent, about the workers that are started here."""
+        return [
+            msgspec.structs.replace(
+                report, workers=[each for each in report.workers if each.worker.worker_id in self._children]
+            )
+            for report in self._reports.values()
+        ]
 
     async def _until_ready(self, on_progress: OnProgress) -> None:
         """Wait until every worker has registered and every pair is open."""
@@ -304,12 +268,10 @@ class Launcher:
         deadline = loop.time() + START_TIMEOUT_S
         config = self._config
         while not self._stopping.is_set():
-            for control in self._controls:
-                control.send(GetStatus())
+            self.ask_for_reports()
             reports = list(self._reports.values())
-            if len(reports) == len(self._controls):
-                ours = [w for report in reports for w in report.workers if w.worker.worker_id in self._children]
-                pairs = [pair for worker in ours for pair in worker.pairs]
+            if len(reports) == (len(config.join_endpoints) or config.proxies):
+                pairs = [pair for report in self.reports for worker in report.workers for pair in worker.pairs]
                 refused = next((pair for pair in pairs if pair.state == "refused"), None)
                 if refused is not None:
                     self._fatal = ConfigError(f"{refused.decode_worker_id} refused its pair: {refused.reason}")
@@ -321,7 +283,7 @@ class Launcher:
                     f"{roles.count('prefill')}/{config.prefill} prefill, "
                     f"{roles.count('decode')}/{config.decode} decode, "
                     f"{num_ready}/{config.prefill * config.decode} pairs",
-                    fraction_loaded(self._progress_files),
+                    fraction_loaded(list(self._site.progress_files.values())),
                 )
                 if config.join:
                     is_up = all(self._knows_our_workers(report) for report in reports)
@@ -339,34 +301,38 @@ class Launcher:
                 continue
 
     def _knows_our_workers(self, report: StatusReport) -> bool:
-        return {worker.worker.worker_id for worker in report.workers} >= set(self._children)
+        ours = {name for name in self._children if name.startswith(ROLES)}
+        return {worker.worker.worker_id for worker in report.workers} >= ours
 
     async def _all_proxies_answer(self) -> bool:
         """HTTP connections are shared out over the proxies by the kernel, so one that answers is asked for."""
-        try:
-            _, writer = await asyncio.wait_for(asyncio.open_connection(self._config.host, self._config.port), 1.0)
-        except (OSError, TimeoutError):
-            return False
-        writer.close()
+        for host in self._site.http_hosts():
+            try:
+                _, writer = await asyncio.wait_for(asyncio.open_connection(host, self._config.port), 1.0)
+            except (OSError, TimeoutError):
+                return False
+            writer.close()
         return True
 
     async def _stop_children(self) -> None:
         proxies = [child for name, child in self._children.items() if name.startswith("proxy-")]
         for child in proxies:
             child.stop()
-        tasks = dict(zip(self._children.values(), self._tasks, strict=False))
-        await self._wait([tasks[child] for child in proxies if child in tasks], PROXY_GRACE_S + 0.3)
+        await self._wait([self._tasks[child.name] for child in proxies], PROXY_GRACE_S + 0.3)
         for child in self._children.values():
             child.stop()
-        await self._wait(self._tasks, STOP_GRACE_S)
+        tasks = list(self._tasks.values())
+        await self._wait(tasks, STOP_GRACE_S)
         for child in self._children.values():
             child.kill()
-        await self._wait(self._tasks, 1.0)
+        await self._wait(tasks, 1.0)
 
-    async def _wait(self, tasks: list[asyncio.Task[None]], timeout_s: float) -> None:
-        pending = [task for task in tasks if not task.done()]
-        if pending:
-            await asyncio.wait(pending, timeout=timeout_s)
+    async def _wait(self, tasks: list[asyncio.Task[None]], timeout_s: float) -> bool:
+        """True when all have ended."""
+        running = [task for task in tasks if not task.done()]
+        if running:
+            _, running = await asyncio.wait(running, timeout=timeout_s)  # type: ignore[assignment]
+        return not running
 
 
 def _num_ready_pairs(report: StatusReport) -> int:

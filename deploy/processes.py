@@ -50,6 +50,11 @@ class ChildProcess:
     def pid(self) -> int | None:
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
+    @property
+    def last_pid(self) -> int:
+        """Of the process that runs or ran last; 0 before the first."""
+        return self._process.pid if self._process is not None else 0
+
     async def run(self) -> None:
         """Keep it alive until `stop`, or until `on_exit` says to leave it."""
         delay = RESTART_DELAY_S
@@ -82,8 +87,13 @@ class ChildProcess:
             )
         self._pid_file.write_text(str(self._process.pid))
 
+    def terminate(self) -> None:
+        """For good, when it has finished what is under way."""
+        self._stopping = True
+        self._signal(signal.SIGTERM)
+
     def stop(self) -> None:
-        """At once, in contrast to SIGTERM, which lets it finish what it has."""
+        """For good, at once."""
         self._stopping = True
         self._signal(signal.SIGINT)
 

@@ -12,6 +12,11 @@ from pathlib import Path
 
 from protocol.errors import ConfigError
 
+PROXIES_FILE = "proxies"
+"""In the folder, when the proxies are on other hosts: their control endpoints."""
+NETWORK_FILE = "network.json"
+"""Beside it: how these are protected, a `protocol.network.NetworkConfig`."""
+
 
 def runtime_dir(port: int | str) -> Path:
     """port: of the cluster, or the name of workers that have joined one."""

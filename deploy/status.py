@@ -10,22 +10,25 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
-from pathlib import Path
 
 import msgspec
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from deploy.runtime_dir import runtime_dir
+from deploy.operator_desk import ask_launcher
+from deploy.runtime_dir import NETWORK_FILE, PROXIES_FILE, runtime_dir
 from deploy.serving_rates import Sample, ServingRates, rates
 from protocol.codec import Codec
-from protocol.errors import ConfigError, Overloaded
+from protocol.errors import ConfigError, Overloaded, TandemError
 from protocol.membership import FromProxyControl, GetStatus, StatusReport
 from protocol.network import NetworkConfig
+from protocol.operations import GetPlan, PlanReport
+from protocol.proxy_endpoints import EndpointsFile
 from protocol.sockets import DealerSocket, new_context
 
 ANSWER_TIMEOUT_S = 3.0
+PLAN_TIMEOUT_S = 2.0
 INTERVAL_S = 1.0
 WINDOW_S = 30.0
 """`--watch` shows what happened in so long."""
@@ -38,9 +41,10 @@ async def fetch_status(
 ) -> list[StatusReport]:
     """One report per proxy that answers in time, by name. Raises ConfigError when no cluster runs on `port`.
 
-    endpoints: of proxies on another host, in place of those on `port`.
+    endpoints: of proxies on another host, in place of those on `port`; network: how they are protected.
     """
-    sockets = list(endpoints) or [f"ipc://{path}" for path in proxy_sockets(port)]
+    sockets = list(endpoints) or proxy_endpoints(port)
+    network = network if endpoints else own_network(port)
     if not sockets:
         raise ConfigError(f"no cluster runs on port {port}; start one with `tandem up`, or give its --port")
     context = new_context("operator", network)
@@ -69,8 +73,28 @@ async def fetch_status(
     return sorted(reports, key=lambda report: report.proxy_id)
 
 
-def proxy_sockets(port: int) -> list[Path]:
-    return sorted(runtime_dir(port).glob("proxy-*.sock"))
+def proxy_endpoints(port: int) -> list[str]:
+    """Control sockets: files of the runtime folder, or, where the proxies are on other hosts, named in a file there."""
+    folder = runtime_dir(port)
+    told = EndpointsFile(folder / PROXIES_FILE).changed() or []
+    return told + [f"ipc://{path}" for path in sorted(folder.glob("proxy-*.sock"))]
+
+
+def own_network(port: int) -> NetworkConfig:
+    """How the sockets of `proxy_endpoints` are protected."""
+    try:
+        return msgspec.json.decode((runtime_dir(port) / NETWORK_FILE).read_bytes(), type=NetworkConfig)
+    except OSError:
+        return NetworkConfig()  # they are files
+
+
+async def fetch_plan(port: int) -> PlanReport | None:
+    """None while the launcher has none: before the cluster serves, and when it does not answer in time."""
+    try:
+        answer = await ask_launcher(port, GetPlan(), PLAN_TIMEOUT_S)
+    except TandemError:
+        return None
+    return answer if isinstance(answer, PlanReport) else None
 
 
 def print_status(
@@ -86,6 +110,8 @@ def print_status(
         sys.stdout.write(msgspec.json.encode(sample.reports).decode() + "\n")
     else:
         Console().print(status_tables(sample, None, num_silent))
+        if not endpoints and (plan := asyncio.run(fetch_plan(port))) is not None:
+            sys.stdout.write("\n" + plan_lines(plan))
     return 0 if all(report.ready for report in sample.reports) and not num_silent else 1
 
 
@@ -121,7 +147,7 @@ async def _watch(
 
 
 def _num_silent(port: int, endpoints: Sequence[str], sample: Sample) -> int:
-    return max(0, len(endpoints or proxy_sockets(port)) - len(sample.reports))
+    return max(0, len(endpoints or proxy_endpoints(port)) - len(sample.reports))
 
 
 def status_tables(now: Sample, then: Sample | None, num_silent: int) -> Group:
@@ -189,6 +215,22 @@ def _serving(figures: ServingRates, is_recent: bool) -> list[Table | str]:
     shown = [f"{name} {1000 * seconds:.0f}" for name, seconds in figures.stages_s.items() if seconds >= 0.0005]
     stages = "mean ms of each stage: " + ", ".join(shown) if shown else "no request has ended yet"
     return [latencies, ", ".join(told), stages]
+
+
+def plan_lines(plan: PlanReport) -> str:
+    """What autoscaling has to say, for people."""
+    current, proposed = (plan.prefill, plan.decode), (plan.proposed_prefill, plan.proposed_decode)
+    if proposed == current:
+        head = f"prefill={plan.prefill} decode={plan.decode} suffice"
+    else:
+        verb = "sets" if plan.acts else "proposes"
+        head = f"{verb} prefill={proposed[0]} decode={proposed[1]} in place of {current[0]} and {current[1]}"
+        head += "" if plan.acts else f": tandem scale prefill={proposed[0]} decode={proposed[1]}"
+    return (
+        f"autoscaling ({'on' if plan.acts else 'dry run'}): {head}\n"
+        f"  prefill: {plan.prefill_reason}; TTFT of a mean prompt now {1000 * plan.predicted_ttft_s:.0f} ms\n"
+        f"  decode: {plan.decode_reason}\n"
+    )
 
 
 def _table(names: Sequence[str], figures: Sequence[str] = ()) -> Table:

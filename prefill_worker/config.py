@@ -12,6 +12,7 @@ from telemetry.logs import LogFormat
 class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """worker_id survives restarts. endpoint: what its ROUTER binds. host: own address for KV data.
     network: how tcp endpoints are protected.
+    proxies_file: where the proxies' control endpoints are told anew when one moves, one a line; empty: they do not.
 
     kv_checksums: compare every block that is shipped (debugging). kv_lease_s: for so long a prompt's blocks
     are kept for a decode worker that no longer asks for them.
@@ -30,6 +31,7 @@ class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_checksums: bool = False
     kv_lease_s: float = 10.0
     host: str = "127.0.0.1"
+    proxies_file: str = ""
     max_num_batched_tokens: int = 512
     max_num_seqs: int = 64
     drain_timeout_s: float = 30.0

@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from protocol.codec import Codec
 from protocol.membership import (
@@ -27,6 +28,7 @@ from protocol.membership import (
     WorkerStatus,
 )
 from protocol.network import Context
+from protocol.proxy_endpoints import EndpointsFile
 from protocol.sockets import DealerSocket
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,7 @@ class Registration:
     on_proxy_lost: called with the id of a proxy whose requests must be aborted. on_restart_prefixes: called when a
     proxy has missed some of what status told of the prefix cache. on_epoch_over: called when a proxy has counted this
     worker as lost; `begin_epoch` must follow. on_leave: called when the worker is told to leave for good.
+    proxies_file: tells when proxies move, see `protocol.proxy_endpoints`; empty: they stay.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Registration:
         on_restart_prefixes: Callable[[], None],
         on_epoch_over: Callable[[], None],
         on_leave: Callable[[], object],
+        proxies_file: str = "",
     ) -> None:
         self._context = context
         self._links = [_ProxyLink(endpoint) for endpoint in proxy_endpoints]
@@ -81,26 +85,44 @@ class Registration:
         self._on_epoch_over = on_epoch_over
         self._on_leave = on_leave
         self._view: list[WorkerInfo] = []
+        self._file = EndpointsFile(Path(proxies_file)) if proxies_file else None
+        self._codec: Codec[FromProxyControl] = Codec(FromProxyControl)
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        codec: Codec[FromProxyControl] = Codec(FromProxyControl)
-        identity = f"{self._register.worker.worker_id}:{self._register.worker.epoch}".encode()
         for link in self._links:
-            link.socket = DealerSocket(
-                self._context,
-                link.endpoint,
-                codec,
-                partial(self._on_message, link),
-                identity,
-                peer="proxy",
-            )
-            link.socket.send(self._register)
+            self._connect(link)
         self._task = asyncio.get_running_loop().create_task(self._beat())
+
+    def _connect(self, link: _ProxyLink) -> None:
+        worker = self._register.worker
+        identity = f"{worker.worker_id}:{worker.epoch}".encode()
+        link.socket = DealerSocket(
+            self._context, link.endpoint, self._codec, partial(self._on_message, link), identity, peer="proxy"
+        )
+        link.socket.send(self._register)
+
+    def _follow(self, endpoints: list[str]) -> None:
+        """Proxies have moved: those that are elsewhere now are lost, with what they had under way."""
+        for link in [link for link in self._links if link.endpoint not in endpoints]:
+            self._links.remove(link)
+            if link.socket is not None:
+                link.socket.close()
+            if link.proxy_id is not None:
+                self._lose(link)
+        known = {link.endpoint for link in self._links}
+        for endpoint in dict.fromkeys(endpoints):
+            if endpoint not in known:
+                log.info("a proxy is at %s", endpoint)
+                link = _ProxyLink(endpoint)
+                self._links.append(link)
+                self._connect(link)
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            if self._file is not None and (endpoints := self._file.changed()) is not None:
+                self._follow(endpoints)
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             self.tell(self._status())
             for link in self._links:

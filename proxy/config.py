@@ -19,6 +19,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The file that `python -m proxy FILE` reads, as JSON.
 
     control_endpoint: where workers, the launcher and `tandem status` reach this proxy (ZeroMQ, bound here);
+    control_endpoint_file: written with what was bound, which matters when that is tcp with port 0; empty: not written.
     control_tcp_endpoint: the same for other hosts, empty where there are none; network: how it is protected.
     model: folder or hub id; its tokeniser and configuration alone are read. api_key, api_keys: None and [] let everyone
     in.
@@ -54,6 +55,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network: NetworkConfig = NetworkConfig()
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=1, le=65535)] = 8000
+    control_endpoint_file: str = ""
     admin_host: str = "127.0.0.1"
     admin_port: Annotated[int, Meta(ge=0, le=65535)] = 0
     api_key: str | None = None

@@ -77,6 +77,8 @@ class Control:
         self._socket: RouterSocket[ToProxyControl] = RouterSocket(
             context, endpoint, Codec(ToProxyControl), self._on_message, tcp_endpoint
         )
+        self.endpoint = self._socket.endpoint
+        """As bound: with the port where `endpoint` had none."""
         self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
 
     def _on_message(self, identity: bytes, message: ToProxyControl) -> None:

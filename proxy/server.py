@@ -11,6 +11,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -18,6 +19,7 @@ import uvicorn
 from protocol.errors import ConfigError, RequestAborted
 from protocol.media_client import MediaCacheClient
 from protocol.membership import WorkerInfo
+from protocol.proxy_endpoints import write_whole
 from protocol.sockets import new_context
 from proxy.admission import Admission
 from proxy.app import make_admin_app, make_app
@@ -127,6 +129,8 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         listener.close()
         where = " and ".join(filter(None, (config.control_endpoint, config.control_tcp_endpoint)))
         raise ConfigError(f"cannot bind the control endpoint {where}: {error}") from error
+    if config.control_endpoint_file:
+        write_whole(Path(config.control_endpoint_file), control.endpoint)
     media_cache = media = None
     if config.media_cache_endpoint:
         media_cache = MediaCacheClient(context, config.media_cache_endpoint)

@@ -2,32 +2,38 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.gpus import share_out, visible_gpus
+from deploy.gpus import least_used, visible_gpus
 from protocol.errors import ConfigError
 
 
 @given(st.integers(1, 9), st.lists(st.integers(1, 4), max_size=6))
 def test_each_rank_has_a_gpu_of_its_own_while_they_suffice(num_gpus: int, num_ranks: list[int]) -> None:
     gpus = [f"GPU-{i}" for i in range(num_gpus)]
-    if max(num_ranks, default=0) > num_gpus:
-        with pytest.raises(ConfigError, match=f"and {num_gpus} can be seen"):
-            share_out(gpus, num_ranks)
-        return
-    shares = [share or [] for share in share_out(gpus, num_ranks)]
-    assert [len(set(share)) for share in shares] == num_ranks
-    used = [gpu for share in shares for gpu in share]
-    assert max(map(used.count, used), default=0) == -(-len(used) // num_gpus)
+    used: Counter[str] = Counter()
+    for count in num_ranks:
+        if count > num_gpus:
+            with pytest.raises(ConfigError, match=f"and {num_gpus} can be seen"):
+                least_used(gpus, used, count)
+            continue
+        share = least_used(gpus, used, count)
+        assert len(set(share)) == count
+        used.update(share)
+    assert max(used.values(), default=0) == -(-used.total() // num_gpus)
+
+
+def test_a_worker_that_comes_later_gets_what_another_has_left() -> None:
+    assert least_used(["a", "b", "c"], {"a": 1, "b": 0, "c": 1}, 1) == ["b"]
 
 
 def test_without_gpus_nobody_gets_any() -> None:
-    assert share_out([], [2, 1]) == [[], []]
-    assert share_out(None, [2, 1]) == [None, None]
+    assert least_used([], {}, 2) == []
 
 
 def test_cpu_sees_none_and_the_environment_has_the_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,0 +1,211 @@
+"""What is asked of a cluster and how fast its workers are, from their load reports. Pure; the clock is the caller's.
+
+Counters are read as differences, by epoch, so that workers which come, go or start again do not disturb the sums.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from protocol.membership import WorkerInfo, WorkerLoad
+
+WINDOW_S = 8.0
+"""Rates are means over so long."""
+_REMEMBERED = 0.98
+"""Of what step times and answers' lengths were learned from, per observation: half is forgotten after 34."""
+_LEAST_SPREAD = 0.05
+"""Of batch sizes, over their mean: with less the two coefficients cannot be told apart."""
+_FULL = 0.05
+"""A decode worker with less than this part of its blocks free has no room."""
+
+
+class Demand(msgspec.Struct, frozen=True):
+    """What the planner looks at. Rates are means over `WINDOW_S`; the rest is as of the last report.
+
+    prompts_per_s, prompt_tokens_per_s: that arrive at prefill, cached tokens not counted. waiting_tokens: of prompts,
+    over all prefill workers. speed: prompt tokens per second of one prefill worker while it computes; 0 when none has
+    yet. most_sequences, most_used_blocks: on all decode workers, the most within the window. mean_output_tokens: of a
+    sequence on decode; 0 before the first has ended. fixed_step_s, step_s_per_sequence: of a decode step, as measured;
+    zeros before the first. decode_is_full: a decode worker has no room, so that prompts may wait for its sake.
+    refused_per_s: requests that proxies turned away, since too much waited.
+    """
+
+    num_prefill: int = 0
+    num_decode: int = 0
+    prompts_per_s: float = 0.0
+    prompt_tokens_per_s: float = 0.0
+    waiting_tokens: int = 0
+    speed: float = 0.0
+    most_sequences: int = 0
+    most_used_blocks: int = 0
+    blocks_per_decode: int = 0
+    mean_output_tokens: float = 0.0
+    fixed_step_s: float = 0.0
+    step_s_per_sequence: float = 0.0
+    decode_is_full: bool = False
+    refused_per_s: float = 0.0
+
+    @property
+    def predicted_ttft_s(self) -> float:
+        """Of a prompt of mean length that comes now, as the router would predict it with equal queues."""
+        if not self.speed or not self.num_prefill:
+            return 0.0
+        return self.waiting_tokens / self.num_prefill / self.speed + self.mean_prompt_tokens / self.speed
+
+    @property
+    def mean_prompt_tokens(self) -> float:
+        return self.prompt_tokens_per_s / self.prompts_per_s if self.prompts_per_s else 0.0
+
+    @property
+    def asked_over_served(self) -> float:
+        """At least 1: refused requests are taken to be like those that were let in."""
+        return 1 + self.refused_per_s / self.prompts_per_s if self.prompts_per_s else 1.0
+
+    def sequences_in_step(self, step_s: float) -> float:
+        """How many sequences a decode worker runs in steps of this length; infinite where no step was measured."""
+        if self.step_s_per_sequence <= 0:
+            return float("inf")
+        return max(0.0, (step_s - self.fixed_step_s) / self.step_s_per_sequence)
+
+
+class StepTime:
+    """A decode step's time as fixed_s + s_per_sequence * sequences, by least squares that forget. Pure.
+
+    Before batches of different sizes were seen the line goes through the origin: then more workers are taken to help
+    in full, and fewer workers are taken to hurt more than they can.
+    """
+
+    def __init__(self) -> None:
+        self._weight = self._n = self._s = self._nn = self._ns = 0.0
+
+    def forget(self) -> None:
+        """Once per observation."""
+        self._weight *= _REMEMBERED
+        self._n *= _REMEMBERED
+        self._s *= _REMEMBERED
+        self._nn *= _REMEMBERED
+        self._ns *= _REMEMBERED
+
+    def add(self, num_sequences: int, step_s: float) -> None:
+        self._weight += 1
+        self._n += num_sequences
+        self._s += step_s
+        self._nn += num_sequences * num_sequences
+        self._ns += num_sequences * step_s
+
+    @property
+    def coefficients(self) -> tuple[float, float]:
+        """(fixed_s, s_per_sequence); zeros before anything was seen."""
+        if self._weight < 1e-6 or self._nn <= 0:
+            return 0.0, 0.0
+        mean_n, mean_s = self._n / self._weight, self._s / self._weight
+        variance = self._nn / self._weight - mean_n * mean_n
+        if variance > (_LEAST_SPREAD * mean_n) ** 2:
+            slope = (self._ns / self._weight - mean_n * mean_s) / variance
+            fixed = mean_s - slope * mean_n
+            if slope > 0 and fixed >= 0:
+                return fixed, slope
+        return 0.0, self._ns / self._nn
+
+
+class DemandMeter:
+    """`observe` once a second or so. max_num_seqs: that one decode worker runs at once."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        self._max_num_seqs = max_num_seqs
+        self._step_time = StepTime()
+        self._counters: dict[str, tuple[int, int]] = {}  # by epoch: tokens computed, prompts finished
+        self._num_refused: int | None = None
+        self._tokens = self._prompts = self._refused = 0  # summed differences
+        self._history: deque[tuple[float, int, int, int]] = deque()  # when; arrived tokens, prompts; refused
+        self._sequences: deque[tuple[float, int, int]] = deque()  # when; sequences and blocks on decode
+        self._speed = 0.0
+        self._finished: dict[str, int] = {}  # sequences, by epoch of decode workers
+        self._output_tokens = self._ended = 0.0  # of late
+        self._observed_at: float | None = None
+
+    def observe(
+        self, now: float, workers: Sequence[tuple[WorkerInfo, WorkerLoad]], num_refused: int | None = None
+    ) -> Demand:
+        """num_refused: of all proxies since their start; None where it is not known."""
+        prefills = [(info, load) for info, load in workers if info.role == "prefill"]
+        decodes = [load for info, load in workers if info.role == "decode"]
+        self._count(prefills, num_refused)
+        self._measure_answers(now, [(info, load) for info, load in workers if info.role == "decode"])
+        waiting_tokens = sum(load.num_waiting_tokens for _, load in prefills)
+        waiting_prompts = sum(load.num_waiting for _, load in prefills)
+        self._history.append((now, self._tokens + waiting_tokens, self._prompts + waiting_prompts, self._refused))
+        while len(self._history) > 2 and self._history[1][0] <= now - WINDOW_S:
+            self._history.popleft()
+        since, tokens, prompts, refused = self._history[0]
+        duration_s = now - since
+        self._learn_speeds([load for _, load in prefills], decodes)
+        # Those that wait there are left out: their prompts may still wait for prefill.
+        sequences = sum(load.num_running for load in decodes)
+        used = sum(load.num_blocks - load.num_free_blocks for load in decodes)
+        self._sequences.append((now, sequences, used))
+        while self._sequences[0][0] < now - WINDOW_S:
+            self._sequences.popleft()
+        fixed_s, s_per_sequence = self._step_time.coefficients
+
+        def rate(count: int) -> float:
+            return max(0.0, count / duration_s) if duration_s > 0 else 0.0
+
+        return Demand(
+            num_prefill=len(prefills),
+            num_decode=len(decodes),
+            prompts_per_s=rate(self._history[-1][2] - prompts),
+            prompt_tokens_per_s=rate(self._history[-1][1] - tokens),
+            waiting_tokens=waiting_tokens,
+            speed=self._speed,
+            most_sequences=max(count for _, count, _ in self._sequences),
+            most_used_blocks=max(count for _, _, count in self._sequences),
+            blocks_per_decode=min((load.num_blocks for load in decodes), default=0),
+            mean_output_tokens=self._output_tokens / self._ended if self._ended > 0.5 else 0.0,
+            fixed_step_s=fixed_s,
+            step_s_per_sequence=s_per_sequence,
+            decode_is_full=any(self._is_full(load) for load in decodes),
+            refused_per_s=rate(self._refused - refused),
+        )
+
+    def _count(self, prefills: Iterable[tuple[WorkerInfo, WorkerLoad]], num_refused: int | None) -> None:
+        counters = {}
+        for info, load in prefills:
+            now = (load.num_prompt_tokens - load.num_cached_tokens, load.num_finished)
+            before = self._counters.get(info.epoch, (0, 0) if self._counters else now)
+            self._tokens += now[0] - before[0]
+            self._prompts += now[1] - before[1]
+            counters[info.epoch] = now
+        self._counters = counters
+        if num_refused is not None:
+            if self._num_refused is not None:
+                self._refused += max(0, num_refused - self._num_refused)  # less: a proxy has started anew
+            self._num_refused = num_refused
+
+    def _measure_answers(self, now: float, decodes: Sequence[tuple[WorkerInfo, WorkerLoad]]) -> None:
+        """Tokens that were made, a sequence's one a step, over sequences that ended."""
+        elapsed_s = now - self._observed_at if self._observed_at is not None else 0.0
+        self._observed_at = now
+        self._output_tokens *= _REMEMBERED
+        self._ended *= _REMEMBERED
+        for info, load in decodes:
+            before = self._finished.get(info.epoch, load.num_finished)
+            self._ended += load.num_finished - before
+            if load.step_time_s > 0:
+                self._output_tokens += load.num_running * elapsed_s / load.step_time_s
+        self._finished = {info.epoch: load.num_finished for info, load in decodes}
+
+    def _is_full(self, load: WorkerLoad) -> bool:
+        return load.num_running >= self._max_num_seqs or load.num_free_blocks < _FULL * load.num_blocks
+
+    def _learn_speeds(self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad]) -> None:
+        measured = [load.prompt_tokens_per_s for load in prefills if load.prompt_tokens_per_s > 0]
+        if measured:
+            self._speed = sum(measured) / len(measured)
+        self._step_time.forget()
+        for load in decodes:
+            if load.num_running and load.step_time_s > 0:
+                self._step_time.add(load.num_running, load.step_time_s)

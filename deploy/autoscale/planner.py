@@ -1,0 +1,210 @@
+"""Proposes how many prefill and decode workers there should be. Pure: demand and a clock in, a `Proposal` out.
+
+What is needed now comes from `needed`: for prefill the fewest workers whose queue keeps the TTFT (Erlang C), for decode
+the fewest whose steps keep the ITL and whose pools hold the blocks. `Planner` makes it steady: up when more has been
+needed for a while, down when less has been needed for a long while, never sooner than the cool-down, within bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from deploy.autoscale.demand import Demand
+from deploy.autoscale.queueing import servers_needed
+
+REBALANCE_S = 30.0
+"""Between two moves of workers from one role to the other."""
+CATCH_UP_S = 10.0
+"""A backlog that is too long already is to be worked off within so long."""
+
+
+class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """ttft_s, itl_s: what is to be kept, by all but `most_late` of the requests. max_workers: 0 sets no bound.
+
+    max_utilisation: part of the time that prefill computes; of the sequences that decode can run in time.
+    max_kv_use: part of decode's blocks. max_num_seqs: of one decode worker.
+    up_after_s, down_after_s: how long more, or less, must have been needed. cooldown_s: between changes of one role.
+    """
+
+    ttft_s: Annotated[float, Meta(gt=0)] = 1.0
+    itl_s: Annotated[float, Meta(gt=0)] = 0.05
+    min_prefill: Annotated[int, Meta(ge=1)] = 1
+    max_prefill: Annotated[int, Meta(ge=1)] = 8
+    min_decode: Annotated[int, Meta(ge=1)] = 1
+    max_decode: Annotated[int, Meta(ge=1)] = 8
+    max_workers: Annotated[int, Meta(ge=0)] = 0
+    max_num_seqs: Annotated[int, Meta(ge=1)] = 64
+    most_late: float = 0.05
+    max_utilisation: float = 0.8
+    max_kv_use: float = 0.8
+    up_after_s: float = 3.0
+    down_after_s: float = 120.0
+    cooldown_s: float = 5.0
+
+
+class Need(msgspec.Struct, frozen=True):
+    """reason: in a few words, with the figures that decide."""
+
+    num_workers: int
+    reason: str
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """What there should be now. Equal to what there is while nothing should change."""
+
+    prefill: int
+    decode: int
+    prefill_need: Need
+    decode_need: Need
+
+
+def _up(count: float) -> int:
+    """The next whole number; what is beyond all bounds anyway, and infinity too, becomes a large one."""
+    return math.ceil(min(count, 1e6))
+
+
+def prefill_needed(demand: Demand, config: PlannerConfig) -> Need:
+    """The fewest prefill workers, up to the bound; as many as there are before a speed has been measured."""
+    if not demand.speed:
+        return Need(max(1, demand.num_prefill), "no prompt has been computed yet")
+    if not demand.prompts_per_s and not demand.waiting_tokens and not demand.refused_per_s:
+        return Need(1, "no prompts")
+    service_s = demand.mean_prompt_tokens / demand.speed
+    load = demand.asked_over_served * demand.prompt_tokens_per_s / demand.speed
+    slack_s = config.ttft_s - service_s
+    reason = f"{load:.2f} workers' worth of prompts, {service_s:.2f} s each"
+    count = max(1, _up(load / config.max_utilisation))
+    if slack_s > 0:
+        count = max(count, servers_needed(load, service_s, slack_s, config.most_late, config.max_prefill))
+    else:
+        reason += f" (longer than the TTFT of {config.ttft_s:g} s, whatever their number)"
+    # What waits beyond the TTFT must be worked off beside what arrives. Where decode is full it is not prefill's doing.
+    excess = demand.waiting_tokens - max(1, demand.num_prefill) * demand.speed * config.ttft_s
+    if excess > 0 and not demand.decode_is_full:
+        count = max(count, _up(load + excess / (demand.speed * CATCH_UP_S)))
+        reason += f", {demand.waiting_tokens} tokens wait"
+    return Need(count, reason)
+
+
+def decode_needed(demand: Demand, config: PlannerConfig) -> Need:
+    """The fewest decode workers; as many as there are while steps miss the ITL whatever the batch."""
+    if not demand.most_sequences:
+        return Need(1, "no sequences")
+    by_blocks = 1
+    if demand.blocks_per_decode:
+        by_blocks = _up(demand.most_used_blocks / (config.max_kv_use * demand.blocks_per_decode))
+        if demand.decode_is_full:
+            by_blocks = max(by_blocks, demand.num_decode + 1)
+    in_time = min(demand.sequences_in_step(config.itl_s), config.max_num_seqs)
+    if in_time < 1:
+        most = max(1, demand.num_decode)
+        reason = (
+            f"a step of one sequence takes longer than the ITL of {1000 * config.itl_s:g} ms, whatever their number"
+        )
+        return Need(max(most, by_blocks), reason)
+    in_time = max(1.0, config.max_utilisation * in_time)
+    num_sequences = float(demand.most_sequences)
+    if demand.step_s_per_sequence > 0:
+        # What arrives now will be so many sequences once steps take what they may (Little's law).
+        step_s = demand.fixed_step_s + demand.step_s_per_sequence * in_time
+        arriving = demand.asked_over_served * demand.prompts_per_s
+        num_sequences = max(num_sequences, arriving * demand.mean_output_tokens * step_s)
+    by_time = _up(num_sequences / in_time)
+    if by_blocks > by_time:
+        total = demand.num_decode * demand.blocks_per_decode
+        full = ", no room left" if demand.decode_is_full else ""
+        return Need(by_blocks, f"{demand.most_used_blocks} of {total} blocks in use{full}")
+    return Need(max(1, by_time), f"{num_sequences:.0f} sequences, {in_time:.0f} on each keep the ITL")
+
+
+class _Steady:
+    """One role's count: what was needed all along, not what is needed this second."""
+
+    def __init__(self, least: int, most: int, config: PlannerConfig) -> None:
+        self.least = least
+        self.most = most
+        self._config = config
+        self._needs: deque[tuple[float, int]] = deque()
+        self._changed_at = -math.inf
+        self._current: int | None = None
+
+    def want(self, now: float, current: int, need: int) -> int:
+        """current: what there is, or is on its way."""
+        config = self._config
+        if self._current is not None and current != self._current:
+            self._changed_at = now
+        self._current = current
+        self._needs.append((now, need))
+        while len(self._needs) > 1 and self._needs[1][0] <= now - config.down_after_s:
+            self._needs.popleft()
+        bounded = min(max(current, self.least), self.most)
+        if bounded != current or now - self._changed_at < config.cooldown_s:
+            return bounded
+        if self._covers(now, config.up_after_s):
+            lately = min(count for at, count in self._needs if at >= now - config.up_after_s)
+            if lately > current:
+                return min(lately, self.most)
+        if self._covers(now, config.down_after_s):
+            ever = max(count for _, count in self._needs)
+            if ever < current:
+                return max(ever, self.least)
+        return current
+
+    def _covers(self, now: float, duration_s: float) -> bool:
+        return self._needs[0][0] <= now - duration_s
+
+    def most_needed(self, now: float, duration_s: float) -> int:
+        """Of late, within the role's bounds."""
+        needed = max(count for at, count in self._needs if at >= now - duration_s)
+        return min(max(needed, self.least), self.most)
+
+
+class Planner:
+    """`propose` once per observation, about once a second."""
+
+    def __init__(self, config: PlannerConfig) -> None:
+        self.config = config
+        self._prefill = _Steady(config.min_prefill, config.max_prefill, config)
+        self._decode = _Steady(config.min_decode, config.max_decode, config)
+        self._rebalanced_at = -math.inf
+
+    def propose(self, now: float, demand: Demand, num_prefill: int, num_decode: int) -> Proposal:
+        """num_prefill, num_decode: that there are to be at present, those that still start included."""
+        prefill_need, decode_need = prefill_needed(demand, self.config), decode_needed(demand, self.config)
+        prefill = self._prefill.want(now, num_prefill, prefill_need.num_workers)
+        decode = self._decode.want(now, num_decode, decode_need.num_workers)
+        most = self.config.max_workers
+        if most and prefill + decode > most:
+            prefill, decode = self._share(now, num_prefill, num_decode, prefill, decode)
+        return Proposal(prefill, decode, prefill_need, decode_need)
+
+    def _share(self, now: float, num_prefill: int, num_decode: int, prefill: int, decode: int) -> tuple[int, int]:
+        """Both together are more than there may be: a role that wants more takes what the other does not need.
+
+        It does not wait for the other's `down_after_s`: prompts that queue cost more than decode workers that idle.
+        But workers go from one role to the other once in REBALANCE_S at most.
+        """
+        config = self.config
+        most = config.max_workers
+        if num_prefill + num_decode >= most and now - self._rebalanced_at < REBALANCE_S:
+            return num_prefill, num_decode
+        if prefill <= num_prefill:
+            prefill = min(prefill, self._prefill.most_needed(now, REBALANCE_S))
+        if decode <= num_decode:
+            decode = min(decode, self._decode.most_needed(now, REBALANCE_S))
+        if prefill + decode > most:  # each gets its part of what both want
+            share = round(most * prefill / (prefill + decode))
+            prefill = min(max(share, config.min_prefill), most - config.min_decode)
+            decode = most - prefill
+        elif prefill > num_prefill:
+            decode = max(decode, min(num_decode, most - prefill))  # it keeps what is not asked of it
+        elif decode > num_decode:
+            prefill = max(prefill, min(num_prefill, most - decode))
+        if prefill < num_prefill or decode < num_decode:
+            self._rebalanced_at = now
+        return prefill, decode

@@ -1,0 +1,34 @@
+"""How many servers keep a queue short: the M/M/c queue (Erlang, 1917), and nothing of Tandem."""
+
+from __future__ import annotations
+
+import math
+
+
+def wait_probability(num_servers: int, load: float) -> float:
+    """Erlang C: how likely a customer waits at all. load: arrivals times mean service time, in servers."""
+    if load <= 0:
+        return 0.0
+    if load >= num_servers:
+        return 1.0
+    blocking = 1.0  # Erlang B by its recursion, which does not overflow
+    for servers in range(1, num_servers + 1):
+        blocking = load * blocking / (servers + load * blocking)
+    return blocking / (1 - load / num_servers * (1 - blocking))
+
+
+def late_fraction(num_servers: int, load: float, service_s: float, max_wait_s: float) -> float:
+    """The part of customers that waits longer than max_wait_s before it is served."""
+    if load <= 0:
+        return 0.0
+    if load >= num_servers or service_s <= 0:
+        return 1.0 if load >= num_servers else 0.0
+    return wait_probability(num_servers, load) * math.exp(-(num_servers - load) * max(0.0, max_wait_s) / service_s)
+
+
+def servers_needed(load: float, service_s: float, max_wait_s: float, most_late: float, most: int) -> int:
+    """The fewest servers, up to `most`, of which no more than the part `most_late` of customers waits too long."""
+    for num_servers in range(max(1, math.ceil(load)), most):
+        if late_fraction(num_servers, load, service_s, max_wait_s) <= most_late:
+            return num_servers
+    return most

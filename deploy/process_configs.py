@@ -1,0 +1,167 @@
+"""What each process of a cluster is told: made of the operator's configuration and of where the process runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from decode_worker.config import DecodeConfig
+from deploy.config import ClusterConfig, read_api_keys
+from engine.config import EngineConfig
+from media_cache.config import MediaCacheConfig
+from prefill_worker.config import PrefillConfig
+from protocol.membership import Role
+from proxy.config import ProxyConfig
+
+PROXY_GRACE_S = 1.5
+
+
+@dataclass(frozen=True)
+class Place:
+    """endpoint: what the process binds; a tcp one may have port 0. host: the address at which others reach this host.
+
+    endpoint_file: a proxy writes there what it has bound. proxies_file: a worker reads there, again when it changes,
+    the proxies' control endpoints, one a line. progress_file: where a worker tells how far its model is loaded.
+    control_tcp_endpoint: of a proxy, for workers of other hosts. peer_endpoints: of the other proxies, for a proxy.
+    media_cache_endpoint: of this host's, empty where there is none.
+    """
+
+    endpoint: str
+    host: str = "127.0.0.1"
+    proxy_endpoints: list[str] = field(default_factory=list)
+    endpoint_file: str = ""
+    proxies_file: str = ""
+    progress_file: str = ""
+    control_tcp_endpoint: str = ""
+    peer_endpoints: list[str] = field(default_factory=list)
+    media_cache_endpoint: str = ""
+
+
+class ProcessConfigs:
+    """num_threads: of a rank, by role. Raises ConfigError for API keys that cannot be read."""
+
+    def __init__(
+        self, cluster: ClusterConfig, model: str, served_model_name: str, num_threads: dict[Role, int]
+    ) -> None:
+        self._cluster = cluster
+        self._model = model
+        self._served_model_name = served_model_name
+        self._num_threads = num_threads
+        self._api_keys = read_api_keys(Path(cluster.api_keys_file)) if cluster.api_keys_file else []
+
+    def proxy(self, name: str, place: Place) -> ProxyConfig:
+        cluster = self._cluster
+        return ProxyConfig(
+            proxy_id=name,
+            host=cluster.host,
+            port=cluster.port,
+            admin_host=cluster.admin_address[0],
+            admin_port=cluster.admin_address[1],
+            control_endpoint=place.endpoint,
+            control_endpoint_file=place.endpoint_file,
+            control_tcp_endpoint=place.control_tcp_endpoint,
+            network=cluster.network,
+            model=self._model,
+            served_model_name=self._served_model_name,
+            api_key=cluster.api_key or None,
+            api_keys=self._api_keys,
+            ssl_certfile=cluster.ssl_certfile,
+            ssl_keyfile=cluster.ssl_keyfile,
+            tokenizer_threads=cluster.tokenizer_threads,
+            trust_request_chat_template=cluster.trust_request_chat_template,
+            tool_call_parser=cluster.tool_call_parser,
+            max_body_bytes=cluster.max_body_mib << 20,
+            max_waiting_requests=cluster.max_waiting_requests,
+            max_waiting_tokens=cluster.max_waiting_tokens,
+            max_requests_per_client=cluster.max_requests_per_client,
+            num_proxies=cluster.proxies,
+            decode_prefill_threshold=cluster.decode_prefill_threshold,
+            ttft_slo_ms=cluster.ttft_slo_ms,
+            client_timeout_s=cluster.client_timeout_s,
+            request_timeout_s=cluster.request_timeout_s,
+            worker_wait_s=cluster.worker_wait_s,
+            shutdown_grace_s=PROXY_GRACE_S,
+            drain_timeout_s=cluster.drain_timeout_s,
+            media_cache_endpoint=place.media_cache_endpoint,
+            media_threads=cluster.media_threads,
+            max_waiting_media=cluster.max_waiting_media,
+            media=cluster.media_limits(),
+            trust_remote_code=cluster.trust_remote_code,
+            log_level=cluster.log_level,
+            log_format=cluster.log_format,
+            peer_endpoints=place.peer_endpoints,
+            otlp_endpoint=cluster.otlp_endpoint,
+        )
+
+    def media_cache(self, endpoint: str) -> MediaCacheConfig:
+        return MediaCacheConfig(endpoint, self._cluster.media_cache_mib << 20, self._cluster.log_level)
+
+    def worker(self, role: Role, name: str, place: Place) -> PrefillConfig | DecodeConfig:
+        cluster = self._cluster
+        if role == "prefill":
+            return PrefillConfig(
+                worker_id=name,
+                endpoint=place.endpoint,
+                proxy_endpoints=place.proxy_endpoints,
+                proxies_file=place.proxies_file,
+                engine=self._engine(role, place.progress_file),
+                kv_connector=cluster.kv_connector,
+                kv_checksums=cluster.kv_checksums,
+                kv_lease_s=cluster.kv_lease_s,
+                host=place.host,
+                network=cluster.network,
+                max_num_batched_tokens=cluster.max_num_batched_tokens,
+                max_num_seqs=cluster.max_num_seqs,
+                drain_timeout_s=cluster.drain_timeout_s,
+                media_cache_endpoint=place.media_cache_endpoint,
+                metrics_host=cluster.metrics_host,
+                log_level=cluster.log_level,
+                log_format=cluster.log_format,
+            )
+        return DecodeConfig(
+            worker_id=name,
+            endpoint=place.endpoint,
+            proxy_endpoints=place.proxy_endpoints,
+            proxies_file=place.proxies_file,
+            engine=self._engine(role, place.progress_file),
+            kv_connector=cluster.kv_connector,
+            kv_checksums=cluster.kv_checksums,
+            host=place.host,
+            network=cluster.network,
+            max_num_seqs=cluster.max_num_seqs,
+            drain_timeout_s=cluster.drain_timeout_s,
+            max_num_batched_tokens=cluster.max_num_batched_tokens,
+            metrics_host=cluster.metrics_host,
+            log_level=cluster.log_level,
+            log_format=cluster.log_format,
+        )
+
+    def _engine(self, role: Role, progress_file: str) -> EngineConfig:
+        cluster = self._cluster
+        return EngineConfig(
+            model=self._model,
+            dtype=cluster.dtype,
+            load_format=cluster.load_format,
+            device=cluster.device,
+            max_model_len=cluster.max_model_len,
+            block_size=cluster.block_size,
+            kv_cache_bytes=int(cluster.kv_cache_gib * (1 << 30)),
+            num_threads=self._num_threads[role],
+            trust_remote_code=cluster.trust_remote_code,
+            tensor_parallel_size=cluster.num_ranks(role),
+            progress_file=progress_file,
+        )
+
+
+def process_environment(num_threads: int) -> dict[str, str]:
+    """num_threads: of this process's (rank's) share of the model; 1 for a proxy."""
+    threads = str(num_threads)
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "OMP_WAIT_POLICY": "PASSIVE",  # idle workers must leave the cores to the others
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_DISABLE_TELEMETRY": "1",
+        "PYTHONUNBUFFERED": "1",
+        "GLOO_SOCKET_IFNAME": "lo",  # among a worker's ranks, which are on one host; pairs name their own address
+    }

@@ -1,0 +1,114 @@
+"""What Ray runs on a node for one process of Tandem: starts it there, tells how it fares, and ends with it.
+
+One actor starts one process once; starting again, and elsewhere, is the launcher's business (`deploy.ray_site`). Must
+not import torch, nor ray before it runs on a node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from protocol.proxy_endpoints import write_endpoints
+
+POLL_S = 0.05
+_TAIL_BYTES = 16 << 10
+
+
+class NodePlace(msgspec.Struct, frozen=True):
+    """host: the node's address in the Ray cluster. folder: for the process's files, gone when the actor is closed."""
+
+    host: str
+    folder: str
+
+
+class ProcessEnd(msgspec.Struct, frozen=True):
+    """log: its last lines."""
+
+    pid: int
+    returncode: int
+    log: str
+
+
+class ProcessActor:
+    """An async actor. The process ends with it: the kernel signals it when its parent is gone."""
+
+    def __init__(self, name: str) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix=f"tandem-{name}-"))  # mode 0700
+        self._log_file = self._folder / "log"
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def place(self) -> NodePlace:
+        import ray
+
+        return NodePlace(ray.util.get_node_ip_address(), str(self._folder))
+
+    async def start(self, module: str, config: bytes, env: dict[str, str], proxies: list[str]) -> int:
+        """The pid of `python -m module`. config: JSON; it holds keys, so it is handed over in memory, not in a file."""
+        self.set_proxies_file(proxies)
+        config_fd = os.memfd_create("config")
+        try:
+            os.write(config_fd, config)
+            with self._log_file.open("ab") as output:
+                self._process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-m",
+                    module,
+                    f"/proc/self/fd/{config_fd}",
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    env={**os.environ, **env},
+                    pass_fds=(config_fd,),
+                    start_new_session=True,
+                )
+        finally:
+            os.close(config_fd)
+        return self._process.pid
+
+    async def set_proxies(self, endpoints: list[str]) -> None:
+        self.set_proxies_file(endpoints)
+
+    def set_proxies_file(self, endpoints: list[str]) -> None:
+        write_endpoints(self._folder / "proxies", endpoints)
+
+    async def endpoint(self) -> str | None:
+        """The control endpoint that a proxy has bound; None when it ended before it bound one."""
+        file = self._folder / "endpoint"
+        assert self._process is not None
+        while self._process.returncode is None:
+            if file.exists():
+                return file.read_text()
+            await asyncio.sleep(POLL_S)
+        return None
+
+    async def wait(self) -> ProcessEnd:
+        assert self._process is not None
+        returncode = await self._process.wait()
+        with self._log_file.open("rb") as log:
+            log.seek(max(0, self._log_file.stat().st_size - _TAIL_BYTES))
+            return ProcessEnd(self._process.pid, returncode, log.read().decode(errors="replace"))
+
+    async def terminate(self) -> None:
+        """When it has finished what is under way."""
+        self._signal(signal.SIGTERM)
+
+    async def stop(self) -> None:
+        """At once."""
+        self._signal(signal.SIGINT)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(number)
+
+    async def close(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,269 @@
+"""A cluster's processes on a Ray cluster: each in an actor of its own, in a placement group of its own.
+
+Nodes' addresses are found by the actors, ports by the kernel. A process that dies, or whose node is lost, is started
+again in a new placement group, wherever there is room. docs/adr/0016-ray-placement.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from deploy.config import ClusterConfig, bracketed
+from deploy.process_configs import Place, ProcessConfigs, process_environment
+from deploy.processes import MAX_RESTART_DELAY_S, RESTART_DELAY_S, STABLE_AFTER_S
+from deploy.ray_actor import NodePlace, ProcessActor, ProcessEnd
+from deploy.runtime_dir import NETWORK_FILE, PROXIES_FILE
+from deploy.site import MODULES, OnExit, Supervised
+from protocol.errors import ConfigError
+from protocol.membership import Role
+from protocol.proxy_endpoints import write_endpoints
+
+try:
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.placement_group import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+except ImportError as error:
+    raise ConfigError("--ray needs Ray: pip install 'tandem-serve[ray]'") from error
+
+log = logging.getLogger(__name__)
+
+SAY_WAITING_AFTER_S = 10.0
+_WILDCARDS = ("0.0.0.0", "::")
+
+MakeConfig = Callable[[str, Place], msgspec.Struct]
+
+
+class RaySite:
+    """folder: of the launcher, for what commands on its host read. Raises ConfigError when there is no Ray cluster."""
+
+    def __init__(self, cluster: ClusterConfig, model: str, served_model_name: str, folder: Path, logs: Path) -> None:
+        self._cluster = cluster
+        self._folder = folder
+        self._logs = logs
+        self._num_threads: dict[Role, int] = {
+            role: max(1, cluster.threads_per_worker // cluster.num_ranks(role)) for role in ("prefill", "decode")
+        }
+        self._configs = ProcessConfigs(cluster, model, served_model_name, self._num_threads)
+        self._processes: dict[str, RayProcess] = {}
+        self._proxies: list[str] = []
+        self.progress_files: dict[str, Path] = {}  # they are on the nodes
+        (folder / NETWORK_FILE).write_bytes(msgspec.json.encode(cluster.network))
+        try:
+            ray.init(address=cluster.ray, namespace="tandem", log_to_driver=False, logging_level=logging.WARNING)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(
+                f"ray: cannot join {cluster.ray!r} ({reason}); start one with: ray start --head"
+            ) from error
+        self._uses_gpus = cluster.device == "cuda" or (
+            cluster.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
+        )
+
+    def http_hosts(self) -> list[str]:
+        """Those that can be reached from here."""
+        if self._cluster.host not in _WILDCARDS:
+            return []
+        return [p.place.host for p in self._processes.values() if p.name.startswith("proxy-") and p.place is not None]
+
+    def make_proxy(self, name: str, on_exit: OnExit, on_endpoint: Callable[[str, str], None]) -> Supervised:
+        bundle: dict[str, float] = {"CPU": 1}
+        if self._cluster.ray_proxy_resource:
+            bundle[self._cluster.ray_proxy_resource] = 1
+        env = process_environment(1) | {"CUDA_VISIBLE_DEVICES": ""}
+        return self._process(name, "proxy", self._configs.proxy, bundle, env, on_exit, on_endpoint)
+
+    def make_worker(self, role: Role, name: str, on_exit: OnExit) -> Supervised:
+        num_ranks = self._cluster.num_ranks(role)
+        # The ranks share memory, so one bundle holds them all: Ray cannot spread it over nodes.
+        bundle: dict[str, float] = {"CPU": self._num_threads[role] * num_ranks}
+        if self._uses_gpus:
+            bundle["GPU"] = num_ranks
+        env = process_environment(self._num_threads[role])
+        make = partial(self._configs.worker, role)
+        return self._process(name, MODULES[role], make, bundle, env, on_exit, None)
+
+    def _process(
+        self,
+        name: str,
+        module: str,
+        make_config: MakeConfig,
+        bundle: dict[str, float],
+        env: dict[str, str],
+        on_exit: OnExit,
+        on_endpoint: Callable[[str, str], None] | None,
+    ) -> RayProcess:
+        process = RayProcess(
+            name,
+            module,
+            make_config,
+            bundle,
+            env,
+            self._logs / f"{name}.log",
+            on_exit,
+            on_endpoint,
+            lambda: self._proxies,
+        )
+        self._processes[name] = process
+        return process
+
+    def make_media_cache(self, on_exit: OnExit) -> Supervised | None:
+        """Caches are for the processes of one host, and Ray may put them on several: there models take text alone."""
+
+    def forget(self, name: str) -> None:
+        self._processes.pop(name, None)
+
+    def tell_proxies(self, endpoints: list[str]) -> None:
+        self._proxies = endpoints
+        write_endpoints(self._folder / PROXIES_FILE, endpoints)
+        for process in self._processes.values():
+            process.tell_proxies(endpoints)
+
+    def close(self) -> None:
+        ray.shutdown()
+
+
+class RayProcess:
+    """One process, kept alive while `run` runs. make_config(name, place) is called for each start.
+
+    proxies(): where the proxies are at the time of a start.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        make_config: MakeConfig,
+        bundle: dict[str, float],
+        env: dict[str, str],
+        log_file: Path,
+        on_exit: OnExit,
+        on_endpoint: Callable[[str, str], None] | None,
+        proxies: Callable[[], list[str]],
+    ) -> None:
+        self.name = name
+        self.num_starts = 0
+        self.log_file = log_file
+        self.last_pid = 0
+        self.place: NodePlace | None = None
+        """Of the process that runs or ran last."""
+        self._module = module
+        self._make_config = make_config
+        self._bundle = bundle
+        self._env = env
+        self._on_exit = on_exit
+        self._on_endpoint = on_endpoint
+        self._proxies = proxies
+        self._actor: Any = None
+        self._stopping = asyncio.Event()
+
+    async def run(self) -> None:
+        delay = RESTART_DELAY_S
+        loop = asyncio.get_running_loop()
+        self.log_file.write_bytes(b"")
+        while not self._stopping.is_set():
+            started_at = loop.time()
+            try:
+                returncode = await self._live_once()
+            except RayError as error:  # the actor or its node is gone, and the process with it
+                returncode = -9
+                with self.log_file.open("a") as log_file:
+                    log_file.write(f"lost: {str(error).strip()}\n")
+            if self._stopping.is_set() or not self._on_exit(self.name, self.last_pid, returncode):
+                return
+            delay = RESTART_DELAY_S if loop.time() - started_at > STABLE_AFTER_S else delay
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay)
+            delay = min(2 * delay, MAX_RESTART_DELAY_S)
+
+    async def _live_once(self) -> int:
+        """From placement to exit; its return code. Raises RayError when the node or the actor is lost."""
+        group = placement_group([self._bundle], strategy="STRICT_PACK", name=f"tandem {self.name}")
+        actor: Any = None
+        try:
+            if not await self._until_placed(group):
+                return 0
+            self.num_starts += 1  # before the actor is there: one that cannot come up (Tandem is missing) counts too
+            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+            resources = {key: value for key, value in self._bundle.items() if key not in ("CPU", "GPU")}
+            make = ray.remote(ProcessActor).options(
+                num_cpus=self._bundle["CPU"],
+                num_gpus=self._bundle.get("GPU", 0),
+                resources=resources,
+                max_restarts=0,
+                scheduling_strategy=strategy,
+            )
+            actor = make.remote(self.name)
+            place: NodePlace = await actor.place.remote()
+            self.place = place
+            config = self._make_config(
+                self.name,
+                Place(
+                    endpoint=f"tcp://{bracketed(place.host)}:0",
+                    host=place.host,
+                    endpoint_file=f"{place.folder}/endpoint",
+                    proxies_file=f"{place.folder}/proxies",
+                ),
+            )
+            encoded = msgspec.json.encode(config)
+            self.last_pid = await actor.start.remote(self._module, encoded, self._env, self._proxies())
+            self._actor = actor
+            if self._stopping.is_set():
+                await actor.stop.remote()
+            self.tell_proxies(self._proxies())  # they may have moved meanwhile
+            log.info("%s runs on %s (process %d)", self.name, place.host, self.last_pid)
+            if self._on_endpoint is not None and (endpoint := await actor.endpoint.remote()) is not None:
+                self._on_endpoint(self.name, endpoint)
+            end: ProcessEnd = await actor.wait.remote()
+            with self.log_file.open("a") as log_file:
+                log_file.write(f"on {place.host}, the last lines:\n{end.log}")
+            await actor.close.remote()
+            return end.returncode
+        finally:
+            self._actor = None
+            if actor is not None:
+                ray.kill(actor)
+            remove_placement_group(group)
+
+    async def _until_placed(self, group: Any) -> bool:
+        """False when told to stop before there was room."""
+        loop = asyncio.get_running_loop()
+        waits_since, said = loop.time(), False
+        while not self._stopping.is_set():
+            if await loop.run_in_executor(None, group.wait, 1.0):
+                return True
+            if not said and loop.time() - waits_since > SAY_WAITING_AFTER_S:
+                said = True
+                log.warning("%s waits for a node with %s free (`ray status` shows them)", self.name, self._bundle)
+        return False
+
+    def tell_proxies(self, endpoints: list[str]) -> None:
+        if self._actor is not None and self._on_endpoint is None:
+            self._actor.set_proxies.remote(endpoints)
+
+    def terminate(self) -> None:
+        self._stopping.set()
+        if self._actor is not None:
+            self._actor.terminate.remote()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._actor is not None:
+            self._actor.stop.remote()
+
+    def kill(self) -> None:
+        self._stopping.set()
+        if self._actor is not None:
+            ray.kill(self._actor)
+
+    def last_error(self) -> str | None:
+        lines = self.log_file.read_text(errors="replace").splitlines()
+        return next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)

@@ -1,0 +1,50 @@
+"""Messages between the commands `tandem scale` and `tandem status` and the launcher, over its private socket."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ScaleCluster(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Start or stop workers until there are so many; None leaves a role as it is."""
+
+    prefill: int | None = None
+    decode: int | None = None
+
+
+class GetPlan(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """What does the autoscaling planner propose?"""
+
+
+class ClusterScaled(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """So many there are to be from now on. Workers come and go after this answer, not before it."""
+
+    prefill: int
+    decode: int
+
+
+class ScaleRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Nothing has been changed, for this reason."""
+
+    reason: str
+
+
+class PlanReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """acts: whether proposals are carried out. prefill, decode: that there are to be at present.
+
+    proposed_prefill, proposed_decode: by the planner; equal to these while nothing should change. prefill_reason and
+    decode_reason: what is needed at this moment and why. predicted_ttft_s: of a prompt of mean length that came now.
+    """
+
+    acts: bool
+    prefill: int
+    decode: int
+    proposed_prefill: int
+    proposed_decode: int
+    prefill_reason: str
+    decode_reason: str
+    predicted_ttft_s: float
+
+
+ToLauncher = ScaleCluster | GetPlan
+FromLauncher = ClusterScaled | ScaleRefused | PlanReport

@@ -1,0 +1,39 @@
+"""Where the proxies are, in a file: one control endpoint a line. Written whole, read again when it has changed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def write_whole(file: Path, text: str) -> None:
+    """So that a reader sees all of it or what was there before. The file is the owner's alone."""
+    temporary = file.with_name(f".{file.name}.{os.getpid()}")
+    temporary.touch(mode=0o600)
+    temporary.write_text(text)
+    temporary.replace(file)
+
+
+def write_endpoints(file: Path, endpoints: Sequence[str]) -> None:
+    write_whole(file, "".join(f"{endpoint}\n" for endpoint in endpoints))
+
+
+class EndpointsFile:
+    """A reader that looks only when the file has been replaced."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._seen: tuple[int, int] | None = None
+
+    def changed(self) -> list[str] | None:
+        """The endpoints, when the file is another than at the last call; None else, and while there is none."""
+        try:
+            found = self._file.stat()
+            if (found.st_ino, found.st_mtime_ns) == self._seen:
+                return None
+            text = self._file.read_text()
+        except FileNotFoundError:
+            return None
+        self._seen = found.st_ino, found.st_mtime_ns
+        return text.split()

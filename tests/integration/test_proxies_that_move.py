@@ -1,0 +1,83 @@
+"""A worker's registration follows proxies that a file tells of, as they move from host to host under Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from protocol.codec import Codec
+from protocol.membership import (
+    PROTOCOL_VERSION,
+    ClusterView,
+    RegisterWorker,
+    ToProxyControl,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerStatus,
+)
+from protocol.network import NetworkConfig
+from protocol.proxy_endpoints import write_endpoints
+from protocol.registration import Registration
+from protocol.sockets import RouterSocket, new_context
+
+LIMIT_S = 60
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def test_it_registers_with_those_that_come_and_loses_those_that_go(tmp_path: Path) -> None:
+    async def main() -> None:
+        context = new_context("worker", NetworkConfig(insecure=True))
+        worker = WorkerInfo("prefill-0", "epoch", "prefill", "tcp://127.0.0.1:1", 1)
+        heard: dict[str, list[ToProxyControl]] = {"a": [], "b": []}
+        proxies: dict[str, RouterSocket[ToProxyControl]] = {}
+
+        def on_message(name: str, identity: bytes, message: ToProxyControl) -> None:
+            heard[name].append(message)
+            proxies[name].send(identity, ClusterView(name, True, [worker]))
+
+        codec: Codec[ToProxyControl] = Codec(ToProxyControl)
+        for name in heard:
+            proxies[name] = RouterSocket(context, "tcp://127.0.0.1:0", codec, partial(on_message, name))
+        assert not proxies["a"].endpoint.endswith(":0"), "what was bound is told, with its port"
+
+        lost: list[str] = []
+        views: list[list[WorkerInfo]] = []
+        file = tmp_path / "proxies"
+        registration = Registration(
+            context,
+            [],
+            RegisterWorker(PROTOCOL_VERSION, worker, 100, 100, "model", 64),
+            lambda: WorkerStatus(worker.worker_id, worker.epoch, WorkerLoad()),
+            views.append,
+            lost.append,
+            lambda: None,
+            lambda: None,
+            lambda: None,
+            str(file),
+        )
+        registration.start()
+        try:
+            write_endpoints(file, [proxies["a"].endpoint])
+            await until(lambda: any(isinstance(message, WorkerStatus) for message in heard["a"]))
+            assert isinstance(heard["a"][0], RegisterWorker) and not heard["b"]
+            await until(lambda: views == [[worker]])
+
+            write_endpoints(file, [proxies["b"].endpoint])
+            await until(lambda: lost == ["a"])
+            await until(lambda: any(isinstance(message, WorkerStatus) for message in heard["b"]))
+            assert isinstance(heard["b"][0], RegisterWorker)
+            assert views == [[worker]], "who was known stays known while the proxy moves"
+        finally:
+            registration.close()
+            for proxy in proxies.values():
+                proxy.close()
+            context.destroy(linger=0)
+
+    asyncio.run(main())

@@ -1,0 +1,134 @@
+"""`tandem up --ray` on a real Ray cluster of three nodes on this host: it serves, outlives a node, and is scaled."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from deploy.runtime_dir import runtime_dir
+from deploy.status import fetch_status
+from protocol.errors import TandemError
+from protocol.membership import StatusReport
+from tests.cluster import Cluster, free_port, is_alive, tandem
+
+pytestmark = [
+    pytest.mark.timeout(1500),
+    pytest.mark.filterwarnings("default"),
+    pytest.mark.skipif(
+        os.environ.get("TANDEM_TEST_RAY") != "1",
+        reason="Ray gives up where its agents start slowly; set TANDEM_TEST_RAY=1 on a quiet machine",
+    ),
+]
+
+LIMIT_S = 400.0
+NODES = ("127.0.0.2", "127.0.0.3")
+"""Loopback addresses, so that each node has its own and finds it."""
+
+
+def node_options() -> dict[str, Any]:
+    """Small. Raylets wait half a minute for agents that choose their ports, too short on a machine that is busy."""
+    ports = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
+    return {"object_store_memory": 80 << 20, "include_dashboard": False, **{name: free_port() for name in ports}}
+
+
+@contextmanager
+def ray_cluster() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Its address, and the nodes for workers by their addresses. The proxy's node is the head."""
+    cluster = pytest.importorskip("ray.cluster_utils").Cluster()  # here: it reads the environment when it is imported
+    try:
+        cluster.add_node(num_cpus=1, resources={"front": 1}, node_ip_address="127.0.0.1", **node_options())
+        nodes = {host: cluster.add_node(num_cpus=3, node_ip_address=host, **node_options()) for host in NODES}
+        yield cluster.address, {host: partial(cluster.remove_node, node, False) for host, node in nodes.items()}
+    finally:
+        cluster.shutdown()
+
+
+def status(port: int) -> StatusReport | None:
+    try:
+        return asyncio.run(fetch_status(port))[0]
+    except TandemError:
+        return None
+
+
+def workers(port: int) -> dict[str, tuple[str, int]]:
+    """Address and pid by worker, of a cluster whose pairs are all open; empty before."""
+    report = status(port)
+    if report is None or not all(pair.state == "ready" for worker in report.workers for pair in worker.pairs):
+        return {}
+    found = {w.worker.worker_id: (w.worker.endpoint, w.worker.pid) for w in report.workers}
+    return found if report.ready else {}
+
+
+def is_elsewhere(found: dict[str, tuple[str, int]], host: str) -> bool:
+    """Both workers serve, and none of them on this host."""
+    return set(found) == {"prefill-0", "decode-0"} and not any(host in endpoint for endpoint, _ in found.values())
+
+
+def complete(url: str) -> str:
+    body = {"model": "noise", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=LIMIT_S)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def test_it_serves_outlives_a_node_and_is_scaled(
+    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    for limit, value in (("raylet_start_wait_time_s", "300"), ("agent_register_timeout_ms", "300000")):
+        monkeypatch.setenv(f"RAY_{limit}", value)  # its own limits are too short for a machine that is busy
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    config = tmp_path / "cluster.toml"
+    config.write_text(
+        f'model = "{demo_model}"\nserved_model_name = "noise"\nport = {port}\nray_proxy_resource = "front"\n'
+        "insecure_network = true\nthreads_per_worker = 1\nkv_cache_gib = 0.05\ndecode_prefill_threshold = 0\n"
+    )
+    with ray_cluster() as (address, remove), (tmp_path / "up.log").open("wb") as output:
+        command = tandem("up", "--ray", address, "--config", str(config))
+        launcher = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ})
+        try:
+            Cluster.wait_for(lambda: b"Tandem serves" in (tmp_path / "up.log").read_bytes(), LIMIT_S)
+            text = complete(url)
+            before = workers(port)
+            endpoint, pid = before["decode-0"]
+            host = endpoint.removeprefix("tcp://").rpartition(":")[0]
+            assert host in NODES, "the worker tells its own node's address"
+
+            remove[host]()
+            Cluster.wait_for(lambda: is_elsewhere(workers(port), host), LIMIT_S)
+            assert not is_alive(pid)
+            assert complete(url) == text
+
+            scaled = subprocess.run(
+                tandem("scale", "--port", str(port), "--timeout-s", str(LIMIT_S), "decode=2"),
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S + 60,
+            )
+            assert (scaled.returncode, scaled.stdout) == (0, "prefill=1 decode=2\n"), scaled.stderr
+            pids = [pid for _, pid in workers(port).values()]
+            assert len(pids) == 3
+
+            launcher.send_signal(signal.SIGTERM)
+            assert launcher.wait(60) == 0, (tmp_path / "up.log").read_text()
+            Cluster.wait_for(lambda: not any(is_alive(pid) for pid in pids), 30)
+            assert not runtime_dir(port).exists()
+        except BaseException:
+            print((tmp_path / "up.log").read_text())
+            raise
+        finally:
+            launcher.kill()
+            launcher.wait()

@@ -1,0 +1,55 @@
+"""`tandem scale` on a running cluster: workers come and go while it serves, and its planner says what it thinks."""
+
+from __future__ import annotations
+
+import subprocess
+
+import httpx
+
+from tests.cluster import MODEL, Cluster, tandem
+
+SCALE_TIMEOUT_S = 300
+
+
+def scale(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = tandem("scale", "--port", str(cluster.port), "--timeout-s", "280", *arguments)
+    return subprocess.run(command, capture_output=True, text=True, timeout=SCALE_TIMEOUT_S)
+
+
+def complete(cluster: Cluster) -> str:
+    body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["text"]
+    return text
+
+
+def test_roles_are_scaled_up_and_down_while_it_serves() -> None:
+    with Cluster("--threads-per-worker", "1", "--kv-cache-gib", "0.05") as cluster:
+        text = complete(cluster)
+        up = scale(cluster, "decode=2")
+        assert up.returncode == 0 and up.stdout == "prefill=1 decode=2\n", up.stderr
+        assert {report.worker.worker_id for report in cluster.status().workers} == {"prefill-0", "decode-0", "decode-1"}
+        assert complete(cluster) == text
+
+        drain = tandem("drain", "--port", str(cluster.port), "decode-0")
+        left = subprocess.run(drain, capture_output=True, text=True, timeout=90)
+        assert left.returncode == 0, left.stderr
+        again = scale(cluster, "prefill=1")  # which leaves decode as it is: with one that left for good, and no other
+        assert again.returncode == 0 and again.stdout == "prefill=1 decode=1\n", again.stderr
+        again = scale(cluster, "decode=2")
+        assert again.returncode == 0, again.stderr
+        assert {report.worker.worker_id for report in cluster.status().workers} == {"prefill-0", "decode-0", "decode-1"}
+
+        down = scale(cluster, "prefill=1", "decode=1")
+        assert down.returncode == 0, down.stderr
+        assert {report.worker.worker_id for report in cluster.status().workers} == {"prefill-0", "decode-0"}
+        assert complete(cluster) == text
+
+        wrong = scale(cluster, "prefill=0")
+        assert (wrong.returncode, wrong.stderr) == (2, "tandem: prefill=0 is not between 1 and 256\n")
+
+        shown = subprocess.run(
+            tandem("status", "--port", str(cluster.port)), capture_output=True, text=True, timeout=60
+        )
+        assert "autoscaling (dry run): prefill=1 decode=1 suffice" in shown.stdout
