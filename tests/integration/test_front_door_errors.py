@@ -79,20 +79,22 @@ def test_a_failed_sequence_fails_its_request(
     for path, fields in (("/v1/completions", TEXT), ("/v1/chat/completions", CHAT)):
         workers.fail_at = (where, error)
         try:
-            answer = client.post(path, json={**fields, "max_tokens": 6, "stream": stream, "n": num_sequences})
+            answer = client.post(path, json={**fields, "max_tokens": 40, "stream": stream, "n": num_sequences})
         finally:
             workers.fail_at = None
         if answer.status_code == 200:  # only a stream that had begun
             assert stream and (where == "decode" or num_sequences == 2)
             *chunks, last = events(answer.text)
-            assert (last["error"]["code"], last["error"]["message"]) == (error.code, error.message)
+            assert last["error"]["code"] == error.code
+            assert last["error"]["message"].startswith(error.message)  # and how often it was tried
             assert "[DONE]" not in chunks
             ended = {c["choices"][0]["index"] for c in chunks if c["choices"][0]["finish_reason"]}
             assert 0 not in ended, "the sequence that failed does not look whole"
         else:
             assert answer.status_code == status
             told = answer.json()["error"]
-            assert (told["code"], told["message"], told["param"]) == (error.code, error.message, error.param)
+            assert (told["code"], told["param"]) == (error.code, error.param)
+            assert told["message"].startswith(error.message)
             assert ("retry-after" in answer.headers) == (status == 503)
     assert client.post("/v1/completions", json={**TEXT, "max_tokens": 6}).json()["choices"][0]["text"] == "abcdef"
 
