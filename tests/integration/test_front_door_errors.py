@@ -103,7 +103,7 @@ def test_the_openai_client_raises_in_mid_stream(proxy: Proxy, workers: FakeWorke
     with openai.OpenAI(base_url=f"{proxy.url}/v1", api_key="secret", max_retries=0) as client:
         workers.fail_at = ("decode", KVTransferFailed("it did not arrive"))
         try:
-            stream = client.completions.create(model="echo", prompt="abcdef", max_tokens=6, stream=True)
+            stream = client.completions.create(model="echo", prompt="abcdef", max_tokens=40, stream=True)
             with pytest.raises(openai.APIError, match="it did not arrive"):
                 list(stream)
         finally:
