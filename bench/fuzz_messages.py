@@ -107,5 +107,7 @@ def _value(rng: random.Random, info: msgspec.inspect.Type) -> Any:
             return tuple(_value(rng, item) for item in info.item_types)
         case msgspec.inspect.FrozenSetType():
             return frozenset(some(lambda: _value(rng, info.item_type)))
+        case msgspec.inspect.DictType():
+            return dict(some(lambda: (_value(rng, info.key_type), _value(rng, info.value_type))))
         case _:
             raise TypeError(f"no values for {info}")
