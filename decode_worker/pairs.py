@@ -115,7 +115,8 @@ class IncomingPairs:
                 case SendClose():
                     self._send(action.message.pair_id, action.message)
                 case PairLost():
-                    log.warning("pair %s failed: %s", action.pair_id, action.reason)
+                    what_ends = "its transfers end" if self._table.is_open(action.pair_id) else "failed"
+                    log.warning("pair %s %s: %s", action.pair_id, what_ends, action.reason)
                     self._on_pair_lost(action.pair_id, action.reason, action.peer_stopped)
                 case PrefillLost():
                     self._on_prefill_lost(action.prefill_epoch)

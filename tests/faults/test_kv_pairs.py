@@ -21,13 +21,22 @@ from protocol.membership import WorkerReport
 from tests.cluster import MODEL, Cluster
 
 RNG = random.Random(3)
+KV_CACHE_BYTES = 2**30 // 50
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     # Short chunks, so that transfers last; a small pool, so that decode runs out of blocks.
-    arguments = ["--max-num-batched-tokens", "16", "--kv-cache-gib", "0.02", "--kv-connector", "ipc", "--kv-checksums"]
+    arguments = [
+        "--max-num-batched-tokens",
+        "16",
+        "--kv-cache-gib",
+        f"{KV_CACHE_BYTES / 2**30}",
+        "--kv-connector",
+        "ipc",
+        "--kv-checksums",
+    ]
     with Cluster("--prefill", "2", "--decode", "2", "--threads-per-worker", "1", *arguments) as running:
         yield running
 
@@ -69,14 +78,20 @@ def ask(cluster: Cluster, count: int, num_prompt_tokens: int) -> list[Future[int
 
 def ask_until_shipping(cluster: Cluster, worker_id: str) -> list[Future[int]]:
     """Long prompts, enough for seconds, the first of which this prefill worker has begun to ship."""
-    num_bytes = cluster.worker(worker_id).load.num_transferred_bytes
+    load = cluster.worker(worker_id).load
     answers = ask(cluster, 24, 1590)
-    cluster.wait_for(lambda: cluster.worker(worker_id).load.num_transferred_bytes > num_bytes, 10)
+    # Reports are some 100 ms old: the last short prompts of another test, of two blocks each, may not be in them yet.
+    wanted = load.num_transferred_bytes + 10 * KV_CACHE_BYTES // load.num_blocks
+    cluster.wait_for(lambda: cluster.worker(worker_id).load.num_transferred_bytes > wanted, 10)
     return answers
 
 
 def pair_failures(cluster: Cluster) -> int:
-    return cluster.logs().count(" failed: ")
+    return len(failed_pairs(cluster))
+
+
+def failed_pairs(cluster: Cluster) -> list[str]:
+    return [line for line in cluster.logs().splitlines() if " failed: " in line]
 
 
 def test_pairs_are_made_before_traffic(cluster: Cluster) -> None:
@@ -121,7 +136,8 @@ def test_a_frozen_prefill_worker_keeps_what_it_may_still_write(cluster: Cluster)
     assert others < ready_pairs(cluster)
     awake = cluster.worker("prefill-0").worker
     assert (awake.pid, awake.epoch == frozen.epoch) == (frozen.pid, False)
-    assert len(others) == 2 and pair_failures(cluster) - failures <= 4, "its own two pairs, as either side saw them"
+    assert len(others) == 2
+    assert pair_failures(cluster) - failures <= 4, f"not just its own two pairs, twice: {failed_pairs(cluster)}"
 
 
 def test_a_frozen_decode_worker_cannot_keep_blocks_of_prefill(cluster: Cluster) -> None:

@@ -77,7 +77,7 @@ def stream(cluster: Cluster, body: dict[str, Any], begun: threading.Event | None
 
 
 def num_migrations(cluster: Cluster) -> float:
-    text = httpx.get(f"{cluster.url}/metrics", timeout=30).text
+    text = httpx.get(f"{cluster.admin_url}/metrics", timeout=30).text
     return float(re.findall(r"^tandem_migrations_total (\S+)", text, re.MULTILINE)[0])
 
 
