@@ -145,6 +145,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         float, Meta(gt=0, description="seconds for a client to send its headers, or to send or read 16 KiB")
     ] = 30.0
     request_timeout_s: Annotated[float, Meta(gt=0, description="seconds after which a request is given up")] = 600.0
+    worker_silence_s: Annotated[
+        float,
+        Meta(
+            ge=1,
+            description="seconds without a sign of life after which a worker counts as lost; more where machines stall",
+        ),
+    ] = 2.5
     worker_wait_s: Annotated[
         float, Meta(ge=0, description="seconds that requests wait while no worker of a role is left; then they get 503")
     ] = 60.0

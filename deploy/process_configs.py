@@ -80,6 +80,7 @@ class ProcessConfigs:
             client_timeout_s=cluster.client_timeout_s,
             request_timeout_s=cluster.request_timeout_s,
             worker_wait_s=cluster.worker_wait_s,
+            worker_silence_s=cluster.worker_silence_s,
             shutdown_grace_s=PROXY_GRACE_S,
             drain_timeout_s=cluster.drain_timeout_s,
             media_cache_endpoint=place.media_cache_endpoint,
