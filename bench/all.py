@@ -21,8 +21,9 @@ from bench.report_page import draw, page, read_reports
 
 RESULTS = Path(__file__).parent / "results"
 BENCHMARKS = (
-    "router_decisions", "router_policies", "engine", "kv_transfer", "grammar", "dispatch", "proxy_cpu",
-    "decode_prefill", "disaggregation", "event_loop", "overload", "media_alloc", "media_storm", "mixed_load",
+    "router_decisions", "router_policies", "autoscale_simulation", "engine", "kv_transfer", "grammar", "dispatch",
+    "proxy_cpu", "decode_prefill", "disaggregation", "event_loop", "overload", "media_alloc", "media_storm",
+    "mixed_load",
 )  # fmt: skip
 QUICK = ("router_decisions", "kv_transfer", "grammar", "dispatch")
 """Those whose short runs tell something."""
