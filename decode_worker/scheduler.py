@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 
 from decode_worker.actions import Action, Receive, SendToPrefill, SendToProxy
-from decode_worker.local_prefill import LocalPrefill, share_out
+from decode_worker.local_prefill import LocalPrefill
+from decode_worker.running import RunningBatch
 from decode_worker.sequence import DecodePrompt, DecodeSequence
 from decode_worker.transfer import IncomingTransfer
 from engine.batch import Batch, ItemOutput
@@ -62,18 +63,12 @@ class DecodeScheduler:
     ) -> None:
         self.blocks = blocks
         self._model_id = model_id
-        self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
+        self._running = RunningBatch(blocks, max_num_seqs, max_num_batched_tokens)
         self._by_request: dict[tuple[str, str], DecodeSequence] = {}
         self._by_transfer: dict[str, DecodePrompt] = {}  # not begun
         self._transfers: dict[str, IncomingTransfer] = {}
         self._local_prefills: dict[str, LocalPrefill] = {}  # not begun
         self._waiting: deque[IncomingTransfer | LocalPrefill] = deque()  # for blocks
-        self._running: list[DecodeSequence] = []
-        self._joined: list[DecodeSequence] = []  # since the clock was last told
-        self._step: list[DecodeSequence] = []
-        self._chunks: list[tuple[LocalPrefill, int]] = []  # of the step too
-        self._copied_from: list[int] = []  # held for the step
         self._closed_transfers: OrderedDict[str, None] = OrderedDict()  # refused when they show up late
         self._num_arrived = 0
         self.num_finished = 0
@@ -105,7 +100,7 @@ class DecodeScheduler:
     @property
     def num_step_prompt_tokens(self) -> int:
         """Of the step that runs."""
-        return sum(num_tokens for _, num_tokens in self._chunks)
+        return self._running.num_step_prompt_tokens
 
     # ---- events from proxies
 
@@ -176,19 +171,7 @@ class DecodeScheduler:
         if transfer is None or not transfer.is_reserved:
             # Cannot happen while both sides keep the order of messages; the pair cannot go on after it.
             raise KVTransferFailed(f"blocks came for transfer {message.transfer_id}, which is not open")
-        if transfer.pair_id != message.pair_id:
-            raise KVTransferFailed(f"blocks came for transfer {message.transfer_id}, which is another pair's")
-        if message.num_blocks < 1:
-            raise KVTransferFailed(f"{message.num_blocks} blocks are none")
-        first = message.first_block - len(transfer.cached_block_ids)
-        last = first + message.num_blocks
-        if first != transfer.num_received_blocks or last > len(transfer.written_block_ids):
-            raise KVTransferFailed(f"{message.num_blocks} blocks from {message.first_block} on came out of order")
-        if message.checksums and len(message.checksums) != message.num_blocks:
-            raise KVTransferFailed(f"{len(message.checksums)} checksums came for {message.num_blocks} blocks")
-        transfer.num_received_blocks = last
-        transfer.num_receives_in_flight += 1
-        block_ids = transfer.written_block_ids[first:last]
+        block_ids = transfer.announce(message)
         return [Receive(transfer.pair_id, transfer.transfer_id, block_ids, message.checksums)]
 
     def on_received(self, transfer_id: str, error: TandemError | None) -> list[Action]:
@@ -258,70 +241,28 @@ class DecodeScheduler:
 
     def on_clock(self, now: float) -> None:
         """Call after events that came while a step ran: says when the sequences that joined by them did."""
-        for sequence in self._joined:
-            sequence.joined_at = now
-        self._joined.clear()
+        self._running.on_clock(now)
 
     def schedule(self, now: float) -> tuple[Batch, list[Action]]:
-        """One new token for each running sequence, chunks of prompts, and what preempted ones are told.
-
-        The oldest take their blocks first. Where there is none the newest goes; a sequence that is alone and finds no
-        block, because transfers hold them, sits the step out.
-        """
-        assert not self._step and not self._chunks, "one step at a time"
-        self.on_clock(now)
+        """The next step's batch, and what preempted sequences are told."""
+        batch, preempted = self._running.schedule(now, self._local_prefills.values())
+        self.num_preempted += len(preempted)
         actions: list[Action] = []
-        for sequence in sorted(self._running[: self._max_num_seqs], key=lambda s: s.age):
-            if not sequence.ended and sequence.may_step and self._grow(sequence, actions):
-                self._step.append(sequence)
-        copies = []
-        for sequence in self._step:
-            sequence.in_step = True
-            if sequence.stepped_at is None:
-                sequence.stepped_at = now
-            if sequence.copy_from is not None:
-                copies.append((sequence.copy_from, sequence.block_table[len(sequence.prompt.hashes)]))
-                self._copied_from.append(sequence.copy_from)
-                sequence.copy_from = None
-        items = [sequence.next_item() for sequence in self._step]
-        ready = (prefill for prefill in self._local_prefills.values() if prefill.may_compute)
-        self._chunks = share_out(self._max_num_batched_tokens, ready)
-        for prefill, num_tokens in self._chunks:
-            prefill.in_step = True
-            prefill.started_at = prefill.started_at or now
-            items.append(prefill.next_item(num_tokens))
-        return Batch(items, copies), actions
-
-    def _grow(self, sequence: DecodeSequence, actions: list[Action]) -> bool:
-        """Whether the sequence has, or gets, a block for its newest token."""
-        if sequence.num_tokens <= len(sequence.block_table) * self.blocks.block_size:
-            return True
-        while not self.blocks.can_allocate(1):
-            newest = max(self._running, key=lambda s: s.age)
-            if newest is sequence and len(self._running) == 1:
-                return False
-            actions.append(self._preempt(newest))
-            if newest is sequence:
-                return False
-        sequence.block_table += self.blocks.allocate(1)
-        return True
-
-    def _preempt(self, sequence: DecodeSequence) -> Action:
-        self.num_preempted += 1
-        self._remove(sequence)
-        self._running.remove(sequence)
-        self._release(sequence)
-        return SendToProxy(sequence.prompt.request.proxy_id, RequestPreempted(sequence.request_id))
+        for sequence in preempted:
+            self._remove(sequence)
+            message = RequestPreempted(sequence.request_id)
+            actions.append(SendToProxy(sequence.prompt.request.proxy_id, message))
+        return batch, actions
 
     def on_step(self, now: float, results: list[ItemOutput]) -> list[Action]:
         """One TokenBatch for each proxy that has sequences in the step, and first tokens of prompts that are done."""
-        step, chunks = self._end_step()
+        step, chunks = self._running.end_step()
         batches: dict[str, list[NewToken]] = {}
         began: dict[str, list[DecodeBegan]] = {}
         freed: list[Action] = []
         for sequence, output in zip(step, results[: len(step)], strict=True):
             if sequence.ended:
-                self._release(sequence)
+                self._running.release(sequence)
                 continue
             if output.error is not None:
                 freed += self._end(sequence, output.error.to_error())
@@ -343,9 +284,7 @@ class DecodeScheduler:
         actions: list[Action] = [
             SendToProxy(proxy_id, TokenBatch(tokens, began.get(proxy_id, []))) for proxy_id, tokens in batches.items()
         ]
-        if len(self._running) > self._max_num_seqs:  # others wait for their turn: go round
-            stepped = set(map(id, step))
-            self._running.sort(key=lambda sequence: id(sequence) in stepped)
+        self._running.go_round(step)
         for (prefill, num_tokens), output in zip(chunks, results[len(step) :], strict=True):
             actions += self._on_chunk(now, prefill, num_tokens, output)
         return actions + freed + self._reserve()
@@ -389,10 +328,10 @@ class DecodeScheduler:
     def on_step_failed(self, error: BaseException) -> list[Action]:
         actions: list[Action] = []
         failure = InternalError(f"the model failed on this batch: {error}")
-        step, chunks = self._end_step()
+        step, chunks = self._running.end_step()
         for sequence in step:
             if sequence.ended:
-                self._release(sequence)
+                self._running.release(sequence)
             else:
                 actions += self._end(sequence, failure)
         for prefill, _ in chunks:
@@ -401,17 +340,6 @@ class DecodeScheduler:
             else:
                 actions += self._end_all(prefill.prompt, failure)
         return actions + self._reserve()
-
-    def _end_step(self) -> tuple[list[DecodeSequence], list[tuple[LocalPrefill, int]]]:
-        step, self._step = self._step, []
-        chunks, self._chunks = self._chunks, []
-        for sequence in step:
-            sequence.in_step = False
-        for prefill, _ in chunks:
-            prefill.in_step = False
-        self.blocks.release(self._copied_from)
-        self._copied_from = []
-        return step, chunks
 
     # ---- reservation
 
@@ -536,8 +464,7 @@ class DecodeScheduler:
                 sequence.copy_from = partial[0]
             is_first = False
             sequence.begin(full + own, token_id, self.blocks.block_size, position_offset)
-            self._running.append(sequence)
-            self._joined.append(sequence)
+            self._running.join(sequence)
         self.blocks.release(full)  # the hold of who brought them
         self.blocks.release(spare + (partial if is_first else []))
         return self._reserve() if spare or is_first else []
@@ -568,11 +495,7 @@ class DecodeScheduler:
         actions: list[Action] = [_failure(sequence, error)] if error is not None else []
         prompt = sequence.prompt
         if prompt.has_begun:
-            self._running = [s for s in self._running if s is not sequence]
-            if not sequence.in_step:
-                self._release(sequence)
-                actions += self._reserve()
-            return actions
+            return actions + self._reserve() if self._running.leave(sequence) else actions
         if prompt.sequences:
             return actions  # others still wait for this transfer
         del self._by_transfer[prompt.request.transfer_id]
@@ -599,12 +522,6 @@ class DecodeScheduler:
     def _remove(self, sequence: DecodeSequence) -> None:
         sequence.ended = True
         del self._by_request[sequence.key], sequence.prompt.sequences[sequence.request_id]
-
-    def _release(self, sequence: DecodeSequence) -> None:
-        if sequence.copy_from is not None:
-            self.blocks.release([sequence.copy_from])
-        self.blocks.release(sequence.block_table)
-        sequence.block_table = []
 
 
 def _failure(sequence: DecodeSequence, error: TandemError) -> Action:

@@ -12,6 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from protocol.errors import KVTransferFailed
+from protocol.transfer import ShipKV
+
 
 @dataclass(eq=False)
 class IncomingTransfer:
@@ -38,6 +41,22 @@ class IncomingTransfer:
     def reserve(self, cached: list[int], written: list[int], spare: list[int]) -> None:
         self.is_reserved = True
         self.cached_block_ids, self.written_block_ids, self.spare_block_ids = cached, written, spare
+
+    def announce(self, message: ShipKV) -> list[int]:
+        """Blocks now on the data path. Raises KVTransferFailed where they cannot be the transfer's next."""
+        if self.pair_id != message.pair_id:
+            raise KVTransferFailed(f"blocks came for transfer {self.transfer_id}, which is another pair's")
+        if message.num_blocks < 1:
+            raise KVTransferFailed(f"{message.num_blocks} blocks are none")
+        first = message.first_block - len(self.cached_block_ids)
+        last = first + message.num_blocks
+        if first != self.num_received_blocks or last > len(self.written_block_ids):
+            raise KVTransferFailed(f"{message.num_blocks} blocks from {message.first_block} on came out of order")
+        if message.checksums and len(message.checksums) != message.num_blocks:
+            raise KVTransferFailed(f"{len(message.checksums)} checksums came for {message.num_blocks} blocks")
+        self.num_received_blocks = last
+        self.num_receives_in_flight += 1
+        return self.written_block_ids[first:last]
 
     @property
     def is_complete(self) -> bool:

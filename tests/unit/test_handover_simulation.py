@@ -368,7 +368,7 @@ class Handover(RuleBasedStateMachine):
         for source, destination in batch.block_copies:
             memory.blocks[destination] = list(memory.blocks[source])
         outputs = []
-        for item, sequence in zip(batch.items, self.decode._step, strict=False):
+        for item, sequence in zip(batch.items, self.decode._running.step, strict=False):
             wanted = self.attempts[sequence.request_id]
             token_ids = wanted.prompt + sequence.output_token_ids
             assert len(token_ids) == sequence.num_tokens == item.start + 1
@@ -377,7 +377,7 @@ class Handover(RuleBasedStateMachine):
             outputs.append(self._sample(token_ids, item.samples))
         chunks = batch.items[len(outputs) :]
         assert sum(len(item.token_ids) for item in chunks) <= 5
-        for item, (prefill, _) in zip(chunks, self.decode._chunks, strict=True):
+        for item, (prefill, _) in zip(chunks, self.decode._running.chunks, strict=True):
             end = item.start + len(item.token_ids)
             memory.check(prefill.token_ids, prefill.block_table, item.start)
             memory.write(prefill.token_ids, prefill.block_table, item.start, end)
@@ -410,13 +410,15 @@ class Handover(RuleBasedStateMachine):
             assert set(ship.dst_block_ids) <= owned(self.decode.blocks)
             assert not targets & set(ship.dst_block_ids)
             targets |= set(ship.dst_block_ids)
-        writing = [sequence.block_table[(sequence.num_tokens - 1) // BLOCK_SIZE] for sequence in self.decode._step]
-        for prefill, num_tokens in self.decode._chunks:
+        writing = [
+            sequence.block_table[(sequence.num_tokens - 1) // BLOCK_SIZE] for sequence in self.decode._running.step
+        ]
+        for prefill, num_tokens in self.decode._running.chunks:
             start, end = prefill.num_computed_tokens, prefill.num_computed_tokens + num_tokens
             writing += prefill.block_table[start // BLOCK_SIZE : self.decode.blocks.num_blocks_for(end)]
         assert set(writing) <= owned(self.decode.blocks)
         assert len(set(writing)) == len(writing) and not targets & set(writing)
-        tables = Counter(block_id for sequence in self.decode._running for block_id in sequence.block_table)
+        tables = Counter(block_id for sequence in self.decode._running.sequences for block_id in sequence.block_table)
         assert all(tables[block_id] <= 1 for block_id in writing)
 
     def teardown(self) -> None:

@@ -452,7 +452,7 @@ class World:
             decode.perform(actions)
             return
         outputs = []
-        for item, sequence in zip(batch.items, decode.scheduler._step, strict=True):
+        for item, sequence in zip(batch.items, decode.scheduler._running.step, strict=True):
             token_ids = self.attempts[sequence.request_id].prompt + sequence.output_token_ids
             self._check_memory(decode.memory, token_ids, sequence.block_table, item.start)
             self._compute(decode.memory, token_ids, sequence.block_table, item.start, item.start + 1)
@@ -480,7 +480,7 @@ class World:
         owners: Counter[int] = Counter()
         for transfer in self.decode.scheduler._transfers.values():
             owners.update(transfer.written_block_ids)
-        in_tables = {block_id for s in self.decode.scheduler._running for block_id in s.block_table}
+        in_tables = {block_id for s in self.decode.scheduler._running.sequences for block_id in s.block_table}
         assert all(count == 1 for count in owners.values()), "a block in two hands"
         assert not in_tables & owners.keys(), "a block of a running sequence may still be written by a peer"
 

@@ -1,0 +1,126 @@
+"""The sequences that decode, and what a step is made of; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from decode_worker.local_prefill import LocalPrefill, share_out
+from decode_worker.sequence import DecodeSequence
+from engine.batch import Batch
+from engine.block_manager import BlockManager
+
+
+class RunningBatch:
+    """Steps are formed from the running sequences, one token each, and from chunks of prompts that are computed here.
+
+    max_num_seqs: sequences in one step. max_num_batched_tokens: of prompts, beside them.
+    """
+
+    def __init__(self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self._blocks = blocks
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self.sequences: list[DecodeSequence] = []
+        self._joined: list[DecodeSequence] = []  # since the clock was last told
+        self.step: list[DecodeSequence] = []
+        self.chunks: list[tuple[LocalPrefill, int]] = []  # of the step too
+        self._copied_from: list[int] = []  # held for the step
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def num_step_prompt_tokens(self) -> int:
+        """Of the step that runs."""
+        return sum(num_tokens for _, num_tokens in self.chunks)
+
+    # ---- who runs
+
+    def join(self, sequence: DecodeSequence) -> None:
+        self.sequences.append(sequence)
+        self._joined.append(sequence)
+
+    def leave(self, sequence: DecodeSequence) -> bool:
+        """Whether its blocks are free now; otherwise `end_step` tells of it, and they are to be released then."""
+        self.sequences = [s for s in self.sequences if s is not sequence]
+        if not sequence.in_step:
+            self.release(sequence)
+        return not sequence.in_step
+
+    def release(self, sequence: DecodeSequence) -> None:
+        """Its blocks."""
+        if sequence.copy_from is not None:
+            self._blocks.release([sequence.copy_from])
+        self._blocks.release(sequence.block_table)
+        sequence.block_table = []
+
+    def on_clock(self, now: float) -> None:
+        for sequence in self._joined:
+            sequence.joined_at = now
+        self._joined.clear()
+
+    # ---- steps
+
+    def schedule(self, now: float, prefills: Iterable[LocalPrefill]) -> tuple[Batch, list[DecodeSequence]]:
+        """One new token for each sequence, chunks of prompts; and the sequences that were preempted for it.
+
+        The oldest take their blocks first. Where there is none the newest goes; a sequence that is alone and finds no
+        block, because transfers hold them, sits the step out.
+        """
+        assert not self.step and not self.chunks, "one step at a time"
+        self.on_clock(now)
+        preempted: list[DecodeSequence] = []
+        for sequence in sorted(self.sequences[: self._max_num_seqs], key=lambda s: s.age):
+            if not sequence.ended and sequence.may_step and self._grow(sequence, preempted):
+                self.step.append(sequence)
+        copies = []
+        for sequence in self.step:
+            sequence.in_step = True
+            if sequence.stepped_at is None:
+                sequence.stepped_at = now
+            if sequence.copy_from is not None:
+                copies.append((sequence.copy_from, sequence.block_table[len(sequence.prompt.hashes)]))
+                self._copied_from.append(sequence.copy_from)
+                sequence.copy_from = None
+        items = [sequence.next_item() for sequence in self.step]
+        ready = (prefill for prefill in prefills if prefill.may_compute)
+        self.chunks = share_out(self._max_num_batched_tokens, ready)
+        for prefill, num_tokens in self.chunks:
+            prefill.in_step = True
+            prefill.started_at = prefill.started_at or now
+            items.append(prefill.next_item(num_tokens))
+        return Batch(items, copies), preempted
+
+    def _grow(self, sequence: DecodeSequence, preempted: list[DecodeSequence]) -> bool:
+        """Whether the sequence has, or gets, a block for its newest token."""
+        if sequence.num_tokens <= len(sequence.block_table) * self._blocks.block_size:
+            return True
+        while not self._blocks.can_allocate(1):
+            newest = max(self.sequences, key=lambda s: s.age)
+            if newest is sequence and len(self.sequences) == 1:
+                return False
+            newest.ended = True
+            self.leave(newest)
+            preempted.append(newest)
+            if newest is sequence:
+                return False
+        sequence.block_table += self._blocks.allocate(1)
+        return True
+
+    def end_step(self) -> tuple[list[DecodeSequence], list[tuple[LocalPrefill, int]]]:
+        """What the step had, in the order of its batch."""
+        step, self.step = self.step, []
+        chunks, self.chunks = self.chunks, []
+        for sequence in step:
+            sequence.in_step = False
+        for prefill, _ in chunks:
+            prefill.in_step = False
+        self._blocks.release(self._copied_from)
+        self._copied_from = []
+        return step, chunks
+
+    def go_round(self, step: list[DecodeSequence]) -> None:
+        """Where more run than one step takes, those that had this one stand behind the others."""
+        if len(self.sequences) > self._max_num_seqs:
+            stepped = set(map(id, step))
+            self.sequences.sort(key=lambda sequence: id(sequence) in stepped)
