@@ -7,10 +7,10 @@ import base64
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -20,6 +20,8 @@ from protocol.media_client import MediaCacheClient
 from protocol.sockets import new_context
 from tests.fake_workers import FakeWorkers, Proxy
 from tests.vision_model import save_processor
+
+T = TypeVar("T")
 
 LOAD_TIMEOUT_S = 300.0
 """Of the processor: torch and transformers on a slow machine."""
@@ -45,28 +47,25 @@ class MediaProxy:
         return self.workers._started[self.workers.seen[-1]]
 
     def cache_status(self) -> MediaCacheStatus:
-        async def ask() -> MediaCacheStatus:
-            context = new_context()
-            client = MediaCacheClient(context, f"ipc://{self.folder}/cache.sock")
-            try:
-                return await client.status()
-            finally:
-                client.close()
-                context.destroy(linger=0)
-
-        return asyncio.run(ask())
+        return ask_cache(f"ipc://{self.folder}/cache.sock", MediaCacheClient.status)
 
     def clear_cache(self) -> None:
-        async def clear() -> None:
-            context = new_context()
-            client = MediaCacheClient(context, f"ipc://{self.folder}/cache.sock")
-            try:
-                await client.clear()
-            finally:
-                client.close()
-                context.destroy(linger=0)
+        ask_cache(f"ipc://{self.folder}/cache.sock", MediaCacheClient.clear)
 
-        asyncio.run(clear())
+
+def ask_cache(endpoint: str, call: Callable[[MediaCacheClient], Awaitable[T]]) -> T:
+    """One call of the media cache there."""
+
+    async def ask() -> T:
+        context = new_context()
+        client = MediaCacheClient(context, endpoint)
+        try:
+            return await call(client)
+        finally:
+            client.close()
+            context.destroy(linger=0)
+
+    return asyncio.run(ask())
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import io
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +15,8 @@ import pytest
 from deploy.runtime_dir import runtime_dir
 from protocol.media_cache import MediaCacheStatus
 from protocol.media_client import MediaCacheClient
-from protocol.sockets import new_context
 from tests.cluster import Cluster
-from tests.media_proxy import data_url, image_part, video_part
+from tests.media_proxy import ask_cache, data_url, image_part, video_part
 from tests.vision_model import clip, encoded, picture, save_model
 
 NUM_NEW = 8
@@ -51,16 +49,7 @@ def chat(served: Cluster, *parts: dict[str, Any], **fields: Any) -> httpx.Respon
 
 
 def cache_status(served: Cluster) -> MediaCacheStatus:
-    async def ask() -> MediaCacheStatus:
-        context = new_context()
-        client = MediaCacheClient(context, f"ipc://{runtime_dir(served.port)}/media-cache.sock")
-        try:
-            return await client.status()
-        finally:
-            client.close()
-            context.destroy(linger=0)
-
-    return asyncio.run(ask())
+    return ask_cache(f"ipc://{runtime_dir(served.port)}/media-cache.sock", MediaCacheClient.status)
 
 
 def text(words: str) -> dict[str, str]:
