@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -78,10 +79,15 @@ def _num_blocks(request: Request) -> int:
 
 
 class ClusterSimulation:
-    """`run` plays a trace; each second `on_tick(now, loads)` may call `scale`. Workers count from their start."""
+    """`run` plays a trace; each second `on_tick(now, loads)` may call `scale`. Workers count from their start.
 
-    def __init__(self, speeds: Speeds, num_prefill: int, num_decode: int) -> None:
+    ttft_slo_s: requests whose first token is predicted later are refused, as by `--ttft-slo-ms`.
+    """
+
+    def __init__(self, speeds: Speeds, num_prefill: int, num_decode: int, ttft_slo_s: float = math.inf) -> None:
         self.speeds = speeds
+        self.num_refused = 0
+        self._ttft_slo_s = ttft_slo_s
         self.served: list[Served] = []
         self.worker_s = 0.0
         self.num_prefill = num_prefill
@@ -203,6 +209,10 @@ class ClusterSimulation:
 
     def _arrive(self, request: Request) -> None:
         worker = min((w for w in self._prefills if not w.is_stopping), key=lambda w: w.num_waiting_tokens)
+        num_tokens = worker.num_waiting_tokens + request.num_prompt_tokens
+        if num_tokens / self.speeds.prompt_tokens_per_s > self._ttft_slo_s:
+            self.num_refused += 1
+            return
         worker.queue.append(request)
         worker.num_waiting_tokens += request.num_prompt_tokens
         if not worker.is_computing:

@@ -100,7 +100,7 @@ def measure(route: str, arguments: list[str], num_streams: int, num_requests: in
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="", help="folder of the model; empty takes the demo model")
+    parser.add_argument("--model", default="", help="folder of the model; empty takes the noise model")
     add_common_options(parser)
     arguments = parser.parse_args()
     model = ["--model", arguments.model] if arguments.model else []

@@ -55,14 +55,14 @@ def cluster(connector: str) -> Iterator[str]:
     """The URL of a server on a free port."""
     from transformers import LlamaConfig
 
-    from deploy.demo_model import ensure_demo_model
+    from bench.noise_model import ensure_noise_model
 
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        tokenizer = ensure_demo_model(lambda text: None)
+        tokenizer = ensure_noise_model()
         LlamaConfig(**MODEL, eos_token_id=0).save_pretrained(model)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             (model / file).write_bytes((tokenizer / file).read_bytes())

@@ -28,8 +28,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.event_loop import free_port
+from bench.noise_model import ensure_noise_model
 from bench.report import Aim, Report, add_common_options, finish
-from deploy.demo_model import ensure_demo_model
 
 VARIANTS = ("zmq", "http pooled", "http fresh")
 FIGURES = ("ttft_ms", "itl_ms")
@@ -124,8 +124,8 @@ def _is_up(port: int) -> bool:
 
 
 def smallest_model(folder: Path) -> Path:
-    """The demo model's tokeniser and a config of one small layer; weights are made when it is loaded."""
-    shutil.copytree(ensure_demo_model(lambda text: None), folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    """The noise model's tokeniser and a config of one small layer; weights are made when it is loaded."""
+    shutil.copytree(ensure_noise_model(), folder, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_bytes(msgspec.json.encode({**config, **_SHAPE}))
     return folder

@@ -1,6 +1,6 @@
 """How late a proxy answers small requests while it gets 60 prompts of 255,000 tokens at once, alone and beside streams.
 
-A real cluster of the demo model, stretched to a model length of 32,768. The prompts are far too long, as text, as two
+A real cluster of the noise model, stretched to a model length of 32,768. The prompts are far too long, as text, as two
 texts per request, as a chat and as token ids, or are to be cut to their last tokens (`truncated`: these must be
 tokenised). Meanwhile another process polls /health, /v1/models and /metrics. Done with one tokenizer thread and two.
 """
@@ -30,16 +30,16 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.latency import Distribution
+from bench.noise_model import ensure_noise_model
 from bench.poller import CONTROL, Poller
 from bench.report import Aim, Report, add_common_options, finish
-from deploy.demo_model import ensure_demo_model
 
 MODEL = "m"
 MAX_MODEL_LEN = 32_768
 PATHS = ("/health", "/v1/models", "/metrics")
 BURSTS = ("completions", "two per request", "chat", "token ids", "truncated")
 BURSTS_BESIDE_STREAMS = ("completions", "chat")
-_WORDS_PER_TOKEN = 0.5673  # of the demo model's tokeniser and `long_text`
+_WORDS_PER_TOKEN = 0.5673  # of the noise model's tokeniser and `long_text`
 _START_TIMEOUT_S = 120.0
 _NICENESS = 10
 """Of the senders and readers of load, which stand for other machines but run on this one's few cores."""
@@ -169,7 +169,7 @@ def make_bodies(burst: str, num_prompts: int, num_tokens: int) -> list[bytes]:
 
 
 def long_text(seed: int, num_tokens: int) -> str:
-    """Words of Python's documentation, which the demo model's tokeniser has learnt, in random order."""
+    """Words of Python's documentation, which the noise model's tokeniser has learnt, in random order."""
     import pydoc_data.topics
 
     words = " ".join(pydoc_data.topics.topics.values()).split()
@@ -180,7 +180,7 @@ def long_text(seed: int, num_tokens: int) -> str:
 def cluster(num_threads: int, num_streams: int) -> Iterator[tuple[int, int, int]]:
     """`tandem up`; yields its port, that of /metrics and the proxy's process id."""
     with tempfile.TemporaryDirectory() as scratch:
-        model = stretched_demo_model(Path(scratch) / "model")
+        model = stretched_noise_model(Path(scratch) / "model")
         port, admin_port = free_port(), free_port()
         command = [
             sys.executable, "-m", "deploy.cli", "up", "--model", str(model), "--served-model-name", MODEL,
@@ -207,9 +207,9 @@ def free_port() -> int:
         return port
 
 
-def stretched_demo_model(folder: Path) -> Path:
-    """The demo model with longer positions; it talks noise at any length."""
-    shutil.copytree(ensure_demo_model(lambda text: None), folder)
+def stretched_noise_model(folder: Path) -> Path:
+    """The noise model with longer positions; it talks noise at any length."""
+    shutil.copytree(ensure_noise_model(), folder)
     for name, key in (("config.json", "max_position_embeddings"), ("tokenizer_config.json", "model_max_length")):
         config = json.loads((folder / name).read_text())
         config[key] = MAX_MODEL_LEN

@@ -65,12 +65,12 @@ def run_cluster(quick: bool, port: int = 8377) -> dict[str, Any]:
     """1,024 tokens in and 6 out at rising rates, prefill and decode on one GPU."""
     from transformers import LlamaConfig
 
-    from deploy.demo_model import ensure_demo_model
+    from bench.noise_model import ensure_noise_model
 
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
-        tokenizer = ensure_demo_model(lambda text: None)
+        tokenizer = ensure_noise_model()
         LlamaConfig(**(SMALL if quick else LLAMA_8B), eos_token_id=0).save_pretrained(model)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             (model / file).write_bytes((tokenizer / file).read_bytes())
@@ -120,14 +120,14 @@ def main() -> None:
     options = parser.parse_args()
     _, gpu = run(["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"], 20)
     quick = ["--quick"] if options.quick else []
-    figures = {
+    figures: dict[str, Any] = {
         "gpu": gpu.strip(),
         "tests": run_tests(),
         "engine": run_benchmark("gpu_engine", ENGINE_LIMIT_S, *quick),
         "kv_transfer": run_benchmark("gpu_kv_transfer", TRANSFER_LIMIT_S, *quick),
         "cluster": run_cluster(options.quick),
     }
-    aims = [Aim(**aim) for part in ("engine", "kv_transfer") for aim in figures[part].get("aims", [])]  # type: ignore[union-attr]
+    aims = [Aim(**aim) for part in ("engine", "kv_transfer") for aim in figures[part].get("aims", [])]
     finish(Report.of("gpu_check", figures, aims), options.json)
 
 

@@ -16,6 +16,7 @@ import queue
 import random
 import statistics
 import time
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -73,7 +74,8 @@ def decode_side(peer: Connection, connector: str, device_index: int) -> None:
         server = StoreServer(HOST)
         params = ConnectorParams(store_host=HOST, store_port=server.port)
     peer.send(params)
-    receiver = open_receiver(connector, "pair", server and (lambda: server.store("pair")), blocks, HOST, outcomes)
+    open_store = None if server is None else partial(server.store, "pair")
+    receiver = open_receiver(connector, "pair", open_store, blocks, HOST, outcomes)
     outcomes.check_next()
     while (announced := peer.recv()) is not None:
         receiver.receive(announced, outcomes)
@@ -133,9 +135,9 @@ def prefill_side(results: Connection, connector: str, device_index: int, num_rou
 
 
 def why_not_nccl() -> str | None:
-    if torch.cuda.device_count() > 1 or torch.cuda.nccl.version() >= (2, 30):
+    if torch.cuda.device_count() > 1 or (nccl := torch.cuda.nccl.version()) >= (2, 30):  # type: ignore[no-untyped-call]
         return None
-    version = ".".join(map(str, torch.cuda.nccl.version()))
+    version = ".".join(map(str, nccl))
     return f"one GPU, and NCCL {version}: two ranks share a GPU from 2.30 on"
 
 

@@ -19,6 +19,7 @@ import aiohttp
 import msgspec
 from aiohttp import web
 
+from deploy.log_file import LogFile
 from deploy.processes import ChildProcess
 from protocol.codec import Codec
 from protocol.dispatch import AbortRequest, FirstToken, PrepareDecode, RequestFailed, StartPrefill, TokenBatch, ToProxy
@@ -136,7 +137,7 @@ class HttpWorkerPool:
         session = self._sessions.pop(worker.epoch, None)
         if session is not None:
             closing = asyncio.create_task(session.close())
-            self._tasks.add(closing)  # type: ignore[arg-type]
+            self._tasks.add(closing)
 
     def close_all(self) -> None:
         for task in self._tasks:
@@ -160,40 +161,42 @@ class HttpChild(ChildProcess):
         name: str,
         module: str,
         config_file: Path,
-        log_file: Path,
+        output: LogFile,
         env: dict[str, str],
         on_exit: Callable[[str, int, int], bool],
+        pid_file: Path,
     ) -> None:
-        super().__init__(name, "bench.http_dispatch", config_file, log_file, {**env, _PART: module}, on_exit)
+        env = {**env, _PART: module}
+        super().__init__(name, "bench.http_dispatch", config_file, output, env, on_exit, pid_file)
 
 
 def main() -> None:
     match os.environ.get(_PART):
         case None:
             import deploy.cli
-            import deploy.launcher
+            import deploy.site
 
             os.environ[_MODE] = sys.argv.pop(1)
             assert os.environ[_MODE] in ("fresh", "pooled")
-            deploy.launcher.ChildProcess = HttpChild  # type: ignore[misc]
+            deploy.site.ChildProcess = HttpChild  # type: ignore[attr-defined]
             deploy.cli.main()
         case "proxy":
             import proxy.__main__
             import proxy.server
 
-            proxy.server.WorkerPool = HttpWorkerPool  # type: ignore[misc, assignment]
+            proxy.server.WorkerPool = HttpWorkerPool  # type: ignore[attr-defined, assignment]
             os._exit(proxy.__main__.main(sys.argv[1:]))
         case "prefill_worker":
             import prefill_worker.__main__
             import prefill_worker.worker
 
-            prefill_worker.worker.RouterSocket = HttpRouter  # type: ignore[misc, assignment]
+            prefill_worker.worker.RouterSocket = HttpRouter  # type: ignore[attr-defined, assignment]
             prefill_worker.__main__.main()
         case "decode_worker":
             import decode_worker.__main__
             import decode_worker.worker
 
-            decode_worker.worker.RouterSocket = HttpRouter  # type: ignore[misc, assignment]
+            decode_worker.worker.RouterSocket = HttpRouter  # type: ignore[attr-defined, assignment]
             decode_worker.__main__.main()
         case part:
             raise SystemExit(f"no such part: {part}")

@@ -184,7 +184,12 @@ class DecodeSide:
         ready = Countdown(num_pairs)
         self._receivers = [
             open_receiver(
-                connector, f"pair-{i}", server and partial(server.store, f"pair-{i}"), self._blocks, HOST, ready.done
+                connector,
+                f"pair-{i}",
+                None if server is None else partial(server.store, f"pair-{i}"),
+                self._blocks,
+                HOST,
+                ready.done,
             )
             for i in range(num_pairs)
         ]

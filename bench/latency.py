@@ -1,9 +1,14 @@
-"""From one request's timestamps to TTFT, TPOT, ITL and E2E; the definitions are those of `vllm bench serve`. Pure."""
+"""From one request's stream to TTFT, TPOT, ITL and E2E; the definitions are those of `vllm bench serve` (0.32).
+
+`python -m bench.load_agreement` holds them to it.
+"""
 
 from __future__ import annotations
 
+import json
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
@@ -36,6 +41,28 @@ class RequestTrace(msgspec.Struct):
     def itl_s(self) -> list[float]:
         """Gaps between chunks, as the client saw them."""
         return [b - a for a, b in zip(self.chunk_times, self.chunk_times[1:], strict=False)]
+
+
+def read_events(lines: Iterable[bytes], trace: RequestTrace, clock: Callable[[], float] = time.perf_counter) -> None:
+    """The stream's server-sent events, to its end or to an error event.
+
+    Every event with a choice counts, one without text too (a chat's role, the end's reason), as vLLM's client has it.
+    """
+    for line in lines:
+        now = clock()
+        text = line.decode().strip()
+        if not text.startswith("data: ") or text == "data: [DONE]":
+            continue
+        event = json.loads(text[6:])
+        if "error" in event:
+            trace.error = f"stream error {event['error'].get('code')}"
+            return
+        usage = event.get("usage")
+        if usage:
+            trace.num_prompt_tokens = usage["prompt_tokens"]
+            trace.num_output_tokens = usage["completion_tokens"]
+        if event.get("choices"):
+            trace.chunk_times.append(now)
 
 
 class Distribution(msgspec.Struct, frozen=True):

@@ -11,11 +11,10 @@ import gevent.monkey
 gevent.monkey.patch_all()
 
 import argparse  # noqa: E402
-import json  # noqa: E402
 import math  # noqa: E402
 import random  # noqa: E402
 import time  # noqa: E402
-from collections.abc import Iterator, Sequence  # noqa: E402
+from collections.abc import Sequence  # noqa: E402
 from typing import Any  # noqa: E402
 
 import gevent  # noqa: E402
@@ -26,7 +25,7 @@ from locust.env import Environment  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
-from bench.latency import Distribution, LoadFigures, RequestTrace, summarise  # noqa: E402
+from bench.latency import Distribution, LoadFigures, RequestTrace, read_events, summarise  # noqa: E402
 from bench.report import Report, add_common_options, finish  # noqa: E402
 
 
@@ -65,10 +64,22 @@ def run_load(options: argparse.Namespace) -> LoadFigures:
     rng = random.Random(options.seed)
     arrivals = arrival_times(options.num_prompts, options.request_rate, rng)
     bodies = [make_body(options, rng) for _ in arrivals]
-    environment = Environment()
-    StreamingUser.host = options.url
     path = "/v1/completions" if options.api == "completions" else "/v1/chat/completions"
     headers = {"Authorization": f"Bearer {options.api_key}"} if options.api_key else {}
+    return summarise(send(options.url, path, headers, arrivals, bodies, options.max_time))
+
+
+def send(
+    url: str,
+    path: str,
+    headers: dict[str, str],
+    arrivals: Sequence[float],
+    bodies: Sequence[dict[str, Any]],
+    max_time_s: float,
+) -> list[RequestTrace]:
+    """A trace for each body, sent when its arrival (seconds from the start) comes; in that order."""
+    environment = Environment()
+    StreamingUser.host = url
     traces: list[RequestTrace] = []
     group = Group()
     start = time.perf_counter()
@@ -77,12 +88,12 @@ def run_load(options: argparse.Namespace) -> LoadFigures:
         trace = RequestTrace(sent_at=time.perf_counter())
         traces.append(trace)
         group.spawn(stream_request, environment, path, body, headers, trace)
-    group.join(timeout=max(0.0, start + options.max_time - time.perf_counter()))
+    group.join(timeout=max(0.0, start + max_time_s - time.perf_counter()))
     for trace in traces:
         if not trace.error and not trace.num_output_tokens:
             trace.error = "unfinished"
     group.kill(timeout=5)
-    return summarise(traces)
+    return traces
 
 
 def arrival_times(num_requests: int, rate: float, rng: random.Random) -> list[float]:
@@ -132,26 +143,6 @@ def stream_request(
         trace.error = type(error).__name__
     finally:
         session.client.clientpool.close()
-
-
-def read_events(lines: Iterator[bytes], trace: RequestTrace) -> None:
-    """The stream's server-sent events, to its end or to an error event."""
-    for line in lines:
-        now = time.perf_counter()
-        text = line.decode().strip()
-        if not text.startswith("data: ") or text == "data: [DONE]":
-            continue
-        event = json.loads(text[6:])
-        if "error" in event:
-            trace.error = f"stream error {event['error'].get('code')}"
-            return
-        usage = event.get("usage")
-        if usage:
-            trace.num_prompt_tokens = usage["prompt_tokens"]
-            trace.num_output_tokens = usage["completion_tokens"]
-        choices = event.get("choices")
-        if choices and (choices[0].get("text") or choices[0].get("delta", {}).get("content")):
-            trace.chunk_times.append(now)
 
 
 def print_figures(figures: LoadFigures) -> None:

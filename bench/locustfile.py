@@ -11,10 +11,13 @@ those of `vllm bench serve` (`bench.latency`), goodput too: requests per second 
 from __future__ import annotations
 
 import base64
+import functools
 import io
+import itertools
 import json
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +31,8 @@ from locust.env import Environment
 from locust.runners import MasterRunner, WorkerRunner
 
 from bench.arrivals import Ramp, next_gap
-from bench.latency import SLO, RequestTrace, goodput, summarise
-from bench.load import print_figures, read_events
+from bench.latency import SLO, RequestTrace, goodput, read_events, summarise
+from bench.load import print_figures
 
 TRACES: list[RequestTrace] = []
 """Of this process, or on a master of all workers, as they report them."""
@@ -46,6 +49,9 @@ def add_options(parser: LocustArgumentParser) -> None:
     parser.add_argument("--input-len", type=int, default=128, help="prompt tokens of a text request")
     parser.add_argument("--output-len", type=int, default=32, help="tokens to generate")
     parser.add_argument("--vocab", type=int, default=2000, help="prompt token ids are drawn from 4 to this")
+    parser.add_argument(
+        "--prompts", default="", metavar="FILE", help='texts to send, one after the other: JSON lines with a "prompt"'
+    )
     parser.add_argument("--image-size", default="644x364", help="of the JPEGs, each another, that image requests send")
     parser.add_argument("--request-rate", type=float, default=0.0, help="per second, Poisson; 0 keeps users busy")
     parser.add_argument("--ramp-to", type=float, default=0.0, help="rate at the end of the ramp; 0 keeps it constant")
@@ -54,6 +60,7 @@ def add_options(parser: LocustArgumentParser) -> None:
     parser.add_argument("--slo-tpot-ms", type=float, default=0.0, help="0 sets none")
     parser.add_argument("--slo-e2e-ms", type=float, default=0.0, help="0 sets none")
     parser.add_argument("--figures", default="", metavar="FILE", help="write the figures there as JSON at the end")
+    parser.add_argument("--traces", default="", metavar="FILE", help="write every request's times there as JSON")
 
 
 class StreamingUser(FastHttpUser):
@@ -132,8 +139,17 @@ def _common(options: Any) -> dict[str, Any]:
 
 
 def text_body(options: Any) -> tuple[str, dict[str, Any]]:
-    prompt = [random.randrange(4, options.vocab) for _ in range(options.input_len)]
+    prompt: str | list[int] = [random.randrange(4, options.vocab) for _ in range(options.input_len)]
+    if options.prompts:
+        prompt = next(_texts(options.prompts))
     return "/v1/completions", {**_common(options), "prompt": prompt}
+
+
+@functools.cache
+def _texts(file: str) -> Iterator[str]:
+    """Of the file, from its beginning again when it has ended; of all users of this process together."""
+    texts = [str(json.loads(line)["prompt"]) for line in Path(file).read_text().splitlines() if line]
+    return itertools.cycle(texts)
 
 
 def image_body(options: Any) -> tuple[str, dict[str, Any]]:
@@ -173,6 +189,8 @@ def tell_figures(environment: Environment, **_: Any) -> None:
     for trace in TRACES:
         if not trace.error and not trace.num_output_tokens:
             trace.error = "unfinished"
+    if options.traces:
+        Path(options.traces).write_bytes(msgspec.json.encode(TRACES))
     figures = summarise(TRACES)
     slo = SLO(options.slo_ttft_ms / 1e3, options.slo_tpot_ms / 1e3, options.slo_e2e_ms / 1e3)
     print_figures(figures)

@@ -51,7 +51,8 @@ def clip(number: int, num_frames: int = 8, width: int = 224, height: int = 224) 
         stream: Any = container.add_stream("mpeg4", rate=Fraction(8))
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for frame in range(num_frames):
-            container.mux(stream.encode(av.VideoFrame.from_image(_pixels(100 * number + frame, width, height))))
+            picture: Any = av.VideoFrame.from_image(_pixels(100 * number + frame, width, height))  # type: ignore[no-untyped-call]
+            container.mux(stream.encode(picture))
         container.mux(stream.encode())
     return file.getvalue()
 
@@ -143,6 +144,8 @@ def _serves(url: str) -> bool:
         body = json.loads(chat_body("warm", image=jpeg(0, 56, 56), max_tokens=1)) | {"stream": False}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=_START_TIMEOUT_S)
     except httpx.TransportError:
+        return False
+    if answer.status_code == 503:  # its processor is not loaded yet, and takes longer than first tokens may
         return False
     if answer.status_code != 200:
         raise SystemExit(f"the model does not take images: {answer.text[:300]}")

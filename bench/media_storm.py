@@ -68,7 +68,7 @@ def main() -> None:
 async def run(url: str, images: list[bytes], at_once: int) -> dict[str, StormFigures]:
     port = int(url.rpartition(":")[2])
     os.setpriority(os.PRIO_PROCESS, 0, 0)  # as which the poller starts
-    with Poller(port, PATHS) as poller:
+    with Poller({path: port + (path == "/metrics") for path in PATHS}) as poller:  # the admin port is the next
         os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=at_once)
         async with httpx.AsyncClient(base_url=url, limits=limits) as client:

@@ -21,6 +21,7 @@ import tempfile
 import time
 import warnings
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,7 @@ def run_all(names: list[str]) -> list[Verdict]:
         ready, _, _ = select.select([child.pipe for child in running], [], [], 1.0)
         for child in list(running):
             if child.pipe in ready:
-                text = b"".join(iter(lambda pipe=child.pipe: os.read(pipe, 1 << 16), b"")).decode()
+                text = b"".join(iter(partial(os.read, child.pipe, 1 << 16), b"")).decode()
                 verdict = Verdict(**json.loads(text)) if text else Verdict(child.family, UNKNOWN, "its process died")
             elif time.monotonic() > child.deadline:
                 os.kill(child.pid, signal.SIGKILL)

@@ -1,7 +1,10 @@
-"""What a real cluster does past saturation, with and without early rejection: `python -m bench.overload`.
+"""What a real cluster does past its capacity, as it comes and with early rejection: `python -m bench.overload`.
 
-Prompts that have nothing in common arrive at random, at multiples of the rate that the cluster can serve, which is
-measured first. Goodput: first tokens a second that came within the limit.
+Capacity is what it serves, without early rejection, to as many clients as may run and wait at once, each of which
+always has one request under way, or waits as Retry-After tells it. Then requests that have nothing in common arrive at
+random, at multiples of that rate; each load runs for a while before it is measured, so that what is seen lasts. Two
+kinds: prompts that keep prefill busy, and answers that keep decode busy. Goodput: requests answered a second, with
+`--ttft-slo-ms` those whose first token came in time.
 """
 
 from __future__ import annotations
@@ -15,113 +18,177 @@ from collections import Counter
 from typing import Any
 
 import aiohttp
+import msgspec
 
-from bench.report import Report, add_common_options, finish
+from bench.latency import Distribution, RequestTrace
+from bench.report import Aim, Report, add_common_options, finish
 from tests.cluster import Cluster
 
-PROMPT_TOKENS = 1000
-OUTPUT_TOKENS = 4
+NUM_CLIENTS = 128
+"""Of the measurement at capacity: as many as a decode worker runs at once, and as many as may always wait."""
+LOADS = (0.7, 1.0, 3.0)
+AT_CAPACITY = "capacity"
+REFUSAL_MS = 100.0
+SLOWER = 1.5
+
+
+class Shape(msgspec.Struct, frozen=True):
+    """What is asked for, in tokens."""
+
+    name: str
+    prompt: int
+    output: int
+
+
+SHAPES = (Shape("long prompts", 1000, 8), Shape("long answers", 100, 64))
 
 
 class Client:
-    def __init__(self, session: aiohttp.ClientSession, url: str, seed: int) -> None:
+    """Sends requests and keeps what became of those sent after `begin`."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str, shape: Shape, seed: int) -> None:
         self._session = session
         self._url = f"{url}/v1/completions"
+        self._shape = shape
         self._rng = random.Random(seed)
-        self.ttfts: list[float] = []
+        self._begun_at = float("inf")
+        self._ended_at = float("inf")
+        self.traces: list[RequestTrace] = []
+        self.refusals_s: list[float] = []
         self.statuses: Counter[int] = Counter()
-        self.retry_after_s: list[int] = []
+        self.num_answered = 0  # in that time, whenever they were sent
 
-    async def ask(self) -> None:
-        prompt = [self._rng.randrange(4, 2000) for _ in range(PROMPT_TOKENS)]
-        body = {"prompt": prompt, "max_tokens": OUTPUT_TOKENS, "ignore_eos": True, "stream": True, "temperature": 0}
-        started = time.perf_counter()
+    def begin(self) -> None:
+        self._begun_at = time.perf_counter()
+
+    def end(self) -> float:
+        """Seconds since `begin`."""
+        self._ended_at = time.perf_counter()
+        return self._ended_at - self._begun_at
+
+    async def ask(self) -> float:
+        """Seconds to wait before the next; 0 when it was served."""
+        prompt = [self._rng.randrange(4, 2000) for _ in range(self._shape.prompt)]
+        body = {
+            "prompt": prompt, "max_tokens": self._shape.output, "ignore_eos": True, "stream": True, "temperature": 0,
+        }  # fmt: skip
+        trace = RequestTrace(time.perf_counter())
         async with self._session.post(self._url, json=body) as answer:
-            self.statuses[answer.status] += 1
-            if answer.status != 200:
-                self.retry_after_s.append(int(answer.headers["retry-after"]))
-                return
-            first = True
+            headed_at = time.perf_counter()
             async for line in answer.content:
-                if first and line.startswith(b"data: {"):
-                    self.ttfts.append(time.perf_counter() - started)
-                    first = False
+                if line.startswith(b"data: {"):
+                    trace.chunk_times.append(time.perf_counter())
+        now = time.perf_counter()
+        self.num_answered += answer.status == 200 and self._begun_at <= now < self._ended_at
+        retry_after_s = float(answer.headers.get("retry-after", 0))
+        if not self._begun_at <= trace.sent_at < self._ended_at:
+            return retry_after_s
+        self.statuses[answer.status] += 1
+        if answer.status == 200:
+            self.traces.append(trace)
+        else:
+            self.refusals_s.append(headed_at - trace.sent_at)
+        return retry_after_s
 
-    async def ask_at(self, per_s: float, seconds: float) -> None:
+    async def ask_at(self, per_s: float, warm_up_s: float, seconds: float) -> float:
+        """Seconds that were measured. Returns when all is answered."""
         tasks = []
-        end = time.perf_counter() + seconds
+        end = time.perf_counter() + warm_up_s + seconds
+        asyncio.get_running_loop().call_later(warm_up_s, self.begin)
         while time.perf_counter() < end:
             tasks.append(asyncio.create_task(self.ask()))
             await asyncio.sleep(self._rng.expovariate(per_s))
+        measured_s = self.end()
         await asyncio.gather(*tasks)
+        return measured_s
+
+    async def ask_always(self, warm_up_s: float, seconds: float) -> float:
+        """Seconds that were measured. Returns when all is answered."""
+        end = time.perf_counter() + warm_up_s + seconds
+        asyncio.get_running_loop().call_later(warm_up_s, self.begin)
+
+        async def again_and_again() -> None:
+            while time.perf_counter() < end:
+                retry_after_s = await self.ask()
+                await asyncio.sleep(retry_after_s)
+
+        asking = asyncio.gather(*(again_and_again() for _ in range(NUM_CLIENTS)))
+        await asyncio.sleep(warm_up_s + seconds)
+        measured_s = self.end()
+        await asking
+        return measured_s
+
+    def row(self, measured_s: float, slo_s: float | None) -> dict[str, Any]:
+        gaps = [gap for trace in self.traces for gap in trace.itl_s]
+        in_time = [trace for trace in self.traces if slo_s is None or trace.ttft_s <= slo_s]
+        return {
+            "goodput_per_s": round(len(in_time) / measured_s, 2),
+            "statuses": {str(status): number for status, number in sorted(self.statuses.items())},
+            "ttft_ms": msgspec.to_builtins(Distribution.of_seconds([trace.ttft_s for trace in self.traces])),
+            "itl_ms": msgspec.to_builtins(Distribution.of_seconds(gaps)),
+            "refusal_ms": msgspec.to_builtins(Distribution.of_seconds(self.refusals_s)),
+        }
 
 
-async def saturation_per_s(session: aiohttp.ClientSession, url: str, seconds: float) -> float:
-    """Requests a second with sixteen always under way."""
-    client = Client(session, url, 1)
-    end = time.perf_counter() + seconds
-
-    async def again_and_again() -> None:
-        while time.perf_counter() < end:
-            await client.ask()
-
-    await asyncio.gather(*(again_and_again() for _ in range(16)))
-    return len(client.ttfts) / seconds
-
-
-async def measure(url: str, rates: dict[float, float], seconds: float, slo_s: float, rejects: bool) -> list[Any]:
-    rows = []
+async def at_capacity(url: str, shape: Shape, seconds: float) -> dict[str, Any]:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        warm = Client(session, url, 2)
-        await asyncio.gather(*(warm.ask() for _ in range(4)))
-        for load, per_s in rates.items():
-            client = Client(session, url, int(100 * load))
-            await client.ask_at(per_s, seconds)
-            good = sum(ttft_s <= slo_s for ttft_s in client.ttfts)
-            ordered = sorted(client.ttfts)
-            rows.append(
-                {
-                    "load": load,
-                    "early_rejection": rejects,
-                    "offered_per_s": round(per_s, 1),
-                    "goodput_per_s": round(good / seconds, 1),
-                    "late": len(ordered) - good,
-                    "statuses": {str(status): number for status, number in client.statuses.items()},
-                    "ttft_ms_p50": round(1000 * ordered[len(ordered) // 2], 1) if ordered else None,
-                    "ttft_ms_p99": round(1000 * ordered[int(0.99 * len(ordered))], 1) if ordered else None,
-                    "retry_after_s_most": max(client.retry_after_s, default=None),
-                }
-            )
-            print(json.dumps(rows[-1]), flush=True)
-    return rows
+        client = Client(session, url, shape, 1)
+        measured_s = await client.ask_always(seconds / 2, seconds)
+        told = {"shape": shape.name, "early_rejection": False, "load": AT_CAPACITY} | client.row(measured_s, None)
+        return told | {"goodput_per_s": round(client.num_answered / measured_s, 2)}
 
 
-async def _saturation(url: str, seconds: float) -> float:
+async def under_load(url: str, shape: Shape, slo_s: float | None, load: float, per_s: float, seconds: float) -> Any:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        await saturation_per_s(session, url, 2.0)
-        return await saturation_per_s(session, url, seconds)
+        client = Client(session, url, shape, int(100 * load))
+        measured_s = await client.ask_at(per_s, seconds, seconds)
+        told = {"shape": shape.name, "early_rejection": slo_s is not None, "load": load}
+        return told | {"offered_per_s": round(per_s, 1)} | client.row(measured_s, slo_s)
+
+
+def aims(rows: list[dict[str, Any]]) -> list[Aim]:
+    """Of the highest load: against the same shape at capacity, and in goodput against load 1."""
+    found: list[Aim] = []
+    for shape in dict.fromkeys(row["shape"] for row in rows):
+        of_shape = [row for row in rows if row["shape"] == shape]
+        capacity = next(row for row in of_shape if row["load"] == AT_CAPACITY)
+        for rejects in (False, True):
+            by_load = {row["load"]: row for row in of_shape if row["early_rejection"] == rejects}
+            most = by_load[max(LOADS)]
+            name = f"{shape}, {'--ttft-slo-ms' if rejects else 'defaults'}, load {most['load']:g}:"
+            for figure, part in (("ttft", "p50"), ("ttft", "p99"), ("itl", "p50"), ("itl", "p99")):
+                ratio = most[f"{figure}_ms"][part] / capacity[f"{figure}_ms"][part]
+                found.append(Aim.of(f"{name} {figure.upper()} {part}, times that at capacity", ratio, SLOWER, "lower"))
+            if most["refusal_ms"] is not None:
+                found.append(Aim.of(f"{name} refusals p99, ms", most["refusal_ms"]["p99"], REFUSAL_MS, "lower"))
+            ratio = most["goodput_per_s"] / by_load[1.0]["goodput_per_s"]
+            found.append(Aim.of(f"{name} goodput, times that of load 1", ratio, 1.0, "higher"))
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--slo-ms", type=int, default=1000)
+    parser.add_argument("--slo-ms", type=int, default=2000)
+    parser.add_argument("--shape", choices=[shape.name for shape in SHAPES], default=None, help="this one alone")
     add_common_options(parser)
     arguments = parser.parse_args()
-    slo_s, seconds = arguments.slo_ms / 1000, 3.0 if arguments.quick else 10.0
-    with Cluster() as cluster:
-        saturation = asyncio.run(_saturation(cluster.url, seconds))
-        print(f"saturated at {saturation:.1f} requests/s of {PROMPT_TOKENS} tokens", flush=True)
-        rates = {load: load * saturation for load in (0.7, 1.3, 2.0)}
-        rows = asyncio.run(measure(cluster.url, rates, seconds, slo_s, rejects=False))
-    with Cluster("--ttft-slo-ms", str(arguments.slo_ms)) as cluster:
-        rows += asyncio.run(measure(cluster.url, rates, seconds, slo_s, rejects=True))
-    figures = {
-        "prompt_tokens": PROMPT_TOKENS,
-        "slo_ms": arguments.slo_ms,
-        "saturation_per_s": round(saturation, 1),
-        "rows": rows,
-    }
-    finish(Report.of("overload", figures), arguments.json)
+    seconds, loads = (4.0, (1.0, 3.0)) if arguments.quick else (20.0, LOADS)
+    shapes = [shape for shape in SHAPES if arguments.shape in (None, shape.name)]
+    rows: list[Any] = []
+    capacity_per_s: dict[str, float] = {}
+    for slo_s, flags in ((None, ()), (arguments.slo_ms / 1000, ("--ttft-slo-ms", str(arguments.slo_ms)))):
+        with Cluster(*flags) as cluster:
+            for shape in shapes:
+                if slo_s is None:
+                    rows.append(asyncio.run(at_capacity(cluster.url, shape, seconds)))
+                    capacity_per_s[shape.name] = rows[-1]["goodput_per_s"]
+                    print(json.dumps(rows[-1]), flush=True)
+                for load in loads:
+                    per_s = load * capacity_per_s[shape.name]
+                    rows.append(asyncio.run(under_load(cluster.url, shape, slo_s, load, per_s, seconds)))
+                    print(json.dumps(rows[-1]), flush=True)
+    figures = {"slo_ms": arguments.slo_ms, "shapes": [msgspec.to_builtins(shape) for shape in SHAPES], "rows": rows}
+    finish(Report.of("overload", figures, aims(rows)), arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a streamed token costs the proxy in CPU time: 64 streams at once, 128 tokens in and 128 out, the demo model.
+"""What a streamed token costs the proxy in CPU time: 64 streams at once, 128 tokens in and 128 out, the noise model.
 
 Its user and system time, all threads, from before the first request to after the last answer, over the tokens streamed.
 So the requests' own costs (HTTP, reading bodies, dispatch) are in it. Its reading processes are told apart.
@@ -38,7 +38,7 @@ def main() -> None:
     if options.quick:
         options.rounds, options.output_len = 1, 32
     figures: dict[str, Any] = {}
-    with cluster(num_threads=2, num_streams=options.num_streams) as (port, proxy_pid):
+    with cluster(num_threads=2, num_streams=options.num_streams) as (port, _, proxy_pid):
         for api in options.api or ["completions", "chat"]:
             measure(options, api, port, proxy_pid)  # warm-up, not counted
             rounds = [measure(options, api, port, proxy_pid) for _ in range(options.rounds)]

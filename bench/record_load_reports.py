@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import lzma
 import time
 from pathlib import Path
 
@@ -25,14 +26,21 @@ class Observed(msgspec.Struct, frozen=True):
 
 
 def read_recording(file: Path) -> list[Observed]:
-    return [msgspec.json.decode(line, type=Observed) for line in file.read_bytes().splitlines()]
+    """Plain, or compressed where the name ends in .xz."""
+    content = lzma.decompress(file.read_bytes()) if file.suffix == ".xz" else file.read_bytes()
+    return [msgspec.json.decode(line, type=Observed) for line in content.splitlines()]
+
+
+def _nowhere(info: WorkerInfo) -> WorkerInfo:
+    """Where it ran is nobody's business, and does not matter to the planner."""
+    return msgspec.structs.replace(info, endpoint="", metrics_address="", pid=0)
 
 
 async def _record(port: int, seconds: float, out: Path) -> None:
     started = time.monotonic()
     with out.open("wb") as lines:
         while (at := time.monotonic() - started) < seconds:
-            workers = freshest_loads(await fetch_status(port))
+            workers = [(_nowhere(info), load) for info, load in freshest_loads(await fetch_status(port))]
             lines.write(msgspec.json.encode(Observed(round(at, 3), workers)) + b"\n")
             await asyncio.sleep(max(0.0, 1.0 - (time.monotonic() - started - at)))
 

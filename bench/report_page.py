@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from bench.pd_figures import draw_pd_study, pd_table
 from bench.report import Report
 
 MAX_AIMS_PLOTTED = 24
@@ -113,7 +114,9 @@ def page(reports: dict[str, Report], failed: dict[str, str], plots: dict[str, st
         lines += ["", f"## {name}", ""]
         if name in plots:
             lines += [f"![{name}]({plots[name]})", ""]
-        if report.aims:
+        if name == "pd_study":
+            lines += pd_table(report.figures)
+        elif report.aims:
             lines += ["| figure | value | wanted | met |", "| --- | --- | --- | --- |"]
             for aim in report.aims:
                 sign = "at most" if aim.better == "lower" else "at least"
@@ -146,7 +149,7 @@ def read_reports(folder: Path) -> dict[str, Report]:
 
 
 def draw(reports: dict[str, Report], folder: Path) -> dict[str, str]:
-    """Plots of what has aims, and of dispatch by rate. Returns file names by benchmark, relative to folder's parent."""
+    """Plots of what has aims, of dispatch and of pd_study. File names by benchmark, relative to folder's parent."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -157,6 +160,8 @@ def draw(reports: dict[str, Report], folder: Path) -> dict[str, str]:
     for name, report in reports.items():
         if name == "dispatch":
             figure = _draw_dispatch(plt, report.figures)
+        elif name == "pd_study":
+            figure = draw_pd_study(plt, report.figures)
         elif report.aims:
             figure = _draw_aims(plt, report)
         else:

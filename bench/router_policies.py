@@ -13,7 +13,7 @@ from collections import Counter
 from typing import Any
 
 from bench.report import Report, add_common_options, finish
-from bench.router_simulation import Routed, Simulation, Turn, chats, single_prompts
+from bench.router_simulation import MakePolicy, Routed, Simulation, Turn, chats, single_prompts
 from proxy.registry import Registry
 
 Picked = tuple[int, int, int]
@@ -75,7 +75,7 @@ class LeastLoaded(Blind):
         self._sequences[picked[1]] -= 1
 
 
-POLICIES = {
+POLICIES: dict[str, MakePolicy] = {
     "random": lambda registry, num_proxies, seed: Blind(random.Random(seed), is_random=True),
     "round-robin": lambda registry, num_proxies, seed: Blind(random.Random(seed), is_random=False),
     "least-loaded": lambda registry, num_proxies, seed: LeastLoaded(random.Random(seed)),

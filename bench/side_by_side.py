@@ -224,7 +224,7 @@ def burst_aims(figures: dict[str, dict[str, Any]]) -> list[Aim]:
         tandem, vllm = (
             statistics.median(burst[figure] for burst in figures[name].values()) for name in ("tandem", "vllm_single")
         )
-        return tandem / vllm
+        return float(tandem / vllm)
 
     return [
         Aim.of("output tokens/s, all at once, Tandem / one vLLM", ratio_of("output_throughput"), 2.0, "higher"),

@@ -86,4 +86,4 @@ def randomize(model: torch.nn.Module) -> None:
     """Put noise where initialisation left constants (biases, norms, sinks), so that none can be forgotten."""
     for parameter in model.parameters():
         if parameter.is_floating_point() and (parameter.numel() < 2 or float(parameter.std()) < 1e-3):
-            parameter += 0.3 * torch.randn_like(parameter)
+            parameter.add_(0.3 * torch.randn_like(parameter))

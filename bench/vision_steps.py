@@ -53,7 +53,7 @@ def make_item(kind: MediaKind, frames: int, vision_config: Any, rng: random.Rand
         offset += -(-tensor.nbytes // 64) * 64
     os.ftruncate(fd, offset)
     frame_tokens = GRID[0] * GRID[1] // vision_config.spatial_merge_size**2
-    spans = ((start, frames * frame_tokens),)
+    spans: tuple[tuple[int, int], ...] = ((start, frames * frame_tokens),)
     if kind == "video" and vision_config.model_type.startswith("qwen3"):  # a time before each frame
         spans = tuple((start + frame * (frame_tokens + 1), frame_tokens) for frame in range(frames))
     return MediaItem(rng.randbytes(32), kind, spans, f"/proc/{os.getpid()}/fd/{fd}", tuple(tensors))

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from decode_worker.config import DecodeConfig
 from decode_worker.worker import DecodeWorker
 from protocol.process import run_process
+from worker.config import WorkerConfig
 
 
 def main() -> None:
-    config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=DecodeConfig)
+    config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerConfig)
     run_process(config.worker_id, config.log_level, lambda: DecodeWorker(config), config.log_format)
 
 

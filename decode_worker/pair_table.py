@@ -75,6 +75,7 @@ class IncomingPair:
     prefill_worker_id: str
     prefill_epoch: str
     live_pids: set[int]
+    number: int = 0
     peer_writes: bool = True  # until the receiver says otherwise
     lease_s: float = 10.0
     renewed_at: float = 0.0
@@ -84,7 +85,7 @@ class IncomingPair:
 
 
 class IncomingPairTable:
-    """All pairs of one decode worker. host_id: see `kv_transfer.mapped_memory.host_id`.
+    """All pairs of one decode worker. host_id: see `protocol.host.host_id`.
 
     device_ids: GPUs of its ranks, as in ConnectorParams.
     """
@@ -124,12 +125,25 @@ class IncomingPairTable:
             return [RefusePair(PairRefused(message.pair_id, mismatch.message))]
         if len(self._by_id) >= MAX_PAIRS:
             return [RefusePair(PairRefused(message.pair_id, f"this decode worker has {MAX_PAIRS} pairs already"))]
+        # A prefill worker has one pair with us at a time. What it said of the one before may be lost, or still come.
+        others = [p for p in self._by_id.values() if p.prefill_epoch == message.prefill_epoch and not p.peer_writes]
+        if any(pair.number > message.number for pair in others):
+            return []
+        superseded = [action for pair in others for action in self._forget(pair, "its peer has opened another")]
         pids = message.prefill_pids if message.host_id == self._host_id else []
         self._by_id[message.pair_id] = IncomingPair(
-            message.pair_id, message.prefill_worker_id, message.prefill_epoch, set(pids), lease_s=message.lease_s
+            message.pair_id,
+            message.prefill_worker_id,
+            message.prefill_epoch,
+            set(pids),
+            number=message.number,
+            lease_s=message.lease_s,
         )
         checksums = self._checksums or message.checksums
-        return [AcceptPair(message.pair_id, connector, message.layout.tensor_parallel_size, checksums, pids)]
+        return [
+            *superseded,
+            AcceptPair(message.pair_id, connector, message.layout.tensor_parallel_size, checksums, pids),
+        ]
 
     def on_opened(self, pair_id: str, peer_writes: bool) -> None:
         self._by_id[pair_id].peer_writes = peer_writes

@@ -2,20 +2,24 @@
 
 A sequence's life:  prepared -> reserved -> running -> ended, or preempted
 PrepareDecode (from the proxy) and ReserveKV (from prefill) may come in either order. Reservations are served in order
-of arrival: blocks that the prefix cache has are shared, the others set aside. A sequence joins the batch when every
-block of its prompt is here, and takes more blocks as it grows. When none are left the newest sequence is preempted:
-it is forgotten here, and the proxy dispatches it again. The oldest never is, so there is always progress. A prompt
-that names no prefill worker is computed here, in chunks beside the running sequences (`decode_worker.local_prefill`).
-A sequence that ends early is forgotten at once, but blocks that the peer may still write stay in quarantine until the
-transfer is over (`decode_worker.transfer`).
+of arrival (`decode_worker.reservations`): blocks that the prefix cache has are shared, the others set aside. No more
+sequences are taken on than one step takes: more would make all streams slower, where those who wait for a first token
+can be refused in time. A sequence joins the batch when every block of its prompt is here, and takes more blocks as it
+grows. When none are left the newest sequence is preempted: it is forgotten here, and the proxy dispatches it again. The
+oldest never is, so there is always progress. A prompt that names no prefill worker is computed here, in chunks beside
+the running sequences (`decode_worker.local_prefill`).
+A sequence that ends early is forgotten at once. Blocks of its prompt that have arrived stay in the prefix cache for
+the next attempt at it; those that the peer may still write stay in quarantine until the transfer is over
+(`decode_worker.transfer`).
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 
 from decode_worker.actions import Action, Receive, SendToPrefill, SendToProxy
 from decode_worker.local_prefill import LocalPrefill
+from decode_worker.reservations import Reservations
 from decode_worker.running import RunningBatch
 from decode_worker.sequence import DecodePrompt, DecodeSequence
 from decode_worker.transfer import IncomingTransfer
@@ -24,7 +28,6 @@ from engine.block_manager import BlockManager
 from engine.grammar import Grammar
 from protocol.dispatch import (
     DecodeBegan,
-    DecodeReserved,
     FirstToken,
     NewToken,
     PrepareDecode,
@@ -44,7 +47,7 @@ from protocol.errors import (
 )
 from protocol.generation import SampledToken
 from protocol.plausibility import MAX_HELD_SEQUENCES
-from protocol.transfer import FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
+from protocol.transfer import FinishTransfer, KVRefused, ReserveKV, ShipKV
 
 UNCLAIMED_TIMEOUT_S = 10.0
 """How long a reservation waits for its request, which travels on another connection."""
@@ -64,17 +67,16 @@ class DecodeScheduler:
         self.blocks = blocks
         self._model_id = model_id
         self._running = RunningBatch(blocks, max_num_seqs, max_num_batched_tokens)
+        self._reservations = Reservations(blocks, self._running, max_num_seqs)
         self._by_request: dict[tuple[str, str], DecodeSequence] = {}
         self._by_transfer: dict[str, DecodePrompt] = {}  # not begun
         self._transfers: dict[str, IncomingTransfer] = {}
         self._local_prefills: dict[str, LocalPrefill] = {}  # not begun
-        self._waiting: deque[IncomingTransfer | LocalPrefill] = deque()  # for blocks
         self._closed_transfers: OrderedDict[str, None] = OrderedDict()  # refused when they show up late
         self._num_arrived = 0
         self.num_finished = 0
         self.num_preempted = 0
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
+        self.num_kept_blocks = 0  # that had arrived for sequences which ended before they began
 
     # ---- what the worker tells of itself
 
@@ -89,6 +91,15 @@ class DecodeScheduler:
     @property
     def num_waiting(self) -> int:
         return len(self._by_request) - len(self._running)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._reservations.num_prompt_tokens
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Of `num_prompt_tokens`, those that were found in the prefix cache."""
+        return self._reservations.num_cached_tokens
 
     def waiting_tokens(self) -> list[tuple[int, int]]:
         """Prompt tokens to be computed here, as (priority, tokens)."""
@@ -115,7 +126,7 @@ class DecodeScheduler:
         self._by_request.update({sequence.key: sequence for sequence in sequences})
         if request.prefill_epoch is None:
             prefill = self._local_prefills[request.transfer_id] = LocalPrefill.of(prompt, grammar)
-            self._waiting.append(prefill)
+            self._reservations.wait(prefill)
         return self._reserve()
 
     def _why_not(self, prompt: DecodePrompt) -> TandemError | None:
@@ -130,7 +141,7 @@ class DecodeScheduler:
             return Overloaded("this decode worker has too many sequences")
         if request.transfer_id in self._closed_transfers:
             return KVTransferFailed("the prefill worker gave the transfer up")
-        needed = max(self.blocks.num_blocks_for(prompt.max_num_tokens), self._num_blocks_to_begin(prompt))
+        needed = max(self.blocks.num_blocks_for(prompt.max_num_tokens), self._reservations.num_blocks_to_begin(prompt))
         if needed > self.blocks.num_blocks:
             return InternalError(
                 f"the request needs {needed} KV blocks, this decode worker has {self.blocks.num_blocks}"
@@ -162,7 +173,7 @@ class DecodeScheduler:
             return [SendToPrefill(message.pair_id, KVRefused(message.transfer_id, error))]
         transfer = IncomingTransfer(message.transfer_id, message.pair_id, message.num_prompt_tokens, now)
         self._transfers[message.transfer_id] = transfer
-        self._waiting.append(transfer)
+        self._reservations.wait(transfer)
         return self._reserve()
 
     def on_ship(self, message: ShipKV) -> list[Action]:
@@ -176,7 +187,7 @@ class DecodeScheduler:
 
     def on_received(self, transfer_id: str, error: TandemError | None) -> list[Action]:
         transfer = self._transfers[transfer_id]
-        transfer.num_receives_in_flight -= 1
+        transfer.on_received(is_whole=error is None)
         if error is not None:
             transfer.peer_stopped = True  # the receiver is broken, and it alone writes
             return self._give_up(transfer, error)
@@ -185,8 +196,7 @@ class DecodeScheduler:
     def on_corrupt(self, transfer_id: str, error: TandemError) -> list[Action]:
         """Blocks came and are not what was sent. The pair goes on; this transfer's blocks are never used."""
         transfer = self._transfers[transfer_id]
-        transfer.num_receives_in_flight -= 1
-        transfer.is_corrupt = True
+        transfer.on_received(is_whole=False)
         return self._give_up(transfer, error)
 
     def on_finish_transfer(self, message: FinishTransfer) -> list[Action]:
@@ -223,9 +233,8 @@ class DecodeScheduler:
         late = [s for s in self._by_request.values() if now >= s.prompt.arrived_at + s.prompt.request.deadline_s]
         error = DeadlineExceeded("the request ran into its deadline")
         actions = [action for sequence in late for action in self._end(sequence, error)]
-        transfers = [t for t in self._waiting if isinstance(t, IncomingTransfer)]
-        for transfer in [t for t in transfers if t.transfer_id not in self._by_transfer]:
-            if now >= transfer.arrived_at + UNCLAIMED_TIMEOUT_S:
+        for transfer in self._reservations.waiting_transfers():
+            if transfer.transfer_id not in self._by_transfer and now >= transfer.arrived_at + UNCLAIMED_TIMEOUT_S:
                 actions += self._give_up(transfer, RequestAborted("no request came for this reservation"))
         return actions
 
@@ -341,66 +350,8 @@ class DecodeScheduler:
                 actions += self._end_all(prefill.prompt, failure)
         return actions + self._reserve()
 
-    # ---- reservation
-
-    def _num_own_blocks(self, prompt: DecodePrompt) -> int:
-        """What each sequence needs for itself to begin: everything after the prompt's full blocks, one token ahead."""
-        return self.blocks.num_blocks_for(prompt.num_tokens + 1) - len(prompt.hashes)
-
-    def _num_blocks_to_begin(self, prompt: DecodePrompt) -> int:
-        return len(prompt.hashes) + len(prompt.sequences) * self._num_own_blocks(prompt)
-
     def _reserve(self) -> list[Action]:
-        """Answer reservations in order while blocks last; those whose request is not here yet do not hold up others.
-
-        A block for each running sequence is left, so that a new one does not begin only to be preempted.
-        """
-        actions: list[Action] = []
-        unclaimed: list[IncomingTransfer] = []
-        while self._waiting:
-            transfer = self._waiting.popleft()
-            if isinstance(transfer, LocalPrefill):
-                if self._reserve_local(transfer):
-                    continue
-                self._waiting.appendleft(transfer)
-                break
-            prompt = self._by_transfer.get(transfer.transfer_id)
-            if prompt is None:
-                unclaimed.append(transfer)
-                continue
-            cached = self.blocks.match(prompt.hashes)
-            needed = self._num_blocks_to_begin(prompt) - len(cached)
-            if needed + len(self._running) > self.blocks.num_free_without(cached):
-                self._waiting.appendleft(transfer)
-                break
-            self.blocks.share(cached)
-            new = self.blocks.allocate(needed)
-            num_written = self.blocks.num_blocks_for(prompt.num_tokens) - len(cached)
-            transfer.reserve(cached, new[:num_written], new[num_written:])
-            self.num_prompt_tokens += prompt.num_tokens
-            self.num_cached_tokens += len(cached) * self.blocks.block_size
-            answer = KVReserved(transfer.transfer_id, len(cached), transfer.written_block_ids)
-            actions.append(SendToPrefill(transfer.pair_id, answer))
-            proxy_id = prompt.request.proxy_id
-            actions += [SendToProxy(proxy_id, DecodeReserved(request_id)) for request_id in prompt.sequences]
-        self._waiting.extendleft(reversed(unclaimed))
-        return actions
-
-    def _reserve_local(self, prefill: LocalPrefill) -> bool:
-        """As for a transfer, but whatever is needed of the prompt is computed here."""
-        prompt = prefill.prompt
-        cached = self.blocks.match(prompt.hashes[: prefill.num_cacheable_blocks(self.blocks.block_size)])
-        needed = self._num_blocks_to_begin(prompt) - len(cached)
-        if needed + len(self._running) > self.blocks.num_free_without(cached):
-            return False
-        self.blocks.share(cached)
-        new = self.blocks.allocate(needed)
-        num_written = self.blocks.num_blocks_for(prompt.num_tokens) - len(cached)
-        num_cached_tokens = len(cached) * self.blocks.block_size
-        prefill.reserve(cached + new[:num_written], new[num_written:], num_cached_tokens)
-        self.num_prompt_tokens += prompt.num_tokens
-        self.num_cached_tokens += num_cached_tokens
-        return True
+        return self._reservations.serve(self._by_transfer)
 
     # ---- beginnings and ends
 
@@ -423,9 +374,9 @@ class DecodeScheduler:
         if transfer.may_still_be_written:
             return []
         if transfer.is_reserved:
-            self.blocks.end_quarantine(transfer.written_block_ids)
+            self.blocks.end_quarantine(transfer.own_block_ids)
         else:
-            self._waiting = deque(t for t in self._waiting if t is not transfer)
+            self._reservations.stop_waiting(transfer)
         self._forget(transfer)
         return self._reserve()
 
@@ -439,12 +390,13 @@ class DecodeScheduler:
     ) -> list[Action]:
         """The sequences share the prompt's full blocks; each gets blocks of its own for what follows."""
         del self._by_transfer[prompt.request.transfer_id]
+        self._reservations.forget(prompt.request.transfer_id)
         prompt.has_begun = True
         full = prompt_blocks[: len(prompt.hashes)]
         for block_id, block_hash in zip(full, prompt.hashes, strict=True):
             self.blocks.publish(block_id, block_hash)
         partial = prompt_blocks[len(full) :]  # at most one; the first sequence takes it, the others take copies
-        num_own = self._num_own_blocks(prompt)
+        num_own = self._reservations.num_own_blocks(prompt)
         request = prompt.request
         is_first = True
         for request_id, token_id in zip(request.request_ids, first_token_ids, strict=True):
@@ -499,11 +451,12 @@ class DecodeScheduler:
         if prompt.sequences:
             return actions  # others still wait for this transfer
         del self._by_transfer[prompt.request.transfer_id]
+        self._reservations.forget(prompt.request.transfer_id)
         prefill = self._local_prefills.pop(prompt.request.transfer_id, None)
         if prefill is not None:
             prefill.ended = True
             if not prefill.is_reserved:
-                self._waiting = deque(t for t in self._waiting if t is not prefill)
+                self._reservations.stop_waiting(prefill)
             elif not prefill.in_step:
                 self._release_local(prefill)
             return actions + self._reserve()
@@ -512,12 +465,16 @@ class DecodeScheduler:
             self._remember_closed(prompt.request.transfer_id)
             return actions
         if transfer.is_reserved:
-            self.blocks.release(transfer.cached_block_ids + transfer.spare_block_ids)
-            self.blocks.quarantine(transfer.written_block_ids)
+            arrived, num_cached = transfer.keep_arrived(len(prompt.hashes)), len(transfer.cached_block_ids)
+            for block_id, block_hash in zip(arrived, prompt.hashes[num_cached:], strict=False):
+                self.blocks.publish(block_id, block_hash)
+            self.num_kept_blocks += len(arrived)
+            self.blocks.release(transfer.cached_block_ids + arrived + transfer.spare_block_ids)
+            self.blocks.quarantine(transfer.own_block_ids)
         if not transfer.peer_stopped:
             reason = ErrorInfo.of(error or RequestAborted("the request has ended"))
             actions.append(SendToPrefill(transfer.pair_id, KVRefused(transfer.transfer_id, reason)))
-        return actions + self._advance(transfer)
+        return actions + self._advance(transfer) + self._reserve()
 
     def _remove(self, sequence: DecodeSequence) -> None:
         sequence.ended = True

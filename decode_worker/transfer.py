@@ -5,11 +5,13 @@
 
 The written blocks belong to the transfer while the peer may still write them. That ends when every one has arrived,
 when the peer says that it has stopped (CloseTransfer, ClosePair), or when the peer's process is proven gone; a
-time-out alone is no proof, for a frozen process may wake and write.
+time-out alone is no proof, for a frozen process may wake and write. A block that has arrived is written no more, so
+those of an abandoned transfer stay in the prefix cache, where the next attempt at the prompt finds them.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from protocol.errors import KVTransferFailed
@@ -20,7 +22,9 @@ from protocol.transfer import ShipKV
 class IncomingTransfer:
     """The prompt's blocks are the cached ones, which are shared with the prefix cache, then those the peer writes.
 
-    spare_block_ids: room for the first tokens after the prompt, and for copies of its last block.
+    spare_block_ids: room for the first tokens after the prompt, and for copies of its last block. receives: blocks of
+    each receive under way, in order. num_arrived_blocks: of the written ones, in order and without a gap.
+    num_kept_blocks: of those, given to the prefix cache when the request ended.
     """
 
     transfer_id: str
@@ -32,9 +36,11 @@ class IncomingTransfer:
     written_block_ids: list[int] = field(default_factory=list)
     spare_block_ids: list[int] = field(default_factory=list)
     num_received_blocks: int = 0
-    num_receives_in_flight: int = 0
+    receives: deque[int] = field(default_factory=deque)
+    num_arrived_blocks: int = 0
+    num_kept_blocks: int = 0
     peer_stopped: bool = False
-    is_corrupt: bool = False
+    has_gap: bool = False  # blocks came that are not what was sent, or did not come
     first_token_ids: list[int] | None = None
     position_offset: int = 0  # of FinishTransfer
 
@@ -55,16 +61,34 @@ class IncomingTransfer:
         if message.checksums and len(message.checksums) != message.num_blocks:
             raise KVTransferFailed(f"{len(message.checksums)} checksums came for {message.num_blocks} blocks")
         self.num_received_blocks = last
-        self.num_receives_in_flight += 1
+        self.receives.append(message.num_blocks)
         return self.written_block_ids[first:last]
+
+    def on_received(self, is_whole: bool) -> None:
+        """The earliest receive under way has ended."""
+        num_blocks = self.receives.popleft()
+        if not is_whole:
+            self.has_gap = True
+        elif not self.has_gap:
+            self.num_arrived_blocks += num_blocks
+
+    def keep_arrived(self, num_full_blocks: int) -> list[int]:
+        """The request has ended: its blocks that are here for good, of those of the prompt that are full."""
+        self.num_kept_blocks = min(self.num_arrived_blocks, num_full_blocks - len(self.cached_block_ids))
+        return self.written_block_ids[: self.num_kept_blocks]
+
+    @property
+    def own_block_ids(self) -> list[int]:
+        """Of the written ones, those that are still the transfer's."""
+        return self.written_block_ids[self.num_kept_blocks :]
 
     @property
     def is_complete(self) -> bool:
         return (
             self.is_reserved
-            and not self.is_corrupt
+            and not self.has_gap
             and self.num_received_blocks == len(self.written_block_ids)
-            and not self.num_receives_in_flight
+            and not self.receives
             and self.first_token_ids is not None
         )
 
@@ -73,4 +97,4 @@ class IncomingTransfer:
         if not self.is_reserved:
             return False
         all_here = self.num_received_blocks == len(self.written_block_ids)
-        return self.num_receives_in_flight > 0 or not (self.peer_stopped or all_here)
+        return bool(self.receives) or not (self.peer_stopped or all_here)

@@ -7,6 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
+import msgspec
+
 from deploy.autoscale.demand import Demand, DemandMeter
 from deploy.autoscale.planner import Planner, PlannerConfig, Proposal
 from deploy.config import ClusterConfig
@@ -17,6 +19,8 @@ from protocol.operations import PlanReport
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
+MOST_FORESEEN_S = 120.0
+"""However long the first start took: it may have been a download."""
 
 
 class Scalable(Protocol):
@@ -46,7 +50,10 @@ class Autoscaler:
         self._proposed: tuple[int, int] | None = None  # that was logged last
         self._task: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
+    def start(self, boot_s: float) -> None:
+        """boot_s: that workers took to start, which is how far the planner has to look ahead."""
+        foresee_s = min(max(boot_s, 1.0), MOST_FORESEEN_S)
+        self._planner = Planner(msgspec.structs.replace(self._planner.config, foresee_s=foresee_s))
         self._task = asyncio.get_running_loop().create_task(self._run(), name="autoscaler")
 
     async def _run(self) -> None:
@@ -58,7 +65,7 @@ class Autoscaler:
 
     def observe(self, now: float, reports: Sequence[StatusReport]) -> None:
         """One observation, and what follows from it."""
-        self._demand = self._meter.observe(now, freshest_loads(reports))
+        self._demand = self._meter.observe(now, freshest_loads(reports), num_refused(reports))
         counts = self._cluster.counts
         current = counts["prefill"], counts["decode"]
         self._proposal = proposal = self._planner.propose(now, self._demand, *current)
@@ -117,6 +124,12 @@ def planner_config(config: ClusterConfig) -> PlannerConfig:
         max_num_seqs=config.max_num_seqs,
         down_after_s=config.autoscale_down_after_s,
     )
+
+
+def num_refused(reports: Sequence[StatusReport]) -> int | None:
+    """By all proxies since their start; None before any has told."""
+    told = [report.figures.num_refused for report in reports if report.figures is not None]
+    return sum(told) if told else None
 
 
 def freshest_loads(reports: Sequence[StatusReport]) -> list[tuple[WorkerInfo, WorkerLoad]]:

@@ -136,7 +136,7 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
-    from deploy.demo_model import ensure_demo_model
+    from deploy.demo_model import DEMO_MODEL
     from deploy.launcher import Launcher
 
     overrides = {name: value for name, value in vars(arguments).items() if name in ClusterConfig.__struct_fields__}
@@ -145,12 +145,10 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
         raise ConfigError("join: name the proxies to join, as tcp://HOST:PORT; `tandem up --cluster-host` prints them")
     logging.basicConfig(level=config.log_level.upper(), format="%(message)s", stream=sys.stderr)
     console = Console(stderr=True, highlight=False)
-    model = config.model
+    model = config.model or str(DEMO_MODEL)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("Starting", total=None)
-        if not model:
-            model = str(ensure_demo_model(lambda text: progress.update(task, description=text)))
         served_name = config.served_model_name or (Path(model).name if config.model else "tandem-demo")
 
         async def serve() -> None:
@@ -178,9 +176,9 @@ def _print_ready(console: Any, config: ClusterConfig, served_name: str, logs: Pa
         console.print(f"Logs are in {logs}. Ctrl-C stops them.", soft_wrap=True)
         return
     url = f"{'https' if config.ssl_certfile else 'http'}://{bracketed(config.host)}:{config.port}"
-    body = json.dumps(
-        {"model": served_name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 48, "stream": True}
-    )
+    messages = [{"role": "user", "content": "Hello!"}]
+    options = {"max_tokens": 48, "temperature": 0, "stream": True}
+    body = json.dumps({"model": served_name, "messages": messages, **options})
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key or config.api_keys_file else ""
     print(f"Tandem serves {served_name} on {url}/v1", flush=True)
     print(f"\ncurl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n", flush=True)

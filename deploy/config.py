@@ -31,7 +31,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     model: Annotated[str, Meta(description="folder or hub id of the model; empty serves the built-in demo model")] = ""
     served_model_name: Annotated[str, Meta(description="name that clients use; empty takes the model's own")] = ""
-    prefill: Annotated[int, Meta(ge=0, le=256, description="prefill workers")] = 1
+    prefill: Annotated[
+        int, Meta(ge=0, le=256, description="prefill workers; with 0 decode workers compute all prompts (of text)")
+    ] = 1
     decode: Annotated[int, Meta(ge=0, le=256, description="decode workers")] = 1
     proxies: Annotated[int, Meta(ge=1, le=64, description="proxy processes, which share the port")] = 1
     host: Annotated[str, Meta(description="address that the HTTP endpoint binds")] = "127.0.0.1"
@@ -107,6 +109,14 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int, Meta(ge=1, description="sequences per proxy that wait for a first token; more are refused with 503")
     ] = 1024
     max_waiting_tokens: Annotated[int, Meta(ge=0, description="the same for their prompt tokens; 0 sets no bound")] = 0
+    max_queue_s: Annotated[
+        float,
+        Meta(
+            ge=0,
+            description="seconds for which a crowd (64 sequences) may wait without a break; then no more may wait than "
+            "were served in that time; 0 sets no bound",
+        ),
+    ] = 5.0
     max_requests_per_client: Annotated[
         int,
         Meta(
@@ -114,6 +124,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             description="sequences per proxy of one API key, or of one address where there are no keys; more get 429; "
             "0 sets no bound",
         ),
+    ] = 0
+    max_connections: Annotated[
+        int, Meta(ge=1, description="HTTP connections per proxy, at most what descriptors allow; more get 503")
+    ] = 8192
+    max_connections_per_client: Annotated[
+        int, Meta(ge=0, description="of these, from one address; more get 429; 0 takes half of them")
     ] = 0
     ttft_slo_ms: Annotated[
         int,
@@ -152,6 +168,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             description="seconds without a sign of life after which a worker counts as lost; more where machines stall",
         ),
     ] = 2.5
+    process_silence_s: Annotated[
+        float,
+        Meta(ge=5, description="seconds without an answer after which a proxy, or the media cache, is started again"),
+    ] = 10.0
     worker_wait_s: Annotated[
         float, Meta(ge=0, description="seconds that requests wait while no worker of a role is left; then they get 503")
     ] = 60.0
@@ -167,6 +187,16 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         int,
         Meta(ge=1, description="MiB of shared memory for processed images and videos, and what the model saw in them"),
     ] = 2048
+    embedding_cache_mib: Annotated[
+        int,
+        Meta(
+            ge=0, description="MiB in each prefill worker for what its model saw in images and videos; 0 keeps nothing"
+        ),
+    ] = 256
+    media_fetch_mib: Annotated[
+        int,
+        Meta(ge=1, description="MiB of processed images and videos that a prefill worker holds from other hosts"),
+    ] = 1024
     max_waiting_media: Annotated[
         int,
         Meta(ge=1, description="requests per proxy whose images or videos are not processed yet; more get 503"),
@@ -179,6 +209,19 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_video_frames: Annotated[
         int, Meta(ge=1, le=4096, description="frames that are taken of a video, at equal distances")
     ] = 32
+    max_video_mpixels: Annotated[
+        float, Meta(gt=0, description="million pixels of all frames of a video that must be decoded")
+    ] = 4295.0
+    media_decode_timeout_s: Annotated[
+        float, Meta(gt=0, description="seconds for the frames of a video to be decoded")
+    ] = 20.0
+    max_fetched_media_mib: Annotated[
+        int,
+        Meta(
+            ge=1,
+            description="MiB of images and videos per proxy that were fetched and are not processed yet; more get 503",
+        ),
+    ] = 1024
     media_timeout_s: Annotated[
         float, Meta(gt=0, description="seconds for an image or video to be fetched from its URL")
     ] = 10.0
@@ -212,7 +255,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster_port: Annotated[
         int,
         Meta(
-            ge=1, le=65535, description="where workers of other hosts reach the first proxy; others take the next ports"
+            ge=1,
+            le=65535,
+            description="where workers of other hosts reach the first proxy; others take the next ports, and then the "
+            "media cache",
         ),
     ] = 7777
     network_keys: Annotated[
@@ -230,6 +276,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ] = ""
     name: Annotated[str, Meta(description="with --join: part of the workers' names, unique in the cluster")] = ""
     log_level: Annotated[LogLevel, Meta(description="how much every process logs")] = "info"
+    log_file_mib: Annotated[
+        int, Meta(ge=0, description="MiB of a process's log file; then it becomes NAME.log.1; 0 sets no bound")
+    ] = 64
 
     @property
     def admin_address(self) -> tuple[str, int]:
@@ -246,6 +295,12 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [f"tcp://{bracketed(self.cluster_host)}:{port}" for port in ports]
 
     @property
+    def media_cache_endpoint(self) -> str:
+        """Where prefill workers of other hosts reach the media cache: the port after the proxies'. Empty as above."""
+        port = self.cluster_port + self.proxies
+        return f"tcp://{bracketed(self.cluster_host)}:{port}" if self.cluster_host and not self.join else ""
+
+    @property
     def join_endpoints(self) -> list[str]:
         return [endpoint.strip() for endpoint in self.join.split(",") if endpoint.strip()]
 
@@ -255,7 +310,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             max_bytes=self.max_media_mib << 20,
             max_pixels=int(self.max_image_mpixels * 1_000_000),
             max_video_frames=self.max_video_frames,
+            max_video_pixels=int(self.max_video_mpixels * 1_000_000),
+            max_fetched_bytes=self.max_fetched_media_mib << 20,
             fetch_timeout_s=self.media_timeout_s,
+            decode_timeout_s=self.media_decode_timeout_s,
             allowed_path=self.allowed_media_path,
             allow_private=self.allow_private_media,
         )
@@ -342,9 +400,15 @@ def _check_autoscaling(config: ClusterConfig) -> None:
 
 def _check_network(config: ClusterConfig) -> None:
     """What the processes would find out too, but later and each for itself."""
-    if (config.prefill == 0 or config.decode == 0) and not (config.cluster_host or config.join):
-        role = "prefill" if config.prefill == 0 else "decode"
-        raise ConfigError(f"{role}: 0 workers only where others can join; give --cluster-host, or one worker at least")
+    if not (config.cluster_host or config.join):
+        if config.decode == 0:
+            raise ConfigError("decode: 0 workers only where others can join; give --cluster-host, or one at least")
+        if config.prefill == 0 and config.decode_prefill_threshold == 0:
+            raise ConfigError(
+                "prefill: with 0 workers decode must compute the prompts; leave out --decode-prefill-threshold 0"
+            )
+        if config.prefill == 0 and config.autoscale:
+            raise ConfigError("autoscale: it keeps a ratio of prefill and decode workers; give one --prefill at least")
     if config.admin_address[1] in (config.port, 65536):
         raise ConfigError(f"admin_port: {config.admin_address[1]} cannot be it; choose a port that is not --port")
     if config.join and not config.cluster_host:
@@ -354,8 +418,10 @@ def _check_network(config: ClusterConfig) -> None:
         raise ConfigError(f"join: {wrong!r} is no endpoint; write it as tcp://HOST:PORT")
     if config.cluster_host in ("0.0.0.0", "::", "*"):
         raise ConfigError(f"cluster_host: {config.cluster_host} is no address that other hosts can reach; name one")
-    if config.cluster_port + config.proxies > 65536:
-        raise ConfigError(f"cluster_port: {config.proxies} proxies do not fit above {config.cluster_port}")
+    if config.cluster_port + config.proxies > 65535:
+        raise ConfigError(
+            f"cluster_port: {config.proxies} proxies and the media cache do not fit above {config.cluster_port}"
+        )
     if config.ray and (config.cluster_host or config.join):
         raise ConfigError("ray: addresses are those of Ray's nodes; leave out --cluster-host and --join")
     if config.ray and not (config.network_keys or config.insecure_network):

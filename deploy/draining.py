@@ -7,16 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
-from deploy.runtime_dir import runtime_dir
+from deploy.operator_desk import ask_launcher
 from deploy.status import fetch_status, own_network, proxy_endpoints
 from protocol.codec import Codec
 from protocol.errors import ConfigError, InternalError, Overloaded
 from protocol.membership import DrainAnswer, DrainWorker, FromProxyControl, StatusReport
+from protocol.operations import LaunchedProcess, ListProcesses, ProcessList, RestartProcess
 from protocol.sockets import DealerSocket, new_context
 
 ANSWER_TIMEOUT_S = 3.0
@@ -42,7 +40,11 @@ async def _drain(port: int, worker_id: str, timeout_s: float, say: Say) -> None:
     if answer.error:
         raise ConfigError(answer.error)
     say(f"{worker_id} drains")
-    await _until(timeout_s, f"{worker_id} has not left", lambda reports: worker_id not in _epochs(reports), port)
+
+    async def has_left(reports: list[StatusReport]) -> bool:
+        return worker_id not in _epochs(reports)
+
+    await _until(timeout_s, f"{worker_id} has not left", has_left, port)
     say(f"{worker_id} has left")
 
 
@@ -71,44 +73,53 @@ async def _ask(port: int, message: DrainWorker) -> DrainAnswer:
 
 
 async def _restart(port: int, names: list[str], timeout_s: float, say: Say) -> None:
-    known = {file.stem: file for file in sorted(runtime_dir(port).glob("*.pid")) if file.stem != "launcher"}
-    if not known and proxy_endpoints(port):
-        raise ConfigError("the processes are on other hosts, where Ray keeps them: they cannot be restarted from here")
-    if not known:
-        raise ConfigError(f"no cluster runs on port {port}; start one with `tandem up`, or give its --port")
+    known = await _processes(port, ListProcesses())
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ConfigError(f"no process is called {unknown[0]}; there are {', '.join(known)}")
     # Workers first: the proxies wait for theirs.
     for name in sorted(names or known, key=lambda name: (name.startswith("proxy-"), name)):
-        await _restart_one(port, name, known[name], timeout_s, say)
+        await _restart_one(port, known[name], timeout_s, say)
 
 
-async def _restart_one(port: int, name: str, pid_file: Path, timeout_s: float, say: Say) -> None:
+async def _restart_one(port: int, old: LaunchedProcess, timeout_s: float, say: Say) -> None:
+    name = old.name
     before = await fetch_status(port)
     old_epoch, num_pairs = _epochs(before).get(name), _num_ready_pairs(before)
     old_proxy = next((report.proxy_id for report in before if report.proxy_id.startswith(f"{name}-")), None)
-    pid = int(pid_file.read_text())
-    say(f"{name} (process {pid}) drains")
-    with contextlib.suppress(ProcessLookupError):  # it has just died, and is being started again
-        os.kill(pid, signal.SIGTERM)
+    say(f"{name} (process {old.pid}) drains")
+    await _processes(port, RestartProcess(name))
 
-    def is_back(reports: list[StatusReport]) -> bool:
-        if len(reports) < len(before) or int(pid_file.read_text() or 0) == pid:
+    async def is_back(reports: list[StatusReport]) -> bool:
+        now = (await _processes(port, ListProcesses())).get(name)
+        if now is None or now.num_starts == old.num_starts or len(reports) < len(before):
+            return False
+        if _num_ready_pairs(reports) < num_pairs:
             return False
         if name.startswith("proxy-"):
-            return all(report.proxy_id != old_proxy for report in reports) and _num_ready_pairs(reports) >= num_pairs
-        return _epochs(reports).get(name, old_epoch) != old_epoch and _num_ready_pairs(reports) >= num_pairs
+            return all(report.proxy_id != old_proxy for report in reports)
+        if old_epoch is None:  # neither a proxy nor a worker: nobody tells of it
+            return True
+        return _epochs(reports).get(name, old_epoch) != old_epoch
 
     await _until(timeout_s, f"{name} has not come back", is_back, port)
     say(f"{name} is back")
 
 
-async def _until(timeout_s: float, otherwise: str, holds: Callable[[list[StatusReport]], bool], port: int) -> None:
+async def _processes(port: int, question: ListProcesses | RestartProcess) -> dict[str, LaunchedProcess]:
+    """Of the launcher, by name. Raises ConfigError when no cluster runs on `port`."""
+    answer = await ask_launcher(port, question)
+    assert isinstance(answer, ProcessList)
+    return {process.name: process for process in answer.processes}
+
+
+async def _until(
+    timeout_s: float, otherwise: str, holds: Callable[[list[StatusReport]], Awaitable[bool]], port: int
+) -> None:
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:
         with contextlib.suppress(Overloaded, ConfigError):  # no proxy answers just now
-            if holds(await fetch_status(port)):
+            if await holds(await fetch_status(port)):
                 return
         if asyncio.get_running_loop().time() > deadline:
             raise InternalError(f"{otherwise} within {timeout_s:.0f} s; see `tandem status` and its log")

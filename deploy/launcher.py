@@ -26,10 +26,13 @@ from deploy.operator_desk import OperatorDesk
 from deploy.process_configs import PROXY_GRACE_S
 from deploy.runtime_dir import create_runtime_dir, log_dir
 from deploy.site import LocalSite, Site, Supervised
+from deploy.watchdog import INTERVAL_S, Watchdog
 from protocol.codec import Codec
-from protocol.errors import ConfigError, InternalError
+from protocol.errors import ConfigError, InternalError, TandemError
+from protocol.media_client import MediaCacheClient
 from protocol.membership import FromProxyControl, GetStatus, Role, StatusReport, WorkerExited
 from protocol.network import Context, NetworkConfig
+from protocol.operations import LaunchedProcess
 from protocol.process import EXIT_BAD_CONFIG, EXIT_RETIRED
 from protocol.sockets import DealerSocket, new_context
 
@@ -60,6 +63,7 @@ class Launcher:
         self._stopping = asyncio.Event()
         self._fatal: Exception | None = None
         self._ready = False
+        self._watchdog = Watchdog(config.process_silence_s)
         self._controls: dict[str, DealerSocket[FromProxyControl]] = {}  # by proxy
         self._reports: dict[str, StatusReport] = {}
         self._site: Site
@@ -78,6 +82,7 @@ class Launcher:
         folder = create_runtime_dir(place)
         logs = log_dir(place)
         loop = asyncio.get_running_loop()
+        started_at = loop.time()
         # As what it calls proxies over tcp, where it does: on a host of workers, or beside `tandem status`.
         network = config.network if config.join or config.ray else NetworkConfig()
         self._context = new_context("worker" if config.join else "operator", network)
@@ -87,6 +92,7 @@ class Launcher:
         autoscaler = Autoscaler(config, self)
         site: Site | None = None
         desk: OperatorDesk | None = None
+        watching: list[asyncio.Task[None]] = []
         try:
             site = self._site = self._make_site(folder, logs)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # now: Ray sets handlers of its own
@@ -96,11 +102,15 @@ class Launcher:
             if self._ready:
                 if not config.join:  # whose numbers are not for this launcher to say
                     desk = OperatorDesk(self._context, folder, self, autoscaler)
-                    autoscaler.start()
+                if not config.join and config.prefill:  # else there is no ratio to keep
+                    autoscaler.start(loop.time() - started_at)
+                watching = [asyncio.create_task(watch) for watch in (self._watch(), self._ask_media_cache())]
                 on_ready(logs)
                 await self._stopping.wait()
         finally:
             autoscaler.close()
+            for watch in watching:
+                watch.cancel()
             if desk is not None:
                 desk.close()
             await self._stop_children()
@@ -152,6 +162,17 @@ class Launcher:
             on_answer = partial(self._on_answer, name)
             self._controls[name] = DealerSocket(self._context, endpoint, codec, on_answer, peer="proxy")
             self._site.tell_proxies([control.endpoint for control in self._controls.values()])
+
+    @property
+    def processes(self) -> list[LaunchedProcess]:
+        """That are kept alive, and not on their way out."""
+        children = (child for name, child in self._children.items() if name not in self._leaving)
+        return [LaunchedProcess(child.name, child.last_pid, child.num_starts) for child in children]
+
+    def restart(self, name: str) -> None:
+        """One of `processes`; another is none to be restarted."""
+        if (child := self._children.get(name)) is not None and name not in self._leaving:
+            child.restart()
 
     # ---- scaling
 
@@ -222,6 +243,7 @@ class Launcher:
         """Tell the proxies of a worker's death; leave what cannot come up, restart the rest."""
         for control in self._controls.values():
             control.send(WorkerExited(name, pid))
+        self._watchdog.on_exit(name)
         child = self._children[name]
         if returncode == EXIT_BAD_CONFIG and self._ready:
             # What came up once, or was added while all others serve, is no reason to stop them.
@@ -247,6 +269,34 @@ class Launcher:
     def _on_answer(self, proxy: str, message: FromProxyControl) -> None:
         if isinstance(message, StatusReport):
             self._reports[proxy] = message
+            if proxy in self._children:
+                self._watchdog.on_answer(asyncio.get_running_loop().time(), proxy)
+
+    async def _watch(self) -> None:
+        """Start proxies and the media cache again when they have stood still for too long."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self.ask_for_reports()
+            await asyncio.sleep(INTERVAL_S)
+            for name in self._watchdog.silent(loop.time()):
+                log.error("%s has given no answer for %.0f s: it is ended", name, self._config.process_silence_s)
+                self._children[name].replace()
+
+    async def _ask_media_cache(self) -> None:
+        if not (endpoint := self._site.media_cache_endpoint):
+            return
+        cache = MediaCacheClient(self._context, endpoint)
+        loop = asyncio.get_running_loop()
+        try:
+            while True:
+                try:
+                    await cache.status()
+                    self._watchdog.on_answer(loop.time(), "media-cache")
+                except TandemError as error:
+                    log.warning("%s", error)
+                await asyncio.sleep(INTERVAL_S)
+        finally:
+            cache.close()
 
     def ask_for_reports(self) -> None:
         for control in self._controls.values():
@@ -288,7 +338,9 @@ class Launcher:
                 if config.join:
                     is_up = all(self._knows_our_workers(report) for report in reports)
                 else:
-                    is_up = num_ready >= config.prefill * config.decode and await self._all_proxies_answer()
+                    are_known = all(self._knows_our_workers(report) for report in reports)
+                    is_up = are_known and num_ready >= config.prefill * config.decode
+                    is_up = is_up and await self._all_proxies_answer()
                 if is_up:
                     self._ready = True
                     return
@@ -301,8 +353,9 @@ class Launcher:
                 continue
 
     def _knows_our_workers(self, report: StatusReport) -> bool:
-        ours = {name for name in self._children if name.startswith(ROLES)}
-        return {worker.worker.worker_id for worker in report.workers} >= ours
+        # With their process ids: another host's worker may have the name.
+        ours = {(name, child.last_pid) for name, child in self._children.items() if name.startswith(ROLES)}
+        return {(worker.worker.worker_id, worker.worker.pid) for worker in report.workers} >= ours
 
     async def _all_proxies_answer(self) -> bool:
         """HTTP connections are shared out over the proxies by the kernel, so one that answers is asked for."""

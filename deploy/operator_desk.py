@@ -1,4 +1,4 @@
-"""The launcher's private socket: `tandem scale` and `tandem status` are answered here. And how they ask."""
+"""The launcher's private socket: `tandem scale`, `status` and `restart` are answered here. And how they ask."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from deploy.runtime_dir import runtime_dir
 from protocol.codec import Codec
 from protocol.errors import ConfigError, Overloaded
 from protocol.membership import Role
-from protocol.operations import ClusterScaled, FromLauncher, GetPlan, ScaleCluster, ScaleRefused, ToLauncher
+from protocol.operations import (
+    ClusterScaled,
+    FromLauncher,
+    GetPlan,
+    LaunchedProcess,
+    ListProcesses,
+    ProcessList,
+    RestartProcess,
+    ScaleCluster,
+    ScaleRefused,
+    ToLauncher,
+)
 from protocol.sockets import DealerSocket, RouterSocket, new_context
 
 log = logging.getLogger(__name__)
@@ -24,7 +35,14 @@ MAX_WORKERS = 256
 """Of one role."""
 
 
-class Scales(Protocol):
+class Launched(Protocol):
+    """The launcher, as the desk needs it."""
+
+    @property
+    def processes(self) -> list[LaunchedProcess]: ...
+
+    def restart(self, name: str) -> None: ...
+
     @property
     def counts(self) -> dict[Role, int]: ...
 
@@ -34,7 +52,7 @@ class Scales(Protocol):
 class OperatorDesk:
     """Open from its making until `close`. context: the process's for sockets."""
 
-    def __init__(self, context: Any, folder: Path, cluster: Scales, autoscaler: Autoscaler) -> None:
+    def __init__(self, context: Any, folder: Path, cluster: Launched, autoscaler: Autoscaler) -> None:
         self._cluster = cluster
         self._autoscaler = autoscaler
         self._socket: RouterSocket[ToLauncher] = RouterSocket(
@@ -48,6 +66,11 @@ class OperatorDesk:
             case GetPlan():
                 if (plan := self._autoscaler.report()) is not None:
                     self._socket.send(identity, plan)
+            case ListProcesses():
+                self._socket.send(identity, ProcessList(self._cluster.processes))
+            case RestartProcess():
+                self._cluster.restart(message.name)
+                self._socket.send(identity, ProcessList(self._cluster.processes))
 
     def _scale(self, message: ScaleCluster) -> FromLauncher:
         asked: dict[Role, int | None] = {"prefill": message.prefill, "decode": message.decode}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from decode_worker.config import DecodeConfig
 from deploy.config import ClusterConfig, read_api_keys
 from engine.config import EngineConfig
 from media_cache.config import MediaCacheConfig
 from prefill_worker.config import PrefillConfig
 from protocol.membership import Role
 from proxy.config import ProxyConfig
+from worker.config import WorkerConfig
 
 PROXY_GRACE_S = 1.5
 
@@ -73,7 +73,10 @@ class ProcessConfigs:
             max_body_bytes=cluster.max_body_mib << 20,
             max_waiting_requests=cluster.max_waiting_requests,
             max_waiting_tokens=cluster.max_waiting_tokens,
+            max_queue_s=cluster.max_queue_s,
             max_requests_per_client=cluster.max_requests_per_client,
+            max_connections=cluster.max_connections,
+            max_connections_per_client=cluster.max_connections_per_client,
             num_proxies=cluster.proxies,
             decode_prefill_threshold=cluster.decode_prefill_threshold,
             ttft_slo_ms=cluster.ttft_slo_ms,
@@ -84,6 +87,7 @@ class ProcessConfigs:
             shutdown_grace_s=PROXY_GRACE_S,
             drain_timeout_s=cluster.drain_timeout_s,
             media_cache_endpoint=place.media_cache_endpoint,
+            media_cache_tcp_endpoint=cluster.media_cache_endpoint if place.media_cache_endpoint else "",
             media_threads=cluster.media_threads,
             max_waiting_media=cluster.max_waiting_media,
             media=cluster.media_limits(),
@@ -95,31 +99,19 @@ class ProcessConfigs:
         )
 
     def media_cache(self, endpoint: str) -> MediaCacheConfig:
-        return MediaCacheConfig(endpoint, self._cluster.media_cache_mib << 20, self._cluster.log_level)
-
-    def worker(self, role: Role, name: str, place: Place) -> PrefillConfig | DecodeConfig:
         cluster = self._cluster
-        if role == "prefill":
-            return PrefillConfig(
-                worker_id=name,
-                endpoint=place.endpoint,
-                proxy_endpoints=place.proxy_endpoints,
-                proxies_file=place.proxies_file,
-                engine=self._engine(role, place.progress_file),
-                kv_connector=cluster.kv_connector,
-                kv_checksums=cluster.kv_checksums,
-                kv_lease_s=cluster.kv_lease_s,
-                host=place.host,
-                network=cluster.network,
-                max_num_batched_tokens=cluster.max_num_batched_tokens,
-                max_num_seqs=cluster.max_num_seqs,
-                drain_timeout_s=cluster.drain_timeout_s,
-                media_cache_endpoint=place.media_cache_endpoint,
-                metrics_host=cluster.metrics_host,
-                log_level=cluster.log_level,
-                log_format=cluster.log_format,
-            )
-        return DecodeConfig(
+        return MediaCacheConfig(
+            endpoint,
+            cluster.media_cache_mib << 20,
+            tcp_endpoint=cluster.media_cache_endpoint,
+            network=cluster.network,
+            log_level=cluster.log_level,
+        )
+
+    def worker(self, role: Role, name: str, place: Place) -> PrefillConfig | WorkerConfig:
+        """A decode worker needs nothing of its own."""
+        cluster = self._cluster
+        config = WorkerConfig(
             worker_id=name,
             endpoint=place.endpoint,
             proxy_endpoints=place.proxy_endpoints,
@@ -129,12 +121,21 @@ class ProcessConfigs:
             kv_checksums=cluster.kv_checksums,
             host=place.host,
             network=cluster.network,
+            max_num_batched_tokens=cluster.max_num_batched_tokens,
             max_num_seqs=cluster.max_num_seqs,
             drain_timeout_s=cluster.drain_timeout_s,
-            max_num_batched_tokens=cluster.max_num_batched_tokens,
             metrics_host=cluster.metrics_host,
             log_level=cluster.log_level,
             log_format=cluster.log_format,
+        )
+        if role == "decode":
+            return config
+        return PrefillConfig(
+            worker=config,
+            kv_lease_s=cluster.kv_lease_s,
+            embedding_cache_bytes=cluster.embedding_cache_mib << 20,
+            max_fetched_media_bytes=cluster.media_fetch_mib << 20,
+            media_cache_endpoint=place.media_cache_endpoint,
         )
 
     def _engine(self, role: Role, progress_file: str) -> EngineConfig:

@@ -11,6 +11,9 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from deploy.log_file import LogFile
+from protocol.proxy_endpoints import write_whole
+
 log = logging.getLogger(__name__)
 
 RESTART_DELAY_S = 0.2
@@ -20,7 +23,7 @@ STABLE_AFTER_S = 30.0
 
 
 class ChildProcess:
-    """`module` is run as `python -m module config_file`; its output goes to `log_file`, its process id to `pid_file`.
+    """`module` is run as `python -m module config_file`; its output goes to `output`, its process id to `pid_file`.
 
     on_exit(name, pid, returncode) is called at each exit; when it returns True the process is started again.
     """
@@ -30,13 +33,13 @@ class ChildProcess:
         name: str,
         module: str,
         config_file: Path,
-        log_file: Path,
+        output: LogFile,
         env: dict[str, str],
         on_exit: Callable[[str, int, int], bool],
         pid_file: Path,
     ) -> None:
         self.name = name
-        self.log_file = log_file
+        self._output = output
         self.num_starts = 0
         self._module = module
         self._config_file = config_file
@@ -45,6 +48,10 @@ class ChildProcess:
         self._pid_file = pid_file
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
+
+    @property
+    def log_file(self) -> Path:
+        return self._output.file
 
     @property
     def pid(self) -> int | None:
@@ -57,9 +64,16 @@ class ChildProcess:
 
     async def run(self) -> None:
         """Keep it alive until `stop`, or until `on_exit` says to leave it."""
+        self._output.clear()
+        keeping = asyncio.create_task(self._output.keep_bounded())
+        try:
+            await self._run()
+        finally:
+            keeping.cancel()
+
+    async def _run(self) -> None:
         delay = RESTART_DELAY_S
         loop = asyncio.get_running_loop()
-        self.log_file.write_bytes(b"")
         while not self._stopping:
             started_at = loop.time()
             await self._start()
@@ -73,7 +87,7 @@ class ChildProcess:
 
     async def _start(self) -> None:
         self.num_starts += 1
-        with self.log_file.open("ab") as output:
+        with self._output.open() as output:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 "-m",
@@ -85,7 +99,11 @@ class ChildProcess:
                 env={**os.environ, **self._env},
                 start_new_session=True,  # Ctrl-C in the terminal is for the launcher, which stops its children in order
             )
-        self._pid_file.write_text(str(self._process.pid))
+        write_whole(self._pid_file, str(self._process.pid))
+
+    def restart(self) -> None:
+        """It ends when it has finished what is under way, and is started again."""
+        self._signal(signal.SIGTERM)
 
     def terminate(self) -> None:
         """For good, when it has finished what is under way."""
@@ -101,6 +119,10 @@ class ChildProcess:
         self._stopping = True
         self._signal(signal.SIGKILL)
 
+    def replace(self) -> None:
+        """It hears nothing: it is ended at once, and started again."""
+        self._signal(signal.SIGKILL)
+
     def _signal(self, number: signal.Signals) -> None:
         if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -108,5 +130,5 @@ class ChildProcess:
 
     def last_error(self) -> str | None:
         """The last line of its log that says `error: ...`: so a process reports what the operator can mend."""
-        lines = self.log_file.read_text(errors="replace").splitlines()
+        lines = self._output.tail().splitlines()
         return next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)

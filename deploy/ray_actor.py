@@ -17,10 +17,10 @@ from pathlib import Path
 
 import msgspec
 
+from deploy.log_file import LogFile
 from protocol.proxy_endpoints import write_endpoints
 
 POLL_S = 0.05
-_TAIL_BYTES = 16 << 10
 
 
 class NodePlace(msgspec.Struct, frozen=True):
@@ -43,7 +43,7 @@ class ProcessActor:
 
     def __init__(self, name: str) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix=f"tandem-{name}-"))  # mode 0700
-        self._log_file = self._folder / "log"
+        self._keeping: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
 
     async def place(self) -> NodePlace:
@@ -51,13 +51,16 @@ class ProcessActor:
 
         return NodePlace(ray.util.get_node_ip_address(), str(self._folder))
 
-    async def start(self, module: str, config: bytes, env: dict[str, str], proxies: list[str]) -> int:
+    async def start(
+        self, module: str, config: bytes, env: dict[str, str], proxies: list[str], max_log_bytes: int
+    ) -> int:
         """The pid of `python -m module`. config: JSON; it holds keys, so it is handed over in memory, not in a file."""
         self.set_proxies_file(proxies)
+        self._output = LogFile(self._folder / "log", max_log_bytes)
         config_fd = os.memfd_create("config")
         try:
             os.write(config_fd, config)
-            with self._log_file.open("ab") as output:
+            with self._output.open() as output:
                 self._process = await asyncio.create_subprocess_exec(
                     sys.executable,
                     "-m",
@@ -72,6 +75,7 @@ class ProcessActor:
                 )
         finally:
             os.close(config_fd)
+        self._keeping = asyncio.create_task(self._output.keep_bounded())
         return self._process.pid
 
     async def set_proxies(self, endpoints: list[str]) -> None:
@@ -93,9 +97,7 @@ class ProcessActor:
     async def wait(self) -> ProcessEnd:
         assert self._process is not None
         returncode = await self._process.wait()
-        with self._log_file.open("rb") as log:
-            log.seek(max(0, self._log_file.stat().st_size - _TAIL_BYTES))
-            return ProcessEnd(self._process.pid, returncode, log.read().decode(errors="replace"))
+        return ProcessEnd(self._process.pid, returncode, self._output.tail())
 
     async def terminate(self) -> None:
         """When it has finished what is under way."""
@@ -111,4 +113,6 @@ class ProcessActor:
                 self._process.send_signal(number)
 
     async def close(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
         shutil.rmtree(self._folder, ignore_errors=True)

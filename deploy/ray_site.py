@@ -56,6 +56,7 @@ class RaySite:
         self._processes: dict[str, RayProcess] = {}
         self._proxies: list[str] = []
         self.progress_files: dict[str, Path] = {}  # they are on the nodes
+        self.media_cache_endpoint = ""
         (folder / NETWORK_FILE).write_bytes(msgspec.json.encode(cluster.network))
         try:
             ray.init(address=cluster.ray, namespace="tandem", log_to_driver=False, logging_level=logging.WARNING)
@@ -111,6 +112,7 @@ class RaySite:
             on_exit,
             on_endpoint,
             lambda: self._proxies,
+            self._cluster.log_file_mib << 20,
         )
         self._processes[name] = process
         return process
@@ -148,6 +150,7 @@ class RayProcess:
         on_exit: OnExit,
         on_endpoint: Callable[[str, str], None] | None,
         proxies: Callable[[], list[str]],
+        max_log_bytes: int,
     ) -> None:
         self.name = name
         self.num_starts = 0
@@ -162,6 +165,7 @@ class RayProcess:
         self._on_exit = on_exit
         self._on_endpoint = on_endpoint
         self._proxies = proxies
+        self._max_log_bytes = max_log_bytes
         self._actor: Any = None
         self._stopping = asyncio.Event()
 
@@ -214,7 +218,8 @@ class RayProcess:
                 ),
             )
             encoded = msgspec.json.encode(config)
-            self.last_pid = await actor.start.remote(self._module, encoded, self._env, self._proxies())
+            told = self._module, encoded, self._env, self._proxies(), self._max_log_bytes
+            self.last_pid = await actor.start.remote(*told)
             self._actor = actor
             if self._stopping.is_set():
                 await actor.stop.remote()
@@ -249,6 +254,11 @@ class RayProcess:
         if self._actor is not None and self._on_endpoint is None:
             self._actor.set_proxies.remote(endpoints)
 
+    def restart(self) -> None:
+        """It ends when it has finished what is under way, and is placed and started again."""
+        if self._actor is not None:
+            self._actor.terminate.remote()
+
     def terminate(self) -> None:
         self._stopping.set()
         if self._actor is not None:
@@ -263,6 +273,10 @@ class RayProcess:
         self._stopping.set()
         if self._actor is not None:
             ray.kill(self._actor)
+
+    def replace(self) -> None:
+        if self._actor is not None:
+            ray.kill(self._actor)  # and its process with it, which counts as lost
 
     def last_error(self) -> str | None:
         lines = self.log_file.read_text(errors="replace").splitlines()

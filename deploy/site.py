@@ -13,6 +13,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from deploy.config import ClusterConfig, bracketed
 from deploy.gpus import least_used, visible_gpus
+from deploy.log_file import LogFile
 from deploy.process_configs import Place, ProcessConfigs, process_environment
 from deploy.processes import ChildProcess
 from protocol.membership import Role
@@ -38,6 +39,9 @@ class Supervised(Protocol):
 
     async def run(self) -> None: ...
 
+    def restart(self) -> None:
+        """Let it finish what is under way and end, upon which it is started again."""
+
     def terminate(self) -> None:
         """For good, when it has finished what is under way."""
 
@@ -46,13 +50,20 @@ class Supervised(Protocol):
 
     def kill(self) -> None: ...
 
+    def replace(self) -> None:
+        """It hears nothing any more: end it, and start it again."""
+
     def last_error(self) -> str | None: ...
 
 
 class Site(Protocol):
-    """progress_files: of workers, where they can be read from here. http_hosts: where the proxies listen, as known."""
+    """progress_files: of workers, where they can be read from here. http_hosts: where the proxies listen, as known.
+
+    media_cache_endpoint: empty where there is none.
+    """
 
     progress_files: dict[str, Path]
+    media_cache_endpoint: str
 
     def http_hosts(self) -> list[str]: ...
 
@@ -91,7 +102,7 @@ class LocalSite:
         self._metrics_dir.mkdir()
         self._gpus = visible_gpus(cluster.device, os.environ)
         self._gpus_of: dict[str, list[str]] = {}
-        self._media_cache = ""
+        self.media_cache_endpoint = ""
         self.progress_files: dict[str, Path] = {}
 
     def http_hosts(self) -> list[str]:
@@ -104,7 +115,7 @@ class LocalSite:
             endpoint,
             control_tcp_endpoint=dict(zip(own, self._cluster.proxy_endpoints, strict=False)).get(endpoint, ""),
             peer_endpoints=[each for each in own if each != endpoint],
-            media_cache_endpoint=self._media_cache,
+            media_cache_endpoint=self.media_cache_endpoint,
         )
         env = process_environment(1)
         env["PROMETHEUS_MULTIPROC_DIR"] = str(self._metrics_dir)  # there the metrics of all proxies add up
@@ -126,7 +137,7 @@ class LocalSite:
             host=host or "127.0.0.1",
             proxy_endpoints=self._cluster.join_endpoints or own,
             progress_file=str(progress_file),
-            media_cache_endpoint=self._media_cache if role == "prefill" else "",
+            media_cache_endpoint=self.media_cache_endpoint if role == "prefill" else "",
         )
         env = process_environment(self._num_threads[role])
         if self._gpus is not None:
@@ -139,9 +150,9 @@ class LocalSite:
     def make_media_cache(self, on_exit: OnExit) -> Supervised | None:
         if not takes_media(self._model):
             return None
-        self._media_cache = self._endpoint("media-cache")
+        self.media_cache_endpoint = self._endpoint("media-cache")
         env = process_environment(1) | {"CUDA_VISIBLE_DEVICES": ""}
-        config = self._configs.media_cache(self._media_cache)
+        config = self._configs.media_cache(self.media_cache_endpoint)
         return self._child("media-cache", "media_cache", config, env, on_exit)
 
     def forget(self, name: str) -> None:
@@ -165,5 +176,5 @@ class LocalSite:
         config_file = self._folder / f"{name}.json"
         config_file.touch(mode=0o600)
         config_file.write_bytes(msgspec.json.encode(config))
-        log_file, pid_file = self._logs / f"{name}.log", self._folder / f"{name}.pid"
-        return ChildProcess(name, module, config_file, log_file, env, on_exit, pid_file)
+        output = LogFile(self._logs / f"{name}.log", self._cluster.log_file_mib << 20)
+        return ChildProcess(name, module, config_file, output, env, on_exit, self._folder / f"{name}.pid")

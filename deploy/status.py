@@ -140,7 +140,9 @@ async def _watch(
                 while samples[-1].at - samples[0].at > WINDOW_S:
                     samples.popleft()
                 then = samples[0] if len(samples) > 1 else None
-                live.update(status_tables(samples[-1], then, _num_silent(port, endpoints, samples[-1])), refresh=True)
+                tables = status_tables(samples[-1], then, _num_silent(port, endpoints, samples[-1]))
+                plan = None if endpoints else await fetch_plan(port)
+                live.update(tables if plan is None else Group(tables, "", plan_lines(plan)), refresh=True)
             if number == num_rounds:
                 return
             await asyncio.sleep(INTERVAL_S)

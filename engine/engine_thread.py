@@ -52,12 +52,15 @@ class EngineThread:
             return
         self._post(self._on_ready, None)
         while (step := self._steps.get()) is not None:
-            batch, on_done = step
-            started = time.perf_counter()
-            results: list[ItemOutput] | None = None
-            failure: BaseException | None = None
-            try:
-                results = runner.run(batch)
-            except Exception as error:
-                failure = error
-            self._post(on_done, results, failure, time.perf_counter() - started)
+            self._run_step(runner, *step)
+            del step  # it would hold images, in memory that others want back, until the next one comes
+
+    def _run_step(self, runner: ModelRunner, batch: Batch, on_done: OnDone) -> None:
+        started = time.perf_counter()
+        results: list[ItemOutput] | None = None
+        failure: BaseException | None = None
+        try:
+            results = runner.run(batch)
+        except Exception as error:
+            failure = error
+        self._post(on_done, results, failure, time.perf_counter() - started)

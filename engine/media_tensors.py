@@ -10,33 +10,35 @@ import stat
 import torch
 
 from protocol.errors import InvalidRequest, WorkerLost
-from protocol.media import DIGEST_BYTES, MediaItem, check_segment
+from protocol.media import DIGEST_BYTES, MediaItem, MediaTensor, check_segment
 
 
 def open_tensors(item: MediaItem) -> dict[str, torch.Tensor]:
     """By name. They stay readable when the segment's name goes; nobody may write to them.
 
-    Raises InvalidRequest, or WorkerLost when the item is not in its segment any more.
+    Raises InvalidRequest, or WorkerLost when the item is not in its segment any more, or the segment is gone.
     """
     if not item.tensors:
         return {}
     memory = _map(item)
-    tensors: dict[str, torch.Tensor] = {}
-    for tensor in item.tensors:
-        dtype = getattr(torch, tensor.dtype)
-        if tensor.num_bytes:
-            count = tensor.num_bytes // dtype.itemsize
-            flat = torch.frombuffer(memory, dtype=dtype, count=count, offset=tensor.offset)
-        else:
-            flat = torch.empty(0, dtype=dtype)
-        tensors[tensor.name] = flat.view(tensor.shape)
-    return tensors
+    return {tensor.name: view_tensor(tensor, memory, tensor.offset) for tensor in item.tensors}
+
+
+def view_tensor(tensor: MediaTensor, memory: mmap.mmap, offset: int) -> torch.Tensor:
+    """The tensor whose bytes begin at `offset`; it keeps the memory."""
+    dtype = getattr(torch, tensor.dtype)
+    if not tensor.num_bytes:
+        return torch.empty(tensor.shape, dtype=dtype)
+    count = tensor.num_bytes // dtype.itemsize
+    return torch.frombuffer(memory, dtype=dtype, count=count, offset=offset).view(tensor.shape)
 
 
 def _map(item: MediaItem) -> mmap.mmap:
     """Private, so that a step that wrote by mistake would not change what others read."""
     try:
         fd = os.open(item.segment, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except FileNotFoundError as error:  # as of a process that has ended
+        raise WorkerLost("the media cache that held an image or video is gone; send the request again") from error
     except OSError as error:
         reason = errno.errorcode.get(error.errno or 0, str(error))
         raise InvalidRequest(f"the media segment {item.segment} cannot be opened: {reason}") from error

@@ -1,6 +1,6 @@
 """The images and videos of one prompt, as its chunks need them: what must be encoded before which token. No torch.
 
-    opened -> looked up (another process may have encoded an item) -> its units encoded -> its tokens computed
+    here -> ready (its tensors are, and others were asked for embeddings) -> its units encoded -> its tokens computed
 
 A unit is what the vision tower takes at once: an image, or some frames of a video, which do not see each other there.
 """
@@ -40,34 +40,40 @@ class EncodeUnit(msgspec.Struct, frozen=True):
 class PromptMedia:
     """Made when a prompt arrives. While a step that encodes for it or computes it runs, the step owns it.
 
-    token_ids: the prompt's. tensors: of each item, by name. num_frames: of each item, 1 for what is encoded whole.
-    unit_tokens: how many tokens a unit of video should have at most. embeddings: of each item,
+    token_ids: the prompt's. unit_tokens: how many tokens a unit of video should have at most. embeddings: of each item,
     [1 + num_deepstack, num_tokens, hidden_size]. positions: [3, num_prompt_tokens] where the model lays them in three
-    dimensions. position_offset: what the positions of later tokens have over their numbers. is_looked_up: nothing is
-    encoded before others were asked for it. error: why the prompt cannot be computed.
+    dimensions. position_offset: what the positions of later tokens have over their numbers. is_ready: its tensors are
+    here, and others were asked for what they have encoded. error: why the prompt cannot be computed.
     """
 
     def __init__(
         self,
         token_ids: Sequence[int],
         items: Sequence[MediaItem],
-        tensors: Sequence[Mapping[str, torch.Tensor]],
-        num_frames: Sequence[int],
         unit_tokens: int,
         cache: EmbeddingCache,
     ) -> None:
         self.token_ids = token_ids
         self.items = items
-        self.tensors = tensors
+        self.tensors: Sequence[Mapping[str, torch.Tensor]] = ()
+        self._unit_tokens = unit_tokens
         self._cache = cache
-        self.is_looked_up = True
+        self.is_ready = False
         self.embeddings: list[torch.Tensor | None] = [None] * len(items)
         self.partial: dict[int, torch.Tensor] = {}  # of items of which some units are encoded
         self._done: set[EncodeUnit] = set()
         self.positions: torch.Tensor | None = None
         self.position_offset = 0
         self.error: TandemError | None = None
-        units = [u for i, item in enumerate(items) for u in _units(i, item, num_frames[i], unit_tokens)]
+        self._units: list[EncodeUnit] = []
+
+    def set_tensors(self, tensors: Sequence[Mapping[str, torch.Tensor]], num_frames: Sequence[int]) -> None:
+        """Once. tensors: of each item, by name; what only encoding needs may be left out where there is an embedding.
+
+        num_frames: of each item, 1 for what is encoded whole.
+        """
+        self.tensors = tensors
+        units = [u for i, item in enumerate(self.items) for u in _units(i, item, num_frames[i], self._unit_tokens)]
         self._units = sorted(units, key=lambda unit: unit.start)
 
     def afford(

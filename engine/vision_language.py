@@ -80,7 +80,7 @@ class VisionTower:
     def check(self, item: MediaItem, tensors: Mapping[str, torch.Tensor]) -> None:
         """What can be said without running the tower. Raises InvalidRequest."""
         known = self._arguments[item.kind] | self._rope_arguments
-        unknown = [name for name in tensors if name not in known]
+        unknown = [tensor.name for tensor in item.tensors if tensor.name not in known]
         if unknown:
             raise InvalidRequest(f"this model takes no {unknown[0]}; the item comes from another model's processor")
         grid_name = f"{item.kind}_grid_thw"
@@ -92,6 +92,10 @@ class VisionTower:
         num_tokens = int(grid.prod()) // self.config.spatial_merge_size**2
         if num_tokens != item.num_tokens:
             raise _misfit(item, num_tokens)
+
+    def needed(self, item: MediaItem, is_encoded: bool) -> list[str]:
+        """The tensors of the item without which a prompt cannot be computed: without the pixels once it is encoded."""
+        return [t.name for t in item.tensors if not is_encoded or t.name in self._rope_arguments]
 
     def num_frames(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> int:
         """Of which each can be encoded by itself: the vision towers with grids attend within frames only."""

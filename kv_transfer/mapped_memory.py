@@ -7,7 +7,6 @@ and the memory is gone with its last user. The copies release the GIL.
 from __future__ import annotations
 
 import ctypes
-import functools
 import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -27,13 +26,6 @@ PeerView = Callable[[torch.Tensor], torch.Tensor]
 
 _libc = ctypes.CDLL(None, use_errno=True)  # calls let go of the GIL
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
-
-
-@functools.cache
-def host_id() -> str:
-    """Equal on two processes exactly when one can find the other under /proc: same kernel boot, same PID namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
 
 
 def map_peer_pool(params: ConnectorParams) -> torch.Tensor:

@@ -9,16 +9,21 @@ import msgspec
 from msgspec import Meta
 
 from protocol.errors import ConfigError
+from protocol.network import NetworkConfig
 
 
 class MediaCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The file that `python -m media_cache FILE` reads, as JSON.
 
     endpoint: where its users reach it (ZeroMQ, bound here). capacity_bytes: of shared memory for all items.
+    tcp_endpoint: where prefill workers of other hosts read items; "" where there are none. network: how it is
+    protected, with the proxy's keys.
     """
 
     endpoint: str
     capacity_bytes: Annotated[int, Meta(ge=1)]
+    tcp_endpoint: str = ""
+    network: NetworkConfig = NetworkConfig()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
 

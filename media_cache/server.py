@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from typing import TypeVar
 
 from media_cache.config import MediaCacheConfig
 from media_cache.segments import Segments, max_segments
@@ -20,6 +21,7 @@ from protocol.media_cache import (
     ClearMedia,
     CommitMedia,
     CommittedMedia,
+    FromOtherHosts,
     GetMedia,
     GetMediaCacheStatus,
     GrantedMedia,
@@ -40,6 +42,8 @@ from protocol.sockets import RouterSocket, new_context
 
 log = logging.getLogger(__name__)
 
+M = TypeVar("M")
+
 _DIGEST_BYTES = 32
 _MAX_REPLY_BYTES = MAX_MESSAGE_BYTES // 2
 
@@ -54,20 +58,29 @@ class MediaCacheServer:
         self._clients: dict[str, int] = {}  # pidfd of each
         self._stopped = asyncio.Event()
         self._loop = asyncio.get_running_loop()
+        # Where nobody comes over tcp no keys are needed, and a host of workers alone does not have the proxy's.
+        self._context = new_context("proxy", config.network) if config.tcp_endpoint else new_context()
+        self._socket: RouterSocket[ToMediaCache] = self._bind(config.endpoint, Codec(ToMediaCache), self._on_message)
+        self._remote: RouterSocket[FromOtherHosts] | None = None
+        if config.tcp_endpoint:
+            self._remote = self._bind(config.tcp_endpoint, Codec(FromOtherHosts), self._on_remote)
         self._segments.stock_up()
-        self._context = new_context()
-        codec: Codec[ToMediaCache] = Codec(ToMediaCache)
+
+    def _bind(self, endpoint: str, codec: Codec[M], on_message: Callable[[bytes, M], None]) -> RouterSocket[M]:
         try:
-            self._socket: RouterSocket[ToMediaCache] = RouterSocket(
-                self._context, config.endpoint, codec, self._on_message
-            )
-        except Exception as error:  # zmq's own, which has no name here
-            raise ConfigError(f"cannot bind the media cache's endpoint {config.endpoint}: {error}") from error
+            return RouterSocket(self._context, endpoint, codec, on_message)
+        except Exception as error:  # zmq's own has no name here
+            self._context.destroy(linger=0)
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"cannot bind the media cache's endpoint {endpoint}: {error}") from error
 
     async def run(self) -> None:
         log.info("the media cache has %d MiB for %d items at most", self._store.capacity_bytes >> 20, max_segments())
         await self._stopped.wait()
         self._socket.close()
+        if self._remote is not None:
+            self._remote.close()
         for pidfd in self._clients.values():
             self._loop.remove_reader(pidfd)
             os.close(pidfd)
@@ -103,6 +116,10 @@ class MediaCacheServer:
             case GetMediaCacheStatus():
                 self._socket.send(caller, self._status(message.call_id))
 
+    def _on_remote(self, caller: bytes, message: FromOtherHosts) -> None:
+        assert self._remote is not None
+        self._remote.send(caller, self._get(message))
+
     def _answering(self, caller: bytes, lease_id: str, call: Callable[[], None]) -> None:
         try:
             call()
@@ -128,7 +145,7 @@ class MediaCacheServer:
         self._perform(actions)
 
     def _get(self, message: GetMedia) -> MediaBytes:
-        entry = self._store.ready(message.key)
+        entry = self._store.held_or_ready(message.key)
         if entry is None:
             return MediaBytes(message.call_id, -1, b"")
         num_bytes = max(0, min(message.max_bytes, _MAX_REPLY_BYTES))

@@ -81,6 +81,7 @@ class MediaStore:
         self.num_evicted = 0
         self._entries: dict[int, Entry] = {}
         self._by_key: dict[MediaKey, Entry] = {}
+        self._stale: dict[MediaKey, Entry] = {}  # of before a `clear`, and still held
         self._unused: OrderedDict[int, Entry] = OrderedDict()  # ready, not stale, held by nobody; oldest use first
         self._unused_bytes = 0
         self._leases: dict[str, _Lease] = {}
@@ -103,6 +104,11 @@ class MediaStore:
         """Without a lease: only to be used at once."""
         entry = self._by_key.get(key)
         return entry if entry is not None and entry.is_ready else None
+
+    def held_or_ready(self, key: MediaKey) -> Entry | None:
+        """The same, with what is of before a `clear` and still held."""
+        stale = self._stale.get(key)
+        return self.ready(key) or (stale if stale is not None and stale.is_ready else None)
 
     def lease_entry(self, lease_id: str, key: MediaKey) -> Entry | None:
         """What the lease has of that key."""
@@ -199,6 +205,7 @@ class MediaStore:
         actions: list[Action] = [self._remove(entry) for entry in list(self._unused.values())]
         for entry in self._by_key.values():
             entry.is_stale = True
+        self._stale.update(self._by_key)
         self._by_key.clear()
         return num_forgotten, actions
 
@@ -238,8 +245,7 @@ class MediaStore:
             next(self._numbers), entry.key, entry.num_bytes, first, entry.holders, dict.fromkeys(others), entry.is_stale
         )
         self._entries[heir.number] = heir
-        if not heir.is_stale:
-            self._by_key[heir.key] = heir
+        (self._stale if heir.is_stale else self._by_key)[heir.key] = heir
         self.used_bytes += heir.num_bytes
         for lease_id in heir.holders:
             self._leases[lease_id].entries[heir.key] = heir
@@ -249,6 +255,8 @@ class MediaStore:
         del self._entries[entry.number]
         if self._by_key.get(entry.key) is entry:
             del self._by_key[entry.key]
+        if self._stale.get(entry.key) is entry:
+            del self._stale[entry.key]
         if self._unused.pop(entry.number, None) is not None:
             self._unused_bytes -= entry.num_bytes
         self.used_bytes -= entry.num_bytes
@@ -293,6 +301,7 @@ class MediaStore:
         for number, entry in self._entries.items():
             assert entry.number == number
             assert (number in self._unused) == (entry.is_ready and not entry.is_stale and not entry.holders)
+            assert self._stale.get(entry.key) is not entry or entry.is_stale
             assert entry.is_stale == (self._by_key.get(entry.key) is not entry)
             assert entry.holders or number in self._unused, "nobody holds it, and nobody will find it"
             assert entry.is_ready or entry.writer in entry.holders
@@ -300,6 +309,7 @@ class MediaStore:
             assert set(entry.waiting) == set(entry.holders) - {entry.writer} or entry.is_ready
             for lease_id in entry.holders:
                 assert self._leases[lease_id].entries[entry.key] is entry
+        assert all(self._entries.get(entry.number) is entry for entry in self._stale.values())
         order = list(self._leases)
         for lease_id, lease in self._leases.items():
             held = [entry for entry in lease.entries.values() if entry is not None]

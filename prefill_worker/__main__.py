@@ -14,7 +14,8 @@ from protocol.process import run_process
 
 def main() -> None:
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=PrefillConfig)
-    run_process(config.worker_id, config.log_level, lambda: PrefillWorker(config), config.log_format)
+    own = config.worker
+    run_process(own.worker_id, own.log_level, lambda: PrefillWorker(config), own.log_format)
 
 
 if __name__ == "__main__":

@@ -4,41 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.config import EngineConfig
-from protocol.network import NetworkConfig
-from telemetry.logs import LogFormat
+from worker.config import WorkerConfig
 
 
 class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """worker_id survives restarts. endpoint: what its ROUTER binds. host: own address for KV data.
-    network: how tcp endpoints are protected.
-    proxies_file: where the proxies' control endpoints are told anew when one moves, one a line; empty: they do not.
-
-    kv_checksums: compare every block that is shipped (debugging). kv_lease_s: for so long a prompt's blocks
-    are kept for a decode worker that no longer asks for them.
-    max_num_batched_tokens: prompt tokens per step, the size of a chunk. max_num_seqs: prompts under way at once.
-    drain_timeout_s: what is under way when the worker is told to leave has so long to end.
+    """kv_lease_s: for so long a prompt's blocks are kept for a decode worker that no longer asks for them.
     embedding_cache_bytes: of what the vision tower made, kept for the next prompt with the same image.
+    max_fetched_media_bytes: of processed media from other hosts, those that prompts here wait for or use.
     media_cache_endpoint: of the host's media cache, where others find it; "" where the model takes text only.
-    metrics_host, metrics_port: where its /metrics are served; 0 takes any free port.
     """
 
-    worker_id: str
-    endpoint: str
-    proxy_endpoints: list[str]
-    engine: EngineConfig
-    kv_connector: str = "auto"
-    kv_checksums: bool = False
+    worker: WorkerConfig
     kv_lease_s: float = 10.0
-    host: str = "127.0.0.1"
-    proxies_file: str = ""
-    max_num_batched_tokens: int = 512
-    max_num_seqs: int = 64
-    drain_timeout_s: float = 30.0
-    metrics_host: str = "127.0.0.1"
-    metrics_port: int = 0
-    network: NetworkConfig = NetworkConfig()
     embedding_cache_bytes: int = 256 << 20
+    max_fetched_media_bytes: int = 1 << 30
     media_cache_endpoint: str = ""
-    log_level: str = "info"
-    log_format: LogFormat = "text"

@@ -1,17 +1,20 @@
-"""Takes the images and videos of arriving prompts in: refuses what cannot be, and asks others for their embeddings."""
+"""Takes the images and videos of arriving prompts in: refuses what cannot be, asks others for their embeddings, and
+fetches what lies on other hosts."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from engine.embedding_cache import EmbeddingCache
 from engine.media_tensors import open_tensors
 from engine.prompt_media import PromptMedia
+from prefill_worker.remote_media import RemoteMedia
 from protocol.dispatch import StartPrefill
-from protocol.errors import InvalidRequest
+from protocol.errors import InternalError, InvalidRequest, TandemError
 from protocol.media import check_media
 from protocol.token_ids import unpack_token_ids
 
@@ -44,7 +47,9 @@ class MediaEmbeddings(Protocol):
 class MediaIntake:
     """vision: None where the model takes text alone. unit_tokens: of a video that are encoded at once.
 
-    shared: where there is a cache beside the worker's own. on_looked_up: a prompt may be scheduled now.
+    shared: where there is a cache beside the worker's own. remote: where media may lie on other hosts. on_ready: a
+    prompt whose media were waited for may be scheduled now, or has an error. num_found: items whose embeddings `shared`
+    had.
     """
 
     def __init__(
@@ -53,52 +58,97 @@ class MediaIntake:
         cache: EmbeddingCache,
         unit_tokens: int,
         shared: MediaEmbeddings | None,
-        on_looked_up: Callable[[], None],
+        on_ready: Callable[[], None],
+        remote: RemoteMedia | None = None,
     ) -> None:
         self._vision = vision
         self._cache = cache
         self._unit_tokens = unit_tokens
         self._shared = shared
-        self._on_looked_up = on_looked_up
-        self._lookups: set[asyncio.Task[None]] = set()
+        self._remote = remote
+        self._on_ready = on_ready
+        self._waited_for: set[asyncio.Task[None]] = set()
+        self.num_found = 0
+
+    @property
+    def num_encoded(self) -> int:
+        return self._cache.num_encoded
+
+    @property
+    def num_fetched_bytes(self) -> int:
+        return self._remote.num_fetched_bytes if self._remote is not None else 0
 
     def open(self, message: StartPrefill) -> PromptMedia | None:
-        """None for a prompt of text alone. Raises InvalidRequest."""
+        """None for a prompt of text alone. Raises InvalidRequest. What has to be waited for makes it ready later."""
         if not message.media:
             return None
         if self._vision is None:
             raise InvalidRequest("this model takes no images or video here; send text alone")
         token_ids = unpack_token_ids(message.token_ids)
         check_media(message.media, len(token_ids))
+        media = PromptMedia(token_ids, message.media, self._unit_tokens, self._cache)
+        remote = self._remote if message.media_cache else None
+        if remote is None:
+            self._take(media, [partial(open_tensors, item) for item in message.media])
+        missing = list({item.digest for i, item in enumerate(message.media) if media.find(i) is None})
+        if remote is None and not (missing and self._shared):
+            media.is_ready = True
+            return media
+        task = asyncio.get_running_loop().create_task(self._wait_for(media, missing, remote, message.media_cache))
+        self._waited_for.add(task)
+        task.add_done_callback(self._waited_for.discard)
+        return media
+
+    def _take(self, media: PromptMedia, opened: Sequence[Callable[[], Mapping[str, torch.Tensor]]]) -> None:
+        """opened: gives the tensors of each item. Raises InvalidRequest that names the item, or WorkerLost."""
+        assert self._vision is not None
         tensors, num_frames = [], []
-        for number, item in enumerate(message.media):
+        for number, (item, each) in enumerate(zip(media.items, opened, strict=True)):
             try:
-                opened = open_tensors(item)
-                self._vision.check(item, opened)
-                num_frames.append(self._vision.num_frames(item.kind, opened))
+                tensors.append(each())
+                self._vision.check(item, tensors[-1])
+                num_frames.append(self._vision.num_frames(item.kind, tensors[-1]))
             except InvalidRequest as error:
                 raise InvalidRequest(f"media item {number}: {error}") from error
-            tensors.append(opened)
-        media = PromptMedia(token_ids, message.media, tensors, num_frames, self._unit_tokens, self._cache)
-        missing = list({item.digest for i, item in enumerate(message.media) if media.find(i) is None})
+        media.set_tensors(tensors, num_frames)
+
+    async def _wait_for(
+        self, media: PromptMedia, missing: list[bytes], remote: RemoteMedia | None, endpoint: str
+    ) -> None:
         if self._shared is not None and missing:
-            media.is_looked_up = False
-            task = asyncio.get_running_loop().create_task(self._look_up(media, missing, self._shared))
-            self._lookups.add(task)
-            task.add_done_callback(self._lookups.discard)
-        return media
+            await self._look_up(media, missing, self._shared)
+        if remote is not None:
+            try:
+                await self._fetch(media, remote, endpoint)
+            except TandemError as error:
+                media.error = error
+            except Exception as error:
+                log.exception("processed media could not be fetched")
+                media.error = InternalError(f"the media could not be fetched: {error}")
+        media.is_ready = True
+        self._on_ready()
 
     async def _look_up(self, media: PromptMedia, digests: list[bytes], shared: MediaEmbeddings) -> None:
         try:
             found = await asyncio.wait_for(shared.get(digests), LOOKUP_TIMEOUT_S)
+            self.num_found += len(found)
             self._cache.put(found)
             for number in range(len(media.items)):
                 media.find(number)
         except Exception as error:
             # A cache that fails costs time, not the request.
             log.warning("media embeddings could not be looked up: %s", error or type(error).__name__)
-        media.is_looked_up = True
-        self._on_looked_up()
+
+    async def _fetch(self, media: PromptMedia, remote: RemoteMedia, endpoint: str) -> None:
+        """From another host. Not the pixels of what is encoded already, which are nearly all of it."""
+        vision = self._vision
+        assert vision is not None
+        wanted = [vision.needed(item, media.find(i) is not None) for i, item in enumerate(media.items)]
+        outcomes = await asyncio.gather(
+            *(remote.fetch(endpoint, item, names) for item, names in zip(media.items, wanted, strict=True)),
+            return_exceptions=True,
+        )
+        self._take(media, [partial(_result, outcome) for outcome in outcomes])
 
     def share_encoded(self) -> None:
         """After a step: tell the others what it has encoded."""
@@ -107,5 +157,13 @@ class MediaIntake:
             self._shared.set({digest: embedding.cpu() for digest, embedding in encoded.items()})
 
     def close(self) -> None:
-        for task in self._lookups:
+        for task in self._waited_for:
             task.cancel()
+        if self._remote is not None:
+            self._remote.close()
+
+
+def _result(outcome: Mapping[str, torch.Tensor] | BaseException) -> Mapping[str, torch.Tensor]:
+    if isinstance(outcome, BaseException):
+        raise outcome
+    return outcome

@@ -95,7 +95,7 @@ class Pair:
 
 
 class PairTable:
-    """All pairs of one prefill worker. pids: of all its ranks. host_id: see `kv_transfer.mapped_memory.host_id`.
+    """All pairs of one prefill worker. pids: of all its ranks. host_id: see `protocol.host.host_id`.
 
     device_ids: GPUs of its ranks, as in OpenPair. lease_s: see `prefill_worker.leases`; decode learns it by the
     handshake.
@@ -172,7 +172,8 @@ class PairTable:
 
     def _open(self, now: float, peer: WorkerInfo) -> Connect:
         # Our epoch makes the id unique among all processes, the number among our own tries.
-        pair_id = f"{self._worker.worker_id}-{peer.worker_id}-{self._worker.epoch}-{self._num_opened}"
+        number = self._num_opened
+        pair_id = f"{self._worker.worker_id}-{peer.worker_id}-{self._worker.epoch}-{number}"
         self._num_opened += 1
         self._by_epoch[peer.epoch] = self._by_id[pair_id] = Pair(pair_id, peer, now)
         message = OpenPair(
@@ -188,6 +189,7 @@ class PairTable:
             checksums=self._checksums,
             lease_s=self._lease_s,
             device_ids=self._device_ids,
+            number=number,
         )
         return Connect(pair_id, peer.endpoint, message)
 

@@ -147,6 +147,7 @@ class Pairs:
                 self._codec,
                 partial(self._receive, action.pair_id),
                 action.pair_id.encode(),
+                on_broken=partial(self.fail, action.pair_id, "its control connection broke"),
             )
         except Exception as error:  # zmq's own, or a tcp endpoint without keys; the pair is tried again
             self.fail(action.pair_id, f"cannot connect to {action.endpoint}: {error}")

@@ -76,9 +76,9 @@ class PrefillPrompt:
     def may_compute(self) -> bool:
         """Not before its grammar is compiled, which takes a millisecond as a rule, but may take much longer.
 
-        Nor before others were asked whether they have encoded its media.
+        Nor before its media are here, and others were asked whether they have encoded them.
         """
-        return (self.grammar is None or self.grammar.is_ready) and (self.media is None or self.media.is_looked_up)
+        return (self.grammar is None or self.grammar.is_ready) and (self.media is None or self.media.is_ready)
 
     @property
     def has_begun(self) -> bool:

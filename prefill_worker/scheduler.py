@@ -79,13 +79,8 @@ class PrefillScheduler:
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def num_waiting_tokens(self) -> int:
-        prompts = (*self._waiting.values(), *self._computing.values())
-        return sum(prompt.num_remaining_tokens for prompt in prompts)
-
     def waiting_tokens(self) -> list[tuple[int, int]]:
-        """`num_waiting_tokens` as (priority, tokens)."""
+        """Prompt tokens that are still to be computed, as (priority, tokens)."""
         tokens: Counter[int] = Counter()
         for prompt in (*self._waiting.values(), *self._computing.values()):
             tokens[prompt.request.priority] += prompt.num_remaining_tokens
@@ -189,7 +184,8 @@ class PrefillScheduler:
         hold others up no more than text does; one that is larger than that is encoded in a step that it begins.
         """
         assert not self._step and not self._encoding, "one step at a time"
-        actions: list[Action] = []
+        broken = [p for p in self._waiting.values() if p.media is not None and p.media.error is not None]
+        actions = [action for p in broken for action in self._end(p, p.media.error if p.media is not None else None)]
         candidates = self._candidates()
         if not candidates:
             return Batch([]), actions

@@ -23,7 +23,8 @@ class StartPrefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     cache_salt: prompts with different salts share no cached KV. deadline_s: from receipt; then the request fails.
     decode_worker_id: None when one token is all that is asked, so that there is nothing to ship.
     num_prompt_logprobs: None, or how many top tokens to report for each prompt token but the first. priority: lower is
-    sooner. media: its images and videos, see `protocol.media`.
+    sooner. media: its images and videos, see `protocol.media`. media_cache: tcp endpoint of the media cache that holds
+    them, for a worker of another host; empty for one that can map their segments.
     """
 
     proxy_id: str
@@ -41,6 +42,7 @@ class StartPrefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     cache_salt: str = ""
     priority: int = 0
     media: tuple[MediaItem, ...] = ()
+    media_cache: str = ""
 
 
 class PrepareDecode(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -23,25 +23,27 @@ MAX_ITEMS = 4096
 """Of one call."""
 MAX_DESCRIPTION_BYTES = 64 * 1024
 
+# Calls have hundreds of the structs with gc=False: none can be part of a cycle, so the collector need not look at them.
+
 MediaPart = Literal["input", "embedding"]
 """What is kept of an image or video: what the processor makes of it, or what the vision tower does."""
 
 
-class MediaKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class MediaKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, cache_hash=True, gc=False):
     """digest: as MediaItem's; 32 bytes."""
 
     digest: bytes
     part: MediaPart
 
 
-class WantedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class WantedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """num_bytes: room to set aside when it has to be written, header included; 0 takes it only if it is there."""
 
     key: MediaKey
     num_bytes: int
 
 
-class GrantedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class GrantedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """segment: path of the file. is_ready: else the lease that is granted it writes and commits it.
 
     description: what was committed with it.
@@ -52,7 +54,7 @@ class GrantedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     description: bytes = b""
 
 
-class CommittedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class CommittedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """num_bytes: that were written. description: for those who are granted it later; the cache does not read it."""
 
     key: MediaKey
@@ -63,7 +65,7 @@ class CommittedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 class AcquireMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Pin what is cached, set room aside for the rest: all of it, or nothing. Answered once, under the lease's id.
 
-    client_pid: of the process whose end ends the lease; 0 for one on another host, which `GetMedia` serves.
+    client_pid: of the process whose end ends the lease. Those on other hosts hold none; `GetMedia` serves them.
     lease_id: unique for all time.
     """
 
@@ -107,7 +109,10 @@ class ReleaseMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class GetMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """For a client that cannot map the cache's memory: a part of one item's bytes, header included."""
+    """For a client that cannot map the cache's memory: a part of one item's bytes, header included.
+
+    Whoever asks sees to it that somebody holds the item. One that `ClearMedia` has forgotten is found while it is held.
+    """
 
     call_id: str
     key: MediaKey
@@ -116,7 +121,7 @@ class GetMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class MediaBytes(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """total_bytes: of the item; -1 where it is not cached."""
+    """total_bytes: of the item; -1 where it is not cached. data: less than was asked for where the item ends."""
 
     call_id: str
     total_bytes: int
@@ -171,6 +176,8 @@ class MediaCacheStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fie
     num_evicted: int
 
 
+FromOtherHosts = GetMedia
+"""All that is answered on the cache's tcp endpoint."""
 ToMediaCache = AcquireMedia | CommitMedia | ReleaseMedia | GetMedia | SetMedia | ClearMedia | GetMediaCacheStatus
 FromMediaCache = (
     MediaGranted | MediaRefused | MediaCommitted | MediaBytes | MediaStored | MediaCleared | MediaCacheStatus

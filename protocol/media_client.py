@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import mmap
 import os
 import secrets
 from typing import TypeVar
@@ -11,7 +12,7 @@ from typing import TypeVar
 import msgspec
 
 from protocol.codec import MAX_MESSAGE_BYTES, Codec
-from protocol.errors import InternalError, InvalidRequest, Overloaded
+from protocol.errors import InternalError, InvalidRequest, Overloaded, WorkerLost
 from protocol.media_cache import (
     AcquireMedia,
     ClearMedia,
@@ -34,23 +35,27 @@ from protocol.media_cache import (
     WantedMedia,
 )
 from protocol.network import Context
+from protocol.network_keys import Part
 from protocol.sockets import DealerSocket
 
 R = TypeVar("R", bound=msgspec.Struct)
 
 CALL_TIMEOUT_S = 10.0
 MAX_SET_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
-_GET_BYTES = 8 << 20
-"""Of an item at once, over the socket."""
+_GET_BYTES = 1 << 20
+"""Of an item at once, over the socket: so long the cache answers nobody else."""
 
 
 class MediaCacheClient:
-    """Belongs to the loop that it is made on. client_pid: whose end ends its leases; by default this process's."""
+    """Belongs to the loop that it is made on. client_pid: whose end ends its leases; by default this process's.
 
-    def __init__(self, context: Context, endpoint: str, client_pid: int | None = None) -> None:
+    peer: whose keys the cache has, where the endpoint is tcp; there only `read` is answered.
+    """
+
+    def __init__(self, context: Context, endpoint: str, client_pid: int | None = None, peer: Part = "worker") -> None:
         self._client_pid = os.getpid() if client_pid is None else client_pid
         codec: Codec[FromMediaCache] = Codec(FromMediaCache)
-        self._socket: DealerSocket[FromMediaCache] = DealerSocket(context, endpoint, codec, self._on_message)
+        self._socket: DealerSocket[FromMediaCache] = DealerSocket(context, endpoint, codec, self._on_message, peer=peer)
         self._waiting: dict[str, asyncio.Future[FromMediaCache]] = {}
         self._prefix = secrets.token_hex(8)
         self._numbers = itertools.count()
@@ -78,20 +83,31 @@ class MediaCacheClient:
         self._socket.send(ReleaseMedia(lease_ids))
 
     async def get(self, key: MediaKey) -> tuple[bytes, bytes] | None:
-        """(the whole segment, its description) over the socket, for another host; None where it is not cached."""
-        pieces: list[bytes] = []
-        num_bytes, total, description = 0, 1, b""
-        while num_bytes < total:
-            call_id = self.new_id()
-            answer = await self._call(
-                call_id, GetMedia(call_id, key, num_bytes, _GET_BYTES), MediaBytes, CALL_TIMEOUT_S
-            )
-            if not answer.data:  # not there, or let go in the middle
-                return None
-            pieces.append(answer.data)
-            num_bytes += len(answer.data)
-            total, description = answer.total_bytes, answer.description
-        return b"".join(pieces), description
+        """(the whole segment, its description) over the socket; None where it is not cached."""
+        told = await self._get(key, 0, 0)
+        if told.total_bytes < 0:
+            return None
+        data = bytearray(told.total_bytes)
+        await self.read(key, 0, len(data), data)
+        return bytes(data), told.description
+
+    async def read(self, key: MediaKey, offset: int, num_bytes: int, buffer: bytearray | mmap.mmap) -> None:
+        """A part of the item's segment, over the socket, to the beginning of the buffer: for another host.
+
+        Raises WorkerLost when the item is not cached (any more), or is shorter; InternalError as `acquire` does.
+        """
+        done = 0
+        while done < num_bytes:
+            wanted = min(_GET_BYTES, num_bytes - done)
+            answer = await self._get(key, offset + done, wanted)
+            if len(answer.data) != wanted:
+                raise WorkerLost("the media cache has let an image or video go that the request still needs")
+            buffer[done : done + wanted] = answer.data
+            done += wanted
+
+    async def _get(self, key: MediaKey, offset: int, max_bytes: int) -> MediaBytes:
+        call_id = self.new_id()
+        return await self._call(call_id, GetMedia(call_id, key, offset, max_bytes), MediaBytes, CALL_TIMEOUT_S)
 
     async def set(self, key: MediaKey, data: bytes, description: bytes) -> None:
         """The other way. Raises Overloaded and InvalidRequest as `acquire` does, and for more than MAX_SET_BYTES."""

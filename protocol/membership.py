@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 """Raised by every change to a message; unequal versions refuse each other when they register or pair."""
 
 Role = Literal["prefill", "decode"]
@@ -20,7 +20,8 @@ class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who a worker is. `worker_id` survives a restart ("decode-0"), `epoch` does not.
 
     pid: of rank 0, which speaks for all num_ranks processes that share the worker's model. metrics_address: host:port
-    of its own /metrics; empty where it has none.
+    of its own /metrics; empty where it has none. host_id: see `protocol.host`; one that tells none is taken for a
+    process of the same host.
     """
 
     worker_id: str
@@ -30,6 +31,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pid: int
     num_ranks: int = 1
     metrics_address: str = ""
+    host_id: str = ""
 
 
 class PairTraffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -47,8 +49,11 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_cached_blocks: of the free ones, those that hold a prefix. num_cached_tokens: prompt tokens that were found in
     the prefix cache, of num_prompt_tokens, since the start. num_compared_blocks: those that arrived and whose checksums
     were looked at; num_corrupt_blocks: of these, those that were not what was sent. waiting_tokens: num_waiting_tokens,
-    as (priority, tokens). prompt_tokens_per_s: computed of late while prompts were computed; 0 before the first.
-    refusals: see `protocol.refusals`, since the start.
+    as (priority, tokens). num_kept_blocks: that had arrived for attempts which ended before they decoded, and stayed in
+    the prefix cache. prompt_tokens_per_s: computed of late while prompts were computed; 0 before the first. refusals:
+    see `protocol.refusals`, since the start. num_media_encoded: images and videos that the vision tower has encoded
+    here; num_media_found: those whose embeddings another worker had left in the host's cache; num_media_fetched_bytes:
+    of processed media, from other hosts.
     """
 
     num_running: int = 0
@@ -66,10 +71,14 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_transferred_bytes: int = 0
     num_compared_blocks: int = 0
     num_corrupt_blocks: int = 0
+    num_kept_blocks: int = 0
     waiting_tokens: list[tuple[int, int]] = []
     prompt_tokens_per_s: float = 0.0
     traffic: list[PairTraffic] = []
     refusals: list[tuple[str, int]] = []
+    num_media_encoded: int = 0
+    num_media_found: int = 0
+    num_media_fetched_bytes: int = 0
 
 
 class PrefixUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -198,7 +207,10 @@ class LatencyBuckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of one proxy, since its start but for num_waiting. stages_s: seconds of finished sequences, by stage."""
+    """Of one proxy, since its start but for num_waiting. stages_s: seconds of finished sequences, by stage.
+
+    num_refused: requests turned away for want of room, but not those beyond what one client may have.
+    """
 
     num_waiting: int
     num_prompt_tokens: int
@@ -208,6 +220,7 @@ class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     itl: LatencyBuckets
     e2e: LatencyBuckets
     stages_s: dict[str, float]
+    num_refused: int = 0
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""Messages between the commands `tandem scale` and `tandem status` and the launcher, over its private socket."""
+"""Messages between the commands `tandem scale`, `status` and `restart` and the launcher, over its private socket."""
 
 from __future__ import annotations
 
@@ -14,6 +14,28 @@ class ScaleCluster(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 class GetPlan(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """What does the autoscaling planner propose?"""
+
+
+class ListProcesses(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Which processes does the launcher keep alive?"""
+
+
+class RestartProcess(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Let it finish what is under way and end; it is then started anew. Answered by what there is now."""
+
+    name: str
+
+
+class LaunchedProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """pid: of the process that runs or ran last, on whatever host that is; 0 before the first."""
+
+    name: str
+    pid: int
+    num_starts: int
+
+
+class ProcessList(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    processes: list[LaunchedProcess]
 
 
 class ClusterScaled(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -46,5 +68,5 @@ class PlanReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     predicted_ttft_s: float
 
 
-ToLauncher = ScaleCluster | GetPlan
-FromLauncher = ClusterScaled | ScaleRefused | PlanReport
+ToLauncher = ScaleCluster | GetPlan | ListProcesses | RestartProcess
+FromLauncher = ClusterScaled | ScaleRefused | PlanReport | ProcessList

@@ -58,6 +58,8 @@ def check_request(message: StartPrefill | PrepareDecode, vocab_size: int, max_mo
     _require(abs(message.priority) < 2**31, kind, "priority", "out of range")
     _check_sampling(kind, message.sampling)
     if isinstance(message, StartPrefill):
+        is_endpoint = _ENDPOINT.fullmatch(message.media_cache) is not None
+        _require(not message.media_cache or is_endpoint, kind, "media_cache", "cannot be connected to")
         is_whole = (message.decode_worker_id is None) == (message.decode_epoch is None)
     else:
         is_whole = (message.prefill_worker_id is None) == (message.prefill_epoch is None)
@@ -111,6 +113,7 @@ def check_open_pair(message: OpenPair) -> None:
 def check_register(message: RegisterWorker) -> None:
     worker = message.worker
     _check_names("RegisterWorker", (worker.worker_id, worker.epoch))
+    _require(len(worker.host_id) <= MAX_NAME_CHARACTERS, "RegisterWorker", "host_id", "too long")
     _require(_ENDPOINT.fullmatch(worker.endpoint) is not None, "RegisterWorker", "endpoint", "cannot be connected to")
     sizes = (worker.pid, worker.num_ranks, message.max_model_len, message.vocab_size, message.block_size)
     _require(all(0 < size < 2**31 for size in sizes), "RegisterWorker", "a size", "not positive")

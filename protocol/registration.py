@@ -2,7 +2,8 @@
 
 Status is heartbeat and load report in one; the proxy's answer is its own sign of life. A proxy that falls silent, or
 comes back under another id, is lost: its requests have no reader any more. A proxy that knew this worker and no longer
-does has counted it as lost, because it was frozen, say: its epoch is over then, and it begins another.
+does has counted it as lost, because it was frozen, say: its epoch is over then, and it begins another. Where another
+proxy has it in sight all the while, the requests of that one proxy alone are over.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from functools import partial
 from pathlib import Path
 
 from protocol.codec import Codec
+from protocol.errors import ConfigError
 from protocol.membership import (
     ClusterView,
     DrainAnswer,
@@ -37,6 +39,13 @@ HEARTBEAT_INTERVAL_S = 0.25
 PROXY_SILENCE_S = 5.0
 PROXY_SETTLES_S = 2.0
 """A proxy that has just started does not know everyone yet: so long, its view adds workers but takes none away."""
+_SIGHT_S = 1.0
+"""A proxy that was heard within this time still has this worker in sight; after a freeze of the worker none was."""
+_STALL_S = 1.0
+"""A beat that comes so late says that this process stood still, not that the proxies did."""
+REFUSAL_PATIENCE_S = 15.0
+"""So long a worker that no proxy has ever taken tries again: one that died has its name until it is missed."""
+_REFUSAL_LOG_INTERVAL_S = 10.0
 
 
 class _ProxyLink:
@@ -50,6 +59,10 @@ class _ProxyLink:
         self.heard_at = 0.0
         self.workers: list[WorkerInfo] = []
         self.known_by: str | None = None  # id of the proxy that last knew our epoch
+        self.refusal_logged_at: float | None = None
+
+    def has_us_in_sight(self, now: float) -> bool:
+        return self.proxy_id is not None and self.known_by == self.proxy_id and now - self.heard_at < _SIGHT_S
 
 
 class Registration:
@@ -57,8 +70,8 @@ class Registration:
 
     status: makes the current status. on_view: called with all workers that any proxy knows, when that changes.
     on_proxy_lost: called with the id of a proxy whose requests must be aborted. on_restart_prefixes: called when a
-    proxy has missed some of what status told of the prefix cache. on_epoch_over: called when a proxy has counted this
-    worker as lost; `begin_epoch` must follow. on_leave: called when the worker is told to leave for good.
+    proxy has missed some of what status told of the prefix cache. on_epoch_over: called when all proxies have counted
+    this worker as lost; `begin_epoch` must follow. on_leave: called when the worker is told to leave for good.
     proxies_file: tells when proxies move, see `protocol.proxy_endpoints`; empty: they stay.
     """
 
@@ -88,6 +101,8 @@ class Registration:
         self._file = EndpointsFile(Path(proxies_file)) if proxies_file else None
         self._codec: Codec[FromProxyControl] = Codec(FromProxyControl)
         self._task: asyncio.Task[None] | None = None
+        self._was_taken = False  # by some proxy, ever
+        self._refused_since: tuple[float, str] | None = None  # and the last reason
 
     def start(self) -> None:
         for link in self._links:
@@ -120,13 +135,18 @@ class Registration:
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
+        silent_since = loop.time()  # at the earliest
         while True:
             if self._file is not None and (endpoints := self._file.changed()) is not None:
                 self._follow(endpoints)
+            slept_at = loop.time()
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            now = loop.time()
+            if now - slept_at > _STALL_S:  # what the proxies said meanwhile is still unread
+                silent_since = now
             self.tell(self._status())
             for link in self._links:
-                if link.proxy_id is not None and loop.time() - link.heard_at > PROXY_SILENCE_S:
+                if link.proxy_id is not None and now - max(link.heard_at, silent_since) > PROXY_SILENCE_S:
                     log.warning("proxy %s has been silent for %.0f s", link.proxy_id, PROXY_SILENCE_S)
                     self._lose(link)
 
@@ -135,6 +155,14 @@ class Registration:
         for link in self._links:
             if link.socket is not None:
                 link.socket.send(message)
+
+    def raise_if_refused(self) -> None:
+        """Raises ConfigError when no proxy has ever taken this worker and they have refused it for long."""
+        if self._was_taken or self._refused_since is None:
+            return
+        since, reason = self._refused_since
+        if asyncio.get_running_loop().time() - since > REFUSAL_PATIENCE_S:
+            raise ConfigError(reason)
 
     def begin_epoch(self, register: RegisterWorker) -> None:
         self._register = register
@@ -151,10 +179,9 @@ class Registration:
                 if link.proxy_id is None:
                     link.proxy_id, link.first_heard_at = message.proxy_id, link.heard_at
                 if message.known:
-                    link.known_by = message.proxy_id
+                    link.known_by, link.refusal_logged_at, self._was_taken = message.proxy_id, None, True
                 elif link.known_by == message.proxy_id:
-                    log.warning("proxy %s has counted this worker as lost: it begins a new epoch", link.proxy_id)
-                    self._on_epoch_over()
+                    self._on_counted_as_lost(link, message.proxy_id)
                 elif link.socket is not None:
                     link.socket.send(self._register)
                 if message.restart_prefixes:
@@ -165,11 +192,30 @@ class Registration:
                     link.workers = [*message.workers, *(w for w in self._view if w.worker_id not in told)]
                 self._update_view()
             case RegistrationRefused():
-                log.error("proxy at %s refused this worker: %s", link.endpoint, message.reason)
+                self._on_refused(link, message.reason)
             case LeaveCluster():
                 self._on_leave()
             case StatusReport() | DrainAnswer() | TimelineReport():
                 pass
+
+    def _on_counted_as_lost(self, link: _ProxyLink, proxy_id: str) -> None:
+        """The proxy has given its own requests to others. Those of a proxy that sees us all the while go on."""
+        link.known_by = None
+        if not any(other.has_us_in_sight(link.heard_at) for other in self._links):
+            log.warning("proxy %s has counted this worker as lost: it begins a new epoch", proxy_id)
+            self._on_epoch_over()
+            return
+        log.warning("proxy %s has counted this worker as lost, others have not: its requests alone end here", proxy_id)
+        self._on_proxy_lost(proxy_id)
+        assert link.socket is not None
+        link.socket.send(self._register)
+
+    def _on_refused(self, link: _ProxyLink, reason: str) -> None:
+        now = asyncio.get_running_loop().time()
+        self._refused_since = (self._refused_since[0] if self._refused_since is not None else now, reason)
+        if link.refusal_logged_at is None or now - link.refusal_logged_at >= _REFUSAL_LOG_INTERVAL_S:
+            link.refusal_logged_at = now
+            log.error("proxy at %s refused this worker: %s", link.endpoint, reason)
 
     def _lose(self, link: _ProxyLink) -> None:
         assert link.proxy_id is not None

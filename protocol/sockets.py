@@ -15,7 +15,7 @@ import logging
 import socket
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
@@ -171,8 +171,9 @@ class RouterSocket(_MessageSocket[M]):
 class DealerSocket(_MessageSocket[M]):
     """A connected DEALER that reconnects by itself. `on_message(message)` runs on the loop.
 
-    peer: whose socket it is, which must prove it by its key where the endpoint is tcp. Raises ConfigError for a tcp
-    endpoint without protection.
+    peer: whose socket it is, which must prove it by its key where the endpoint is tcp. on_broken: called when an open
+    connection breaks: what was on its way is lost, in either direction, and a new connection says nothing of it. Raises
+    ConfigError for a tcp endpoint without protection.
     """
 
     def __init__(
@@ -183,9 +184,12 @@ class DealerSocket(_MessageSocket[M]):
         on_message: Callable[[M], None],
         identity: bytes | None = None,
         peer: Part = "worker",
+        on_broken: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(context, zmq.DEALER, codec)
         self._on_message = on_message
+        self._on_broken = on_broken
+        self._breaks: Any = None  # zmq's monitor
         if identity is not None:
             self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -193,11 +197,23 @@ class DealerSocket(_MessageSocket[M]):
         self.endpoint = endpoint
         try:
             context.secure_connect(self._socket, endpoint, peer)
+            if on_broken is not None:
+                self._breaks = self._socket.get_monitor_socket(int(zmq.EVENT_DISCONNECTED))
             self._socket.connect(endpoint)
         except BaseException:
+            self._socket.disable_monitor()
             self._socket.close()
             raise
+        if self._breaks is not None:
+            self._loop.add_reader(self._breaks.getsockopt(zmq.FD), self._tell_breaks)
+            self._loop.call_soon(self._tell_breaks)  # as with `_drain`: from then on the descriptor tells
         self._watch()
+
+    def _tell_breaks(self) -> None:
+        while not self._closed and self._breaks is not None and self._breaks.getsockopt(_EVENTS) & _POLLIN:
+            recv_monitor_message(self._breaks)
+            assert self._on_broken is not None
+            self._on_broken()
 
     def _handle(self, frames: list[bytes]) -> None:
         if len(frames) != 1:
@@ -207,6 +223,13 @@ class DealerSocket(_MessageSocket[M]):
     def send(self, message: msgspec.Struct) -> bool:
         """Queue `message`; False when the queue is full, that is when the peer has not read for long."""
         return self._send_frames([self._codec.encode(message)])
+
+    def close(self) -> None:
+        if not self._closed and self._breaks is not None:
+            self._loop.remove_reader(self._breaks.getsockopt(zmq.FD))
+            self._socket.disable_monitor()
+            self._breaks.close(linger=0)
+        super().close()
 
 
 def listen_on_free_port(host: str) -> tuple[int, int]:

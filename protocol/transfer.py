@@ -78,7 +78,7 @@ class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
     prefill_pids: of all its ranks, each of which may write to the decode worker's pools. checksums: whether this side
     wants every block to be compared. lease_s: for so long it keeps a transfer's blocks after each RenewLeases.
-    device_ids: of each rank, as in ConnectorParams.
+    device_ids: of each rank, as in ConnectorParams. number: of this epoch's pairs; a later one replaces those before.
     """
 
     version: int
@@ -93,6 +93,7 @@ class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     checksums: bool = False
     lease_s: float = 10.0
     device_ids: list[str] = []
+    number: int = 0
 
 
 class PairAccepted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -1,5 +1,9 @@
 """Who may wait for a first token, and how many. Pure. Beyond the bounds requests are refused at once, not queued.
 
+A burst may wait, up to these bounds. Where a crowd has waited for `max_queue_s` without a break, more comes than can be
+served, and then no more may wait than were served in that time: who is admitted has his first token after about as
+long. (A standing queue is what is bad, not a queue: Nichols and Jacobson, Controlling Queue Delay, ACM Queue 2012.)
+
 The bounds hold over all priorities. Where they are reached, a request of a sooner priority displaces waiting ones of
 the latest, the newest first: those are refused as if they came now.
 """
@@ -14,6 +18,12 @@ from protocol.errors import InvalidRequest, Overloaded
 
 _SPEED_WINDOW_S = 10.0
 """Prompt tokens per second are those of so long."""
+CROWD = 64
+"""So many sequences may always wait: a few clients, each with some requests at a time, are no overload."""
+_SLO_CROWD = 8
+_SLO_PART = 0.8
+"""With `--ttft-slo-ms`: as many may always wait, and for this part of it. The router predicts what prefill takes; where
+decode is the narrow part, this is what keeps first tokens in time."""
 _MAX_RETRY_AFTER_S = 60
 _DURATION_WEIGHT = 0.1
 """Of a request that has ended, in the mean of how long requests take."""
@@ -79,8 +89,17 @@ class Ticket:
             self._admission._forget(self)
 
 
+def queue_bounds(max_queue_s: float, ttft_slo_s: float | None) -> tuple[float, int]:
+    """(max_queue_s, crowd) of an Admission."""
+    if ttft_slo_s is None:
+        return max_queue_s, CROWD
+    return min(max_queue_s or ttft_slo_s, _SLO_PART * ttft_slo_s), _SLO_CROWD
+
+
 class Admission:
-    """clock: seconds, monotonic. max_waiting_tokens, max_per_client (sequences under way): 0 sets no bound."""
+    """clock: seconds, monotonic. max_per_client: sequences under way. It, max_waiting_tokens and max_queue_s: 0 sets no
+    bound. crowd: sequences that may always wait.
+    """
 
     def __init__(
         self,
@@ -88,8 +107,14 @@ class Admission:
         clock: Callable[[], float],
         max_waiting_tokens: int = 0,
         max_per_client: int = 0,
+        max_queue_s: float = 0.0,
+        crowd: int = CROWD,
     ) -> None:
         self._max_waiting = max_waiting
+        self._crowd = crowd
+        self._max_queue_s = max_queue_s
+        self._crowded_since: float | None = None
+        self._first_tokens: deque[float] = deque()  # when, within max_queue_s
         self._max_waiting_tokens = max_waiting_tokens
         self._max_per_client = max_per_client
         self._clock = clock
@@ -117,6 +142,7 @@ class Admission:
             ticket.give_up_waiting()
             ticket.on_displaced(self._full("Requests of a sooner priority came"))
         self.num_waiting += len(prompt_tokens)
+        self._watch_crowd()
         self.num_waiting_tokens += sum(prompt_tokens)
         self._running[client] += len(prompt_tokens)
         self._levels[priority] += len(prompt_tokens)
@@ -146,12 +172,15 @@ class Admission:
                 f"{running} of your sequences are under way; the limit is {self._max_per_client} for each client.",
                 self._client_retry_after_s(client),
             )
+        max_waiting = self._present_limit()
         displaced: list[Ticket] = []
         num_waiting, num_waiting_tokens = self.num_waiting, self.num_waiting_tokens
         later: list[Ticket] | None = None  # the first to go comes last
         while True:
-            if num_waiting + num_sequences > self._max_waiting:
-                reason = f"{self.num_waiting} requests are waiting already; the limit is {self._max_waiting}"
+            if num_waiting + num_sequences > max_waiting:
+                reason = f"{self.num_waiting} requests are waiting already; the limit is {max_waiting}"
+                if max_waiting < self._max_waiting:
+                    reason += f" at present, as many as are served in {self._max_queue_s:g} s"
             # One that is larger than the bound by itself may go when nothing else waits.
             elif (
                 self._max_waiting_tokens and num_waiting and num_waiting_tokens + num_tokens > self._max_waiting_tokens
@@ -171,6 +200,24 @@ class Admission:
             num_waiting -= ticket.num_sequences
             num_waiting_tokens -= sum(ticket.waiting.values())
 
+    def _present_limit(self) -> int:
+        """Of waiting sequences."""
+        if not self._max_queue_s or self._crowded_since is None:
+            return self._max_waiting
+        now = self._clock()
+        if now - self._crowded_since < self._max_queue_s:
+            return self._max_waiting
+        while self._first_tokens and now - self._first_tokens[0] > self._max_queue_s:
+            self._first_tokens.popleft()
+        return min(self._max_waiting, max(self._crowd, len(self._first_tokens)))
+
+    def _watch_crowd(self) -> None:
+        if self.num_waiting < self._crowd // 2:  # well below the least limit, at which it may stay for long
+            self._crowded_since = None
+            self._first_tokens.clear()
+        elif self._crowded_since is None:
+            self._crowded_since = self._clock()
+
     def _later_than(self, priority: int) -> list[Ticket]:
         """Waiting requests that may be displaced; of the latest priority the newest comes last."""
         if not any(level > priority for level in self._levels):
@@ -188,6 +235,9 @@ class Admission:
 
     def _leave(self, ticket: Ticket, num_tokens: int, is_served: bool) -> None:
         self.num_waiting -= 1
+        if is_served and self._max_queue_s and self._crowded_since is not None:
+            self._first_tokens.append(self._clock())
+        self._watch_crowd()
         self.num_waiting_tokens -= num_tokens
         assert self.num_waiting >= 0 and self.num_waiting_tokens >= 0
         self._levels[ticket.priority] -= 1

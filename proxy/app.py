@@ -167,7 +167,8 @@ async def _serve(
         timeout_s = request_timeout_s(request)
         async with door.bodies.receive(request.receive, request.headers) as body:
             reading = _read(door, kind, body, client, min(door.request_timeout_s, timeout_s or math.inf))
-            asked = await (reading if isinstance(body, bytes) else unless_disconnected(request.receive, reading))
+            is_long = not isinstance(body, bytes) or (door.media is not None and mentions_media(body))
+            asked = await (unless_disconnected(request.receive, reading) if is_long else reading)
     except TandemError as error:
         door.requests.end(record, error.code)
         raise

@@ -9,7 +9,7 @@ import msgspec
 
 from protocol.errors import InvalidRequest
 from protocol.media import MediaKind
-from proxy.media_source import InvalidMedia, MediaSource
+from proxy.media_source import MediaSource
 from proxy.openai_schema import ChatMessage, ContentPart, MediaUrl, ToolCall
 
 _KINDS: dict[str, MediaKind] = {"image_url": "image", "video_url": "video"}
@@ -43,14 +43,15 @@ def _part(where: str, part: ContentPart, media: list[MediaSource] | None) -> dic
     kind = _KINDS.get(part.type)
     if kind is None:
         return {"type": "text", "text": _text(where, part, media is not None)}
-    if media is None:
-        raise InvalidMedia(f"{where} is of type {part.type!r}, but this model takes text only.", where)
     url = getattr(part, part.type)
     if isinstance(url, MediaUrl):
         url = url.url
+    source = MediaSource(len(media or ()), kind, url or "", where)
+    if media is None:
+        raise source.refused("this model takes text only")
     if not url:
-        raise InvalidMedia(f"{where} has no {part.type}.", where)
-    media.append(MediaSource(len(media), kind, url, where))
+        raise source.refused(f"it has no {part.type}")
+    media.append(source)
     return {"type": kind}
 
 

@@ -28,8 +28,10 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker_wait_s: how long requests wait while no worker of a role is there; then they are refused.
     worker_silence_s: a worker that has sent no status for so long is lost.
     max_waiting_requests: sequences that may wait for their first token; beyond that requests are refused.
-    max_waiting_tokens: the same for prompt tokens. max_requests_per_client: sequences that one client (a key, or an
-    address where there are no keys) may have under way. 0 sets no bound.
+    max_waiting_tokens: the same for prompt tokens. max_queue_s: see `proxy.admission`. max_requests_per_client:
+    sequences that one client (a key, or an address where there are no keys) may have under way. 0 sets no bound.
+    max_connections: of HTTP, at most what the system's limit of descriptors allows; max_connections_per_client: from
+    one address, 0 takes half of them.
     num_proxies: that share the workers. decode_prefill_threshold: uncached prompt tokens that a decode worker computes
     itself; 0 never. ttft_slo_ms: requests whose first token is predicted later are refused; 0 refuses none.
     client_timeout_s: for a request's head to arrive, for each 16 KiB of its body, and for the client to take as much of
@@ -39,7 +41,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trust_request_chat_template: requests may bring a chat template of their own.
     tool_call_parser: how the model writes tool calls, see `proxy.tool_formats`.
     shutdown_grace_s, drain_timeout_s: how long running streams may go on after SIGINT, and after SIGTERM.
-    media_cache_endpoint: of the host's media cache; "" where the model takes text only. media_threads: of execution, in
+    media_cache_endpoint: of the host's media cache; "" where the model takes text only. media_cache_tcp_endpoint: where
+    prefill workers of other hosts reach it; "" where there are none. media_threads: of execution, in
     a process of their own, see `proxy.media_process`. max_waiting_media: requests with images or video that are fetched
     and processed, or wait for it; more are refused. trust_remote_code: of the processor.
     shutdown_grace_s: how long running streams may go on after SIGTERM.
@@ -68,7 +71,10 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_body_bytes: Annotated[int, Meta(ge=1024)] = 16 * 1024 * 1024
     max_waiting_requests: Annotated[int, Meta(ge=1)] = 1024
     max_waiting_tokens: Annotated[int, Meta(ge=0)] = 0
+    max_queue_s: Annotated[float, Meta(ge=0)] = 5.0
     max_requests_per_client: Annotated[int, Meta(ge=0)] = 0
+    max_connections: Annotated[int, Meta(ge=1)] = 8192
+    max_connections_per_client: Annotated[int, Meta(ge=0)] = 0
     num_proxies: Annotated[int, Meta(ge=1)] = 1
     decode_prefill_threshold: Annotated[int, Meta(ge=0)] = 0
     ttft_slo_ms: Annotated[int, Meta(ge=0)] = 0
@@ -79,6 +85,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
     media_cache_endpoint: str = ""
+    media_cache_tcp_endpoint: str = ""
     media_threads: Annotated[int, Meta(ge=1, le=64)] = 1
     max_waiting_media: Annotated[int, Meta(ge=1)] = 512
     media: MediaLimits = MediaLimits()

@@ -30,6 +30,7 @@ from protocol.dispatch import (
 )
 from protocol.errors import DeadlineExceeded, TandemError, WorkerLost
 from protocol.generation import SamplingParams, StopConditions
+from protocol.host import host_id
 from protocol.membership import WorkerInfo
 from protocol.prefix_hash import unpack_short_hashes
 from protocol.token_ids import pack_token_ids
@@ -63,14 +64,24 @@ class _WaitingPrompt:
 
 class Dispatcher:
     def __init__(
-        self, proxy_id: str, router: Router, metrics: ProxyMetrics, turns: Turns, worker_wait_s: float = 0.0
+        self,
+        proxy_id: str,
+        router: Router,
+        metrics: ProxyMetrics,
+        turns: Turns,
+        worker_wait_s: float = 0.0,
+        media_cache: str = "",
     ) -> None:
-        """turns: in which the readers of tokens are woken. worker_wait_s: for a worker of a role that has none left."""
+        """turns: in which the readers of tokens are woken. worker_wait_s: for a worker of a role that has none left.
+
+        media_cache: tcp endpoint of this host's, for prefill workers of other hosts.
+        """
         self._proxy_id = proxy_id
         self._router = router
         self._metrics = metrics
         self._turns = turns
         self._worker_wait_s = worker_wait_s
+        self._media_cache = media_cache
         self.pool: Sender
         """Set right after construction: the pool, in turn, calls `on_message`."""
         self._sequences: dict[DispatchedSequence, None] = {}  # open ones
@@ -234,6 +245,7 @@ class Dispatcher:
             priority=prompt.priority,
             can_be_cached=num_prompt_logprobs is None,
             avoid=first.avoid,
+            near=first.near,
             has_media=bool(prompt.media),
         )
         now = asyncio.get_running_loop().time()
@@ -288,6 +300,7 @@ class Dispatcher:
                 cache_salt=prompt.cache_salt,
                 priority=prompt.priority,
                 media=prompt.media,
+                media_cache=self._media_cache if prompt.media and prefill.host_id not in ("", host_id()) else "",
             )
             self._send(prefill, shared.attempts, start)
 
@@ -345,7 +358,7 @@ class Dispatcher:
         return request if request is not None and _runs_on(request.route, worker) else None
 
     def on_worker_lost(self, worker: WorkerInfo, reason: str) -> None:
-        """Call before the worker's connections are closed."""
+        """Or a connection to it, with what was on its way. Call before the worker's connections are closed."""
         error = WorkerLost(f"{worker.role} worker {worker.worker_id} was lost while it held the request: {reason}")
         for request in self._running.values():
             if _runs_on(request.route, worker):

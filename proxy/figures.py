@@ -6,6 +6,7 @@ from prometheus_client import Histogram
 
 from protocol.membership import LatencyBuckets, ServingFigures
 from proxy.admission import Admission
+from proxy.rejections import FOR_WANT_OF_ROOM
 from telemetry.metrics import ProxyMetrics
 
 
@@ -20,6 +21,7 @@ def serving_figures(metrics: ProxyMetrics, admission: Admission) -> ServingFigur
         itl=_buckets(metrics.per_token.itl),
         e2e=_buckets(metrics.e2e),
         stages_s={name: stage._sum.get() for name, stage in metrics.stages.items()},
+        num_refused=int(sum(metrics.rejected.labels(reason)._value.get() for reason in FOR_WANT_OF_ROOM)),
     )
 
 

@@ -18,6 +18,7 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from protocol.errors import InvalidRequest, TandemError
+from proxy.connections import Connections
 from proxy.http_errors import ClientTooSlow, HeadTooLarge, error_body, status_of
 
 log = logging.getLogger(__name__)
@@ -27,15 +28,22 @@ KERNEL_BUFFER_BYTES = 256 * 1024
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers."""
 _MIN_PROGRESS_BYTES = 16 * 1024
-_REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
+_REASONS = {
+    400: b"Bad Request",
+    408: b"Request Timeout",
+    429: b"Too Many Requests",
+    431: b"Request Header Fields Too Large",
+    503: b"Service Unavailable",
+}
 
 
 class _HeadRefusedError(Exception):
     """Ends parsing; the answer has been sent."""
 
 
-def make_protocol(timeout_s: float) -> type[HttpToolsProtocol]:
-    """timeout_s: for a request's head, from its connection or its first byte; and for 16 KiB of an answer to be read.
+def make_protocol(timeout_s: float, connections: Connections) -> type[HttpToolsProtocol]:
+    """connections: counted there; what has no place is told so, and closed. timeout_s: for a request's head, from its
+    connection or its first byte; and for 16 KiB of an answer to be read.
 
     The request of a client that is cut off ends as if it had hung up.
     """
@@ -44,14 +52,29 @@ def make_protocol(timeout_s: float) -> type[HttpToolsProtocol]:
         _buffer_watch: asyncio.TimerHandle | None = None
         _head_watch: asyncio.TimerHandle | None = None
         _num_head_bytes = 0
+        _is_counted = False
+        _address = ""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             self._socket: Any = transport.get_extra_info("socket")
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BUFFER_BYTES)
             super().connection_made(transport)
+            self._address = self.client[0] if self.client is not None else ""
+            if (error := connections.add(self._address)) is not None:
+                self._refuse_connection(error)
+                return
+            self._is_counted = True
             self._watch_head()
 
+        def _refuse_connection(self, error: TandemError) -> None:
+            self.transport.pause_reading()
+            self.transport.write(_refusal(error))
+            self.transport.close()
+
         def connection_lost(self, exc: Exception | None) -> None:
+            if self._is_counted:
+                self._is_counted = False
+                connections.remove(self._address)
             self._unwatch_head()
             self._unwatch_buffer()
             super().connection_lost(exc)
@@ -100,11 +123,7 @@ def make_protocol(timeout_s: float) -> type[HttpToolsProtocol]:
             self._unwatch_head()
             if self.transport.is_closing():
                 return
-            status, body = status_of(error), error_body(error)
-            head = (
-                b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-            )
-            self.transport.write(head % (status, _REASONS[status], len(body)) + body)
+            self.transport.write(_refusal(error))
             self.transport.close()
 
         # ---- a client that does not read
@@ -137,6 +156,14 @@ def make_protocol(timeout_s: float) -> type[HttpToolsProtocol]:
             self.transport.abort()
 
     return HttpProtocol
+
+
+def _refusal(error: TandemError) -> bytes:
+    """A whole answer, after which the connection is closed."""
+    status, body = status_of(error), error_body(error)
+    retry_after = b"retry-after: 1\r\n" if status in (429, 503) else b""
+    head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\nconnection: close\r\n%scontent-length: %d\r\n\r\n"
+    return head % (status, _REASONS[status], retry_after, len(body)) + body
 
 
 def _num_bytes_in_kernel(connection: Any) -> int:

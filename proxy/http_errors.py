@@ -20,6 +20,7 @@ from protocol.errors import (
     WorkerLost,
 )
 from proxy.admission import ClientLimitExceeded, QueueFull
+from proxy.connections import TooManyConnections, TooManyFromClient
 from proxy.media_source import InvalidMedia
 from proxy.openai_answers import ErrorDetail, ErrorResponse
 from proxy.rendering import ContextLengthExceeded
@@ -80,6 +81,8 @@ _STATUS: dict[type[TandemError], int] = {
     ClientLimitExceeded: 429,
     Overloaded: 503,
     SLOUnreachable: 503,
+    TooManyConnections: 503,
+    TooManyFromClient: 429,
     NoWorkerReady: 503,
     WorkerLost: 503,
     KVTransferFailed: 503,

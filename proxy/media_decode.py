@@ -23,7 +23,7 @@ IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 VIDEO_FORMATS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 _PROBE_BYTES = 5 << 20
 _WHOLE = 0.9
-"""A video of which fewer frames can be decoded is damaged."""
+"""A video of which fewer frames can be decoded, or which ends sooner than it says, is damaged."""
 
 Image.MAX_IMAGE_PIXELS = None  # our own limit is checked before anything is decoded
 
@@ -132,19 +132,28 @@ def _with_video(source: MediaSource, data: bytes, use: Callable[[Any], T]) -> T:
 
 def _info(source: MediaSource, container: Any, limits: MediaLimits) -> VideoInfo:
     stream = container.streams.video[0]
-    width, height = _checked_size(source, (stream.codec_context.width, stream.codec_context.height), limits)
+    size = stream.codec_context.width, stream.codec_context.height
+    if size == (0, 0):  # not known before there is a frame
+        raise source.refused("it has no frames")
+    width, height = _checked_size(source, size, limits)
     most = limits.max_video_pixels // (width * height)
-    num_frames = 0
-    for packet in container.demux(stream):
-        num_frames += packet.size > 0
+    rate = stream.average_rate or stream.guessed_rate
+    fps = float(rate) if rate else 24.0
+    num_frames, end_s = 0, 0.0
+    for packet in container.demux():  # sound too: it may go on after the last frame
+        if packet.pts is not None:
+            end_s = max(end_s, float(packet.pts * packet.time_base) + 1 / fps)
+        num_frames += packet.size > 0 and packet.stream is stream
         if num_frames > most:
             raise source.refused(
                 f"it has more than {most} frames of {width} x {height}; the limit is {limits.max_video_pixels} pixels"
             )
     if not num_frames:
         raise source.refused("it has no frames")
-    rate = stream.average_rate or stream.guessed_rate
-    return VideoInfo(num_frames, float(rate) if rate else 24.0, width, height)
+    told_s = (container.duration or 0) / av.time_base
+    if end_s - (container.start_time or 0) / av.time_base < _WHOLE * told_s:
+        raise source.refused(f"it is cut short: it says that it lasts {told_s:.3g} s, and ends after {end_s:.3g} s")
+    return VideoInfo(num_frames, fps, width, height)
 
 
 def _frames(

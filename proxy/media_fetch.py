@@ -21,6 +21,7 @@ from urllib.parse import unquote_to_bytes, urljoin, urlsplit
 
 import httpcore
 
+from protocol.errors import Overloaded
 from proxy.media_source import InvalidMedia, MediaLimits, MediaSource
 
 _MAX_REDIRECTS = 4
@@ -86,11 +87,33 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
         await asyncio.sleep(seconds)
 
 
+class Fetched:
+    """What one request has fetched, by the number of the item; its bytes count until it is closed."""
+
+    def __init__(self, fetcher: MediaFetcher) -> None:
+        self._fetcher = fetcher
+        self._num_bytes = 0
+        self.data: dict[int, bytes] = {}
+
+    def count(self, num_bytes: int) -> None:
+        """Raises Overloaded when all requests together have too many."""
+        fetcher = self._fetcher
+        if fetcher.held_bytes + num_bytes > fetcher.limits.max_fetched_bytes:
+            raise Overloaded(f"{fetcher.held_bytes} bytes that were fetched wait to be processed; try again later")
+        self._num_bytes += num_bytes
+        fetcher.held_bytes += num_bytes
+
+    def close(self) -> None:
+        self._fetcher.held_bytes -= self._num_bytes
+        self._num_bytes = 0
+
+
 class MediaFetcher:
-    """Belongs to the loop that it is used on."""
+    """Belongs to the loop that it is used on. held_bytes: of all that is open."""
 
     def __init__(self, limits: MediaLimits) -> None:
-        self._limits = limits
+        self.limits = limits
+        self.held_bytes = 0
         self._http = httpcore.AsyncConnectionPool(
             ssl_context=ssl.create_default_context(),
             max_connections=_MAX_CONNECTIONS,
@@ -98,13 +121,13 @@ class MediaFetcher:
             network_backend=_CheckedNetwork(limits.allow_private),
         )
 
-    async def fetch(self, source: MediaSource) -> bytes:
-        """From http or https. Raises InvalidMedia."""
-        limits = self._limits
+    async def fetch(self, source: MediaSource, into: Fetched) -> None:
+        """From http or https. Raises InvalidMedia, and Overloaded when too much is held already."""
+        limits = self.limits
         try:
             async with asyncio.timeout(limits.fetch_timeout_s):
-                return await self._fetch(source)
-        except InvalidMedia:
+                into.data[source.number] = await self._fetch(source, into)
+        except (InvalidMedia, Overloaded):
             raise
         except (TimeoutError, httpcore.TimeoutException):
             raise source.refused(f"its URL gave no whole answer within {limits.fetch_timeout_s:g} s") from None
@@ -114,7 +137,7 @@ class MediaFetcher:
             reason = " ".join(str(error).split())[:_MAX_SHOWN] or type(error).__name__
             raise source.refused(f"its URL cannot be fetched: {reason}") from error
 
-    async def _fetch(self, source: MediaSource) -> bytes:
+    async def _fetch(self, source: MediaSource, into: Fetched) -> bytes:
         url = source.url
         for _ in range(_MAX_REDIRECTS + 1):
             parts = urlsplit(url)
@@ -130,17 +153,18 @@ class MediaFetcher:
                     continue
                 if response.status != 200:
                     raise source.refused(f"its URL answers with status {response.status}")
-                return await self._read(source, response)
+                return await self._read(source, response, into)
         raise source.refused(f"its URL redirects more than {_MAX_REDIRECTS} times")
 
-    async def _read(self, source: MediaSource, response: httpcore.Response) -> bytes:
-        most = self._limits.max_bytes
+    async def _read(self, source: MediaSource, response: httpcore.Response, into: Fetched) -> bytes:
+        most = self.limits.max_bytes
         pieces: list[bytes] = []
         num_bytes = 0
         async for piece in response.aiter_stream():
             num_bytes += len(piece)
             if num_bytes > most:
                 raise source.refused(f"it has more than {most} bytes")
+            into.count(len(piece))
             pieces.append(piece)
         return b"".join(pieces)
 

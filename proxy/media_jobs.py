@@ -54,6 +54,13 @@ class CancelJob:
 
 
 @dataclass(frozen=True, slots=True)
+class JobBegun:
+    """Its turn has come. Not every job has one before its answer."""
+
+    lease_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class JobDone:
     """The one answer to each job: nothing is done under its lease from now on."""
 

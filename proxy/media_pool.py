@@ -18,10 +18,12 @@ from protocol.errors import InternalError, TandemError
 from protocol.media_client import MediaCacheClient
 from proxy.admission import QueueFull
 from proxy.body_reader import BodyKind
-from proxy.media_jobs import CancelJob, JobDone, MediaJob, MediaSetup, read_message, write_message
+from proxy.media_jobs import CancelJob, JobBegun, JobDone, MediaJob, MediaSetup, read_message, write_message
 from proxy.media_lease import MediaLease
+from proxy.media_queue import MediaQueue
 from proxy.registry import ModelLimits
 from proxy.request_body import SpooledBody
+from proxy.router import SLOUnreachable
 from proxy.validation import GenerationRequest
 
 log = logging.getLogger(__name__)
@@ -31,12 +33,20 @@ _RETRY_AFTER_S = 1
 
 
 class MediaPool:
-    """Belongs to the proxy's loop. max_waiting: requests that are read or wait for that; more are refused."""
+    """Belongs to the proxy's loop. max_waiting: requests that are read or wait for that; more are refused.
 
-    def __init__(self, setup: MediaSetup, cache: MediaCacheClient, max_waiting: int) -> None:
+    ttft_slo_s: of first tokens. A request whose turn is predicted to come after half of it is refused at once: the rest
+    is for its prompt. One that is not read when it is over is refused then.
+    """
+
+    def __init__(
+        self, setup: MediaSetup, cache: MediaCacheClient, max_waiting: int, ttft_slo_s: float | None = None
+    ) -> None:
         self._setup = setup
         self._cache = cache
         self._max_waiting = max_waiting
+        self._ttft_slo_s = ttft_slo_s
+        self._queue = MediaQueue()
         self._waiting: dict[str, asyncio.Future[GenerationRequest]] = {}  # by lease, until the job is done
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -71,19 +81,22 @@ class MediaPool:
     async def read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
         """With its prompts tokenised and its media cached, as long as its `media_lease` is not released.
 
-        Raises InvalidRequest, QueueFull when too many wait already, Overloaded when the cache is full, InternalError
-        when the process was lost.
+        Raises InvalidRequest, QueueFull when too many wait already, SLOUnreachable, Overloaded when the cache is full,
+        InternalError when the process was lost.
         """
+        slo_s, loop = self._ttft_slo_s, asyncio.get_running_loop()
         if len(self._waiting) >= self._max_waiting:
             raise QueueFull(
                 f"{len(self._waiting)} requests with images or video are waiting already; the limit is "
                 f"{self._max_waiting}. Try again later.",
                 _RETRY_AFTER_S,
             )
+        if slo_s is not None and self._queue.wait_s > slo_s / 2:
+            raise SLOUnreachable(self._queue.wait_s, slo_s / 2)
         if self._wrong_config is not None:
             raise InternalError(f"images and video are not served: {self._wrong_config}")
         lease_id = self._cache.new_id()
-        done: asyncio.Future[GenerationRequest] = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[GenerationRequest] = loop.create_future()
         done.add_done_callback(_look_at)
         self._waiting[lease_id] = done
         try:
@@ -94,11 +107,17 @@ class MediaPool:
         assert self._writer is not None
         job = MediaJob(lease_id, kind, body if isinstance(body, bytes) else body.path, limits)
         write_message(self._writer, job)
+        self._queue.add(lease_id, loop.time())
         try:
-            return await asyncio.shield(done)
-        except asyncio.CancelledError:
-            if not done.done() and self._writer is not None:
-                write_message(self._writer, CancelJob(lease_id))
+            async with asyncio.timeout(slo_s) as limit:
+                return await asyncio.shield(done)
+        except (asyncio.CancelledError, TimeoutError):
+            if not done.done():
+                self._queue.remove(lease_id)
+                if self._writer is not None:
+                    write_message(self._writer, CancelJob(lease_id))
+            if slo_s is not None and limit.expired():
+                raise SLOUnreachable(slo_s, 0.0) from None
             raise
 
     async def _watch(self, reader: asyncio.StreamReader, process: Any) -> None:
@@ -106,8 +125,11 @@ class MediaPool:
         try:
             while True:
                 message = await read_message(reader)
-                assert isinstance(message, JobDone)
-                self._on_done(message)
+                if isinstance(message, JobBegun):
+                    self._queue.begin(message.lease_id, asyncio.get_running_loop().time())
+                else:
+                    assert isinstance(message, JobDone)
+                    self._on_done(message)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
@@ -123,6 +145,7 @@ class MediaPool:
                 self._on_done(JobDone(lease_id, error))
 
     def _on_done(self, message: JobDone) -> None:
+        self._queue.remove(message.lease_id)
         done = self._waiting.pop(message.lease_id, None)
         if done is None:
             return

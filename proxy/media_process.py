@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -32,8 +32,8 @@ from protocol.media_client import MediaCacheClient
 from protocol.media_segment import write_segment
 from protocol.sockets import new_context
 from proxy.body_reader import BodyReader
-from proxy.media_fetch import MediaFetcher, is_remote, read_local
-from proxy.media_jobs import CancelJob, JobDone, MediaJob, MediaSetup, read_message, write_message
+from proxy.media_fetch import Fetched, MediaFetcher, is_remote, read_local
+from proxy.media_jobs import CancelJob, JobBegun, JobDone, MediaJob, MediaSetup, read_message, write_message
 from proxy.media_processor import MediaProcessor, MediaSize, PreparedMedia
 from proxy.media_source import MediaSource
 from proxy.model_text import ModelText
@@ -111,10 +111,13 @@ class MediaReader:
 
 
 class MediaProcess:
-    """answer: called once for each job. client_pid: of the proxy, whose the leases are: they outlive this process."""
+    """tell: called with one JobDone for each job, before which there may be a JobBegun.
 
-    def __init__(self, setup: MediaSetup, answer: Callable[[JobDone], None], client_pid: int) -> None:
-        self._answer = answer
+    client_pid: of the proxy, whose the leases are: they outlive this process.
+    """
+
+    def __init__(self, setup: MediaSetup, tell: Callable[[JobBegun | JobDone], None], client_pid: int) -> None:
+        self._tell = tell
         self._threads = ThreadPoolExecutor(setup.num_threads, "media")
         self._reader = asyncio.get_running_loop().run_in_executor(self._threads, MediaReader, setup)
         self._num_threads = setup.num_threads
@@ -164,27 +167,29 @@ class MediaProcess:
         else:
             log.error("a request with media failed", exc_info=error)
             result = InternalError("the request's images or video could not be processed; the server's log tells more")
-        self._answer(JobDone(job.lease_id, result))
+        self._tell(JobDone(job.lease_id, result))
 
     async def _read(self, job: MediaJob) -> GenerationRequest:
         reader = await asyncio.shield(self._reader)
         async with self._turns:
+            self._tell(JobBegun(job.lease_id))
             request = await self._on_thread(reader.decode, job)
             assert isinstance(request.prompt, ChatPrompt)
             sources = request.prompt.media
             remote = [source for source in sources if is_remote(source)]
             if not remote:
                 return await self._finish(reader, job, request, {})
-        async with asyncio.TaskGroup() as group:
-            tasks = {source.number: group.create_task(_alone(self._fetcher.fetch(source))) for source in remote}
-        fetched: dict[int, bytes] = {}
-        for number, task in tasks.items():
-            outcome = task.result()
-            if isinstance(outcome, TandemError):
-                raise outcome
-            fetched[number] = outcome
-        async with self._turns:
-            return await self._finish(reader, job, request, fetched)
+        fetched = Fetched(self._fetcher)
+        try:
+            async with asyncio.TaskGroup() as group:
+                fetching = [group.create_task(_alone(self._fetcher.fetch(source, fetched))) for source in remote]
+            for task in fetching:
+                if (error := task.result()) is not None:
+                    raise error
+            async with self._turns:
+                return await self._finish(reader, job, request, fetched.data)
+        finally:
+            fetched.close()
 
     async def _finish(
         self, reader: MediaReader, job: MediaJob, request: GenerationRequest, fetched: dict[int, bytes]
@@ -246,13 +251,13 @@ class MediaProcess:
         self._context.destroy(linger=0)
 
 
-async def _alone(fetching: Any) -> bytes | TandemError:
+async def _alone(fetching: Coroutine[Any, Any, None]) -> TandemError | None:
     """An error as a value: those that fetch beside it go on, so that the first item's error is the one told."""
     try:
-        data: bytes = await fetching
-        return data
+        await fetching
     except TandemError as error:
         return error
+    return None
 
 
 async def serve(channel: socket.socket) -> int:
@@ -261,7 +266,7 @@ async def serve(channel: socket.socket) -> int:
     setup = await read_message(reader)
     assert isinstance(setup, MediaSetup)
     setup_logging(setup.name, setup.log_level)
-    process = MediaProcess(setup, lambda done: write_message(writer, done), os.getppid())
+    process = MediaProcess(setup, lambda message: write_message(writer, message), os.getppid())
     loading = asyncio.create_task(process.load())
     listening = asyncio.create_task(_listen(reader, process))
     await asyncio.wait([loading, listening], return_when=asyncio.FIRST_COMPLETED)

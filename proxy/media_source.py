@@ -16,6 +16,7 @@ class MediaLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     max_bytes: as it is sent or fetched. max_pixels: of an image or a frame, before anything is decoded.
     max_video_frames: sampled from a video. max_video_pixels: of all frames that must be decoded to sample these.
+    max_fetched_bytes: of all requests together that were fetched from URLs and are not processed yet.
     fetch_timeout_s: for a URL to be fetched whole. decode_timeout_s: for a video's frames to be decoded.
     allowed_path: file URLs may name what lies in it; "" allows none. allow_private: URLs may lead to private, loopback
     and link-local addresses.
@@ -26,6 +27,7 @@ class MediaLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_pixels: Annotated[int, Meta(ge=1)] = 33_554_432
     max_video_frames: Annotated[int, Meta(ge=1, le=4096)] = 32
     max_video_pixels: Annotated[int, Meta(ge=1)] = 4 << 30
+    max_fetched_bytes: Annotated[int, Meta(ge=1)] = 1 << 30
     fetch_timeout_s: Annotated[float, Meta(gt=0)] = 10.0
     decode_timeout_s: Annotated[float, Meta(gt=0)] = 20.0
     allowed_path: str = ""

@@ -1,7 +1,9 @@
 """Which workers are there. Pure: takes messages and a clock value, returns who joined and who was lost.
 
 A worker joins when it registers and is lost when it falls silent, when the launcher says that its process is gone, or
-when the same worker_id registers under a new epoch. Epochs are unique, so they are the key everywhere.
+when the same worker_id registers under a new epoch at the same endpoint, which one process at a time can have. From
+another endpoint it is refused: who has the name keeps it while it lives. Epochs are unique, so they are the key
+everywhere.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from protocol.membership import (
     WorkerReport,
     WorkerStatus,
 )
+from protocol.registration import PROXY_SILENCE_S
 from proxy.prefix_index import PrefixIndex
 from proxy.worker_load import PromptQueue, WorkerUse
 
@@ -29,6 +32,9 @@ _UNKNOWN_SPEED = 5000.0
 """Prompt tokens per second of a worker that has computed none yet, where no other has either."""
 _STALL_S = 1.0
 """A check that comes so late says that this process stood still, not that the workers did."""
+_GIVEN_UP_S = PROXY_SILENCE_S - 1.0
+"""Workers that this process has not answered for so long may have given its requests up; less than their limit, since
+they heard of us before the last check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +123,7 @@ class Registry:
     # ---- events
 
     def on_register(self, now: float, message: RegisterWorker) -> MembershipChange:
-        """Raises ProtocolError for a worker of another protocol version."""
+        """Raises ProtocolError for a worker of another protocol version, or with the name of one that lives."""
         if message.version != PROTOCOL_VERSION:
             raise ProtocolError(
                 f"worker {message.worker.worker_id} speaks protocol version {message.version}, "
@@ -127,11 +133,15 @@ class Registry:
         if known is not None and known.worker == message.worker:
             known.heard_at = now
             return MembershipChange()
-        lost = [
-            LostWorker(record.worker, "it was restarted")
-            for record in self._by_epoch.values()
-            if record.worker.worker_id == message.worker.worker_id
-        ]
+        worker = message.worker
+        namesakes = [record.worker for record in self._by_epoch.values() if record.worker.worker_id == worker.worker_id]
+        for other in namesakes:
+            if other.endpoint != worker.endpoint:
+                raise ProtocolError(
+                    f"the worker at {other.endpoint} (process {other.pid}) is called {worker.worker_id} already; give "
+                    "these workers another --name, or stop that one"
+                )
+        lost = [LostWorker(other, "it was restarted") for other in namesakes]
         if len(self._by_epoch) - len(lost) >= MAX_WORKERS:
             raise ProtocolError(f"there are {MAX_WORKERS} workers already; start no more of them")
         for old in lost:
@@ -178,11 +188,16 @@ class Registry:
 
     def check(self, now: float) -> MembershipChange:
         """Call every `CHECK_INTERVAL_S`."""
-        if self._checked_at is not None and now - self._checked_at > _STALL_S:
+        stalled_s = now - self._checked_at if self._checked_at is not None else 0.0
+        self._checked_at = now
+        if stalled_s > _GIVEN_UP_S:
+            # They register again; what this proxy had there is given to whoever is there first.
+            reason = f"this proxy stood still for {stalled_s:.1f} s, and workers give up a proxy that is silent"
+            return self._remove([LostWorker(record.worker, reason) for record in self._by_epoch.values()])
+        if stalled_s > _STALL_S:
             # We were frozen or starved: what the workers sent meanwhile is still unread, so nobody is silent yet.
             for record in self._by_epoch.values():
                 record.heard_at = max(record.heard_at, now)
-        self._checked_at = now
         return self._remove(
             [
                 LostWorker(record.worker, f"it has been silent for {now - record.heard_at:.1f} s")

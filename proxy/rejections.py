@@ -6,6 +6,9 @@ from protocol.errors import Overloaded, TandemError
 from proxy.admission import ClientLimitExceeded, QueueFull
 from proxy.router import SLOUnreachable
 
+FOR_WANT_OF_ROOM = ("queue_full", "slo", "no_room")
+"""Reasons that more workers would mend: not that of a client which has too many under way."""
+
 
 def rejection_reason(error: TandemError) -> str | None:
     """None for what is no rejection: an error that more room would not have prevented."""

@@ -81,6 +81,7 @@ class RunningRequest:
             self._forget(worker)
         elif not self.preempted:
             self.has_lost_worker = True
+            self.suspects = [worker]  # it may be there still, behind a connection that broke
             self.fail(error)
 
     def fail(self, error: TandemError) -> None:

@@ -18,6 +18,7 @@ from protocol.errors import Overloaded
 from protocol.membership import WorkerInfo
 from proxy.prefix_index import NO_DEPTHS, Depths
 from proxy.registry import Candidates, Registry, WorkerRecord
+from proxy.worker_load import WorkerUse
 
 _SLACK_S = 0.001
 _SLACK = 0.05
@@ -60,7 +61,7 @@ class PromptShape(msgspec.Struct, frozen=True):
 
     needs_decode: False when one token is all that is asked, so that there is nothing to ship. can_be_cached: False
     where every token must be computed for its logprobs. avoid: epochs of workers that are taken only when no others are
-    left.
+    left. near: epoch of a decode worker that may have kept blocks of the prompt from an attempt that failed elsewhere.
     """
 
     num_tokens: int
@@ -71,17 +72,21 @@ class PromptShape(msgspec.Struct, frozen=True):
     can_be_cached: bool = True
     avoid: frozenset[str] = frozenset()
     has_media: bool = False
+    near: str = ""
 
 
 class Route(msgspec.Struct, frozen=True):
     """decode: None when one token is all that is asked. prefill: None when the decode worker computes the prompt.
 
     num_uncached_tokens: expected, of the prompt. predicted_s: seconds to the first token before the correction that is
-    learned. num_blocks: promised on decode.
+    learned. num_blocks: promised on decode. compute_use, decode_use: the accounts that both were added to: a worker
+    that is lost and registers again, be it under the same epoch, has new ones.
     """
 
     prefill: WorkerInfo | None
     decode: WorkerInfo | None
+    compute_use: WorkerUse
+    decode_use: WorkerUse | None
     priority: int = 0
     num_uncached_tokens: int = 0
     predicted_s: float = 0.0
@@ -158,6 +163,8 @@ class Router:
         return Route(
             prefill.worker if prefill is not None else None,
             decode.worker if decode is not None else None,
+            computing.use,
+            decode.use if decode is not None else None,
             prompt.priority,
             num_uncached,
             predicted_s,
@@ -175,14 +182,13 @@ class Router:
 
     def prefill_ended(self, route: Route) -> None:
         """The first token came, or never will. What is owed for a worker that is lost is paid into nothing."""
-        if (record := self._registry.find(route.computes_prompt.epoch)) is not None:
-            record.use.prompts.remove(route.priority, route.num_uncached_tokens)
-        if route.decode is not None and (record := self._registry.find(route.decode.epoch)) is not None:
-            record.use.end_promise(route.num_blocks)
+        route.compute_use.prompts.remove(route.priority, route.num_uncached_tokens)
+        if route.decode_use is not None:
+            route.decode_use.end_promise(route.num_blocks)
 
     def ended(self, route: Route) -> None:
-        if route.decode is not None and (record := self._registry.find(route.decode.epoch)) is not None:
-            record.use.end_sequence()
+        if route.decode_use is not None:
+            route.decode_use.end_sequence()
 
     # ---- who
 
@@ -225,6 +231,9 @@ class Router:
                 elif needed <= use.num_free_blocks < needed - deeper:
                     costs[number] += _NO_ROOM
         costs = _shun(candidates, costs, prompt.avoid)
+        if prompt.near:  # as if it had all: what has just arrived there is in no report yet
+            for number, record in enumerate(candidates.records):
+                costs[number] -= _CACHED_WEIGHT if record.worker.epoch == prompt.near else 0.0
         return candidates.records[self._draw(costs, min(costs) + _DECODE_SLACK)]
 
     def _draw(self, costs: list[float], most: float) -> int:

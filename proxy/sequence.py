@@ -86,7 +86,8 @@ class SharedPrefill:
 class DispatchedSequence:
     """Ends once: with a delta that has a finish_reason, with `error`, or when it is dropped. Has one reader.
 
-    deadline: loop time. avoid: epochs of workers that the last attempt was lost to, or may have been.
+    deadline: loop time. avoid: epochs of workers that the last attempt was lost to, or may have been. near: that of its
+    decode worker, where it is none of these.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class DispatchedSequence:
         self.error: TandemError | None = None
         self.num_lost = 0
         self.avoid: frozenset[str] = frozenset()
+        self.near = ""
         self.is_open = True
         self._turns = turns
         self._reader: asyncio.Future[None] | None = None
@@ -123,6 +125,8 @@ class DispatchedSequence:
         error = attempt.error
         assert error is not None
         self.avoid = frozenset(worker.epoch for worker in attempt.suspects)
+        decode = attempt.route.decode
+        self.near = decode.epoch if decode is not None and decode.epoch not in self.avoid else ""
         if not isinstance(error, WorkerLost | KVTransferFailed):
             self.fail(error)
             return None

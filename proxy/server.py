@@ -21,10 +21,11 @@ from protocol.media_client import MediaCacheClient
 from protocol.membership import WorkerInfo
 from protocol.proxy_endpoints import write_whole
 from protocol.sockets import new_context
-from proxy.admission import Admission
+from proxy.admission import Admission, queue_bounds
 from proxy.app import make_admin_app, make_app
 from proxy.arrivals import Arrivals
 from proxy.config import ProxyConfig
+from proxy.connections import Connections, affordable_connections
 from proxy.control import Control
 from proxy.dispatcher import Dispatcher
 from proxy.figures import serving_figures
@@ -49,6 +50,8 @@ from telemetry.request_log import RequestLog, ignore
 log = logging.getLogger(__name__)
 
 _BACKLOG = 2048
+_MAX_ADMIN_CONNECTIONS = 128
+"""Of those who run the cluster, which clients must not shut out."""
 _STREAMS_PER_ITERATION = 4
 """Streams that get a piece of text in one iteration of the loop; each costs 0.1 to 0.2 ms."""
 _TELL_INTERVAL_S = 1.0
@@ -79,15 +82,26 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     registry = Registry(config.worker_silence_s, decode_may_prefill=config.decode_prefill_threshold > 0)
     router = Router(registry, config.decode_prefill_threshold, config.num_proxies)
     turns = Turns(_STREAMS_PER_ITERATION)
-    dispatcher = Dispatcher(proxy_id, router, metrics, turns, config.worker_wait_s)
+    dispatcher = Dispatcher(proxy_id, router, metrics, turns, config.worker_wait_s, config.media_cache_tcp_endpoint)
     arrivals = Arrivals(registry, config.max_waiting_requests, config.worker_wait_s)
     context = new_context("proxy", config.network)
-    pool = WorkerPool(context, proxy_id, config.sockets_per_worker, dispatcher.on_message)
+    pool = WorkerPool(
+        context,
+        proxy_id,
+        config.sockets_per_worker,
+        dispatcher.on_message,
+        lambda worker: dispatcher.on_worker_lost(worker, "a connection to it broke"),
+    )
     dispatcher.pool = pool
     context.refusals.on_refused = lambda reason: metrics.refusals.labels(reason).inc()
 
+    ttft_slo_s = config.ttft_slo_ms / 1000 or None
     admission = Admission(
-        config.max_waiting_requests, time.monotonic, config.max_waiting_tokens, config.max_requests_per_client
+        config.max_waiting_requests,
+        time.monotonic,
+        config.max_waiting_tokens,
+        config.max_requests_per_client,
+        *queue_bounds(config.max_queue_s, ttft_slo_s),
     )
     tracer = make_tracer(config.otlp_endpoint, config.proxy_id) if config.otlp_endpoint else None
     requests = RequestLog(tracer.on_end if tracer is not None else ignore)
@@ -134,7 +148,9 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     media_cache = media = None
     if config.media_cache_endpoint:
         media_cache = MediaCacheClient(context, config.media_cache_endpoint)
-        media = MediaPool(_media_setup(config), media_cache, config.max_waiting_media)
+        media = MediaPool(
+            _media_setup(config), media_cache, config.max_waiting_media, config.ttft_slo_ms / 1000 or None
+        )
     door = FrontDoor(
         text,
         TokenText(text.tokenizer),
@@ -149,11 +165,18 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         requests,
         timelines,
         config.request_timeout_s,
-        config.ttft_slo_ms / 1000 or None,
+        ttft_slo_s,
         arrivals,
         media,
     )
-    uvicorn_config = _uvicorn_config(make_app(config, door), config, config.ssl_certfile, config.ssl_keyfile)
+    connections = Connections(
+        affordable_connections(config.max_connections),
+        config.max_connections_per_client,
+        metrics.rejected.labels("connections").inc,
+    )
+    uvicorn_config = _uvicorn_config(
+        make_app(config, door), config, connections, config.ssl_certfile, config.ssl_keyfile
+    )
     try:
         uvicorn_config.load()  # reads the certificate, for one
     except (OSError, ssl.SSLError) as error:
@@ -166,7 +189,8 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     serving = [server.serve(sockets=[listener])]
     admin: _Uvicorn | None = None
     if admin_listener is not None:
-        admin = _Uvicorn(_uvicorn_config(make_admin_app(config, door), config))
+        own = Connections(_MAX_ADMIN_CONNECTIONS, _MAX_ADMIN_CONNECTIONS)
+        admin = _Uvicorn(_uvicorn_config(make_admin_app(config, door), config, own))
         serving.append(admin.serve(sockets=[admin_listener]))
     loop = asyncio.get_running_loop()
 
@@ -217,10 +241,12 @@ async def _tell(metrics: ProxyMetrics, admission: Admission) -> None:
         metrics.per_token.tell()
 
 
-def _uvicorn_config(app: Any, config: ProxyConfig, certfile: str = "", keyfile: str = "") -> uvicorn.Config:
+def _uvicorn_config(
+    app: Any, config: ProxyConfig, connections: Connections, certfile: str = "", keyfile: str = ""
+) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=make_protocol(config.client_timeout_s),
+        http=make_protocol(config.client_timeout_s, connections),
         lifespan="off",
         ws="none",
         log_config=None,

@@ -22,15 +22,24 @@ log = logging.getLogger(__name__)
 
 
 class WorkerPool:
-    """on_message(worker, message) is called on the loop for everything that a worker sends."""
+    """on_message(worker, message) is called on the loop for everything that a worker sends.
+
+    on_broken(worker): a connection to it broke, and what was on its way is lost.
+    """
 
     def __init__(
-        self, context: Any, proxy_id: str, sockets_per_worker: int, on_message: Callable[[WorkerInfo, ToProxy], None]
+        self,
+        context: Any,
+        proxy_id: str,
+        sockets_per_worker: int,
+        on_message: Callable[[WorkerInfo, ToProxy], None],
+        on_broken: Callable[[WorkerInfo], None],
     ) -> None:
         self._context = context
         self._proxy_id = proxy_id
         self._sockets_per_worker = sockets_per_worker
         self._on_message = on_message
+        self._on_broken = on_broken
         self._codec: Codec[ToProxy] = Codec(ToProxy)
         self._lanes: dict[str, list[DealerSocket[ToProxy]]] = {}  # by epoch
 
@@ -43,6 +52,7 @@ class WorkerPool:
                 self._codec,
                 lambda message: self._on_message(worker, message),
                 identity=f"{self._proxy_id}:{lane}".encode(),
+                on_broken=lambda: self._on_broken(worker),
             )
             for lane in range(self._sockets_per_worker)
         ]

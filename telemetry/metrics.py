@@ -115,11 +115,11 @@ class ProxyMetrics:
         }
         self.rejected = Counter(
             "tandem_rejections",
-            "Requests that were refused for want of room, by reason: queue_full, client_limit, slo or no_room.",
+            "What was refused for want of room, by reason: queue_full, client_limit, slo, no_room or connections.",
             ["reason"],
             registry=self.registry,
         )
-        for reason in ("queue_full", "client_limit", "slo", "no_room"):
+        for reason in ("queue_full", "client_limit", "slo", "no_room", "connections"):
             self.rejected.labels(reason)  # from the start, or the first one of all would be no increase
         self.waiting = Gauge(
             "tandem_num_requests_waiting",

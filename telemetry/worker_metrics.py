@@ -30,7 +30,11 @@ _COUNTERS: Final = {
     "num_preemptions": ("num_preempted", "Sequences that lost their place."),
     "kv_transfer_bytes": ("num_transferred_bytes", "KV bytes sent (prefill) or received (decode)."),
     "kv_compared_blocks": ("num_compared_blocks", "KV blocks whose checksums were compared."),
+    "kv_kept_blocks": ("num_kept_blocks", "KV blocks received in vain that stay in the prefix cache."),
     "kv_corrupt_blocks": ("num_corrupt_blocks", "KV blocks that were not what was sent."),
+    "media_encoded": ("num_media_encoded", "Images and videos that the vision tower has encoded here."),
+    "media_found": ("num_media_found", "Images and videos whose embeddings another worker of the host had made."),
+    "media_fetched_bytes": ("num_media_fetched_bytes", "Processed images and videos that came from other hosts."),
 }
 LOAD_FIELDS: Final = [field for field, _ in (*_GAUGES.values(), *_COUNTERS.values())]
 """Of the heartbeat's load report."""

@@ -15,6 +15,7 @@ from typing import Self
 
 import httpx
 
+from bench.noise_model import ensure_noise_model
 from deploy.runtime_dir import log_dir, runtime_dir
 from deploy.status import fetch_status
 from protocol.membership import StatusReport, WorkerReport
@@ -36,9 +37,14 @@ def tandem(*arguments: str) -> list[str]:
 
 
 class Cluster:
-    """A context manager; `url` serves while it is open. Prompts go through prefill unless a test says else."""
+    """A context manager; `url` serves while it is open. Prompts go through prefill unless a test says else.
+
+    Without --model it is the noise model's, under MODEL's name.
+    """
 
     def __init__(self, *arguments: str, start_timeout_s: float = START_TIMEOUT_S) -> None:
+        if "--model" not in arguments:
+            arguments = ("--model", str(ensure_noise_model()), "--served-model-name", MODEL, *arguments)
         self._start_timeout_s = start_timeout_s
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"

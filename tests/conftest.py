@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from deploy.demo_model import ensure_demo_model
+from bench.noise_model import ensure_noise_model
 from tests.cluster import Cluster
 
 # How fast a shared machine runs says nothing about the code.
@@ -17,12 +17,12 @@ settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
-def demo_model() -> Path:
-    return ensure_demo_model(lambda text: None)
+def noise_model() -> Path:
+    return ensure_noise_model()
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """The demo model on one prefill and one decode worker, shared by a module's tests."""
+    """The noise model on one prefill and one decode worker, shared by a module's tests."""
     with Cluster() as running:
         yield running

@@ -90,23 +90,23 @@ def clip(num_frames: int = 12, width: int = 96, height: int = 64, kind: str = "m
         stream: Any = container.add_stream("mpeg4" if kind == "mp4" else "libvpx", rate=Fraction(8))
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         for number in range(num_frames):
-            frame = av.VideoFrame.from_image(picture(width, height, seed=number))
+            frame: Any = av.VideoFrame.from_image(picture(width, height, seed=number))  # type: ignore[no-untyped-call]
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
     return file.getvalue()
 
 
-def save_model(folder: Path) -> Path:
-    """A tiny Qwen2-VL with random weights beside its processor."""
+def save_model(folder: Path, num_layers: int = 2) -> Path:
+    """A tiny Qwen2-VL with random weights beside its processor. num_layers: more take longer, no more."""
     import torch
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
     save_processor(folder)
     ids = {token: 256 + number for number, token in enumerate(SPECIAL_TOKENS)}
     text = {
-        "vocab_size": 272, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.2, "bos_token_id": None,
-        "eos_token_id": ids["</s>"], "tie_word_embeddings": False,
+        "vocab_size": 272, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": num_layers,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "initializer_range": 0.2,
+        "bos_token_id": None, "eos_token_id": ids["</s>"], "tie_word_embeddings": False,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]},
     }  # fmt: skip
     vision = {

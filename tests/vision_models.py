@@ -86,8 +86,8 @@ MODELS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def make_model(family: str, folder: Path) -> None:
-    torch.manual_seed(1)
+def make_model(family: str, folder: Path, seed: int = 1) -> None:
+    torch.manual_seed(seed)
     MODELS[family]().save_pretrained(folder)
 
 

@@ -5,6 +5,7 @@ Counters are read as differences, by epoch, so that workers which come, go or st
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -14,6 +15,10 @@ from protocol.membership import WorkerInfo, WorkerLoad
 
 WINDOW_S = 8.0
 """Rates are means over so long."""
+SHORT_WINDOW_S = 3.0
+"""A burst shows in so long, where it is beyond what chance would do."""
+_CHANCE = 2.0
+"""Standard deviations of a Poisson count that are put down to chance."""
 _REMEMBERED = 0.98
 """Of what step times and answers' lengths were learned from, per observation: half is forgotten after 34."""
 _LEAST_SPREAD = 0.05
@@ -25,12 +30,13 @@ _FULL = 0.05
 class Demand(msgspec.Struct, frozen=True):
     """What the planner looks at. Rates are means over `WINDOW_S`; the rest is as of the last report.
 
-    prompts_per_s, prompt_tokens_per_s: that arrive at prefill, cached tokens not counted. waiting_tokens: of prompts,
-    over all prefill workers. speed: prompt tokens per second of one prefill worker while it computes; 0 when none has
-    yet. most_sequences, most_used_blocks: on all decode workers, the most within the window. mean_output_tokens: of a
-    sequence on decode; 0 before the first has ended. fixed_step_s, step_s_per_sequence: of a decode step, as measured;
-    zeros before the first. decode_is_full: a decode worker has no room, so that prompts may wait for its sake.
-    refused_per_s: requests that proxies turned away, since too much waited.
+    prompts_per_s, prompt_tokens_per_s: that arrive at prefill, cached tokens not counted. waiting_tokens,
+    waiting_prompts: over all prefill workers. speed: prompt tokens per second of one prefill worker while it computes;
+    0 when none has yet. most_sequences, most_used_blocks: on all decode workers, the most within the window.
+    mean_output_tokens: of a sequence on decode; 0 before the first has ended. fixed_step_s, step_s_per_sequence: of a
+    decode step, as measured; zeros before the first. decode_is_full: a decode worker has no room, so that prompts may
+    wait for its sake. refused_per_s: requests that proxies turned away, since too much waited. growth_per_s: sequences
+    that came to decode less those that ended there, where it is beyond chance; 0 where they do not grow.
     """
 
     num_prefill: int = 0
@@ -38,6 +44,7 @@ class Demand(msgspec.Struct, frozen=True):
     prompts_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
     waiting_tokens: int = 0
+    waiting_prompts: int = 0
     speed: float = 0.0
     most_sequences: int = 0
     most_used_blocks: int = 0
@@ -47,6 +54,7 @@ class Demand(msgspec.Struct, frozen=True):
     step_s_per_sequence: float = 0.0
     decode_is_full: bool = False
     refused_per_s: float = 0.0
+    growth_per_s: float = 0.0
 
     @property
     def predicted_ttft_s(self) -> float:
@@ -122,6 +130,8 @@ class DemandMeter:
         self._tokens = self._prompts = self._refused = 0  # summed differences
         self._history: deque[tuple[float, int, int, int]] = deque()  # when; arrived tokens, prompts; refused
         self._sequences: deque[tuple[float, int, int]] = deque()  # when; sequences and blocks on decode
+        self._flow: deque[tuple[float, int, int]] = deque()  # when; prompts done and sequences ended, in all
+        self._num_ended = 0
         self._speed = 0.0
         self._finished: dict[str, int] = {}  # sequences, by epoch of decode workers
         self._output_tokens = self._ended = 0.0  # of late
@@ -149,7 +159,11 @@ class DemandMeter:
         self._sequences.append((now, sequences, used))
         while self._sequences[0][0] < now - WINDOW_S:
             self._sequences.popleft()
+        self._flow.append((now, self._prompts, self._num_ended))
+        while len(self._flow) > 2 and self._flow[1][0] <= now - WINDOW_S:
+            self._flow.popleft()
         fixed_s, s_per_sequence = self._step_time.coefficients
+        burst = self._burst()
 
         def rate(count: int) -> float:
             return max(0.0, count / duration_s) if duration_s > 0 else 0.0
@@ -157,9 +171,10 @@ class DemandMeter:
         return Demand(
             num_prefill=len(prefills),
             num_decode=len(decodes),
-            prompts_per_s=rate(self._history[-1][2] - prompts),
-            prompt_tokens_per_s=rate(self._history[-1][1] - tokens),
+            prompts_per_s=burst * rate(self._history[-1][2] - prompts),
+            prompt_tokens_per_s=burst * rate(self._history[-1][1] - tokens),
             waiting_tokens=waiting_tokens,
+            waiting_prompts=waiting_prompts,
             speed=self._speed,
             most_sequences=max(count for _, count, _ in self._sequences),
             most_used_blocks=max(count for _, _, count in self._sequences),
@@ -169,7 +184,28 @@ class DemandMeter:
             step_s_per_sequence=s_per_sequence,
             decode_is_full=any(self._is_full(load) for load in decodes),
             refused_per_s=rate(self._refused - refused),
+            growth_per_s=self._growth_per_s(),
         )
+
+    def _burst(self) -> float:
+        """What prompts come at of late over their mean in the window, beyond chance; at least 1."""
+        now, _, newest, _ = self._history[-1]
+        long_s = now - self._history[0][0]
+        then = next((entry for entry in reversed(self._history) if entry[0] <= now - SHORT_WINDOW_S), None)
+        mean = newest - self._history[0][2]
+        if then is None or long_s <= now - then[0] or mean <= 0:
+            return 1.0
+        lately = newest - then[2]
+        surely_per_s = (lately - _CHANCE * math.sqrt(max(0, lately))) / (now - then[0])
+        return max(1.0, surely_per_s / (mean / long_s))
+
+    def _growth_per_s(self) -> float:
+        """Of the sequences on decode. When it is full they wait on prefill workers, which have finished with them."""
+        (then, came_before, ended_before), (now, came, ended) = self._flow[0], self._flow[-1]
+        came, ended = came - came_before, ended - ended_before
+        if now <= then:
+            return 0.0
+        return max(0.0, (came - ended - _CHANCE * math.sqrt(max(0, came + ended))) / (now - then))
 
     def _count(self, prefills: Iterable[tuple[WorkerInfo, WorkerLoad]], num_refused: int | None) -> None:
         counters = {}
@@ -194,6 +230,7 @@ class DemandMeter:
         for info, load in decodes:
             before = self._finished.get(info.epoch, load.num_finished)
             self._ended += load.num_finished - before
+            self._num_ended += load.num_finished - before
             if load.step_time_s > 0:
                 self._output_tokens += load.num_running * elapsed_s / load.step_time_s
         self._finished = {info.epoch: load.num_finished for info, load in decodes}

@@ -29,6 +29,7 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_utilisation: part of the time that prefill computes; of the sequences that decode can run in time.
     max_kv_use: part of decode's blocks. max_num_seqs: of one decode worker.
     up_after_s, down_after_s: how long more, or less, must have been needed. cooldown_s: between changes of one role.
+    foresee_s: what grows is taken to go on growing for so long: about the time that a worker takes to start.
     """
 
     ttft_s: Annotated[float, Meta(gt=0)] = 1.0
@@ -45,13 +46,15 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     up_after_s: float = 3.0
     down_after_s: float = 120.0
     cooldown_s: float = 5.0
+    foresee_s: float = 30.0
 
 
 class Need(msgspec.Struct, frozen=True):
-    """reason: in a few words, with the figures that decide."""
+    """reason: in a few words, with the figures that decide. work: workers' worth of all that waits and comes soon."""
 
     num_workers: int
     reason: str
+    work: float = 0.0
 
 
 class Proposal(msgspec.Struct, frozen=True):
@@ -84,11 +87,15 @@ def prefill_needed(demand: Demand, config: PlannerConfig) -> Need:
     else:
         reason += f" (longer than the TTFT of {config.ttft_s:g} s, whatever their number)"
     # What waits beyond the TTFT must be worked off beside what arrives. Where decode is full it is not prefill's doing.
-    excess = demand.waiting_tokens - max(1, demand.num_prefill) * demand.speed * config.ttft_s
+    num_prefill = max(1, demand.num_prefill)
+    excess = demand.waiting_tokens - num_prefill * demand.speed * config.ttft_s
     if excess > 0 and not demand.decode_is_full:
+        excess += max(0.0, load - num_prefill) * demand.speed * config.foresee_s  # until more workers serve
         count = max(count, _up(load + excess / (demand.speed * CATCH_UP_S)))
         reason += f", {demand.waiting_tokens} tokens wait"
-    return Need(count, reason)
+    return Need(
+        count, reason, (load + demand.waiting_tokens / demand.speed / config.foresee_s) / config.max_utilisation
+    )
 
 
 def decode_needed(demand: Demand, config: PlannerConfig) -> Need:
@@ -108,18 +115,22 @@ def decode_needed(demand: Demand, config: PlannerConfig) -> Need:
         )
         return Need(max(most, by_blocks), reason)
     in_time = max(1.0, config.max_utilisation * in_time)
-    num_sequences = float(demand.most_sequences)
+    num_sequences = demand.most_sequences + demand.growth_per_s * config.foresee_s
+    work = 0.0
     if demand.step_s_per_sequence > 0:
         # What arrives now will be so many sequences once steps take what they may (Little's law).
         step_s = demand.fixed_step_s + demand.step_s_per_sequence * in_time
-        arriving = demand.asked_over_served * demand.prompts_per_s
-        num_sequences = max(num_sequences, arriving * demand.mean_output_tokens * step_s)
+        arriving = demand.asked_over_served * demand.prompts_per_s * demand.mean_output_tokens * step_s
+        num_sequences = max(num_sequences, arriving)
+        waiting = demand.waiting_prompts / config.foresee_s * demand.mean_output_tokens * step_s
+        work = (arriving + waiting) / in_time
     by_time = _up(num_sequences / in_time)
     if by_blocks > by_time:
         total = demand.num_decode * demand.blocks_per_decode
         full = ", no room left" if demand.decode_is_full else ""
-        return Need(by_blocks, f"{demand.most_used_blocks} of {total} blocks in use{full}")
-    return Need(max(1, by_time), f"{num_sequences:.0f} sequences, {in_time:.0f} on each keep the ITL")
+        return Need(by_blocks, f"{demand.most_used_blocks} of {total} blocks in use{full}", work)
+    reason = f"{num_sequences:.0f} sequences, {in_time:.0f} on each keep the ITL"
+    return Need(max(1, by_time), reason, work)
 
 
 class _Steady:
@@ -145,10 +156,9 @@ class _Steady:
         bounded = min(max(current, self.least), self.most)
         if bounded != current or now - self._changed_at < config.cooldown_s:
             return bounded
-        if self._covers(now, config.up_after_s):
-            lately = min(count for at, count in self._needs if at >= now - config.up_after_s)
-            if lately > current:
-                return min(lately, self.most)
+        least_lately = min(count for at, count in self._needs if at >= now - config.up_after_s)
+        if self._covers(now, config.up_after_s) and least_lately > current:
+            return min(need, self.most)  # not the least: needs that rise are seen late as it is
         if self._covers(now, config.down_after_s):
             ever = max(count for _, count in self._needs)
             if ever < current:
@@ -180,14 +190,25 @@ class Planner:
         decode = self._decode.want(now, num_decode, decode_need.num_workers)
         most = self.config.max_workers
         if most and prefill + decode > most:
-            prefill, decode = self._share(now, num_prefill, num_decode, prefill, decode)
+            work = prefill_need.work, decode_need.work
+            prefill, decode = self._share(now, num_prefill, num_decode, prefill, decode, work)
         return Proposal(prefill, decode, prefill_need, decode_need)
 
-    def _share(self, now: float, num_prefill: int, num_decode: int, prefill: int, decode: int) -> tuple[int, int]:
+    def _share(
+        self,
+        now: float,
+        num_prefill: int,
+        num_decode: int,
+        prefill: int,
+        decode: int,
+        work: tuple[float, float],
+    ) -> tuple[int, int]:
         """Both together are more than there may be: a role that wants more takes what the other does not need.
 
-        It does not wait for the other's `down_after_s`: prompts that queue cost more than decode workers that idle.
-        But workers go from one role to the other once in REBALANCE_S at most.
+        Where both want more than their part, the parts are as the prompts that wait and come need them: what waits at
+        one of them has to pass the other too, and more workers for it alone would only move the queue. It does not wait
+        for the other's `down_after_s`: prompts that queue cost more than decode workers that idle. But workers go from
+        one role to the other once in REBALANCE_S at most.
         """
         config = self.config
         most = config.max_workers
@@ -197,9 +218,12 @@ class Planner:
             prefill = min(prefill, self._prefill.most_needed(now, REBALANCE_S))
         if decode <= num_decode:
             decode = min(decode, self._decode.most_needed(now, REBALANCE_S))
-        if prefill + decode > most:  # each gets its part of what both want
-            share = round(most * prefill / (prefill + decode))
-            prefill = min(max(share, config.min_prefill), most - config.min_decode)
+        if prefill + decode > most:
+            parts = work if min(work) > 0 else (prefill, decode)
+            share = round(most * parts[0] / sum(parts))
+            if prefill > share:
+                prefill = max(share, most - decode)  # what decode does not want of its part is left to it
+            prefill = min(max(prefill, config.min_prefill), most - config.min_decode)
             decode = most - prefill
         elif prefill > num_prefill:
             decode = max(decode, min(num_decode, most - prefill))  # it keeps what is not asked of it

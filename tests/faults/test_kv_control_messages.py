@@ -10,13 +10,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from decode_worker.config import DecodeConfig
 from deploy.runtime_dir import runtime_dir
 from engine.model_loader import load_model
-from kv_transfer.mapped_memory import host_id, map_peer_pool
+from kv_transfer.mapped_memory import map_peer_pool
 from protocol.codec import Codec
 from protocol.dispatch import AbortRequest, DecodeReserved, PrepareDecode, TokenBatch, ToProxy
 from protocol.generation import SamplingParams, StopConditions
+from protocol.host import host_id
 from protocol.membership import PROTOCOL_VERSION
 from protocol.sockets import DealerSocket, new_context
 from protocol.token_ids import pack_token_ids
@@ -35,6 +35,7 @@ from protocol.transfer import (
 )
 from tests.cluster import Cluster
 from tests.faults.test_kv_pairs import ask
+from worker.config import WorkerConfig
 
 PROXY, PAIR = "played-proxy", "played-pair"
 NUM_PROMPT_TOKENS = 100  # two blocks
@@ -147,7 +148,7 @@ async def play(endpoint: str, layout: KVLayout, epoch: str) -> None:
 
 def test_doubled_and_disordered_messages(cluster: Cluster) -> None:
     decode, prefill = cluster.worker("decode-0").worker, cluster.worker("prefill-0").worker
-    config = msgspec.json.decode((runtime_dir(cluster.port) / "decode-0.json").read_bytes(), type=DecodeConfig)
+    config = msgspec.json.decode((runtime_dir(cluster.port) / "decode-0.json").read_bytes(), type=WorkerConfig)
     answers = ask(cluster, 4, 300)
     asyncio.run(play(decode.endpoint, load_model(config.engine).layout, prefill.epoch))
     assert [answer.result(30) for answer in answers] == [200] * 4, "the other pair never notices"

@@ -15,10 +15,10 @@ import httpx
 import msgspec
 import pytest
 
-from decode_worker.config import DecodeConfig
 from deploy.runtime_dir import runtime_dir
 from protocol.membership import WorkerReport
 from tests.cluster import MODEL, Cluster
+from worker.config import WorkerConfig
 
 RNG = random.Random(3)
 KV_CACHE_BYTES = 2**30 // 50
@@ -173,7 +173,7 @@ def test_a_prefill_worker_that_restarts_at_its_address_has_new_pairs(cluster: Cl
 def test_another_layout_is_refused_by_name_and_nobody_else_notices(cluster: Cluster) -> None:
     """A decode worker of another block size, started by hand."""
     folder = runtime_dir(cluster.port)
-    config = msgspec.json.decode((folder / "decode-0.json").read_bytes(), type=DecodeConfig)
+    config = msgspec.json.decode((folder / "decode-0.json").read_bytes(), type=WorkerConfig)
     engine = msgspec.structs.replace(config.engine, block_size=32)
     other = msgspec.structs.replace(
         config, worker_id="decode-9", endpoint=f"ipc://{folder}/decode-9.sock", engine=engine

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster import Cluster, free_port, tandem
+from tests.cluster import MODEL, Cluster, free_port, tandem
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -31,9 +31,9 @@ def test_wrong_model_path(tmp_path: Path) -> None:
     assert "no model folder" in refused("--model", str(tmp_path / "nowhere"))
 
 
-def test_unsupported_architecture(tmp_path: Path, demo_model: Path) -> None:
+def test_unsupported_architecture(tmp_path: Path, noise_model: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "architectures": ["MambaForCausalLM"]}))
-    shutil.copy(demo_model / "tokenizer.json", tmp_path)
+    shutil.copy(noise_model / "tokenizer.json", tmp_path)
     assert "cannot be served" in refused("--model", str(tmp_path))
 
 
@@ -81,9 +81,9 @@ def test_status_without_a_cluster() -> None:
 @pytest.mark.timeout(150)
 def test_options_reach_the_cluster(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
-    file.write_text('api_key = "sesame"\nproxies = 2\nmax_model_len = 512\nserved_model_name = "noise"\n')
+    file.write_text('api_key = "sesame"\nproxies = 2\nmax_model_len = 512\n')
     with Cluster("--config", str(file), "--max-model-len", "256") as cluster:
-        body = {"model": "noise", "prompt": [5] * 300, "max_tokens": 4}
+        body = {"model": MODEL, "prompt": [5] * 300, "max_tokens": 4}
         url = f"{cluster.url}/v1/completions"
         assert httpx.post(url, json=body, timeout=30).status_code == 401
         headers = {"Authorization": "Bearer sesame"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import ssl
@@ -12,6 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.cluster import free_port
 from tests.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
 
 
@@ -164,3 +166,47 @@ def test_https(folder: Path, tmp_path: Path) -> None:
             httpx.get(f"http://127.0.0.1:{proxy.port}/health")
         with pytest.raises(httpx.ConnectError, match="self-signed"):
             httpx.get(f"{url}/health")
+
+
+def test_connections_are_bounded_in_all_and_for_each_address(folder: Path) -> None:
+    """More than that are told so and closed; a place that becomes free is taken again."""
+    limits = {"max_connections": 5, "max_connections_per_client": 3, "admin_port": free_port()}
+    with Proxy(folder, **limits) as small:
+        small.wait_for(503)  # it has no workers
+
+        def connect(address: str) -> socket.socket:
+            return socket.create_connection(("127.0.0.1", small.port), 20, source_address=(address, 0))
+
+        def answer(connection: socket.socket) -> bytes:
+            """To a request on a connection that may have been refused before it was read."""
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            return connection.recv(65536)
+
+        def is_let_in(address: str) -> bool:
+            with connect(address) as probe:
+                return b"no worker is ready" in answer(probe)
+
+        with contextlib.ExitStack() as open_ones:
+            wait_until(lambda: is_let_in("127.0.0.2"), 60)
+            held = [open_ones.enter_context(connect("127.0.0.2")) for _ in range(3)]
+            told = send_from(small, "127.0.0.2")
+            assert told.startswith(b"HTTP/1.1 429 ") and b"Your address has 3 connections" in told
+            assert (
+                b"retry-after: 1\r\n" in told and error_code(told.partition(b"\r\n\r\n")[2]) == "too_many_connections"
+            )
+            held += [open_ones.enter_context(connect("127.0.0.3")) for _ in range(2)]
+            assert send_from(small, "127.0.0.3").startswith(b"HTTP/1.1 503 ")
+            metrics = httpx.get(f"{small.admin_url}/metrics").text
+            assert 'tandem_rejections_total{reason="connections"} 2.0' in metrics
+            held.pop().close()
+            wait_until(lambda: is_let_in("127.0.0.3"), 60)
+
+
+def send_from(proxy: Proxy, address: str) -> bytes:
+    """What a connection gets that asks for nothing, until it is closed."""
+    with socket.create_connection(("127.0.0.1", proxy.port), 20, source_address=(address, 0)) as client:
+        answer = bytearray()
+        while piece := client.recv(65536):
+            answer += piece
+    return bytes(answer)

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.noise_model import ensure_noise_model
 from deploy.status import fetch_status
 from protocol.errors import Overloaded
 from protocol.membership import StatusReport
@@ -39,7 +40,7 @@ def test_a_decode_worker_joins_with_keys(tmp_path: Path) -> None:
     cluster_flags = ("--cluster-host", "127.0.0.1", "--cluster-port", str(port), "--network-keys", str(keys))
     join_flags = ("--cluster-host", "127.0.0.1", "--network-keys", str(for_worker), "--name", tmp_path.name)
     worker = subprocess.Popen(
-        tandem("worker", "decode", "--join", endpoint, *join_flags, *SMALL),
+        tandem("worker", "decode", "--model", str(ensure_noise_model()), "--join", endpoint, *join_flags, *SMALL),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -79,3 +79,16 @@ def test_what_only_looks_like_media_is_text(served: MediaProxy) -> None:
         f"{served.url}/tokenize", json={"messages": [{"role": "user", "content": [an_image(1)]}]}, timeout=PATIENCE_S
     )
     assert tokenized.status_code == 400 and "Only text is tokenised here" in tokenized.text
+
+
+def test_what_is_not_read_within_the_limit_for_first_tokens_is_refused(tmp_path: Path) -> None:
+    with media_proxy(tmp_path, ttft_slo_ms=500) as served:
+        pid = media_process(served)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            answer = served.chat(an_image(1))
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "ttft_slo_unreachable"
+            assert "retry-after" in answer.headers
+            assert served.chat("text").status_code == 200
+        finally:
+            os.kill(pid, signal.SIGCONT)

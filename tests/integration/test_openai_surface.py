@@ -173,7 +173,7 @@ def test_what_may_be_chosen(client: openai.OpenAI, http: httpx.Client) -> None:
         assert without != free.token_ids
         break
     else:
-        pytest.fail("the demo model writes a word")
+        pytest.fail("the noise model writes a word")
     with pytest.raises(openai.BadRequestError, match="allowed_token_ids"):
         complete(client, extra={"allowed_token_ids": [10**6]})
     repeated = complete(client, max_tokens=24, presence_penalty=2, frequency_penalty=2)
@@ -188,7 +188,7 @@ def test_a_bad_word_of_several_tokens(client: openai.OpenAI, http: httpx.Client)
         if tuple(ids) == pair and text.startswith(" "):
             break
     else:
-        pytest.fail("the demo model writes two tokens that are a text of their own")
+        pytest.fail("the noise model writes two tokens that are a text of their own")
     without = complete(client, max_tokens=32, extra={"bad_words": [text]}).choices[0].token_ids
     assert pair not in list(itertools.pairwise(without))
 

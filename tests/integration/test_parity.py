@@ -49,8 +49,8 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(demo_model: Path, prompts: list[list[int]]) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+def expected(noise_model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(noise_model, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     outputs = []
     for prompt in prompts:

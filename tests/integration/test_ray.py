@@ -1,11 +1,13 @@
-"""`tandem up --ray` on a real Ray cluster of three nodes on this host: it serves, outlives a node, and is scaled."""
+"""`tandem up --ray` as a job on a real Ray cluster of three nodes on this host: it serves, outlives a node, is scaled.
+
+Traffic between its processes is protected by keys.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +21,7 @@ from deploy.runtime_dir import runtime_dir
 from deploy.status import fetch_status
 from protocol.errors import TandemError
 from protocol.membership import StatusReport
+from protocol.network_keys import make_keys
 from tests.cluster import Cluster, free_port, is_alive, tandem
 
 pytestmark = [
@@ -36,19 +39,36 @@ NODES = ("127.0.0.2", "127.0.0.3")
 def node_options() -> dict[str, Any]:
     """Small. Raylets wait half a minute for agents that choose their ports, too short on a machine that is busy."""
     ports = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
-    return {"object_store_memory": 80 << 20, "include_dashboard": False, **{name: free_port() for name in ports}}
+    return {"object_store_memory": 80 << 20, **{name: free_port() for name in ports}}
 
 
 @contextmanager
 def ray_cluster() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Its address, and the nodes for workers by their addresses. The proxy's node is the head."""
+    """Where jobs are submitted, and how to remove a node for workers, by its address. The proxy's is the head."""
     cluster = pytest.importorskip("ray.cluster_utils").Cluster()  # here: it reads the environment when it is imported
     try:
-        cluster.add_node(num_cpus=1, resources={"front": 1}, node_ip_address=HEAD, **node_options())
-        nodes = {host: cluster.add_node(num_cpus=3, node_ip_address=host, **node_options()) for host in NODES}
-        yield cluster.address, {host: partial(cluster.remove_node, node, False) for host, node in nodes.items()}
+        where = {"include_dashboard": True, "dashboard_host": HEAD, "dashboard_port": free_port()}
+        cluster.add_node(num_cpus=1, resources={"front": 1}, node_ip_address=HEAD, **where, **node_options())
+        nodes = {
+            host: cluster.add_node(num_cpus=3, node_ip_address=host, include_dashboard=False, **node_options())
+            for host in NODES
+        }
+        yield (
+            f"http://{HEAD}:{where['dashboard_port']}",
+            {host: partial(cluster.remove_node, node, False) for host, node in nodes.items()},
+        )
     finally:
         cluster.shutdown()
+
+
+def job(dashboard: str, command: str, *arguments: str) -> str:
+    """What `ray job COMMAND` prints."""
+    ray = str(Path(sys.executable).with_name("ray"))
+    done = subprocess.run(
+        [ray, "job", command, "--address", dashboard, *arguments], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def status(port: int) -> StatusReport | None:
@@ -81,7 +101,7 @@ def complete(url: str) -> str:
 
 
 def test_it_serves_outlives_a_node_and_is_scaled(
-    demo_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    noise_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
@@ -89,16 +109,18 @@ def test_it_serves_outlives_a_node_and_is_scaled(
         monkeypatch.setenv(f"RAY_{limit}", value)  # its own limits are too short for a machine that is busy
     port = free_port()
     url = f"http://127.0.0.1:{port}"
+    make_keys(tmp_path / "keys")
     config = tmp_path / "cluster.toml"
     config.write_text(
-        f'model = "{demo_model}"\nserved_model_name = "noise"\nport = {port}\nray_proxy_resource = "front"\n'
-        "insecure_network = true\nthreads_per_worker = 1\nkv_cache_gib = 0.05\ndecode_prefill_threshold = 0\n"
+        f'model = "{noise_model}"\nserved_model_name = "noise"\nport = {port}\nray_proxy_resource = "front"\n'
+        f'network_keys = "{tmp_path / "keys"}"\nthreads_per_worker = 1\nkv_cache_gib = 0.05\n'
+        "decode_prefill_threshold = 0\n"
     )
-    with ray_cluster() as (address, remove), (tmp_path / "up.log").open("wb") as output:
-        command = tandem("up", "--ray", address, "--config", str(config))
-        launcher = subprocess.Popen(command, stdout=output, stderr=output, env={**os.environ})
+    with ray_cluster() as (dashboard, remove):
+        up = tandem("up", "--ray", "auto", "--config", str(config))
+        job(dashboard, "submit", "--no-wait", "--submission-id", "serve", "--", *up)
         try:
-            Cluster.wait_for(lambda: b"Tandem serves" in (tmp_path / "up.log").read_bytes(), LIMIT_S)
+            Cluster.wait_for(lambda: set(workers(port)) == {"prefill-0", "decode-0"}, LIMIT_S)
             text = complete(url)
             before = workers(port)
             endpoint, pid = before["decode-0"]
@@ -108,6 +130,15 @@ def test_it_serves_outlives_a_node_and_is_scaled(
             remove[host]()
             Cluster.wait_for(lambda: is_elsewhere(workers(port), host), LIMIT_S)
             assert not is_alive(pid)
+            assert complete(url) == text
+
+            moved = subprocess.run(
+                tandem("restart", "--port", str(port), "--timeout-s", str(LIMIT_S), "prefill-0"),
+                capture_output=True,
+                text=True,
+                timeout=LIMIT_S + 60,
+            )
+            assert moved.returncode == 0, moved.stderr
             assert complete(url) == text
 
             scaled = subprocess.run(
@@ -120,13 +151,10 @@ def test_it_serves_outlives_a_node_and_is_scaled(
             pids = [pid for _, pid in workers(port).values()]
             assert len(pids) == 3
 
-            launcher.send_signal(signal.SIGTERM)
-            assert launcher.wait(60) == 0, (tmp_path / "up.log").read_text()
+            job(dashboard, "stop", "serve")
             Cluster.wait_for(lambda: not any(is_alive(pid) for pid in pids), 30)
-            assert not runtime_dir(port).exists()
+            Cluster.wait_for(lambda: not runtime_dir(port).exists(), 30)
+            assert "Stopped." in job(dashboard, "logs", "serve"), "it was given the time to end in order"
         except BaseException:
-            print((tmp_path / "up.log").read_text())
+            print(job(dashboard, "logs", "serve"))
             raise
-        finally:
-            launcher.kill()
-            launcher.wait()

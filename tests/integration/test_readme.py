@@ -1,23 +1,61 @@
-"""The curl line of the README, sent to a running cluster by curl itself."""
+"""What the README and the docs show of the built-in model is what a cluster answers that is started without a model."""
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
-from tests.cluster import Cluster
+from tests.cluster import MODEL, Cluster
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def demo() -> Iterator[Cluster]:
+    with Cluster("--model", "") as running:  # as `make serve`
+        yield running
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_the_curl_line_works(cluster: Cluster) -> None:
-    page = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_curl_line_gets_the_answer_that_is_shown(demo: Cluster) -> None:
+    page = (ROOT / "README.md").read_text()
     line = next(line for line in page.splitlines() if line.startswith("curl"))
     done = subprocess.run(
-        ["bash", "-c", line.replace(":8000", f":{cluster.port}").replace("curl", "curl -sf", 1)],
+        ["bash", "-c", line.replace(":8000", f":{demo.port}").replace("curl", "curl -sf", 1)],
         capture_output=True, text=True, timeout=30,
     )  # fmt: skip
     assert done.returncode == 0
-    assert done.stdout.startswith("data: ") and done.stdout.rstrip().endswith("data: [DONE]")
+    *events, last = [event.removeprefix("data: ") for event in done.stdout.strip().split("\n\n")]
+    assert last == "[DONE]"
+    choices = [choice for event in events for choice in json.loads(event)["choices"]]
+    answer = "".join(choice["delta"].get("content") or "" for choice in choices)
+    assert answer and f"> {answer}\n" in page
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+def shown_chats() -> list[list[tuple[str, str]]]:
+    """Of docs/demo_model.md: role and content of each message."""
+    page = (ROOT / "docs" / "demo_model.md").read_text()
+    blocks = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    return [[(role, text) for role, text in re.findall(r"^(\w+): (.*)$", block, re.MULTILINE)] for block in blocks]
+
+
+def test_the_docs_show_its_real_answers(demo: Cluster) -> None:
+    chats = shown_chats()
+    assert len(chats) >= 8
+    for chat in chats:
+        messages = [{"role": role, "content": text} for role, text in chat]
+        for place, (role, text) in enumerate(chat):
+            if role != "assistant":
+                continue
+            body = {"model": MODEL, "messages": messages[:place], "temperature": 0}
+            answer = httpx.post(f"{demo.url}/v1/chat/completions", json=body, timeout=TIMEOUT_S).json()
+            assert answer["choices"][0]["message"]["content"] == text, messages[:place]

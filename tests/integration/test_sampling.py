@@ -1,4 +1,4 @@
-"""Sampling options through a whole cluster, in float32, against transformers' own logits of the demo model."""
+"""Sampling options through a whole cluster, in float32, against transformers' own logits of the noise model."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def client() -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="module")
-def model(demo_model: Path) -> Any:
-    return AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+def model(noise_model: Path) -> Any:
+    return AutoModelForCausalLM.from_pretrained(noise_model, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
-def tokenizer(demo_model: Path) -> Tokenizer:
-    return Tokenizer.from_file(str(demo_model / "tokenizer.json"))
+def tokenizer(noise_model: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(noise_model / "tokenizer.json"))
 
 
 def expected_logprobs(model: Any, token_ids: list[int]) -> torch.Tensor:

@@ -5,14 +5,22 @@ from __future__ import annotations
 import subprocess
 
 import httpx
+import pytest
 
 from tests.cluster import MODEL, Cluster, tandem
+
+pytestmark = pytest.mark.timeout(600)
 
 SCALE_TIMEOUT_S = 300
 
 
 def scale(cluster: Cluster, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = tandem("scale", "--port", str(cluster.port), "--timeout-s", "280", *arguments)
+    return subprocess.run(command, capture_output=True, text=True, timeout=SCALE_TIMEOUT_S)
+
+
+def restart(cluster: Cluster, *names: str) -> subprocess.CompletedProcess[str]:
+    command = tandem("restart", "--port", str(cluster.port), "--timeout-s", "120", *names)
     return subprocess.run(command, capture_output=True, text=True, timeout=SCALE_TIMEOUT_S)
 
 
@@ -53,3 +61,28 @@ def test_roles_are_scaled_up_and_down_while_it_serves() -> None:
             tandem("status", "--port", str(cluster.port)), capture_output=True, text=True, timeout=60
         )
         assert "autoscaling (dry run): prefill=1 decode=1 suffice" in shown.stdout
+
+
+def test_decode_workers_serve_alone_until_a_prefill_worker_is_added() -> None:
+    alone = ("--prefill", "0", "--decode-prefill-threshold", "64")
+    with Cluster(*alone, "--threads-per-worker", "1", "--kv-cache-gib", "0.05") as cluster:
+        assert {report.worker.worker_id for report in cluster.status().workers} == {"decode-0"}
+        text = complete(cluster)
+        prompt = {"model": MODEL, "prompt": [5] * 300, "max_tokens": 4, "ignore_eos": True}  # beyond the threshold
+        url = f"{cluster.url}/v1/completions"
+        assert httpx.post(url, json=prompt, timeout=60).json()["usage"]["completion_tokens"] == 4
+
+        up = scale(cluster, "prefill=1")
+        assert up.returncode == 0 and up.stdout == "prefill=1 decode=1\n", up.stderr
+        assert complete(cluster) == text
+        assert httpx.post(url, json=prompt | {"prompt": [6] * 300}, timeout=60).status_code == 200
+        cluster.wait_for(lambda: cluster.worker("prefill-0").load.num_finished > 0, 10)
+
+        unknown = restart(cluster, "nobody")
+        assert unknown.stderr == "tandem: no process is called nobody; there are proxy-0, decode-0, prefill-0\n"
+        before = {report.worker.worker_id: report.worker.pid for report in cluster.status().workers}
+        anew = restart(cluster, "prefill-0", "proxy-0")
+        assert anew.returncode == 0, anew.stderr
+        after = {report.worker.worker_id: report.worker.pid for report in cluster.status().workers}
+        assert after["prefill-0"] != before["prefill-0"] and after["decode-0"] == before["decode-0"]
+        assert complete(cluster) == text

@@ -23,8 +23,8 @@ NUM_BLOCKS = 48
 
 
 @pytest.fixture(scope="module")
-def block_bytes(demo_model: Path) -> int:
-    config = json.loads((demo_model / "config.json").read_text())
+def block_bytes(noise_model: Path) -> int:
+    config = json.loads((noise_model / "config.json").read_text())
     num_vectors = 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * BLOCK_SIZE
     return int(4 * num_vectors * config["head_dim"])
 

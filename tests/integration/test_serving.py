@@ -40,7 +40,7 @@ def test_the_openai_client_works(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_stream_concatenates_to_the_whole(client: openai.OpenAI, seed: int) -> None:
-    """The noise of the demo model is full of cut multi-byte characters, which is what this needs."""
+    """The noise of the noise model is full of cut multi-byte characters, which is what this needs."""
     wanted: dict[str, Any] = {
         "model": MODEL,
         "prompt": "日本語 and 🌍👩‍🚀 — ",

@@ -49,8 +49,8 @@ CHAT: list[Any] = [{"role": "user", "content": "Tell me about a pet."}]
 
 
 @pytest.fixture(scope="module")
-def cluster(demo_model: Path) -> Iterator[Cluster]:
-    config = json.loads((demo_model / "config.json").read_text())
+def cluster(noise_model: Path) -> Iterator[Cluster]:
+    config = json.loads((noise_model / "config.json").read_text())
     block_bytes = 4 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"] * BLOCK_SIZE
     gib = block_bytes * NUM_BLOCKS / (1 << 30)
     with Cluster("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--kv-cache-gib", str(gib),
@@ -208,21 +208,21 @@ def test_tools_are_shown_and_answered(client: openai.OpenAI) -> None:
     assert not_to_be_called.usage.prompt_tokens == without.usage.prompt_tokens
 
 
-def test_a_call_begun_freely_is_held_to_its_schema(client: openai.OpenAI, demo_model: Path) -> None:
+def test_a_call_begun_freely_is_held_to_its_schema(client: openai.OpenAI, noise_model: Path) -> None:
     """The bias makes the model begin one; what follows is the grammar's."""
     format_of_call = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"const": "never"}}}
     [whole] = chat(
         client, tools=TOOLS[:1], tool_choice="auto", parallel_tool_calls=False, response_format=format_of_call,
-        logit_bias={str(token): -100.0 for token in quotes(demo_model)}, seed=2,
+        logit_bias={str(token): -100.0 for token in quotes(noise_model)}, seed=2,
     ).choices  # fmt: skip
     [call] = whole.message.tool_calls
     assert whole.finish_reason == "tool_calls" and call.function.name == "get_weather"
     jsonschema_rs.validate(WEATHER_ARGUMENTS, json.loads(call.function.arguments))
 
 
-def quotes(demo_model: Path) -> list[int]:
+def quotes(noise_model: Path) -> list[int]:
     """Tokens that begin with a quote: without them the answer "never" cannot begin."""
-    vocabulary = json.loads((demo_model / "tokenizer.json").read_text())["model"]["vocab"]
+    vocabulary = json.loads((noise_model / "tokenizer.json").read_text())["model"]["vocab"]
     return [token_id for token, token_id in vocabulary.items() if token.startswith('"')]
 
 

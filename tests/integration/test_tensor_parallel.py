@@ -25,8 +25,8 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def expected(demo_model: Path, prompts: list[list[int]]) -> list[list[int]]:
-    model = AutoModelForCausalLM.from_pretrained(demo_model, dtype=torch.float32)
+def expected(noise_model: Path, prompts: list[list[int]]) -> list[list[int]]:
+    model = AutoModelForCausalLM.from_pretrained(noise_model, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     outputs = []
     for prompt in prompts:
@@ -73,7 +73,7 @@ def test_greedy_equals_generate(
 
 @pytest.mark.timeout(120)
 def test_a_size_that_does_not_fit_the_model_ends_the_start_with_one_line() -> None:
-    """The demo model has 4 attention heads and 2 key-value heads."""
+    """The noise model has 4 attention heads and 2 key-value heads."""
     command = tandem("up", "--port", str(free_port()), "--decode-tensor-parallel-size", "3")
     result = subprocess.run(command, capture_output=True, text=True, timeout=110)
     assert result.returncode == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -84,7 +85,7 @@ class Cluster:
         self, threshold: int = 0, worker_wait_s: float = 0.0, workers: tuple[WorkerInfo, ...] = (PREFILL, DECODE)
     ) -> None:
         self.registry = Registry(2.5, decode_may_prefill=threshold > 0)
-        self.router = Router(self.registry, threshold)
+        self.router = Router(self.registry, threshold, rng=random.Random(0))
         self.metrics = ProxyMetrics()
         turns = Turns(4)
         self.dispatcher = Dispatcher("proxy", self.router, self.metrics, turns, worker_wait_s)

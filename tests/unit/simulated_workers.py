@@ -246,6 +246,8 @@ class Decode(Process):
                 self.send(pair_id, RenewLeases(pair_id, wanted))
 
     def perform(self, actions: list[Any]) -> None:
+        self.world.num_kept_blocks += self.scheduler.num_kept_blocks
+        self.scheduler.num_kept_blocks = 0
         for action in actions:
             match action:
                 case SendToPrefill():
@@ -285,7 +287,7 @@ class Decode(Process):
 
     def write(self, source: Prefill, job: SendJob, dst_block_id: int) -> None:
         transfer = self.scheduler._transfers.get(job.ship.transfer_id)
-        assert transfer is not None and dst_block_id in transfer.written_block_ids, "a write to a block that was reused"
+        assert transfer is not None and dst_block_id in transfer.own_block_ids, "a write to a block in other use"
         value = source.memory[job.ship.src_block_ids[job.num_moved]]
         if self.world.rng.random() < self.world.corruption:
             self.world.num_corrupted += 1

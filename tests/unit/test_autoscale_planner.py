@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.autoscale_simulation import bursty, diurnal, planner_for, play, shifting
-from bench.cluster_simulation import Speeds
+from bench.autoscale_simulation import bursty, diurnal, planner_for, play, read_trace, shifting
+from bench.cluster_simulation import Request, Speeds
+from bench.foresight import Foresight
+from bench.record_load_reports import read_recording
 from deploy.autoscale.demand import Demand, DemandMeter, StepTime
 from deploy.autoscale.planner import Planner, PlannerConfig, decode_needed, prefill_needed
 from deploy.autoscale.queueing import late_fraction, servers_needed, wait_probability
@@ -192,3 +195,111 @@ def test_over_bursts_it_beats_as_many_fixed_worker_hours() -> None:
     fixed = play(trace, SPEEDS, (num_workers + 1) // 2, num_workers // 2, None)
     assert fixed["worker_hours"] <= planned["worker_hours"]
     assert planned["goodput"] > fixed["goodput"]
+
+
+def test_late_requests_that_are_refused_leave_room_for_those_that_follow() -> None:
+    trace = bursty(random.Random(4), 1500.0)
+    planned = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 16))
+    refusing = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 16), ttft_slo_s=1.0)
+    assert refusing["refused"] > 0
+    assert refusing["goodput"] > planned["goodput"] and refusing["worker_hours"] < planned["worker_hours"]
+
+
+def test_nobody_does_better_than_who_knows_the_trace() -> None:
+    trace = shifting(random.Random(3), 900.0)
+    planner = planner_for(SPEEDS, 10)
+    foresight = Foresight(trace, SPEEDS, planner.config)
+    foreseen = play(trace, SPEEDS, *foresight.at_start, foresight)
+    planned = play(trace, SPEEDS, 1, 1, planner)
+    assert foreseen["goodput"] > planned["goodput"]
+    assert foreseen["worker_hours"] < planned["worker_hours"]
+
+
+def test_traces_are_read_in_both_public_forms(tmp_path: Path) -> None:
+    azure, mooncake, odd = (tmp_path / name for name in ("azure.csv", "mooncake.jsonl", "odd.jsonl"))
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+    )
+    mooncake.write_text(
+        '{"timestamp": 2000, "input_length": 396, "output_length": 109, "hash_ids": [1, 2]}\n'
+        '{"timestamp": 500, "input_length": 374, "output_length": 44, "hash_ids": []}\n'
+    )
+    first, second = read_trace(azure)
+    assert (first, second.num_prompt_tokens) == (Request(0.0, 374, 44), 396)
+    assert second.at == pytest.approx(4.3145, abs=1e-3)
+    assert read_trace(mooncake) == [Request(0.0, 374, 44), Request(1.5, 396, 109)]
+    odd.write_text('{"timestamp": 1}\n')
+    with pytest.raises(ValueError, match=r"odd\.jsonl: .*input_length"):
+        read_trace(odd)
+
+
+# ---- what is seen early
+
+
+def test_a_burst_shows_in_seconds_and_chance_does_not() -> None:
+    def rates(per_second: list[int]) -> list[float]:
+        meter, total, found = DemandMeter(64), 0, []
+        for second, count in enumerate(per_second):
+            total += count
+            load = WorkerLoad(num_prompt_tokens=100 * total, num_finished=total, prompt_tokens_per_s=4000)
+            found.append(meter.observe(second, [(worker("prefill"), load)]).prompts_per_s)
+        return found
+
+    burst = rates([0] + [4] * 10 + [40] * 4)
+    assert burst[10] == pytest.approx(4.0)
+    assert burst[13] > 1.5 * (5 * 4 + 3 * 40) / 8  # beyond the mean of the window
+    assert burst[13] < 40
+    assert rates([0] + [4] * 10 + [6, 5, 6])[13] == pytest.approx((5 * 4 + 17) / 8)
+
+
+def test_sequences_that_come_and_do_not_end_ask_for_workers_before_they_are_there() -> None:
+    meter = DemandMeter(64)
+    for second in range(9):
+        prefill = WorkerLoad(num_prompt_tokens=1000 * second, num_finished=10 * second, prompt_tokens_per_s=9000)
+        running = min(64, 10 * second)  # it is full; others wait with prefill
+        decode = WorkerLoad(num_running=running, step_time_s=0.01 + 0.001 * running, num_blocks=9, num_free_blocks=1)
+        demand = meter.observe(second, [(worker("prefill"), prefill), (worker("decode"), decode)])
+    assert demand.growth_per_s == pytest.approx((80 - 2 * 80**0.5) / 8)
+    near, far = (decode_needed(demand, PlannerConfig(foresee_s=s)).num_workers for s in (1.0, 30.0))
+    assert far > near
+
+    steady = DemandMeter(64)
+    for second in range(9):
+        prefill = WorkerLoad(num_prompt_tokens=1000 * second, num_finished=10 * second, prompt_tokens_per_s=9000)
+        decode = WorkerLoad(num_running=20, num_finished=9 * second, step_time_s=0.02)
+        demand = steady.observe(second, [(worker("prefill"), prefill), (worker("decode"), decode)])
+    assert demand.growth_per_s == 0.0  # 80 came and 72 ended: that may be chance
+
+
+def test_where_both_want_all_workers_they_get_what_arrives_needs() -> None:
+    config = PlannerConfig(max_prefill=9, max_decode=9, max_workers=10, up_after_s=3)
+    waiting = {**as_dict(BUSY), "waiting_tokens": 2_000_000, "waiting_prompts": 1000, "mean_output_tokens": 400.0}
+    for most_sequences, decode in ((1000, 5), (200, 4)):  # the latter are content with less than their part
+        planner = Planner(config)
+        for second in range(6):
+            proposal = planner.propose(second, Demand(**{**waiting, "most_sequences": most_sequences}), 2, 2)
+        assert proposal.prefill_need.num_workers > 9, "for the backlog's sake"
+        # 2.5 workers for what comes, and 250 s of work that waits.
+        assert proposal.prefill_need.work == pytest.approx((2.5 + 250 / config.foresee_s) / 0.8)
+        assert (proposal.prefill, proposal.decode) == (10 - decode, decode)
+
+
+def test_over_a_recording_it_waits_for_the_burst_and_then_asks_at_once() -> None:
+    """75 s of a real cluster of one and one: from the 5th 1.5 requests/s, from the 28th 14 more and longer ones; at the
+    end a backlog. Made by `python -m bench.record_load_reports`.
+    """
+    meter = DemandMeter(max_num_seqs=32)
+    planner = Planner(PlannerConfig(ttft_s=0.5, max_workers=8, max_num_seqs=32, foresee_s=10))
+    current, course = (1, 1), []
+    for observed in read_recording(Path(__file__).parents[1] / "recordings" / "burst_1p1d.jsonl.xz"):
+        demand = meter.observe(observed.at, observed.workers)
+        proposal = planner.propose(observed.at, demand, *current)
+        current = proposal.prefill, proposal.decode
+        course.append((observed.at, current, demand))
+    assert {proposed for at, proposed, _ in course if at < 28} == {(1, 1)}
+    assert next(at for at, (prefill, _), _ in course if prefill > 1) < 34
+    assert all(sum(proposed) <= 8 for _, proposed, _ in course)
+    at_most = max(course, key=lambda entry: entry[2].prompts_per_s)[2]
+    assert at_most.prompts_per_s == pytest.approx(15.5, rel=0.25) and at_most.mean_prompt_tokens > 400
+    assert all(sum(proposed) == 8 for at, proposed, _ in course if at > 40), "the backlog is there to the end"

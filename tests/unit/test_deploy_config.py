@@ -32,6 +32,8 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         ('join = "tcp://10.0.0.1:7777"', "--cluster-host"),
         ('join = "10.0.0.1:7777"\ncluster_host = "10.0.0.2"\ninsecure_network = true', "tcp://HOST:PORT"),
         ("port = 9000\nadmin_port = 9000", "admin_port"),
+        ("prefill = 0\ndecode_prefill_threshold = 0", "prefill.*--decode-prefill-threshold"),
+        ("prefill = 0\nautoscale = true", "autoscale.*--prefill"),
     ],
 )
 def test_mistakes_are_named(tmp_path: Path, content: str, words: str) -> None:

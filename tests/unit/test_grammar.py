@@ -249,9 +249,9 @@ def test_logits_beyond_the_tokenizer_are_not_allowed() -> None:
     assert torch.isfinite(logits[1]).nonzero()[:, 0].tolist() == [0, 2, 31]
 
 
-def test_grammars_compile_once_and_remember(demo_model: Any) -> None:
+def test_grammars_compile_once_and_remember(noise_model: Any) -> None:
     compiled: list[None] = []
-    grammars = Grammars(str(demo_model), 2048, lambda: compiled.append(None))
+    grammars = Grammars(str(noise_model), 2048, lambda: compiled.append(None))
     try:
         assert grammars.get(None) is None
         first, broken = grammars.get('start: "a"'), grammars.get("start: nothing")
@@ -312,8 +312,8 @@ def test_hostile_grammars_are_bounded() -> None:
             assert "\n" not in error.message
 
 
-def test_the_demo_vocabulary_spells_json(demo_model: Any) -> None:
-    tokenizer = read_tokenizer(str(demo_model), 2048)
+def test_the_demo_vocabulary_spells_json(noise_model: Any) -> None:
+    tokenizer = read_tokenizer(str(noise_model), 2048)
     assert isinstance(tokenizer, LLTokenizer)
     matcher = compile_grammar(tokenizer, GRAMMARS[0])
     text = '{"name": "né日", "size": 7}'

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 
 from kv_transfer.connectors import open_receiver, open_sender
 from kv_transfer.handshake import agree, offered_connectors
-from kv_transfer.mapped_memory import host_id
 from kv_transfer.process_group import DIRECT_BLOCK_BYTES, MESSAGE_BYTES, StoreServer, message_plan
 from kv_transfer.runs import is_run, paired_runs
 from protocol.errors import ConfigError, KVLayoutMismatch, KVTransferFailed
+from protocol.host import host_id
 from protocol.membership import PROTOCOL_VERSION
 from protocol.transfer import ConnectorParams, KVLayout, OpenPair
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.errors import InvalidRequest
+from protocol.errors import InvalidRequest, Overloaded
 from proxy import media_fetch
-from proxy.media_fetch import MediaFetcher, _RefusedAddress, check_address, read_local
+from proxy.media_fetch import Fetched, MediaFetcher, _RefusedAddress, check_address, read_local
 from proxy.media_source import InvalidMedia, MediaLimits, MediaSource
 
 LIMITS = MediaLimits(max_bytes=1000, fetch_timeout_s=20, allow_private=True)
@@ -45,8 +45,13 @@ def fetch(reply: Reply, path: str = "/a.png", limits: MediaLimits = LIMITS, host
         port = server.sockets[0].getsockname()[1]
         fetcher = MediaFetcher(limits)
         try:
-            return await fetcher.fetch(source(f"http://{host}:{port}{path}"))
+            fetched = Fetched(fetcher)
+            item = source(f"http://{host}:{port}{path}")
+            await fetcher.fetch(item, fetched)
+            return fetched.data[item.number]
         finally:
+            fetched.close()
+            assert fetcher.held_bytes == 0
             await fetcher.close()
             server.close()
 
@@ -164,6 +169,11 @@ def test_a_url_that_gives_no_answer_is_given_up() -> None:
 
     with pytest.raises(InvalidMedia, match=r"no whole answer within 0\.2 s"):
         fetch(reply, limits=msgspec.structs.replace(LIMITS, fetch_timeout_s=0.2))
+
+
+def test_there_is_an_end_to_what_waits_to_be_processed() -> None:
+    with pytest.raises(Overloaded, match="wait to be processed"):
+        fetch(replying(answer("200 OK", bytes(900))), limits=msgspec.structs.replace(LIMITS, max_fetched_bytes=800))
 
 
 @given(st.text(max_size=60) | st.text(max_size=40).map(lambda text: f"data:image/png;base64,{text}"))

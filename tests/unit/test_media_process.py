@@ -5,132 +5,25 @@ The process's loop and threads run here, beside a real media cache.
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import io
 import os
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import av
-import msgspec
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 from transformers import AutoProcessor
 
-from media_cache.config import MediaCacheConfig
-from media_cache.server import MediaCacheServer
-from protocol.errors import InvalidRequest, RequestAborted, TandemError
-from protocol.media import MediaItem, check_media, check_segment
-from protocol.media_cache import MediaCacheStatus, MediaKey
-from protocol.media_client import MediaCacheClient
-from protocol.media_segment import map_segment
-from protocol.sockets import new_context
-from protocol.token_ids import unpack_token_ids
-from proxy.media_jobs import CancelJob, JobDone, MediaJob, MediaSetup
-from proxy.media_process import MediaProcess
-from proxy.media_source import MediaLimits
+from protocol.errors import InvalidRequest, RequestAborted
+from proxy.media_jobs import CancelJob, JobDone, MediaJob
 from proxy.registry import ModelLimits
-from proxy.rendering import RenderedPrompts
 from tests.media_proxy import data_url, image_part, video_part
+from tests.media_reader import MediaReader, prompt_of
 from tests.vision_model import clip, encoded, picture, save_processor
-
-LIMITS = ModelLimits(4096, 300, "m", 64)
-T = TypeVar("T")
-
-
-class Reader:
-    """A media process and its cache on a loop of their own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        (folder / "files").mkdir()
-        self.limits = MediaLimits(
-            max_items=4, max_pixels=1_000_000, max_bytes=4 << 20, allowed_path=str(folder / "files")
-        )
-        self.loop = asyncio.new_event_loop()
-        self.run(self._start())
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.loop.run_until_complete(asyncio.wait_for(work, 240))
-
-    async def _start(self) -> None:
-        endpoint = f"ipc://{self.folder}/cache.sock"
-        self._server = MediaCacheServer(MediaCacheConfig(endpoint, 64 << 20))
-        self._serving = asyncio.create_task(self._server.run())
-        self._context = new_context()
-        self.client = MediaCacheClient(self._context, endpoint)
-        self.done: asyncio.Queue[JobDone] = asyncio.Queue()
-        setup = MediaSetup(
-            "media", "info", str(self.folder), "m", False, "hermes", False, endpoint, self.limits, num_threads=2
-        )
-        self.process = MediaProcess(setup, self.done.put_nowait, os.getpid())
-        await self.process.load()
-
-    def close(self) -> None:
-        self.run(self._close())
-        self.loop.close()
-
-    async def _close(self) -> None:
-        await self.process.close()
-        self.client.close()
-        self._server.stop()
-        await self._serving
-        self._context.destroy(linger=0)
-
-    def job(self, *parts: dict[str, Any] | str, **fields: Any) -> MediaJob:
-        content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
-        body = msgspec.json.encode({"messages": [{"role": "user", "content": content}], **fields})
-        return MediaJob(self.client.new_id(), "chat", body, LIMITS)
-
-    def read_all(self, jobs: list[MediaJob]) -> list[JobDone]:
-        """At once; in their order."""
-
-        async def read() -> list[JobDone]:
-            for job in jobs:
-                self.process.on_message(job)
-            return [await self.done.get() for _ in jobs]
-
-        by_lease = {done.lease_id: done for done in self.run(read())}
-        return [by_lease[job.lease_id] for job in jobs]
-
-    def prompt(self, *parts: dict[str, Any] | str) -> tuple[list[int], tuple[MediaItem, ...], list[dict[str, Any]]]:
-        """(token ids, items, tensors by name of each)."""
-        [done] = self.read_all([self.job(*parts)])
-        try:
-            return prompt_of(done)
-        finally:
-            self.client.release([done.lease_id])
-
-    def refusal(self, *parts: dict[str, Any] | str, **fields: Any) -> str:
-        [done] = self.read_all([self.job(*parts, **fields)])
-        self.client.release([done.lease_id])
-        assert isinstance(done.result, InvalidRequest), done.result
-        return done.result.message
-
-    def status(self) -> MediaCacheStatus:
-        return self.run(self.client.status())
-
-
-def prompt_of(done: JobDone) -> tuple[list[int], tuple[MediaItem, ...], list[dict[str, Any]]]:
-    if isinstance(done.result, TandemError):
-        raise done.result
-    assert isinstance(done.result.prompt, RenderedPrompts)
-    [prompt] = done.result.prompt.prompts
-    token_ids = unpack_token_ids(prompt.token_ids)
-    check_media(prompt.media, len(token_ids))
-    return token_ids, prompt.media, [tensors_of(item) for item in prompt.media]
-
-
-def tensors_of(item: MediaItem) -> dict[str, NDArray[Any]]:
-    mapped = map_segment(item.segment, MediaKey(item.digest, "input"))
-    check_segment(item, len(mapped))
-    return {
-        t.name: np.frombuffer(mapped, t.dtype, int(np.prod(t.shape)), t.offset).reshape(t.shape) for t in item.tensors
-    }
 
 
 @contextmanager
@@ -147,14 +40,14 @@ def num_memfds_unchanged() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reader]:
-    running = Reader(save_processor(tmp_path_factory.mktemp("media")))
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MediaReader]:
+    running = MediaReader(save_processor(tmp_path_factory.mktemp("media")))
     yield running
     running.close()
 
 
 @pytest.fixture(scope="module")
-def processor(reader: Reader) -> Any:
+def processor(reader: MediaReader) -> Any:
     return AutoProcessor.from_pretrained(str(reader.folder))
 
 
@@ -166,7 +59,7 @@ def expected_inputs(processor: Any, parts: list[dict[str, Any]], images: list[An
     return processor(text=[text], images=images, videos=[frames], return_tensors="np")
 
 
-def test_image_video_and_text_are_what_transformers_makes_of_them(reader: Reader, processor: Any) -> None:
+def test_image_video_and_text_are_what_transformers_makes_of_them(reader: MediaReader, processor: Any) -> None:
     first, second, video = picture(100, 80, seed=1), picture(150, 60, seed=2), clip(6)
     token_ids, media, tensors = reader.prompt(
         "look: ",
@@ -196,7 +89,7 @@ def test_image_video_and_text_are_what_transformers_makes_of_them(reader: Reader
         assert token_ids[start - 1] != token_ids[start] != token_ids[start + length]
 
 
-def test_what_was_seen_before_is_not_processed_again(reader: Reader) -> None:
+def test_what_was_seen_before_is_not_processed_again(reader: MediaReader) -> None:
     part = image_part(data_url(encoded(picture(seed=7))))
     before = reader.status()
     _, [one, same], _ = reader.prompt(part, "one", part)
@@ -211,7 +104,7 @@ def test_what_was_seen_before_is_not_processed_again(reader: Reader) -> None:
     assert other.digest != again.digest
 
 
-def test_many_at_once_share_no_state(reader: Reader) -> None:
+def test_many_at_once_share_no_state(reader: MediaReader) -> None:
     """Two threads, images of different sizes, some of them in several requests."""
     parts = [image_part(data_url(encoded(picture(60 + 20 * i, 70, seed=30 + i)))) for i in range(6)]
     jobs = [reader.job(parts[i % 6], "and", parts[(i + 1) % 6]) for i in range(12)]
@@ -226,12 +119,12 @@ def test_many_at_once_share_no_state(reader: Reader) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
-def test_kinds_of_images(reader: Reader, kind: str) -> None:
+def test_kinds_of_images(reader: MediaReader, kind: str) -> None:
     _, [item], [tensors] = reader.prompt(image_part(data_url(encoded(picture(), kind), f"image/{kind.lower()}")))
     assert item.kind == "image" and tensors["pixel_values"].shape[1] == 1176
 
 
-def test_files_webm_the_short_form_and_many_frames(reader: Reader) -> None:
+def test_files_webm_the_short_form_and_many_frames(reader: MediaReader) -> None:
     file = reader.folder / "files" / "clip.webm"
     file.write_bytes(clip(40, kind="webm"))
     _, [item], [tensors] = reader.prompt({"type": "video_url", "video_url": file.as_uri()})
@@ -239,7 +132,7 @@ def test_files_webm_the_short_form_and_many_frames(reader: Reader) -> None:
     assert tensors["video_grid_thw"][0][0] == reader.limits.max_video_frames // 2, "sampled"
 
 
-def test_bad_ones_are_refused_with_index_and_reason(reader: Reader) -> None:
+def test_bad_ones_are_refused_with_index_and_reason(reader: MediaReader) -> None:
     good = image_part(data_url(encoded(picture(seed=20))))
     png, jpeg, video = encoded(picture(400, 300)), encoded(picture(400, 300), "JPEG"), clip(30)
     secret = reader.folder / "config.json"
@@ -283,7 +176,7 @@ def test_bad_ones_are_refused_with_index_and_reason(reader: Reader) -> None:
         reader.run(reader.client.clear())
 
 
-def test_images_that_cannot_fit_the_model_are_refused_before_they_are_processed(reader: Reader) -> None:
+def test_images_that_cannot_fit_the_model_are_refused_before_they_are_processed(reader: MediaReader) -> None:
     parts = [image_part(data_url(encoded(picture(400, 400, seed=60 + i)))) for i in range(2)]
     job = reader.job(*parts)
     before = reader.status()
@@ -292,7 +185,7 @@ def test_images_that_cannot_fit_the_model_are_refused_before_they_are_processed(
     assert reader.status().num_misses == before.num_misses
 
 
-def test_a_cancelled_request_is_answered_all_the_same(reader: Reader) -> None:
+def test_a_cancelled_request_is_answered_all_the_same(reader: MediaReader) -> None:
     async def cancel() -> JobDone:
         job = reader.job(video_part(data_url(clip(20), "video/mp4")))
         reader.process.on_message(job)

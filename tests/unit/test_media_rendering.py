@@ -56,8 +56,8 @@ def test_parts_become_what_templates_take_and_sources_in_order() -> None:
 @pytest.mark.parametrize(
     ("parts", "max_media", "reason"),
     [
-        ([{"type": "image_url", "image_url": URL}], 0, r"messages\[0\]\.content\[0\].*takes text only"),
-        ([{"type": "image_url"}], 1, "has no image_url"),
+        ([{"type": "image_url", "image_url": URL}], 0, r"image 0 \(messages\[0\]\.content\[0\]\).*takes text only"),
+        ([{"type": "image_url"}], 1, r"image 0 .* has no image_url"),
         ([{"type": "video_url", "video_url": ""}], 1, "has no video_url"),
         ([{"type": "image_url", "image_url": URL}] * 3, 2, "image 2 .*may bring 2 images and videos, this one has 3"),
     ],

@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = (
     "proxy",
     "prefill_worker",
+    "worker",
     "decode_worker",
     "follower",
     "kv_transfer",

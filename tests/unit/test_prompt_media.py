@@ -43,7 +43,10 @@ def media_of(
     num_tokens = max(item.spans[-1][0] + item.spans[-1][1] for item in items)
     frames = num_frames or [1] * len(items)
     tensors: list[dict[str, torch.Tensor]] = [{} for _ in items]
-    return PromptMedia(range(num_tokens), items, tensors, frames, BUDGET // 2, cache or EmbeddingCache(1 << 20))
+    media = PromptMedia(range(num_tokens), items, BUDGET // 2, cache or EmbeddingCache(1 << 20))
+    media.set_tensors(tensors, frames)
+    media.is_ready = True
+    return media
 
 
 def encode(media: PromptMedia, unit: EncodeUnit) -> None:
@@ -181,6 +184,19 @@ def test_a_prompt_whose_media_fail_ends_alone() -> None:
     scheduler.blocks.check()
 
 
+def test_a_prompt_whose_media_did_not_come_ends_before_it_begins() -> None:
+    scheduler = a_scheduler()
+    item = an_item([(1, 4)])
+    media = PromptMedia(range(9), [item], BUDGET // 2, EmbeddingCache(1 << 20))
+    scheduler.on_start(0.0, a_request([item], 9), None, None, media)
+    assert scheduler.schedule(0.0) == (Batch([]), []), "it waits for them"
+    media.error, media.is_ready = WorkerLost("the media cache did not send it"), True
+    batch, [action] = scheduler.schedule(0.0)
+    assert not batch.items and isinstance(action, SendToProxy) and isinstance(action.message, RequestFailed)
+    assert action.message.error.code == "worker_lost", "which has the proxy try again"
+    assert scheduler.is_idle and scheduler.schedule(0.0) == (Batch([]), [])
+
+
 def test_a_prompt_may_end_while_its_media_are_encoded() -> None:
     scheduler = a_scheduler()
     item = an_item([(0, 40)])
@@ -258,7 +274,9 @@ def test_they_outlive_their_segment() -> None:
 
 def test_segments_that_cannot_be_used_are_refused() -> None:
     good = stored(("pixel_values", torch.arange(4.0)))
-    with pytest.raises(InvalidRequest, match="cannot be opened: ENOENT"):
+    with pytest.raises(InvalidRequest, match="cannot be opened: ENAMETOOLONG"):
+        open_tensors(msgspec.structs.replace(good, segment=f"/dev/shm/{'x' * 300}"))
+    with pytest.raises(WorkerLost, match="the media cache that held an image or video is gone"):
         open_tensors(msgspec.structs.replace(good, segment="/dev/shm/tandem-no-such-segment"))
     larger = msgspec.structs.replace(good.tensors[0], shape=(5,), num_bytes=20)
     with pytest.raises(InvalidRequest, match="ends at byte 84 of a segment of 80 bytes"):
@@ -350,9 +368,9 @@ def test_a_shared_cache_that_fails_costs_no_request() -> None:
         cache = EmbeddingCache(1 << 20)
         intake = MediaIntake(tower, cache, 16, shared, done.set)
         media = intake.open(a_request([stored()], 9))
-        assert media is not None and not media.is_looked_up
+        assert media is not None and not media.is_ready
         await asyncio.wait_for(done.wait(), 10)
-        assert media.is_looked_up
+        assert media.is_ready
         _, units, _ = media.afford(0, 9, BUDGET)
         for unit in units:
             encode(media, unit)

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from litestar import Request
 
 from protocol.errors import InvalidRequest
-from proxy.admission import Admission, ClientLimitExceeded, QueueFull, Ticket
+from proxy.admission import CROWD, Admission, ClientLimitExceeded, QueueFull, Ticket, queue_bounds
 from proxy.http_errors import tandem_error_response
 
 
@@ -184,3 +184,97 @@ class AnyOrder(RuleBasedStateMachine):
 
 AnyOrder.TestCase.settings = settings(max_examples=60, deadline=None)
 TestAnyOrder = AnyOrder.TestCase
+
+
+class Load:
+    """So many arrive in a second, at equal distances, and so many are served, first come, first served. Pure."""
+
+    def __init__(self, admission: Admission, clock: Clock) -> None:
+        self.admission, self.clock = admission, clock
+        self.waiting: list[tuple[float, Ticket]] = []
+        self.waits_s: list[float] = []
+        self.num_refused = 0
+
+    def arrive(self, count: int = 1) -> None:
+        for _ in range(count):
+            try:
+                self.waiting.append((self.clock.now, self.admission.admit("a", [100])))
+            except QueueFull:
+                self.num_refused += 1
+
+    def serve(self) -> None:
+        if self.waiting:
+            arrived_at, ticket = self.waiting.pop(0)
+            ticket.on_first_token(0)
+            ticket.close()
+            self.waits_s.append(self.clock.now - arrived_at)
+
+    def run(self, seconds: float, arriving_per_s: float, served_per_s: float) -> None:
+        end = self.clock.now + seconds
+        self.waits_s, self.num_refused = [], 0
+        next_arrival, next_service = self.clock.now, self.clock.now
+        while min(next_arrival, next_service) < end:
+            self.clock.now = min(next_arrival, next_service)
+            if next_service <= next_arrival:
+                self.serve()
+                next_service += 1 / served_per_s
+            else:
+                self.arrive()
+                next_arrival += 1 / arriving_per_s
+        self.clock.now = end
+
+
+@pytest.mark.parametrize("served_per_s", [5.0, 14.0, 100.0])
+def test_past_capacity_the_wait_stays_what_it_may_be(served_per_s: float) -> None:
+    clock = Clock()
+    load = Load(Admission(1024, clock, max_queue_s=5.0), clock)
+    load.run(60, 3 * served_per_s, served_per_s)  # until the crowd of the beginning is served
+    load.run(60, 3 * served_per_s, served_per_s)
+    longest_s = max(5.0, CROWD / served_per_s)
+    assert 0.9 * longest_s < min(load.waits_s) <= max(load.waits_s) < 1.1 * longest_s
+    assert len(load.waits_s) == pytest.approx(60 * served_per_s, abs=2), "nobody is idle"
+    assert load.num_refused == pytest.approx(2 * 60 * served_per_s, rel=0.02)
+    load.run(60, 0.5 * served_per_s, served_per_s)
+    load.run(10, 0.9 * served_per_s, served_per_s)
+    assert not load.num_refused and max(load.waits_s) < 1
+
+
+def test_with_a_limit_for_first_tokens_a_crowd_waits_no_longer() -> None:
+    """However slow decode is, of which the router's prediction knows nothing."""
+    clock = Clock()
+    max_queue_s, crowd = queue_bounds(5.0, 2.0)
+    load = Load(Admission(1024, clock, max_queue_s=max_queue_s, crowd=crowd), clock)
+    load.run(60, 42, 14)
+    load.run(60, 42, 14)
+    assert 1.4 < min(load.waits_s) <= max(load.waits_s) < 2.0
+    assert len(load.waits_s) == pytest.approx(60 * 14, abs=2)
+    assert queue_bounds(0.5, 2.0)[0] == 0.5 and queue_bounds(0.0, 2.0)[0] == 1.6 and queue_bounds(5.0, None)[0] == 5.0
+
+
+def test_a_burst_waits_however_long_it_takes() -> None:
+    clock = Clock()
+    load = Load(Admission(1024, clock, max_queue_s=5.0), clock)
+    load.arrive(1000)
+    load.run(4.9, 10, 10)
+    assert not load.num_refused and load.admission.num_waiting > 900
+    load.run(120, 1e-9, 10)
+    assert not load.waiting and not load.num_refused
+
+
+def test_clients_that_wait_for_their_answers_are_no_overload() -> None:
+    """So many that each always has one under way, for as long as they like."""
+    clock = Clock()
+    load = Load(Admission(1024, clock, max_queue_s=5.0), clock)
+    load.arrive(CROWD)
+    for _ in range(3000):
+        clock.now += 0.1
+        load.serve()
+        load.arrive()
+    assert not load.num_refused and max(load.waits_s) == pytest.approx(6.4)
+
+
+def test_without_the_bound_a_crowd_may_wait_for_ever() -> None:
+    clock = Clock()
+    load = Load(Admission(1024, clock), clock)
+    load.run(60, 30, 14)
+    assert not load.num_refused and load.admission.num_waiting > 900

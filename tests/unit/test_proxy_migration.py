@@ -107,6 +107,34 @@ def test_a_reported_loss_goes_round_the_suspect() -> None:
     play(test)
 
 
+def test_a_prompt_that_loses_its_prefill_worker_stays_with_its_decode_worker() -> None:
+    """Which has kept what had arrived, though no report says so yet."""
+
+    async def test(cluster: Cluster) -> None:
+        cluster.join(OTHER_PREFILL, OTHER_DECODE)
+        for is_told_by_decode in (True, False) * 8:
+            del cluster.pool.sent[:]
+            reader = asyncio.create_task(collect(cluster.generate()))
+            await turn()
+            old, prepare, start = attempt(cluster, 0)
+            prefill = PREFILL if prepare.prefill_epoch == PREFILL.epoch else OTHER_PREFILL
+            decode = DECODE if start.decode_epoch == DECODE.epoch else OTHER_DECODE
+            if is_told_by_decode:
+                cluster.failed(decode, old, WorkerLost("the prefill worker was lost"))
+            else:
+                cluster.lose(prefill)
+            await turn()
+            new, prepare, start = attempt(cluster, 1)
+            assert start.decode_epoch == decode.epoch and prepare.prefill_epoch != prefill.epoch
+            cluster.first(new, 5, worker=OTHER_PREFILL if prefill is PREFILL else PREFILL)
+            cluster.token(new, 6, "length", worker=decode)
+            assert await reader == ([5, 6], "length")
+            if not is_told_by_decode:
+                cluster.join(prefill)
+
+    play(test)
+
+
 def test_a_request_that_loses_every_worker_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence, "MAX_LOST_ATTEMPTS", 3)
     monkeypatch.setattr(sequence, "_FIRST_DELAY_S", 0.001)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from protocol.errors import Overloaded, ProtocolError
@@ -14,6 +15,7 @@ from protocol.membership import (
     WorkerLoad,
     WorkerStatus,
 )
+from protocol.registration import PROXY_SILENCE_S
 from proxy.registry import Registry
 
 SILENCE_S = 2.5
@@ -86,10 +88,41 @@ def test_a_proxy_that_stood_still_blames_nobody() -> None:
     registry = Registry(SILENCE_S)
     registry.on_register(0.0, register(worker("decode-0")))
     registry.check(0.25)
-    assert not registry.check(60.0)
-    assert not registry.check(60.25)
-    assert [registry.check(60.0 + 0.25 * i) for i in range(2, 20)], "but silence from then on counts"
+    assert not registry.check(4.0)
+    assert not registry.check(4.25)
+    assert [registry.check(4.0 + 0.25 * i) for i in range(2, 20)], "but silence from then on counts"
     assert registry.workers() == []
+
+
+def test_a_proxy_that_stood_still_for_long_takes_its_requests_for_given_up() -> None:
+    registry = Registry(SILENCE_S)
+    info = worker("decode-0")
+    registry.on_register(0.0, register(info))
+    registry.check(0.25)
+    [gone] = registry.check(0.25 + PROXY_SILENCE_S).lost
+    assert gone.worker == info and "this proxy stood still for 5.0 s" in gone.reason
+    assert registry.on_register(5.5, register(info)).joined == [info]
+    assert not registry.check(5.75)
+
+
+def test_who_has_a_name_keeps_it_while_it_lives() -> None:
+    registry = Registry(SILENCE_S)
+    first = worker("decode-0", "e1", pid=10)
+    second = msgspec.structs.replace(first, epoch="e2", endpoint="tcp://10.0.0.9:4000", pid=99)
+    registry.on_register(0.0, register(first))
+    for step in range(1, 40):
+        now = step * 0.25
+        with pytest.raises(ProtocolError, match=r"process 10.*is called decode-0 already.*another --name"):
+            registry.on_register(now, register(second))
+        assert registry.on_status(now, status(first)) and not registry.check(now)
+        assert registry.workers() == [first]
+    while not registry.check(now):
+        now += 0.25
+    assert registry.on_register(now, register(second)).joined == [second], "the first has fallen silent"
+    with pytest.raises(ProtocolError, match="process 99"):
+        registry.on_register(now, register(first))
+    registry.on_exited("decode-0", 99)
+    assert registry.on_register(now, register(first)).joined == [first]
 
 
 def test_an_exited_process_is_lost_at_once_but_not_its_successor() -> None:

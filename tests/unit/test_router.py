@@ -42,10 +42,13 @@ class World:
         self.decodes = [worker(f"decode-{i}") for i in range(num_decode)]
         self.logs = {info.epoch: PrefixLog() for info in self.prefills + self.decodes}
         for info in self.prefills + self.decodes:
-            self.registry.on_register(0, RegisterWorker(PROTOCOL_VERSION, info, 4096, 1000, "m", BLOCK_SIZE))
+            self.join(info)
         for info in self.prefills + self.decodes:
             self.report(info)
         self.router = Router(self.registry, threshold, num_proxies, random.Random(0))
+
+    def join(self, info: WorkerInfo) -> None:
+        self.registry.on_register(0, RegisterWorker(PROTOCOL_VERSION, info, 4096, 1000, "m", BLOCK_SIZE))
 
     def report(
         self, info: WorkerInfo, speed: float = 1000.0, free: int = 100, running: int = 0, **load: object
@@ -236,7 +239,11 @@ def test_predictions_learn_from_what_first_tokens_took() -> None:
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["pick", "first", "end", "report", "lose"]), st.integers(0, 9)), max_size=60))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["pick", "first", "end", "report", "lose", "return"]), st.integers(0, 9)), max_size=60
+    )
+)
 def test_nothing_stays_counted(events: list[tuple[str, int]]) -> None:
     world = World(2, 2, threshold=8, num_proxies=2)
     waiting: list[Route] = []
@@ -258,6 +265,10 @@ def test_nothing_stays_counted(events: list[tuple[str, int]]) -> None:
             world.report(info, waiting_tokens=[(0, number)], running=number)
         elif event == "lose" and number < 2:
             world.registry.on_exited(f"decode-{number}", 1)
+        elif event == "return":  # lost from sight, and back under the same epoch: what was owed stays with the past
+            info = (world.prefills + world.decodes)[number % 4]
+            world.registry.on_left(info.epoch)
+            world.join(info)
     for route in waiting:
         world.router.prefill_ended(route)
     for route in running:

@@ -35,10 +35,13 @@ class FakeProcess:
     async def run(self) -> None:
         await self._terminated.wait()
 
+    def restart(self) -> None:
+        self.num_starts += 1
+
     def terminate(self) -> None:
         self._terminated.set()
 
-    stop = kill = terminate
+    stop = kill = replace = terminate
 
     def last_error(self) -> str | None:
         return None
@@ -51,6 +54,7 @@ class FakeSite:
         self.room = room
         self.names: list[str] = []
         self.progress_files: dict[str, Path] = {}
+        self.media_cache_endpoint = ""
 
     def http_hosts(self) -> list[str]:
         return []
@@ -103,6 +107,22 @@ def test_the_highest_numbers_go_and_free_names_are_taken_again() -> None:
         await until(lambda: sorted(site.names) == ["decode-0", "decode-1", "prefill-0", "prefill-3"])
         launcher.scale({"prefill": 3})
         assert "prefill-1" in site.names
+
+    with_launcher(9, body)
+
+
+def test_what_is_on_its_way_out_is_not_restarted_and_the_others_are_listed() -> None:
+    async def body(launcher: Launcher, site: FakeSite) -> None:
+        launcher.scale({"decode": 2})
+        launcher.restart("decode-0")
+        launcher.restart("nobody")
+        starts = {process.name: process.num_starts for process in launcher.processes}
+        assert starts == {"proxy-0": 1, "prefill-0": 1, "decode-0": 2, "decode-1": 1}
+        launcher.scale({"decode": 1})
+        leaving = launcher._children["decode-1"]
+        launcher.restart("decode-1")
+        assert leaving.num_starts == 1
+        assert "decode-1" not in {process.name for process in launcher.processes}
 
     with_launcher(9, body)
 

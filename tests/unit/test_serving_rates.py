@@ -70,10 +70,13 @@ def test_what_a_proxy_tells_is_what_its_metrics_hold() -> None:
         timer.on_tokens(now, 1)
         timer.on_text(now)
     timer.on_finished(11.0)
+    for reason in ("slo", "queue_full", "client_limit"):
+        metrics.rejected.labels(reason).inc()
     told = serving_figures(metrics, Admission(8, lambda: 0.0))
     assert (told.num_output_tokens, told.num_finished, told.num_waiting) == (3, 1, 0)
     assert [sum(each.counts) for each in (told.ttft, told.itl, told.e2e)] == [1, 2, 1]
     assert len(told.ttft.counts) == len(told.ttft.bounds_s) + 1
+    assert told.num_refused == 2  # the client's own limit is no want of room
     assert list(told.stages_s) == list(STAGES) and sum(told.stages_s.values()) == pytest.approx(1.0)
 
 

@@ -30,8 +30,8 @@ OTHER = {"type": "function", "function": {"name": "g"}}
 
 
 @pytest.fixture(scope="module")
-def text(demo_model: Path) -> ModelText:
-    return ModelText(str(demo_model))
+def text(noise_model: Path) -> ModelText:
+    return ModelText(str(noise_model))
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +40,8 @@ def reader(text: ModelText) -> BodyReader:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(demo_model: Path) -> Any:
-    return read_tokenizer(str(demo_model), 2048)
+def tokenizer(noise_model: Path) -> Any:
+    return read_tokenizer(str(noise_model), 2048)
 
 
 def read(reader: BodyReader, fields: dict[str, Any]) -> GenerationRequest:

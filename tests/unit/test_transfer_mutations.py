@@ -29,7 +29,7 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 def no_quarantine(patch: pytest.MonkeyPatch) -> None:
     """Blocks of a request that has ended are used again at once."""
-    patch.setattr(IncomingTransfer, "may_still_be_written", property(lambda self: self.num_receives_in_flight > 0))
+    patch.setattr(IncomingTransfer, "may_still_be_written", property(lambda self: bool(self.receives)))
 
 
 def receives_under_way_are_forgotten(patch: pytest.MonkeyPatch) -> None:
@@ -47,7 +47,7 @@ def announced_counts_as_arrived(patch: pytest.MonkeyPatch) -> None:
 
     def is_complete(self: IncomingTransfer) -> bool:
         all_announced = self.num_received_blocks == len(self.written_block_ids)
-        return self.is_reserved and not self.is_corrupt and all_announced and self.first_token_ids is not None
+        return self.is_reserved and not self.has_gap and all_announced and self.first_token_ids is not None
 
     patch.setattr(IncomingTransfer, "is_complete", property(is_complete))
 
@@ -118,6 +118,29 @@ def pair_ids_are_used_again(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(IncomingPairTable, "_remember", lambda self, pair_id: None)
 
 
+def announced_blocks_are_kept(patch: pytest.MonkeyPatch) -> None:
+    """The next attempt at a prompt decodes from blocks that the receiver still writes."""
+
+    def keep_arrived(self: IncomingTransfer, num_full_blocks: int) -> list[int]:
+        self.num_kept_blocks = min(self.num_received_blocks, num_full_blocks - len(self.cached_block_ids))
+        return self.written_block_ids[: self.num_kept_blocks]
+
+    patch.setattr(IncomingTransfer, "keep_arrived", keep_arrived)
+
+
+def blocks_behind_corrupt_ones_are_kept(patch: pytest.MonkeyPatch) -> None:
+    def on_received(self: IncomingTransfer, is_whole: bool) -> None:
+        self.num_arrived_blocks += self.receives.popleft()
+        self.has_gap = self.has_gap or not is_whole
+
+    patch.setattr(IncomingTransfer, "on_received", on_received)
+
+
+def kept_blocks_still_count_as_written(patch: pytest.MonkeyPatch) -> None:
+    """What the prefix cache has is set free with the rest when the transfer is over."""
+    patch.setattr(IncomingTransfer, "own_block_ids", property(lambda self: self.written_block_ids))
+
+
 def corrupt_blocks_are_used(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(DecodeScheduler, "on_corrupt", lambda self, transfer_id, error: self.on_received(transfer_id, None))
 
@@ -132,7 +155,10 @@ MUTATIONS: list[tuple[Mutation, tuple[bool, ...]]] = [
     (the_peer_is_told_before_the_sender_has_stopped, ONE_SIDED),
     (blocks_are_released_while_they_are_shipped, ONE_SIDED),
     (pair_ids_do_not_name_the_process, EITHER),
-    (pair_ids_are_used_again, EITHER),
+    (pair_ids_are_used_again, ONE_SIDED),  # with two sides the pairs' numbers refuse it as well
+    (announced_blocks_are_kept, TWO_SIDED),
+    (blocks_behind_corrupt_ones_are_kept, EITHER),
+    (kept_blocks_still_count_as_written, EITHER),
     (corrupt_blocks_are_used, EITHER),
 ]
 CASES = [

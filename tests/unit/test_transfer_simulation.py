@@ -122,7 +122,7 @@ def run(seed: int, one_sided: bool, num_events: int) -> World:
 def test_ten_thousand_schedules(part: int, one_sided: bool) -> None:
     """2,500 here, so that each part is short. No write reaches a block that is not its transfer's."""
     ended: Counter[str | None] = Counter()
-    num_late = num_corrupted = num_found = num_duplicated = num_expired = 0
+    num_late = num_corrupted = num_found = num_duplicated = num_expired = num_kept = 0
     for seed in range(2500 * part, 2500 * (part + 1)):
         try:
             world = run(seed, one_sided, 60)
@@ -134,9 +134,24 @@ def test_ten_thousand_schedules(part: int, one_sided: bool) -> None:
         num_found += world.num_found_corrupt
         num_duplicated += world.num_duplicated
         num_expired += world.num_expired_leases
+        num_kept += world.num_kept_blocks
     # The schedules must reach all of it, or the test would show nothing.
     reasons = ("length", "aborted", "worker_lost", "kv_transfer_failed", "deadline_exceeded")
     assert min(ended[reason] for reason in reasons) > 50, ended
-    assert num_late > 50 and num_found > 10 and num_duplicated > 200 and num_expired > 50, (
-        num_late, num_found, num_duplicated, num_expired,
+    assert num_late > 50 and num_found > 10 and num_duplicated > 200 and num_expired > 50 and num_kept > 10, (
+        num_late, num_found, num_duplicated, num_expired, num_kept,
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
+def test_after_hours_of_idleness_requests_are_served(one_sided: bool) -> None:
+    """No lease, deadline or pair runs out of itself."""
+    world = World(3, one_sided)
+    world.run_to_rest()
+    for _ in range(3):
+        world.pass_time(5 * 3600.0)
+        for _ in range(4):
+            world.start()
+        assert len(world.wanted) % 4 == 0
+        world.settle()
+    assert [sequence.ended for sequence in world.wanted] == ["length"] * 12

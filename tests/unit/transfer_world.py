@@ -85,10 +85,11 @@ class World:
         self.visible = {process.epoch for process in self.processes()}
         self.exits: deque[int] = deque()  # of processes that have ended, which the kernel has yet to report
         self.wanted: list[Wanted] = []
+        self.lost_prompts: list[list[int]] = []
         self.attempts: dict[str, Wanted] = {}
         self.terminals: Counter[tuple[str, str]] = Counter()
         self.num_corrupted = self.num_found_corrupt = self.num_late_writes = self.num_duplicated = 0
-        self.num_expired_leases = 0
+        self.num_expired_leases = self.num_kept_blocks = 0
 
     # ---- processes
 
@@ -147,6 +148,7 @@ class World:
         for sequence in self.wanted:
             if sequence.ended is None and process in (sequence.prefill, sequence.decode):
                 self._end(sequence, "worker_lost")
+                self.lost_prompts.append(sequence.prompt)
 
     # ---- the proxy
 
@@ -155,10 +157,19 @@ class World:
         if not able or self.decode.epoch not in self.visible:
             return
         length = self.rng.choice([1, 4, 9, 15])
+        if self.lost_prompts:
+            self._dispatch_again(self.rng.choice(able))
+            return
         prompt = [self.rng.randrange(3)] * min(8, length) + [self.rng.randrange(23) for _ in range(length - 8)]
         sequence = Wanted(prompt, StopConditions(self.rng.choice([2, 6]), frozenset()))
         self.wanted.append(sequence)
         self._dispatch(sequence, self.rng.choice(able))
+
+    def _dispatch_again(self, prefill: Prefill) -> None:
+        """A prompt that lost a worker, under another transfer_id."""
+        sequence = Wanted(self.lost_prompts.pop(), StopConditions(6, frozenset()))
+        self.wanted.append(sequence)
+        self._dispatch(sequence, prefill)
 
     def _dispatch(self, sequence: Wanted, prefill: Prefill) -> None:
         request_id = f"r{len(self.attempts)}"
@@ -479,7 +490,7 @@ class World:
         self.decode.scheduler.blocks.check()
         owners: Counter[int] = Counter()
         for transfer in self.decode.scheduler._transfers.values():
-            owners.update(transfer.written_block_ids)
+            owners.update(transfer.own_block_ids)
         in_tables = {block_id for s in self.decode.scheduler._running.sequences for block_id in s.block_table}
         assert all(count == 1 for count in owners.values()), "a block in two hands"
         assert not in_tables & owners.keys(), "a block of a running sequence may still be written by a peer"

@@ -1,6 +1,7 @@
-"""The built-in demo model: a small Llama with random weights and its own tokeniser, made on first use, no download.
+"""A small Llama with random weights and a tokeniser of its own, made on first use and kept.
 
-It answers with noise, fast: it is there to see the cluster work. `python -m deploy.demo_model FOLDER` makes one.
+It answers with noise for as long as it is asked to: for benchmarks, and for tests where any answer will do.
+`python -m bench.noise_model FOLDER` makes one.
 """
 
 from __future__ import annotations
@@ -10,42 +11,29 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
+from deploy.demo_model.tokenizer import CHAT_TEMPLATE, MAX_MODEL_LEN, SPECIAL_TOKENS, VOCAB_SIZE
 from deploy.runtime_dir import cache_dir
 from protocol.errors import InternalError
 
 VERSION = 2
 """Part of the cache folder's name: raise it with every change to what is made."""
 
-_CHAT_TEMPLATE = (
-    "{% if tools %}<|system|>Functions, to be called by their names in <tool_call>:"
-    "{% for tool in tools %}\n{{ tool['function'] | tojson }}{% endfor %}<|end|>{% endif %}"
-    "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}"
-    "{% for call in message['tool_calls'] or [] %}<tool_call>\n{{ call['function'] | tojson }}\n</tool_call>"
-    "{% endfor %}"
-    "<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
-_SPECIAL_TOKENS = ["<|end|>", "<|system|>", "<|user|>", "<|assistant|>"]
-_VOCAB_SIZE = 2048
-_MAX_MODEL_LEN = 2048
 
-
-def ensure_demo_model(on_progress: Callable[[str], None]) -> Path:
-    """The model's folder, made now if it is not there. Launchers may race: it appears whole or not at all."""
-    folder = cache_dir() / f"demo-model-v{VERSION}"
+def ensure_noise_model() -> Path:
+    """The model's folder, made now if it is not there. Processes may race: it appears whole or not at all."""
+    folder = cache_dir() / f"noise-model-v{VERSION}"
     if (folder / "config.json").exists():
         return folder
-    on_progress("Making the demo model (once)")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        made = subprocess.run(  # in a process of its own: the launcher stays free of torch
-            [sys.executable, "-m", "deploy.demo_model", scratch], capture_output=True, text=True, timeout=300
+        made = subprocess.run(  # in a process of its own: the caller stays free of torch
+            [sys.executable, "-m", "bench.noise_model", scratch], capture_output=True, text=True, timeout=300
         )
         if made.returncode != 0:
-            raise InternalError(f"the demo model could not be made: {made.stderr.strip().splitlines()[-1:]}")
+            raise InternalError(f"the noise model could not be made: {made.stderr.strip().splitlines()[-1:]}")
         shutil.rmtree(folder, ignore_errors=True)
         try:
             (Path(scratch) / "model").replace(folder)
@@ -62,7 +50,7 @@ def _sample_text() -> Iterator[str]:
     yield from pydoc_data.topics.topics.values()
 
 
-def make_demo_model(folder: Path) -> None:
+def make_noise_model(folder: Path) -> None:
     """Write config, weights (safetensors), tokeniser and chat template to `folder`. The same bytes every time."""
     # transformers would write the same files, but importing it takes longer than all of this.
     import torch
@@ -74,8 +62,8 @@ def make_demo_model(folder: Path) -> None:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "dtype": "bfloat16",
-        "vocab_size": _VOCAB_SIZE,
-        "max_position_embeddings": _MAX_MODEL_LEN,
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": MAX_MODEL_LEN,
         **_SHAPE,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
@@ -116,7 +104,7 @@ def _weight_shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden, inner = _SHAPE["hidden_size"], _SHAPE["intermediate_size"]
     heads = _SHAPE["num_attention_heads"] * _SHAPE["head_dim"]
     kv_heads = _SHAPE["num_key_value_heads"] * _SHAPE["head_dim"]
-    yield "model.embed_tokens.weight", (_VOCAB_SIZE, hidden)
+    yield "model.embed_tokens.weight", (VOCAB_SIZE, hidden)
     for layer in range(_SHAPE["num_hidden_layers"]):
         prefix = f"model.layers.{layer}"
         yield f"{prefix}.input_layernorm.weight", (hidden,)
@@ -129,7 +117,7 @@ def _weight_shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
         yield f"{prefix}.mlp.up_proj.weight", (inner, hidden)
         yield f"{prefix}.mlp.down_proj.weight", (hidden, inner)
     yield "model.norm.weight", (hidden,)
-    yield "lm_head.weight", (_VOCAB_SIZE, hidden)
+    yield "lm_head.weight", (VOCAB_SIZE, hidden)
 
 
 def _write_tokenizer(folder: Path) -> int:
@@ -140,8 +128,8 @@ def _write_tokenizer(folder: Path) -> int:
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=_VOCAB_SIZE,
-        special_tokens=_SPECIAL_TOKENS,
+        vocab_size=VOCAB_SIZE,
+        special_tokens=SPECIAL_TOKENS,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -151,8 +139,8 @@ def _write_tokenizer(folder: Path) -> int:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|end|>",
         "pad_token": "<|end|>",
-        "model_max_length": _MAX_MODEL_LEN,
-        "chat_template": _CHAT_TEMPLATE,
+        "model_max_length": MAX_MODEL_LEN,
+        "chat_template": CHAT_TEMPLATE,
     }
     _write_json(folder / "tokenizer_config.json", settings)
     end_id = bpe.token_to_id("<|end|>")
@@ -165,4 +153,4 @@ def _write_json(file: Path, content: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    make_demo_model(Path(sys.argv[1]) / "model")
+    make_noise_model(Path(sys.argv[1]) / "model")

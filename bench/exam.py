@@ -1,0 +1,153 @@
+"""The demo model's exam through a whole cluster, and by transformers alone: 500 questions, exact match.
+
+    python -m bench.exam [--quick] [--during chaos] [--json FILE]
+
+Greedy in float32 (the answers must be those of transformers, one for one), greedy in bfloat16, and at temperature 0.7
+with the question's number as the seed. During chaos: greedy in float32 while workers are killed, frozen and drained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from bench.chaos_faults import CLUSTER_OPTIONS, WORKERS, Faults
+from bench.report import Aim, Report, add_common_options, finish
+from deploy.demo_model import DEMO_MODEL
+from deploy.demo_model.exam import SEED, Question, exam, rows, score
+from tests.cluster import Cluster
+
+NUM_AT_ONCE, NUM_IN_CHAOS = 16, 6
+MIN_FAULTS = 10
+TIMEOUT_S = 120.0
+GREEDY, WARM = 0.0, 0.7
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.exam", description=__doc__.partition("\n")[0])
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="another model's folder")
+    parser.add_argument("--during", choices=["chaos"], help="what else happens while it is asked")
+    parser.add_argument("--url", help="ask a server that is running, greedy and warm, and nothing else")
+    add_common_options(parser)
+    options = parser.parse_args()
+    questions = exam()[:: 10 if options.quick else 1]
+    if options.url:
+        runs = {"greedy": ask_all(options.url, questions, GREEDY), "warm": ask_all(options.url, questions, WARM)}
+        print_scores(questions, runs)
+        return
+    model = ("--model", str(options.model), "--kv-cache-gib", "0.25")
+    if options.during:
+        during_chaos(questions, model, options.model, options.json)
+        return
+    runs = {"transformers float32": list(by_transformers(options.model, questions))}
+    with Cluster(*model, "--dtype", "float32") as cluster:
+        runs["greedy float32"] = ask_all(cluster.url, questions, GREEDY)
+    with Cluster(*model, "--dtype", "bfloat16") as cluster:
+        runs["greedy bfloat16"] = ask_all(cluster.url, questions, GREEDY)
+        runs["temperature 0.7"] = ask_all(cluster.url, questions, WARM)
+    print_scores(questions, runs)
+    per_cent = {name: 100 * share_right(questions, answers) for name, answers in runs.items()}
+    differing = sum(a != b for a, b in zip(runs["transformers float32"], runs["greedy float32"], strict=True))
+    aims = [
+        Aim.of("greedy through the cluster, per cent right", per_cent["greedy bfloat16"], 90.0, "higher"),
+        Aim.of("temperature 0.7, per cent right", per_cent["temperature 0.7"], 90.0, "higher"),
+        Aim.of("answers in float32 that differ from transformers'", differing, 0, "lower"),
+        Aim.of(
+            "points between bfloat16 and float32",
+            abs(per_cent["greedy bfloat16"] - per_cent["greedy float32"]),
+            1.0,
+            "lower",
+        ),
+    ]
+    figures = {name: score(questions, answers) for name, answers in runs.items()}
+    finish(Report.of("exam", {"right": figures}, aims), options.json)
+    sys.exit(0 if all(aim.met for aim in aims) else 1)
+
+
+def during_chaos(questions: list[Question], options: tuple[str, ...], folder: Path, json_file: Path | None) -> None:
+    """Round after round, for as long as it takes to strike MIN_FAULTS times."""
+    right = list(by_transformers(folder, questions))
+    console = Console(stderr=True)
+    answers: list[list[str]] = []
+    with Cluster(*options, *CLUSTER_OPTIONS, "--dtype", "float32", "--threads-per-worker", "1") as cluster:
+        ended = threading.Event()
+        faults = Faults(cluster.port, 1, WORKERS, Random(SEED), console.print)
+        with ThreadPoolExecutor(1) as pool:
+            struck = pool.submit(asyncio.run, faults.run_while(lambda: not ended.is_set()))
+            try:
+                while len(faults.told) < MIN_FAULTS and not struck.done():
+                    answers.append(ask_all(cluster.url, questions, GREEDY, NUM_IN_CHAOS))
+            finally:
+                ended.set()
+            struck.result()
+    print_scores(questions, {"transformers": right, "first round": answers[0], "last round": answers[-1]})
+    differing = sum(a != b for given in answers for a, b in zip(right, given, strict=True))
+    lowest = min(100 * share_right(questions, given) for given in answers)
+    aims = [
+        Aim.of("answers that differ from those of transformers", differing, 0, "lower"),
+        Aim.of("per cent right, the lowest of all rounds", lowest, 90.0, "higher"),
+    ]
+    figures = {"answers": sum(map(len, answers)), "faults": faults.told}
+    finish(Report.of("exam", figures, aims), json_file)
+    sys.exit(0 if all(aim.met for aim in aims) else 1)
+
+
+def ask_all(url: str, questions: list[Question], temperature: float, num_at_once: int = NUM_AT_ONCE) -> list[str]:
+    """Several at once, as a server is used. An error is an answer that is wrong."""
+    with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client, ThreadPoolExecutor(num_at_once) as pool:
+        answers = pool.map(partial(ask, client, temperature), range(len(questions)), questions)
+        return list(track(answers, f"temperature {temperature}", total=len(questions), console=Console(stderr=True)))
+
+
+def ask(client: httpx.Client, temperature: float, seed: int, question: Question) -> str:
+    body = {"messages": question.messages, "temperature": temperature, "seed": seed}  # until it ends by itself
+    response = client.post("/v1/chat/completions", json=body)
+    if response.status_code != 200:
+        return f"HTTP {response.status_code}: {response.text}"
+    content: str = response.json()["choices"][0]["message"]["content"]
+    return content
+
+
+def by_transformers(folder: Path, questions: list[Question]) -> Iterator[str]:
+    """Each question by itself, greedy, in float32: what the cluster is held against."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for question in track(questions, "transformers", console=Console(stderr=True)):
+        ids = tokenizer.apply_chat_template(
+            question.messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
+        )["input_ids"]
+        with torch.inference_mode():
+            out = model.generate(ids, max_length=model.config.max_position_embeddings, do_sample=False)
+        yield tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def share_right(questions: list[Question], answers: list[str]) -> float:
+    return sum(a == q.answer for q, a in zip(questions, answers, strict=True)) / len(questions)
+
+
+def print_scores(questions: list[Question], runs: dict[str, list[str]]) -> None:
+    table = Table("subject", *runs)
+    by_run = [list(rows(score(questions, answers))) for answers in runs.values()]
+    for columns in zip(*by_run, strict=True):
+        table.add_row(columns[0][0], *(f"{right} ({per_cent} %)" for _, right, per_cent in columns))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

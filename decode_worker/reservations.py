@@ -1,0 +1,121 @@
+"""Prompts that wait for blocks, in order of arrival, and those that have them and have not begun to decode; pure."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from decode_worker.actions import Action, SendToPrefill, SendToProxy
+from decode_worker.local_prefill import LocalPrefill
+from decode_worker.running import RunningBatch
+from decode_worker.sequence import DecodePrompt
+from decode_worker.transfer import IncomingTransfer
+from engine.block_manager import BlockManager
+from protocol.dispatch import DecodeReserved
+from protocol.transfer import KVReserved
+
+
+class _Blocks(NamedTuple):
+    """cached: from the prefix cache. written: for the rest of the prompt. spare: for what follows it."""
+
+    cached: list[int]
+    written: list[int]
+    spare: list[int]
+
+
+class Reservations:
+    """max_num_seqs: that one step takes; no more are taken on, unless a prompt with more of them goes alone."""
+
+    def __init__(self, blocks: BlockManager, running: RunningBatch, max_num_seqs: int) -> None:
+        self._blocks = blocks
+        self._running = running
+        self._max_num_seqs = max_num_seqs
+        self._waiting: deque[IncomingTransfer | LocalPrefill] = deque()
+        self._reserved: dict[str, DecodePrompt] = {}  # by transfer
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+
+    def wait(self, new: IncomingTransfer | LocalPrefill) -> None:
+        self._waiting.append(new)
+
+    def stop_waiting(self, old: IncomingTransfer | LocalPrefill) -> None:
+        self._waiting = deque(waiting for waiting in self._waiting if waiting is not old)
+
+    def waiting_transfers(self) -> list[IncomingTransfer]:
+        return [waiting for waiting in self._waiting if isinstance(waiting, IncomingTransfer)]
+
+    def forget(self, transfer_id: str) -> None:
+        """Its prompt decodes now, or has ended; the blocks are somebody else's."""
+        self._reserved.pop(transfer_id, None)
+
+    def num_own_blocks(self, prompt: DecodePrompt) -> int:
+        """What each sequence needs for itself to begin: everything after the prompt's full blocks, one token ahead."""
+        return self._blocks.num_blocks_for(prompt.num_tokens + 1) - len(prompt.hashes)
+
+    def num_blocks_to_begin(self, prompt: DecodePrompt) -> int:
+        return len(prompt.hashes) + len(prompt.sequences) * self.num_own_blocks(prompt)
+
+    def serve(self, claimed: Mapping[str, DecodePrompt]) -> list[Action]:
+        """Give blocks in order while they last, and answer the prefill workers; those whose request is not here yet do
+        not hold up others. claimed: prompts that are here, by transfer.
+        """
+        actions: list[Action] = []
+        unclaimed: list[IncomingTransfer] = []
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if isinstance(waiting, LocalPrefill):
+                told = self._serve_local(waiting)
+            elif (prompt := claimed.get(waiting.transfer_id)) is not None:
+                told = self._serve_transfer(waiting, prompt)
+            else:
+                unclaimed.append(waiting)
+                continue
+            if told is None:
+                self._waiting.appendleft(waiting)
+                break
+            actions += told
+        self._waiting.extendleft(reversed(unclaimed))
+        return actions
+
+    def _serve_transfer(self, transfer: IncomingTransfer, prompt: DecodePrompt) -> list[Action] | None:
+        """None while there are too few blocks."""
+        taken = self._take(prompt, len(prompt.hashes))
+        if taken is None:
+            return None
+        transfer.reserve(*taken)
+        answer = KVReserved(transfer.transfer_id, len(taken.cached), transfer.written_block_ids)
+        proxy_id = prompt.request.proxy_id
+        told = [SendToProxy(proxy_id, DecodeReserved(request_id)) for request_id in prompt.sequences]
+        return [SendToPrefill(transfer.pair_id, answer), *told]
+
+    def _serve_local(self, prefill: LocalPrefill) -> list[Action] | None:
+        """As for a transfer, but whatever is needed of the prompt is computed here."""
+        taken = self._take(prefill.prompt, prefill.num_cacheable_blocks(self._blocks.block_size))
+        if taken is None:
+            return None
+        num_cached_tokens = len(taken.cached) * self._blocks.block_size
+        prefill.reserve(taken.cached + taken.written, taken.spare, num_cached_tokens)
+        return []
+
+    def _take(self, prompt: DecodePrompt, num_cacheable: int) -> _Blocks | None:
+        """None while there are too few. num_cacheable: how many of its blocks may come from the prefix cache.
+
+        A block for each running sequence is left, so that a new one does not begin only to be preempted.
+        """
+        cached = self._blocks.match(prompt.hashes[:num_cacheable])
+        needed = self.num_blocks_to_begin(prompt) - len(cached)
+        if self._has_no_place(prompt) or needed + len(self._running) > self._blocks.num_free_without(cached):
+            return None
+        self._blocks.share(cached)
+        new = self._blocks.allocate(needed)
+        num_written = self._blocks.num_blocks_for(prompt.num_tokens) - len(cached)
+        self._reserved[prompt.request.transfer_id] = prompt
+        self.num_prompt_tokens += prompt.num_tokens
+        self.num_cached_tokens += len(cached) * self._blocks.block_size
+        return _Blocks(cached, new[:num_written], new[num_written:])
+
+    def _has_no_place(self, prompt: DecodePrompt) -> bool:
+        """Beside the sequences that run or will."""
+        num_taken = len(self._running) + sum(len(reserved.sequences) for reserved in self._reserved.values())
+        return num_taken > 0 and num_taken + len(prompt.sequences) > self._max_num_seqs

@@ -1,0 +1,8 @@
+"""The built-in demo model, which comes with the package: small, and trained by `deploy.demo_model.train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+DEMO_MODEL = Path(__file__).parent / "files"
+"""Weights, config, tokeniser and chat template."""

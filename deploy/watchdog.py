@@ -1,0 +1,39 @@
+"""Notices that a process stands still which nobody else would miss: the media cache, or a proxy, to which the kernel
+goes on sending clients. Pure; the launcher asks them, and ends those that this names, to start them again.
+
+Workers are none of them: proxies miss those, and one that wakes goes on with its model loaded.
+"""
+
+from __future__ import annotations
+
+INTERVAL_S = 1.0
+"""Between two questions."""
+
+
+class Watchdog:
+    """A process is watched from its first answer on: before that it starts. limit_s: of silence."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._heard_at: dict[str, float] = {}
+        self._checked_at: float | None = None  # None before the first time, which finds nobody
+
+    def on_answer(self, now: float, name: str) -> None:
+        self._heard_at[name] = now
+
+    def on_exit(self, name: str) -> None:
+        """Its successor is watched when it has answered."""
+        self._heard_at.pop(name, None)
+
+    def silent(self, now: float) -> list[str]:
+        """Those to be ended now, named once. To be called every INTERVAL_S."""
+        before, self._checked_at = self._checked_at, now
+        if before is None:
+            return []
+        if (stood_still_s := now - before - 2 * INTERVAL_S) > 0:
+            # This process, or the machine, stood still itself: answers may wait to be read.
+            self._heard_at = {name: heard_at + stood_still_s for name, heard_at in self._heard_at.items()}
+        silent = [name for name, heard_at in self._heard_at.items() if now - heard_at > self._limit_s]
+        for name in silent:
+            del self._heard_at[name]
+        return silent

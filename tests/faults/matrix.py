@@ -1,0 +1,338 @@
+"""The fault matrix: who is struck, by what, while a request is in which phase; and what must hold afterwards.
+
+`python -m bench.fault_matrix` goes through all of it, tests/faults/test_matrix.py through a part.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+
+from deploy.runtime_dir import runtime_dir
+from deploy.status import fetch_status
+from protocol.errors import TandemError
+from protocol.media_client import MediaCacheClient
+from protocol.membership import StatusReport
+from tests.cluster import Cluster
+from tests.faults.leaks import Footprint, shared_memory
+from tests.faults.phases import LOCAL_PREFILL, NUM_TOKENS, PHASES, Held, Missed, Phases
+from tests.faults.streams import Stream, wait_until
+from tests.media_proxy import ask_cache, data_url, image_part
+from tests.vision_model import encoded, picture, save_model
+
+Role = Literal["prefill", "decode", "proxy", "media cache"]
+ROLES: tuple[Role, ...] = ("prefill", "decode", "proxy", "media cache")
+FAULTS = ("SIGKILL", "SIGSTOP", "SIGSTOP then SIGCONT", "SIGTERM")
+FROZEN_S = 4.0
+"""Longer than the silence after which a worker is lost, and shorter than that after which a proxy is."""
+STOPPED_S = 30.0
+"""A process that is stopped for good is woken after so long where nobody has ended it, for the next case to begin."""
+END_LIMIT_S = 180.0
+WHOLE_LIMIT_S = 240.0
+LEAK_LIMIT_S = 30.0
+MAX_TRIES = 6
+NUM_PROMPT_TOKENS, NUM_LOCAL_PROMPT_TOKENS = 1400, 1000
+"""The others' and those of LOCAL_PREFILL."""
+NUM_LAYERS = 10
+"""So many that a phase lasts for longer than a worker takes to report it."""
+OPTIONS = (
+    "--prefill", "2", "--decode", "2", "--proxies", "2", "--dtype", "float32", "--threads-per-worker", "1",
+    "--max-num-batched-tokens", "16", "--block-size", "16", "--kv-cache-gib", "0.05", "--worker-wait-s", "240",
+    "--media-cache-mib", "64", "--decode-prefill-threshold", str(NUM_LOCAL_PROMPT_TOKENS),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    role: Role
+    fault: str
+    phase: str
+
+    def __str__(self) -> str:
+        return f"{self.role}, {self.fault}, {self.phase}"
+
+    @property
+    def may_fail(self) -> bool:
+        """The request is on the only process of its kind that is struck. Then it must be told, once."""
+        return self.role == "proxy" and self.fault in ("SIGKILL", "SIGSTOP")
+
+
+@dataclass
+class Result:
+    """outcome: of the struck request, as `Stream.outcome`; is_same: its tokens are those of the undisturbed run, as far
+    as it came. bystander: what became of a stream on the other proxy. pause_s: without a token, from the fault on.
+    whole_s: from the fault, or from a frozen process being woken, until the cluster is as it was. num_attempts: at the
+    request, as far as its proxy can tell. woken_s: after so long the test woke a process that was stopped for good.
+    problems: whatever breaks a rule of the matrix, in words.
+    """
+
+    case: Case
+    outcome: str
+    is_same: bool
+    bystander: str
+    pause_s: float
+    whole_s: float
+    num_attempts: int
+    num_missed: int
+    woken_s: float | None = None
+    problems: list[str] = field(default_factory=list)
+
+
+def all_cases() -> list[Case]:
+    cases = [Case(role, fault, phase) for role in ROLES for fault in FAULTS for phase in PHASES]
+    return cases + [Case("decode", fault, LOCAL_PREFILL) for fault in FAULTS]
+
+
+class Matrix:
+    """Runs cases on one cluster that was started with OPTIONS and a model that takes images."""
+
+    def __init__(self, cluster: Cluster, shared_before: set[str], seed: int = 0) -> None:
+        self._cluster = cluster
+        self._phases = Phases(cluster)
+        self._shared_before = shared_before
+        self._rng = random.Random(seed)
+        self._num_tracebacks = 0
+        self._num_bodies = 0
+        self._have_taken: set[int] = set()  # processes that have had an image
+        self._bystander_body = self._body(takes_image=False, num_tokens=400, num_prompt_tokens=30)
+        self._bystander_tokens = self._undisturbed(self._bystander_body).token_ids
+
+    def _undisturbed(self, body: dict[str, Any]) -> Stream:
+        """Its blocks serve no other request."""
+        stream = Stream(self._cluster, body | {"cache_salt": "reference"})
+        assert stream.wait(END_LIMIT_S) and stream.outcome == "length", stream.outcome
+        return stream
+
+    def _show_images(self) -> None:
+        """To each proxy, whose media process is up then, and to each prefill worker, which then knows the cache."""
+        for _ in range(30):
+            proxies = {self._phases.pid(name) for name in ("proxy-0", "proxy-1")}
+            prefills = {self._phases.pid(name) for name in ("prefill-0", "prefill-1")}
+            if proxies | prefills <= self._have_taken:
+                return
+            done = proxies & self._have_taken
+            not_on = done.pop() if len(done) == 1 else 0
+            # Several at once: one after the other would all go to the worker that seems the fastest.
+            bodies = [self._body(takes_image=True, num_tokens=2) for _ in range(4)]
+            for stream in [Stream(self._cluster, body, not_on) for body in bodies]:
+                assert stream.wait(END_LIMIT_S) and stream.outcome == "length", stream.outcome
+                [prefill] = [each["prefill"] for each in self._phases.events(stream) if each["event"] == "dispatched"]
+                self._have_taken |= {stream.proxy_pid, self._phases.pid(prefill)}
+        raise AssertionError("no image reached one of the proxies or prefill workers")
+
+    def _settle(self) -> None:
+        """Until all is as it is between requests; what processes open on first use, they have then opened."""
+        if not wait_until(self.is_whole, WHOLE_LIMIT_S):
+            raise AssertionError(f"the cluster is not whole: {self.why_not_whole()}")
+        for _ in range(12):  # proxies ask each other, whichever this reaches
+            httpx.get(f"{self._cluster.admin_url}/debug/requests/unknown", timeout=10)
+
+    def run(self, case: Case) -> Result:
+        """Raises AssertionError when the phase cannot be reached, or the cluster is not whole again in time."""
+        for num_missed in range(MAX_TRIES):
+            num_prompt_tokens = NUM_LOCAL_PROMPT_TOKENS if case.phase == LOCAL_PREFILL else NUM_PROMPT_TOKENS
+            body = self._body(case.role == "media cache", num_prompt_tokens=num_prompt_tokens)
+            reference = self._undisturbed(body)
+            self._show_images()
+            self._settle()
+            before = Footprint.of(self._cluster, self._shared_before)
+            try:
+                with self._bystander() as bystander:
+                    return self._strike(case, body, reference.token_ids, bystander, before, num_missed)
+            except Missed as missed:
+                print(f"{case}: missed, {missed}", flush=True)
+        raise AssertionError(f"{case}: the phase was not reached in {MAX_TRIES} tries")
+
+    # ---- one case
+
+    def _strike(
+        self,
+        case: Case,
+        body: dict[str, Any],
+        reference: list[int],
+        bystander: _Bystander,
+        before: Footprint,
+        num_missed: int,
+    ) -> Result:
+        with self._phases.held(body, case.phase, not_on=bystander.stream.proxy_pid) as held:
+            pid = self._pid_of(case, held)
+            struck_at = time.monotonic()
+            if case.fault in ("SIGKILL", "SIGTERM"):
+                os.kill(pid, getattr(signal, case.fault))
+                held.frozen.thaw()
+            else:
+                held.frozen.freeze(pid)
+                held.frozen.thaw(pid)
+            stream, woken_s = held.stream, None
+            if case.fault == "SIGSTOP then SIGCONT":
+                time.sleep(FROZEN_S)
+                held.frozen.thaw()
+            elif case.fault == "SIGSTOP":
+                # A worker that stands still is left alone; who else does is started again.
+                is_worker = case.role in ("prefill", "decode")
+                wait_until(lambda: stream.has_ended and (is_worker or self._is_replaced(pid)), STOPPED_S)
+                if not self._is_replaced(pid):
+                    woken_s = time.monotonic() - struck_at
+                held.frozen.thaw()
+        recovers_from = time.monotonic() if woken_s is not None else struck_at
+        has_ended = stream.wait(END_LIMIT_S)
+        pause_s = stream.longest_pause_s(struck_at, time.monotonic())
+        must_be_gone = pid if case.fault in ("SIGKILL", "SIGTERM") else 0
+        is_whole = wait_until(lambda: self.is_whole(must_be_gone), WHOLE_LIMIT_S)
+        assert is_whole, f"{case}: the cluster is not whole: {self.why_not_whole()}"
+        result = Result(
+            case,
+            stream.outcome if has_ended else "no end",
+            stream.token_ids == reference[: len(stream.token_ids)],
+            bystander.end(),
+            round(pause_s, 2),
+            round(time.monotonic() - recovers_from, 2),
+            self._phases.happened(stream, "dispatched"),
+            num_missed,
+            None if woken_s is None else round(woken_s, 1),
+        )
+        result.problems = self._problems(result, stream, before)
+        return result
+
+    def _problems(self, result: Result, stream: Stream, before: Footprint) -> list[str]:
+        problems = []
+        case = result.case
+        if result.outcome != "length" and not case.may_fail:
+            problems.append(f"the request ended with {result.outcome}")
+        if not result.is_same or (result.outcome == "length" and len(stream.token_ids) != NUM_TOKENS):
+            problems.append(f"other tokens than in the undisturbed run, or not as many: {len(stream.token_ids)}")
+        if stream.num_ends != (result.outcome != "connection ended"):
+            problems.append(f"{stream.num_ends} terminal messages came")
+        if result.bystander != "length":
+            problems.append(f"a stream on the other proxy: {result.bystander}")
+        leaks: list[str] = []
+
+        def is_clean() -> bool:
+            leaks[:] = Footprint.of(self._cluster, self._shared_before).leaked_since(before)
+            return not leaks
+
+        wait_until(is_clean, LEAK_LIMIT_S)
+        num_tracebacks = self._cluster.logs().count("Traceback")
+        if num_tracebacks > self._num_tracebacks:
+            problems.append(f"{num_tracebacks - self._num_tracebacks} tracebacks in the logs")
+        self._num_tracebacks = num_tracebacks
+        return problems + leaks
+
+    def _pid_of(self, case: Case, held: Held) -> int:
+        match case.role:
+            case "proxy":
+                return held.stream.proxy_pid
+            case "media cache":
+                return self._phases.pid("media-cache")
+            case "prefill":
+                return self._phases.pid(held.prefill)
+            case "decode":
+                return self._phases.pid(held.decode)
+
+    def _is_replaced(self, pid: int) -> bool:
+        return pid not in {self._phases.pid(name) for name in self._phases.names()}
+
+    # ---- the cluster
+
+    def is_whole(self, must_be_gone: int = 0) -> bool:
+        return not self.why_not_whole(must_be_gone)
+
+    def why_not_whole(self, must_be_gone: int = 0) -> str:
+        """Every process answers, every pair is ready, nothing is under way, every block is free, every lease over."""
+        try:
+            reports = asyncio.run(fetch_status(self._cluster.port))
+        except TandemError as silent:  # not there yet, or slow
+            return silent.message
+        if len(reports) < 2:
+            return "a proxy is silent"
+        if must_be_gone and not self._is_replaced(must_be_gone):
+            return f"process {must_be_gone} is still there"
+        for report in reports:
+            if must_be_gone in [worker.worker.pid for worker in report.workers]:
+                return f"{report.proxy_id} still counts on process {must_be_gone}"
+            if why := _why_not_whole(report):
+                return f"{report.proxy_id}: {why}"
+        if not self._cluster.is_healthy():
+            return "/health is not 200"
+        try:
+            media = ask_cache(f"ipc://{runtime_dir(self._cluster.port)}/media-cache.sock", _quick_status)
+        except (TimeoutError, TandemError):
+            return "the media cache is silent"
+        return f"{media.num_leases} media leases are open" if media.num_leases else ""
+
+    @contextmanager
+    def _bystander(self) -> Iterator[_Bystander]:
+        """A stream that decodes all along, on the proxy that the struck request is not on."""
+        stream = Stream(self._cluster, self._bystander_body)
+        assert wait_until(lambda: len(stream.token_ids) > 2, END_LIMIT_S)
+        try:
+            yield _Bystander(stream, self._bystander_tokens)
+        finally:
+            stream.wait(END_LIMIT_S)
+
+    def _body(
+        self, takes_image: bool, num_tokens: int = NUM_TOKENS, num_prompt_tokens: int = NUM_PROMPT_TOKENS
+    ) -> dict[str, Any]:
+        """Not asked before, so that nothing of it is cached."""
+        self._num_bodies += 1
+        fields = {
+            "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
+        }  # fmt: skip
+        if not takes_image:
+            return fields | {"prompt": [self._rng.randrange(256) for _ in range(num_prompt_tokens)]}
+        image = image_part(data_url(encoded(picture(seed=self._num_bodies))))
+        text = "".join(self._rng.choice("abcdefghij ") for _ in range(num_prompt_tokens))
+        return fields | {"messages": [{"role": "user", "content": [image, {"type": "text", "text": text}]}]}
+
+
+@dataclass
+class _Bystander:
+    stream: Stream
+    reference: list[int]
+
+    def end(self) -> str:
+        """Its outcome, "length" only where its tokens are those of the undisturbed run."""
+        if not self.stream.wait(END_LIMIT_S):
+            return "no end"
+        if self.stream.outcome == "length" and self.stream.token_ids != self.reference:
+            return "other tokens"
+        return self.stream.outcome
+
+
+async def _quick_status(client: MediaCacheClient) -> Any:
+    return await asyncio.wait_for(client.status(), 2.0)
+
+
+def _why_not_whole(report: StatusReport) -> str:
+    if len(report.workers) != 4 or any(worker.draining for worker in report.workers):
+        return f"{len(report.workers)} workers, {sum(worker.draining for worker in report.workers)} of them drain"
+    states = [pair.state for worker in report.workers for pair in worker.pairs]
+    if states != ["ready"] * 4:
+        return f"pairs are {states}"
+    if report.num_requests:
+        return f"{report.num_requests} requests are under way"
+    for worker in report.workers:
+        load = worker.load
+        if load.num_free_blocks != load.num_blocks or load.num_running or load.num_waiting:
+            held = load.num_blocks - load.num_free_blocks
+            return f"{worker.worker.worker_id} holds {held} blocks, {load.num_quarantined_blocks} in quarantine"
+    return ""
+
+
+@contextmanager
+def matrix(folder: Path) -> Iterator[Matrix]:
+    """folder: for the model."""
+    shared_before = shared_memory()
+    model = str(save_model(folder, NUM_LAYERS))
+    with Cluster("--model", model, "--served-model-name", "m", *OPTIONS) as cluster:
+        yield Matrix(cluster, shared_before)

@@ -1,0 +1,227 @@
+"""Brings a request to a phase of its life and holds it there, by freezing whoever would carry it on.
+
+Every hold is shorter than the silence that makes a worker lost, and is looked at before it counts: where the request
+has gone on meanwhile, or a hold took too long, `Missed` is raised and the caller tries another request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from deploy.runtime_dir import runtime_dir
+from deploy.status import fetch_status
+from protocol.membership import StatusReport, WorkerLoad
+from tests.cluster import Cluster
+from tests.faults.streams import Stream, wait_until
+
+PHASES = ("queued", "prefilling", "shipping", "first token", "decoding", "finishing")
+LOCAL_PREFILL = "local prefill"
+"""Of prompts that decode computes itself, and of decode workers alone."""
+HOLD_LIMIT_S, PROXY_HOLD_LIMIT_S = 2.0, 4.0
+"""Of the 2.5 s of `--worker-silence-s`, and the 5 s for which workers wait for a proxy."""
+NUM_TOKENS = 200
+"""That a request of the matrix generates."""
+
+
+class Missed(Exception):
+    """The request went on before it could be held."""
+
+
+class Frozen:
+    """Processes that are stopped."""
+
+    def __init__(self) -> None:
+        self._since: dict[int, float] = {}
+
+    def freeze(self, *pids: int) -> None:
+        """They have stopped when this returns."""
+        for pid in pids:
+            self._since.setdefault(pid, time.monotonic())
+            os.kill(pid, signal.SIGSTOP)
+        for pid in pids:
+            if not wait_until(lambda pid=pid: is_stopped(pid), 5):  # type: ignore[misc]
+                raise AssertionError(f"process {pid} does not stop")
+
+    def thaw(self, *but: int) -> None:
+        for pid in [pid for pid in self._since if pid not in but]:
+            del self._since[pid]
+            try:
+                os.kill(pid, signal.SIGCONT)
+            except ProcessLookupError:
+                continue
+
+    @property
+    def longest_s(self) -> float:
+        return max((time.monotonic() - since for since in self._since.values()), default=0.0)
+
+
+def is_stopped(pid: int) -> bool:
+    """Every thread of it."""
+    states = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        states.append((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return set(states) == {"T"}
+
+
+@dataclass
+class Held:
+    """A request in its phase, and the names of the workers that its first attempt is on; prefill: or ""."""
+
+    stream: Stream
+    prefill: str
+    decode: str
+    frozen: Frozen
+
+
+class Phases:
+    """Of requests to this cluster, which has two workers of each role and two proxies, and serves little else."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._folder = runtime_dir(cluster.port)
+
+    def pid(self, name: str) -> int:
+        """Of a child of the launcher, by its name in `tandem status`, or media-cache."""
+        return int((self._folder / f"{name}.pid").read_text())
+
+    def names(self) -> list[str]:
+        return sorted(path.stem for path in self._folder.glob("*.pid") if path.stem != "launcher")
+
+    def name_of(self, pid: int) -> str:
+        return next(name for name in self.names() if self.pid(name) == pid)
+
+    async def ask(self, proxy: str) -> StatusReport:
+        """Of this proxy alone: another may be frozen."""
+        return (await fetch_status(self.cluster.port, [f"ipc://{self._folder}/{proxy}.sock"]))[0]
+
+    def load(self, worker: str, proxy: str = "proxy-0") -> WorkerLoad:
+        report = asyncio.run(self.ask(proxy))
+        found = [each.load for each in report.workers if each.worker.worker_id == worker]
+        if not found:
+            raise Missed(f"{worker} is not in the cluster")
+        return found[0]
+
+    def events(self, stream: Stream) -> list[dict[str, Any]]:
+        """Its timeline; empty before it has one."""
+        answer = httpx.get(f"{self.cluster.admin_url}/debug/requests/{stream.request_id}", timeout=10)
+        return list(answer.json()["events"]) if answer.status_code == 200 else []
+
+    def happened(self, stream: Stream, event: str) -> int:
+        """How often."""
+        return sum(each["event"] == event for each in self.events(stream))
+
+    @contextmanager
+    def held(self, body: dict[str, Any], phase: str, not_on: int = 0) -> Iterator[Held]:
+        """Raises Missed. Everybody goes on at the end."""
+        hold: Callable[[Frozen, dict[str, Any], int], Held] = getattr(self, "_" + phase.replace(" ", "_"))
+        frozen = Frozen()
+        try:
+            held = hold(frozen, body, not_on)
+            if held.stream.has_ended:
+                raise Missed(f"it has ended: {held.stream.outcome}")
+            if frozen.longest_s > (PROXY_HOLD_LIMIT_S if phase == "finishing" else HOLD_LIMIT_S):
+                raise Missed(f"the hold took {frozen.longest_s:.1f} s")
+            yield held
+        finally:
+            frozen.thaw()
+
+    # ---- the phases
+
+    def _queued(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
+        """Dispatched, and nobody computes."""
+        frozen.freeze(self.pid("prefill-0"), self.pid("prefill-1"))
+        return self._dispatched(frozen, body, not_on)
+
+    def _prefilling(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
+        """Chunks are computed; nothing is shipped, since decode gives no answer."""
+        frozen.freeze(self.pid("decode-0"), self.pid("decode-1"))
+        held = self._dispatched(frozen, body, not_on)
+        self._reach(lambda: self.load(held.prefill).num_running > 0)
+        frozen.freeze(self.pid(held.prefill))
+        self._must_not("first token computed", held)
+        return held
+
+    def _shipping(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
+        """Some blocks are on decode, and more to come."""
+        held = self._shipping_begun(frozen, body, not_on)
+        frozen.freeze(self.pid(held.prefill))
+        self._must_not("first token computed", held)
+        return held
+
+    def _first_token(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
+        """The client has it, and decode has begun nothing."""
+        held = self._shipping_begun(frozen, body, not_on)
+        frozen.freeze(self.pid(held.decode))
+        self._reach(lambda: bool(held.stream.token_ids))
+        if len(held.stream.token_ids) != 1:
+            raise Missed(f"it had {len(held.stream.token_ids)} tokens")
+        return held
+
+    def _decoding(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
+        held = self._dispatched(frozen, body, not_on)
+        self._reach(lambda: len(held.stream.token_ids) >= 10, 60)
+        frozen.freeze(self.pid(held.decode))
+        return held
+
+    def _finishing(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
+        """Decode has finished it, and its last tokens are on their way to the proxy, which reads none."""
+        held = self._dispatched(frozen, body, not_on)
+        proxy = self.name_of(held.stream.proxy_pid)
+        other = "proxy-1" if proxy == "proxy-0" else "proxy-0"
+        before = self.load(held.decode, other).num_finished
+        self._reach(lambda: len(held.stream.token_ids) >= NUM_TOKENS - 50, 60)
+        frozen.freeze(held.stream.proxy_pid)
+        if len(held.stream.token_ids) == NUM_TOKENS:
+            raise Missed("it had all its tokens")
+        self._reach(lambda: self.load(held.decode, other).num_finished > before)
+        return held
+
+    def _local_prefill(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
+        """Decode has computed a part of it."""
+        held = self._dispatched(frozen, body, not_on)
+        if held.prefill:
+            raise Missed("a prefill worker computes it")
+        self._reach(lambda: 0 < self.load(held.decode).num_waiting_tokens < len(body["prompt"]))
+        frozen.freeze(self.pid(held.decode))
+        self._must_not("first token computed", held)
+        return held
+
+    def _dispatched(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
+        stream = Stream(self.cluster, body, not_on)
+        found: list[dict[str, Any]] = []
+
+        def is_dispatched() -> bool:
+            found[:] = [each for each in self.events(stream) if each["event"] == "dispatched"]
+            return bool(found) or stream.has_ended
+
+        self._reach(is_dispatched, 30)
+        if not found:
+            raise Missed(f"it was not dispatched: {stream.outcome}")
+        return Held(stream, found[0].get("prefill", ""), found[0]["decode"], frozen)
+
+    def _shipping_begun(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
+        before = {name: self.load(name).num_transferred_bytes for name in ("prefill-0", "prefill-1")}
+        held = self._dispatched(frozen, body, not_on)
+        self._reach(lambda: self.load(held.prefill).num_transferred_bytes > before[held.prefill])
+        return held
+
+    def _must_not(self, event: str, held: Held) -> None:
+        if self.happened(held.stream, event):
+            raise Missed(f"it was too late: {event}")
+        if self.happened(held.stream, "dispatched") != 1:
+            raise Missed("it has moved already")
+
+    @staticmethod
+    def _reach(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+        if not wait_until(condition, timeout_s):
+            raise Missed(f"it did not come so far within {timeout_s:.0f} s")

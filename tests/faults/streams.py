@@ -1,0 +1,156 @@
+"""One streamed request on a thread of its own: its tokens as they come, and how it ended."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from tests.cluster import Cluster
+
+READ_TIMEOUT_S = 240.0
+POLL_S = 0.005
+
+
+class Stream:
+    """Begins at once. body: a completion's where it has a prompt, else a chat's; one sequence.
+
+    proxy_pid: of the process that its connection leads to. outcome: a finish_reason, an error's code, or
+    "connection ended"; empty while it runs. arrivals: monotonic, of each event. num_ends: terminal messages that
+    came: of these there is to be one.
+    """
+
+    def __init__(self, cluster: Cluster, body: dict[str, Any], not_on: int = 0) -> None:
+        """not_on: a proxy's process that it must not lead to."""
+        self.request_id = f"case-{secrets.token_hex(6)}"
+        self.token_ids: list[int] = []
+        self.arrivals: list[float] = []
+        self.outcome = ""
+        self.num_ends = 0
+        self._body = body
+        self._path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
+        self._client, self.proxy_pid = connect(cluster, not_on)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    @property
+    def has_ended(self) -> bool:
+        return bool(self.outcome)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def longest_pause_s(self, since: float, now: float) -> float:
+        """Without an event, from `since` to its end, or to `now` while it runs."""
+        moments = [since, *(moment for moment in self.arrivals if moment > since)]
+        if not self.has_ended:
+            moments.append(now)
+        return max((after - before for before, after in pairwise(moments)), default=0.0)
+
+    def _run(self) -> None:
+        try:
+            with closing(self._client):
+                outcome = self._read()
+        except httpx.TimeoutException:
+            outcome = "silence"
+        except httpx.TransportError:
+            outcome = "connection ended"
+        self.arrivals.append(time.monotonic())
+        self.outcome = outcome
+
+    def _read(self) -> str:
+        outcome, headers = "", {"x-request-id": self.request_id}
+        with self._client.stream("POST", self._path, json={**self._body, "stream": True}, headers=headers) as answer:
+            if answer.status_code != 200:
+                self.num_ends += 1
+                return str(json.loads(answer.read())["error"]["code"])
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                self.arrivals.append(time.monotonic())
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    outcome = str(event["error"]["code"])
+                    self.num_ends += 1
+                for choice in event.get("choices", []):
+                    self.token_ids += choice.get("token_ids") or []
+                    if choice["finish_reason"]:
+                        outcome = choice["finish_reason"]
+                        self.num_ends += 1
+        return outcome or "connection ended"
+
+
+def connect(cluster: Cluster, not_on: int = 0) -> tuple[httpx.Client, int]:
+    """A client with one open connection, and the process id of the proxy at its other end."""
+    for _ in range(60):  # the kernel chooses among the proxies that share the port
+        client = httpx.Client(base_url=cluster.url, timeout=READ_TIMEOUT_S, limits=httpx.Limits(max_connections=1))
+        answer = client.get("/health")
+        own_port = answer.extensions["network_stream"].get_extra_info("client_addr")[1]
+        pid = proxy_of_connection(cluster, own_port)
+        if pid != not_on:
+            return client, pid
+        client.close()
+    raise AssertionError("no connection led to another proxy")
+
+
+def proxy_of_connection(cluster: Cluster, client_port: int) -> int:
+    wanted = f"{cluster.port:04X}", f"{client_port:04X}"
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, *rest = line.split()
+        if (local.rpartition(":")[2], remote.rpartition(":")[2]) == wanted:
+            socket_name = f"socket:[{rest[6]}]"
+            for pid in cluster.pids():
+                if socket_name in open_files(pid):
+                    return pid
+    raise AssertionError(f"nobody has the connection from port {client_port}")
+
+
+def open_files(pid: int) -> list[str]:
+    """What the process's descriptors lead to; those that close meanwhile are left out. Empty when it has ended."""
+    names = []
+    try:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                names.append(str(link.readlink()))
+            except OSError:
+                continue
+    except OSError:
+        return []
+    return names
+
+
+def descendants(pid: int) -> list[int]:
+    """Those of its threads but the first too: a child belongs to the thread that started it."""
+    try:
+        tasks = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
+    except OSError:
+        return []
+    found: list[int] = []
+    for task in tasks:
+        try:
+            children = Path(f"/proc/{pid}/task/{task}/children").read_text().split()
+        except OSError:
+            continue
+        for child in map(int, children):
+            found += [child, *descendants(child)]
+    return found
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    """Whether it came true in time."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(POLL_S)
+    return True

@@ -1,0 +1,36 @@
+"""A part of the fault matrix, on one cluster; `python -m bench.fault_matrix` goes through all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.faults.matrix import Case, Matrix, matrix
+from tests.faults.phases import LOCAL_PREFILL
+
+CASES = [
+    Case("prefill", "SIGKILL", "shipping"),
+    Case("prefill", "SIGSTOP then SIGCONT", "prefilling"),
+    Case("prefill", "SIGTERM", "queued"),
+    Case("decode", "SIGKILL", "first token"),
+    Case("decode", "SIGKILL", LOCAL_PREFILL),
+    Case("decode", "SIGSTOP then SIGCONT", "decoding"),
+    Case("decode", "SIGKILL", "finishing"),
+    Case("proxy", "SIGKILL", "shipping"),
+    Case("proxy", "SIGSTOP then SIGCONT", "finishing"),
+    Case("media cache", "SIGKILL", "prefilling"),
+]
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
+    with matrix(tmp_path_factory.mktemp("vision")) as made:
+        yield made
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_case(running: Matrix, case: Case) -> None:
+    result = running.run(case)
+    assert not result.problems, result

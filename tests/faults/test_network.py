@@ -1,0 +1,195 @@
+"""A cluster over five hosts, each a network namespace, on a network that delays, loses and cuts. With keys.
+
+Clients ask all the time; every answer must be that of a quiet network, token for token. After each fault the cluster
+is whole again: every pair ready, every block free. Control paths are ZeroMQ's, data paths gloo's.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from bench.noise_model import ensure_noise_model
+from protocol.membership import WorkerReport
+from protocol.network_keys import make_keys
+from tests.cluster import MODEL, Cluster, tandem
+from tests.faulty_network import FaultyNetwork, why_not
+from tests.faulty_switch import Fault
+from tests.steady_load import PROMPTS, TIMEOUT_S, SteadyLoad
+
+PROXY, PREFILL_A, PREFILL_B, DECODE_A, DECODE_B = range(5)
+ROLES = {PREFILL_A: "prefill", PREFILL_B: "prefill", DECODE_A: "decode", DECODE_B: "decode"}
+CONTROL_PORT = 7777
+MODEL_FLAGS = ("--model", str(ensure_noise_model()), "--served-model-name", MODEL)
+SMALL = ("--kv-cache-gib", "0.02", "--dtype", "float32", "--device", "cpu", "--threads-per-worker", "1")
+PATHS = ("--kv-connector", "gloo", "--max-num-batched-tokens", "64", "--worker-wait-s", "80")
+_REASON = why_not()
+
+
+class Site:
+    """The cluster and its network."""
+
+    def __init__(self, cluster: Cluster, network: FaultyNetwork, keys: Sequence[str]) -> None:
+        self.cluster, self.network, self.keys = cluster, network, keys
+        self.load = SteadyLoad(cluster)
+        workers = cluster.status().workers
+        ports = [int(report.worker.endpoint.rpartition(":")[2]) for report in workers]
+        self.control_ports = [CONTROL_PORT, *ports]
+
+    def worker(self, host: int) -> WorkerReport | None:
+        address = f"tcp://{self.network.address(host)}:"
+        found = [r for r in self.cluster.status().workers if r.worker.endpoint.startswith(address)]
+        return found[0] if found else None
+
+    def pair_state(self, prefill: int, decode: int) -> str:
+        report, peer = self.worker(prefill), self.worker(decode)
+        states = [p.state for p in report.pairs if p.decode_epoch == peer.worker.epoch] if report and peer else []
+        return states[0] if states else ""
+
+    def is_whole(self) -> bool:
+        report = self.cluster.status()
+        num_pairs = sum(pair.state == "ready" for worker in report.workers for pair in worker.pairs)
+        return len(report.workers) == 4 and num_pairs == 4
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    if _REASON:
+        pytest.skip(_REASON)
+    folder = tmp_path_factory.mktemp("network")
+    make_keys(folder / "keys")
+    keys = ("--network-keys", str(folder / "keys"))
+    with ExitStack() as stack:
+        network = stack.enter_context(FaultyNetwork(5))
+        for host, role in ROLES.items():
+            command = worker_command(network, host, host, keys)
+            stack.enter_context(started(network.command(host, command), folder / f"{role}-{host}.log"))
+        here = ("--cluster-host", network.address(PROXY), "--cluster-port", str(CONTROL_PORT), *keys)
+        cluster = Cluster(*MODEL_FLAGS, "--prefill", "0", "--decode", "0", *here, *SMALL, *PATHS)
+        stack.enter_context(network.on_host(PROXY))
+        stack.enter_context(cluster)
+        cluster.wait_for(lambda: sum(len(report.pairs) for report in cluster.status().workers) == 4, 240)
+        site = Site(cluster, network, keys)
+        cluster.wait_for(site.is_whole, 60)
+        yield site
+
+
+def worker_command(network: FaultyNetwork, host: int, named_as: int, keys: Sequence[str]) -> list[str]:
+    join = ("--join", f"tcp://{network.address(PROXY)}:{CONTROL_PORT}", "--cluster-host", network.address(host))
+    name = ("--name", f"{os.getpid()}-{named_as}")
+    return tandem("worker", ROLES[host], *MODEL_FLAGS, *join, *name, *keys, *SMALL, *PATHS)
+
+
+@contextmanager
+def started(command: list[str], log_file: Path) -> Iterator[None]:
+    with log_file.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
+    try:
+        yield
+    finally:
+        process.terminate()
+        try:
+            process.wait(30)
+        finally:
+            process.kill()
+    assert process.returncode == 0, log_file.read_text()
+
+
+@pytest.fixture(autouse=True)
+def whole_again(site: Site) -> Iterator[None]:
+    yield
+    site.network.set_faults()
+    site.cluster.wait_for(lambda: site.is_whole() and site.cluster.all_blocks_free(), TIMEOUT_S)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("path", ["control", "data"])
+@pytest.mark.parametrize("fault", ["delay", "loss"])
+def test_a_bad_network_is_only_slow(site: Site, path: str, fault: str) -> None:
+    """On every link. What is slow is not lost: no worker, no pair."""
+    epochs = {report.worker.epoch for report in site.cluster.status().workers}
+    on = {"ports": site.control_ports} if path == "control" else {"other_ports": site.control_ports}
+    bad = {"delay_s": 0.05} if fault == "delay" else {"loss": 0.05}
+    with site.load.at_work():
+        site.network.set_faults(*(Fault(host, **on, **bad) for host in ROLES))  # type: ignore[arg-type]
+        site.load.serve(16)
+        num_dropped = site.network.set_faults()
+    assert (num_dropped > 0) == (fault == "loss")
+    assert {report.worker.epoch for report in site.cluster.status().workers} == epochs
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("host", [PREFILL_A, DECODE_A], ids=["prefill", "decode"])
+def test_a_host_that_is_cut_off_is_lost_and_comes_back(site: Site, host: int) -> None:
+    """Its requests go on at the other worker of its role, which never notices; then it begins a new epoch."""
+    before = site.worker(host)
+    assert before is not None
+    with site.load.at_work():
+        site.load.serve(4)
+        site.network.set_faults(Fault(host, loss=1))
+        site.cluster.wait_for(lambda: site.worker(host) is None, TIMEOUT_S)
+        site.load.serve(12)
+        site.network.set_faults()
+        site.cluster.wait_for(lambda: site.worker(host) is not None, TIMEOUT_S)
+        site.cluster.wait_for(site.is_whole, TIMEOUT_S)
+        site.load.serve(8)
+    after = site.worker(host)
+    assert after is not None and after.worker.pid == before.worker.pid and after.worker.epoch != before.worker.epoch
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("path", ["control", "data"])
+def test_two_workers_that_cannot_reach_each_other(site: Site, path: str) -> None:
+    """Their pair is lost, and used again when it can be. All workers stay, and the other pairs."""
+    epochs = {report.worker.epoch for report in site.cluster.status().workers}
+    on = {"ports": site.control_ports} if path == "control" else {"other_ports": site.control_ports}
+    with site.load.at_work():
+        site.load.serve(4)
+        site.network.set_faults(Fault(PREFILL_A, DECODE_A, loss=1, **on))  # type: ignore[arg-type]
+        site.cluster.wait_for(lambda: site.pair_state(PREFILL_A, DECODE_A) != "ready", TIMEOUT_S)
+        for prefill, decode in ((PREFILL_A, DECODE_B), (PREFILL_B, DECODE_A), (PREFILL_B, DECODE_B)):
+            assert site.pair_state(prefill, decode) == "ready"
+        site.load.serve(8)
+        site.network.set_faults()
+        site.cluster.wait_for(site.is_whole, TIMEOUT_S)
+        site.load.serve(8)
+    assert {report.worker.epoch for report in site.cluster.status().workers} == epochs
+
+
+@pytest.mark.timeout(400)
+def test_a_second_worker_of_the_same_name_is_sent_away(site: Site, tmp_path: Path) -> None:
+    """It is on another host, so nobody there knows of the first, which never notices."""
+    before = {report.worker.worker_id: report.worker.epoch for report in site.cluster.status().workers}
+    env = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}  # another host has its own
+    command = site.network.command(DECODE_B, worker_command(site.network, DECODE_B, DECODE_A, site.keys))
+    with site.load.at_work():
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
+    name = f"decode-0-{os.getpid()}-{DECODE_A}"
+    assert ended.returncode == 2 and f"is called {name} already; give these workers another --name" in ended.stderr
+    assert {report.worker.worker_id: report.worker.epoch for report in site.cluster.status().workers} == before
+
+
+@pytest.mark.timeout(400)
+def test_a_proxy_that_is_cut_off_from_all_goes_on_when_it_is_not(site: Site) -> None:
+    with site.load.at_work():
+        site.load.serve(4)
+        site.network.set_faults(Fault(PROXY, loss=1))
+        site.cluster.wait_for(lambda: not site.cluster.status().workers, TIMEOUT_S)
+        num_right = site.load.num_right
+        site.network.set_faults()
+        site.cluster.wait_for(lambda: site.load.num_right > num_right + 4 or bool(site.load.wrong), TIMEOUT_S)
+
+
+@pytest.mark.timeout(400)
+def test_a_request_that_cannot_be_served_ends_at_its_deadline(site: Site) -> None:
+    """Nobody is there for all its time: one clear error, and nothing stays behind."""
+    site.network.set_faults(Fault(PROXY, loss=1))
+    body = {"model": MODEL, "prompt": PROMPTS[0], "max_tokens": 4, "timeout": 4}
+    response = httpx.post(f"{site.cluster.url}/v1/completions", json=body, timeout=TIMEOUT_S)
+    assert response.status_code == 504 and response.json()["error"]["code"] == "deadline_exceeded"

@@ -1,0 +1,59 @@
+"""A dealer is told when its connection breaks, and not when it closes or has not connected yet. Real sockets, tcp."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from protocol.codec import Codec
+from protocol.membership import GetTimeline
+from protocol.network import NetworkConfig
+from protocol.sockets import DealerSocket, RouterSocket, new_context
+
+CODEC: Codec[GetTimeline] = Codec(GetTimeline)
+LIMIT_S = 60
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def test_what_was_on_its_way_is_lost_and_one_hears_of_it() -> None:
+    async def main() -> None:
+        context = new_context("worker", NetworkConfig(insecure=True))
+        heard: list[str] = []
+        num_breaks = 0
+
+        def on_message(_identity: bytes, message: GetTimeline) -> None:
+            heard.append(message.request_id)
+
+        def on_broken() -> None:
+            nonlocal num_breaks
+            num_breaks += 1
+
+        router = RouterSocket(context, "tcp://127.0.0.1:0", CODEC, on_message)
+        endpoint = router.endpoint
+        dealer = DealerSocket(context, endpoint, CODEC, lambda message: None, b"dealer", on_broken=on_broken)
+        try:
+            dealer.send(GetTimeline("first"))
+            await until(lambda: heard == ["first"])
+            assert num_breaks == 0
+            router.close()
+            await until(lambda: num_breaks == 1)
+            dealer.send(GetTimeline("second"))
+            while router._closed:
+                try:
+                    router = RouterSocket(context, endpoint, CODEC, on_message)
+                except Exception:  # the port is still being let go
+                    await asyncio.sleep(0.01)
+            await until(lambda: heard == ["first", "second"])
+            assert num_breaks == 1
+        finally:
+            dealer.close()
+            router.close()
+            context.destroy(linger=0)
+        assert num_breaks == 1, "its own end is no break"
+
+    asyncio.run(asyncio.wait_for(main(), LIMIT_S))

@@ -1,0 +1,60 @@
+"""The built-in model, as `tandem up` serves it, answers a part of its exam: rightly, and as transformers would.
+
+A KV cache that arrives late, in the wrong order or in part makes a list forgotten or a sum wrong: whoever carries it is
+held to the same answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from bench.exam import GREEDY, ask_all, by_transformers, share_right
+from deploy.demo_model import DEMO_MODEL
+from deploy.demo_model.exam import exam
+from tests.cluster import MODEL, Cluster
+
+QUESTIONS = exam()[::8]
+CARRIED = {
+    "ipc": ("--kv-connector", "ipc", "--max-num-batched-tokens", "100"),
+    "gloo": ("--kv-connector", "gloo", "--prefill", "2", "--decode", "2", "--block-size", "32"),
+    "decode-computes": ("--decode-prefill-threshold", "2048"),
+}
+
+
+def make_cluster(*options: str) -> Cluster:
+    return Cluster("--model", str(DEMO_MODEL), "--served-model-name", MODEL, "--dtype", "float32", *options)
+
+
+@pytest.fixture(scope="module", params=CARRIED)
+def demo(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    with make_cluster(*CARRIED[request.param]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[str]:
+    return list(by_transformers(DEMO_MODEL, QUESTIONS))
+
+
+def test_it_is_small() -> None:
+    sizes = {file.name: file.stat().st_size for file in DEMO_MODEL.iterdir()}
+    assert sizes["model.safetensors"] <= 8_000_000
+    assert sum(sizes.values()) <= 9_000_000
+
+
+@pytest.mark.timeout(240)
+def test_answers_are_right_and_those_of_transformers(demo: Cluster, expected: list[str]) -> None:
+    answers = ask_all(demo.url, QUESTIONS, GREEDY)
+    assert answers == expected
+    assert share_right(QUESTIONS, answers) >= 0.85
+
+
+def test_a_story_is_long_and_ends_by_itself(demo: Cluster) -> None:
+    body = {"messages": [{"role": "user", "content": "Tell me a story about a fox."}], "seed": 1, "temperature": 0.7}
+    choice = httpx.post(f"{demo.url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    assert len(choice["message"]["content"].split()) > 100
+    assert choice["message"]["content"].endswith("The end.")

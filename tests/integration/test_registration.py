@@ -1,0 +1,167 @@
+"""A worker between proxies that do not agree about it, and proxies that refuse it. Real sockets, proxies by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import protocol.registration
+from protocol.codec import Codec
+from protocol.errors import ConfigError
+from protocol.membership import (
+    PROTOCOL_VERSION,
+    ClusterView,
+    FromProxyControl,
+    RegisterWorker,
+    RegistrationRefused,
+    ToProxyControl,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerStatus,
+)
+from protocol.network import Context
+from protocol.registration import Registration
+from protocol.sockets import RouterSocket, new_context
+
+LIMIT_S = 60
+
+
+class ProxyByHand:
+    """Answers each status as it is told to: knows the worker's epoch, does not, or refuses it."""
+
+    def __init__(self, context: Context, name: str, folder: Path) -> None:
+        self.name = name
+        self.known: set[str] = set()
+        self.accepts = True
+        self.registered: list[str] = []  # epochs, as they come
+        self.num_statuses = 0
+        codec: Codec[ToProxyControl] = Codec(ToProxyControl)
+        self.socket: RouterSocket[ToProxyControl] = RouterSocket(
+            context, f"ipc://{folder}/{name}", codec, self._on_message
+        )
+
+    def _on_message(self, identity: bytes, message: ToProxyControl) -> None:
+        answer: FromProxyControl
+        match message:
+            case RegisterWorker():
+                self.registered.append(message.worker.epoch)
+                if self.accepts:
+                    self.known.add(message.worker.epoch)
+                    answer = ClusterView(self.name, True, [message.worker])
+                else:
+                    answer = RegistrationRefused("it has a namesake")
+            case WorkerStatus():
+                self.num_statuses += 1
+                answer = ClusterView(self.name, message.epoch in self.known, [])
+            case _:
+                raise AssertionError(message)
+        self.socket.send(identity, answer)
+
+
+class WorkerByHand:
+    """A registration, and what it has called."""
+
+    def __init__(self, context: Context, endpoints: list[str]) -> None:
+        self.info = WorkerInfo("decode-0", "e0", "decode", "tcp://127.0.0.1:1", 1)
+        self.lost_proxies: list[str] = []
+        self.num_epochs = 1
+        self.registration = Registration(
+            context,
+            endpoints,
+            self._register(),
+            lambda: WorkerStatus(self.info.worker_id, self.info.epoch, WorkerLoad()),
+            lambda view: None,
+            self.lost_proxies.append,
+            lambda: None,
+            self._begin_epoch,
+            lambda: None,
+        )
+
+    def _register(self) -> RegisterWorker:
+        return RegisterWorker(PROTOCOL_VERSION, self.info, 100, 100, "model", 64)
+
+    def _begin_epoch(self) -> None:
+        self.info = msgspec.structs.replace(self.info, epoch=f"e{self.num_epochs}")
+        self.num_epochs += 1
+        self.registration.begin_epoch(self._register())
+
+
+@asynccontextmanager
+async def cluster(folder: Path, accepts: bool = True) -> AsyncIterator[tuple[WorkerByHand, list[ProxyByHand]]]:
+    context = new_context()
+    proxies = [ProxyByHand(context, name, folder) for name in ("a", "b")]
+    for proxy in proxies:
+        proxy.accepts = accepts
+    worker = WorkerByHand(context, [proxy.socket.endpoint for proxy in proxies])
+    worker.registration.start()
+    try:
+        yield worker, proxies
+    finally:
+        worker.registration.close()
+        for proxy in proxies:
+            proxy.socket.close()
+        context.destroy(linger=0)
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(LIMIT_S):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+def test_one_of_two_proxies_loses_sight_and_the_requests_of_the_other_go_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with cluster(tmp_path) as (worker, [a, b]):
+            await until(lambda: a.num_statuses > 1 and b.num_statuses > 1)
+            a.known.clear()
+            await until(lambda: "e0" in a.known)
+            assert worker.lost_proxies == ["a"] and worker.num_epochs == 1
+            num_statuses = b.num_statuses
+            await until(lambda: b.num_statuses > num_statuses + 2)
+            assert b.registered == ["e0"] and worker.lost_proxies == ["a"]
+
+    asyncio.run(main())
+
+
+def test_when_all_have_lost_sight_the_worker_begins_a_new_epoch(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with cluster(tmp_path) as (worker, [a, b]):
+            await until(lambda: a.num_statuses > 1 and b.num_statuses > 1)
+            for proxy in (a, b):
+                proxy.known.clear()
+                proxy.accepts = False
+            await until(lambda: worker.num_epochs == 2)
+            a.accepts = b.accepts = True
+            await until(lambda: a.known == b.known == {"e1"})
+            assert worker.num_epochs == 2
+
+    asyncio.run(main())
+
+
+def test_a_worker_that_is_refused_says_so_and_one_that_served_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(protocol.registration, "REFUSAL_PATIENCE_S", 0.5)
+
+    async def main() -> None:
+        async with cluster(tmp_path, accepts=False) as (worker, [a, _b]):
+            with pytest.raises(ConfigError, match="it has a namesake"):
+                async with asyncio.timeout(LIMIT_S):
+                    while True:
+                        worker.registration.raise_if_refused()
+                        await asyncio.sleep(0.01)
+            assert len(a.registered) >= 2
+            lines = [r.message for r in caplog.records if "refused this worker" in r.message]
+            assert len(lines) == 2, "one for each proxy, however often it asks"
+            a.accepts = True
+            await until(lambda: bool(a.known) and a.num_statuses > 0)
+            num_statuses = a.num_statuses
+            await until(lambda: a.num_statuses > num_statuses + 1)
+            worker.registration.raise_if_refused()
+
+    asyncio.run(main())

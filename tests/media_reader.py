@@ -1,0 +1,124 @@
+"""A media process and a media cache on a loop of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from media_cache.config import MediaCacheConfig
+from media_cache.server import MediaCacheServer
+from protocol.errors import InvalidRequest, TandemError
+from protocol.media import MediaItem, check_media, check_segment
+from protocol.media_cache import MediaCacheStatus, MediaKey
+from protocol.media_client import MediaCacheClient
+from protocol.media_segment import map_segment
+from protocol.sockets import new_context
+from protocol.token_ids import unpack_token_ids
+from proxy.media_jobs import JobDone, MediaJob, MediaSetup
+from proxy.media_process import MediaProcess
+from proxy.media_source import MediaLimits
+from proxy.registry import ModelLimits
+from proxy.rendering import RenderedPrompts
+
+LIMITS = ModelLimits(4096, 320, "m", 64)
+T = TypeVar("T")
+
+
+class MediaReader:
+    """Reads requests with media as the process beside a proxy does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "files").mkdir()
+        self.limits = MediaLimits(
+            max_items=4, max_pixels=1_000_000, max_bytes=4 << 20, allowed_path=str(folder / "files")
+        )
+        self.loop = asyncio.new_event_loop()
+        self.run(self._start())
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(asyncio.wait_for(work, 240))
+
+    async def _start(self) -> None:
+        endpoint = f"ipc://{self.folder}/cache.sock"
+        self._server = MediaCacheServer(MediaCacheConfig(endpoint, 64 << 20))
+        self._serving = asyncio.create_task(self._server.run())
+        self._context = new_context()
+        self.client = MediaCacheClient(self._context, endpoint)
+        self.done: asyncio.Queue[JobDone] = asyncio.Queue()
+        setup = MediaSetup(
+            "media", "info", str(self.folder), "m", False, "hermes", False, endpoint, self.limits, num_threads=2
+        )
+        self.process = MediaProcess(
+            setup, lambda told: self.done.put_nowait(told) if isinstance(told, JobDone) else None, os.getpid()
+        )
+        await self.process.load()
+
+    def close(self) -> None:
+        self.run(self._close())
+        self.loop.close()
+
+    async def _close(self) -> None:
+        await self.process.close()
+        self.client.close()
+        self._server.stop()
+        await self._serving
+        self._context.destroy(linger=0)
+
+    def job(self, *parts: dict[str, Any] | str, **fields: Any) -> MediaJob:
+        content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+        body = msgspec.json.encode({"messages": [{"role": "user", "content": content}], **fields})
+        return MediaJob(self.client.new_id(), "chat", body, LIMITS)
+
+    def read_all(self, jobs: list[MediaJob]) -> list[JobDone]:
+        """At once; in their order."""
+
+        async def read() -> list[JobDone]:
+            for job in jobs:
+                self.process.on_message(job)
+            return [await self.done.get() for _ in jobs]
+
+        by_lease = {done.lease_id: done for done in self.run(read())}
+        return [by_lease[job.lease_id] for job in jobs]
+
+    def prompt(self, *parts: dict[str, Any] | str) -> tuple[list[int], tuple[MediaItem, ...], list[dict[str, Any]]]:
+        """(token ids, items, tensors by name of each)."""
+        [done] = self.read_all([self.job(*parts)])
+        try:
+            return prompt_of(done)
+        finally:
+            self.client.release([done.lease_id])
+
+    def refusal(self, *parts: dict[str, Any] | str, **fields: Any) -> str:
+        [done] = self.read_all([self.job(*parts, **fields)])
+        self.client.release([done.lease_id])
+        assert isinstance(done.result, InvalidRequest), done.result
+        return done.result.message
+
+    def status(self) -> MediaCacheStatus:
+        return self.run(self.client.status())
+
+
+def prompt_of(done: JobDone) -> tuple[list[int], tuple[MediaItem, ...], list[dict[str, Any]]]:
+    if isinstance(done.result, TandemError):
+        raise done.result
+    assert isinstance(done.result.prompt, RenderedPrompts)
+    [prompt] = done.result.prompt.prompts
+    token_ids = unpack_token_ids(prompt.token_ids)
+    check_media(prompt.media, len(token_ids))
+    return token_ids, prompt.media, [tensors_of(item) for item in prompt.media]
+
+
+def tensors_of(item: MediaItem) -> dict[str, NDArray[Any]]:
+    mapped = map_segment(item.segment, MediaKey(item.digest, "input"))
+    check_segment(item, len(mapped))
+    return {
+        t.name: np.frombuffer(mapped, t.dtype, int(np.prod(t.shape)), t.offset).reshape(t.shape) for t in item.tensors
+    }

@@ -1,0 +1,41 @@
+"""Processes that stand still are named once, and only they."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.watchdog import INTERVAL_S, Watchdog
+
+LIMIT_S = 10.0
+
+
+def test_a_silent_process_is_named_once_and_its_successor_only_after_it_has_answered() -> None:
+    watchdog = Watchdog(LIMIT_S)
+    watchdog.on_answer(0.0, "proxy-0")
+    named = []
+    for now in range(1, 100):
+        watchdog.on_answer(now, "proxy-1")
+        named += [(now, name) for name in watchdog.silent(float(now))]
+    assert named == [(11, "proxy-0")]
+    watchdog.on_exit("proxy-0")
+    watchdog.on_answer(100.0, "proxy-0")
+    assert [watchdog.silent(now) for now in (101.0, 102.0)] == [[], []]
+
+
+def test_what_has_not_answered_yet_may_take_its_time() -> None:
+    watchdog = Watchdog(LIMIT_S)
+    watchdog.on_answer(0.0, "proxy-0")
+    watchdog.on_exit("proxy-0")
+    assert not any(watchdog.silent(float(now)) for now in range(100))
+
+
+@given(st.lists(st.sampled_from([INTERVAL_S, INTERVAL_S, 3.0, 60.0]), max_size=60))
+def test_nobody_is_named_while_the_launcher_itself_stands_still(steps: list[float]) -> None:
+    """Its own pauses say nothing about the others, which answer whenever it runs."""
+    watchdog, now = Watchdog(LIMIT_S), 0.0
+    watchdog.on_answer(now, "proxy-0")
+    for step in steps:
+        now += step
+        assert watchdog.silent(now) == []  # before what has come meanwhile is read
+        watchdog.on_answer(now, "proxy-0")

@@ -1,0 +1,84 @@
+"""What a worker computes with, from loading to the end of the process: model, engine thread, KV blocks, grammars."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from engine.block_manager import BlockManager
+from engine.engine_thread import EngineThread
+from engine.grammar import Grammars
+from engine.kv_pool import KVPool
+from engine.model_loader import LoadedModel
+from engine.tensor_parallel import TensorParallelGroup
+from kv_transfer.rank_pool import RankPool
+from kv_transfer.worker_pools import WorkerPools
+from worker.config import WorkerConfig
+
+STOP_TIMEOUT_S = 1.5
+"""For the step that runs when the worker ends."""
+
+
+class EngineHost:
+    """Made by `load`; lives until `close`. block_bytes: of one block on all ranks together."""
+
+    def __init__(
+        self,
+        ranks: TensorParallelGroup,
+        loaded: LoadedModel,
+        blocks: BlockManager,
+        block_bytes: int,
+        engine: EngineThread,
+        pools: WorkerPools,
+        grammars: Grammars,
+    ) -> None:
+        self._ranks = ranks
+        self.loaded = loaded
+        self.blocks = blocks
+        self.block_bytes = block_bytes
+        self.engine = engine
+        self.pools = pools
+        self.grammars = grammars
+
+    @classmethod
+    async def load(cls, config: WorkerConfig, on_grammar: Callable[[], None], *, with_vision: bool) -> EngineHost:
+        """on_grammar: called on the loop when one has been compiled. Raises ConfigError, InternalError."""
+        loop = asyncio.get_running_loop()
+        ranks = TensorParallelGroup(config.worker_id, config.engine, config.host, config.log_level)
+        loaded: LoadedModel = await loop.run_in_executor(None, ranks.load)
+        if not with_vision:
+            loaded = loaded.without_vision()
+        grammars = Grammars(config.engine.model, loaded.vocab_size, lambda: loop.call_soon_threadsafe(on_grammar))
+        pool = KVPool(loaded, config.engine)
+        engine = EngineThread(
+            lambda: ranks.make_runner(loaded, pool), loop.call_soon_threadsafe, config.engine.num_threads
+        )
+        ready: asyncio.Future[None] = loop.create_future()
+        engine.start(lambda error: ready.set_exception(error) if error else ready.set_result(None))
+        await ready
+        own_pool = RankPool(0, loaded.layout, pool.as_blocks(), config.host)
+        pools = WorkerPools(own_pool, pool.location(), ranks.transfer_connections)
+        await loop.run_in_executor(None, pools.wait_until_ready)
+        return cls(
+            ranks,
+            loaded,
+            BlockManager(pool.num_blocks, config.engine.block_size),
+            pool.block_bytes * config.engine.tensor_parallel_size,
+            engine,
+            pools,
+            grammars,
+        )
+
+    @property
+    def device(self) -> str:
+        return self.loaded.device.type
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the ranks' processes."""
+        return self._ranks.pids
+
+    def close(self) -> None:
+        self.grammars.close()
+        self.engine.stop(STOP_TIMEOUT_S)
+        self._ranks.close()

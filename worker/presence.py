@@ -1,0 +1,209 @@
+"""A worker's place in the cluster: what it is called, what it tells the proxies of itself, how it drains and leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from engine.block_manager import BlockManager
+from protocol.drain import Drain, Retired
+from protocol.host import host_id
+from protocol.membership import (
+    PROTOCOL_VERSION,
+    PairStatus,
+    RegisterWorker,
+    Role,
+    WorkerInfo,
+    WorkerLeft,
+    WorkerLoad,
+    WorkerStatus,
+)
+from protocol.network import Context
+from protocol.process import serve_metrics
+from protocol.registration import Registration
+from telemetry.worker_metrics import WorkerMetrics
+from worker.config import WorkerConfig
+from worker.engine_host import EngineHost
+
+log = logging.getLogger(__name__)
+
+TICK_S = 0.1
+
+
+class Scheduler(Protocol):
+    """What both schedulers have; their actions differ."""
+
+    blocks: BlockManager
+    num_finished: int
+
+    @property
+    def num_prompt_tokens(self) -> int: ...
+
+    @property
+    def num_cached_tokens(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def is_idle(self) -> bool: ...
+
+    def waiting_tokens(self) -> list[tuple[int, int]]: ...
+
+    def on_proxy_lost(self, proxy_id: str) -> list[Any]: ...
+
+    def on_epoch_over(self) -> list[Any]: ...
+
+
+class Pairs(Protocol):
+    def on_view(self, workers: list[WorkerInfo]) -> None: ...
+
+    def begin_epoch(self, worker: WorkerInfo) -> None: ...
+
+
+def new_worker_info(config: WorkerConfig, role: Role, endpoint: str, metrics: WorkerMetrics) -> WorkerInfo:
+    """Under a new epoch. Raises ConfigError when the address for /metrics cannot be had."""
+    return WorkerInfo(
+        worker_id=config.worker_id,
+        epoch=secrets.token_hex(8),
+        role=role,
+        endpoint=endpoint,
+        pid=os.getpid(),
+        num_ranks=config.engine.tensor_parallel_size,
+        metrics_address=serve_metrics(metrics, config.metrics_host, config.metrics_port),
+        host_id=host_id(),
+    )
+
+
+class Presence:
+    """Registered with the proxies while `serve` runs.
+
+    perform: carries the scheduler's actions out. load: what status tells; pair_status: of pairs that this side opens.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        info: WorkerInfo,
+        host: EngineHost,
+        scheduler: Scheduler,
+        pairs: Pairs,
+        perform: Callable[[list[Any]], None],
+        load: Callable[[], WorkerLoad],
+        pair_status: Callable[[], list[PairStatus]] = list,
+    ) -> None:
+        self.info = info
+        self._config = config
+        self._scheduler = scheduler
+        self._pairs = pairs
+        self._perform = perform
+        self._load = load
+        self._pair_status = pair_status
+        self._drain = Drain(config.drain_timeout_s)
+        self._loop = asyncio.get_running_loop()
+        loaded = host.loaded
+        self._register = RegisterWorker(
+            PROTOCOL_VERSION,
+            info,
+            loaded.max_model_len,
+            loaded.vocab_size,
+            loaded.layout.model_id,
+            host.blocks.block_size,
+        )
+        self._registration: Registration | None = None  # while it serves
+
+    async def serve(self, context: Context, stopping: asyncio.Event, on_tick: Callable[[float], None]) -> None:
+        """Until `stopping` is set or a drain is over. Raises ConfigError when no proxy takes this worker, and Retired
+        when it was told to leave for good.
+        """
+        registration = self._registration = Registration(
+            context,
+            self._config.proxy_endpoints,
+            self._register,
+            self._status,
+            self._pairs.on_view,
+            lambda proxy_id: self._perform(self._scheduler.on_proxy_lost(proxy_id)),
+            self._scheduler.blocks.prefix_log.restart,
+            self._begin_epoch,
+            lambda: self.drain(for_good=True),
+            self._config.proxies_file,
+        )
+        registration.start()
+        blocks = self._scheduler.blocks
+        log.info("ready: %d KV blocks of %d tokens", blocks.num_blocks, blocks.block_size)
+        try:
+            while not stopping.is_set():
+                now = self._loop.time()
+                registration.raise_if_refused()
+                if self._drain.is_over(now, self._scheduler.is_idle):
+                    num_left = self._scheduler.num_running + self._scheduler.num_waiting
+                    log.info("drained; %d requests go on elsewhere", num_left)
+                    break
+                on_tick(now)
+                try:
+                    await asyncio.wait_for(stopping.wait(), TICK_S)
+                except TimeoutError:
+                    continue
+        finally:
+            self._registration = None
+            registration.tell(WorkerLeft(self.info.worker_id, self.info.epoch))
+            registration.close()
+        if self._drain.for_good:
+            raise Retired("it was told to leave")
+
+    def drain(self, for_good: bool = False) -> bool:
+        """Take no new work, finish what is under way, and end. False where it does not serve."""
+        if self._registration is None:
+            return False
+        log.info("draining: %d requests run, %d wait", self._scheduler.num_running, self._scheduler.num_waiting)
+        self._drain.begin(self._loop.time(), for_good)
+        self._registration.tell(self._status())
+        return True
+
+    def _begin_epoch(self) -> None:
+        """A proxy has counted this worker as lost, and gave its requests to others: nothing of before counts any more.
+
+        Blocks that a peer may still write or read stay where they are until it has stopped, as always.
+        """
+        self._perform(self._scheduler.on_epoch_over())
+        self.info = msgspec.structs.replace(self.info, epoch=secrets.token_hex(8))
+        self._pairs.begin_epoch(self.info)
+        self._scheduler.blocks.prefix_log.restart()
+        self._register = msgspec.structs.replace(self._register, worker=self.info)
+        assert self._registration is not None
+        self._registration.begin_epoch(self._register)
+
+    def _status(self) -> WorkerStatus:
+        load, pairs = self._load(), self._pair_status()
+        prefixes = self._scheduler.blocks.prefix_log.take()
+        return WorkerStatus(self.info.worker_id, self.info.epoch, load, pairs, prefixes, self._drain.has_begun)
+
+
+def common_load(scheduler: Scheduler, step_time_s: float, prompt_tokens_per_s: float) -> WorkerLoad:
+    """What both kinds tell of themselves; each adds its own."""
+    blocks = scheduler.blocks
+    waiting_tokens = scheduler.waiting_tokens()
+    return WorkerLoad(
+        num_running=scheduler.num_running,
+        num_waiting=scheduler.num_waiting,
+        num_waiting_tokens=sum(num_tokens for _, num_tokens in waiting_tokens),
+        num_blocks=blocks.num_blocks,
+        num_free_blocks=blocks.num_free,
+        num_quarantined_blocks=blocks.num_quarantined,
+        num_cached_blocks=blocks.num_cached,
+        num_prompt_tokens=scheduler.num_prompt_tokens,
+        num_cached_tokens=scheduler.num_cached_tokens,
+        step_time_s=step_time_s,
+        num_finished=scheduler.num_finished,
+        waiting_tokens=waiting_tokens,
+        prompt_tokens_per_s=prompt_tokens_per_s,
+    )
