@@ -1,4 +1,8 @@
-"""A process's connection to the media cache of its host. Every call has a deadline; releasing waits for nobody."""
+"""A process's connection to the media cache of its host. Every call has a deadline; releasing waits for nobody.
+
+When the connection breaks, all calls under way raise WorkerLost: the cache that was asked is gone, and what it had with
+it. Later calls go to the next one, as soon as it is there.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +44,8 @@ from protocol.sockets import DealerSocket
 
 R = TypeVar("R", bound=msgspec.Struct)
 
-CALL_TIMEOUT_S = 10.0
+CALL_TIMEOUT_S = 20.0
+"""Longer than it takes until a cache that stands still is ended, for then the call fails at once."""
 MAX_SET_BYTES = MAX_MESSAGE_BYTES - (1 << 20)
 _GET_BYTES = 1 << 20
 """Of an item at once, over the socket: so long the cache answers nobody else."""
@@ -55,7 +60,9 @@ class MediaCacheClient:
     def __init__(self, context: Context, endpoint: str, client_pid: int | None = None, peer: Part = "worker") -> None:
         self._client_pid = os.getpid() if client_pid is None else client_pid
         codec: Codec[FromMediaCache] = Codec(FromMediaCache)
-        self._socket: DealerSocket[FromMediaCache] = DealerSocket(context, endpoint, codec, self._on_message, peer=peer)
+        self._socket: DealerSocket[FromMediaCache] = DealerSocket(
+            context, endpoint, codec, self._on_message, peer=peer, on_broken=self._on_broken
+        )
         self._waiting: dict[str, asyncio.Future[FromMediaCache]] = {}
         self._prefix = secrets.token_hex(8)
         self._numbers = itertools.count()
@@ -70,13 +77,13 @@ class MediaCacheClient:
         """See AcquireMedia. The caller owes one `release`, also when this raises.
 
         Raises Overloaded when there is no room, InvalidRequest for what could never fit, InternalError when the cache
-        does not answer in time.
+        does not answer in time, WorkerLost when it is gone.
         """
         message = AcquireMedia(self._client_pid, lease_id, wanted)
         return (await self._call(lease_id, message, MediaGranted, timeout_s)).items
 
     async def commit(self, lease_id: str, items: list[CommittedMedia]) -> None:
-        """See CommitMedia. Raises Overloaded when the items have grown and there is no room; InternalError."""
+        """See CommitMedia. Raises Overloaded when the items have grown and there is no room; else as `acquire` does."""
         await self._call(lease_id, CommitMedia(lease_id, items), MediaCommitted, CALL_TIMEOUT_S)
 
     def release(self, lease_ids: list[str]) -> None:
@@ -153,6 +160,11 @@ class MediaCacheClient:
         answer = self._waiting.get(call_id)
         if answer is not None and not answer.done():  # else nobody waits for it any more
             answer.set_result(message)
+
+    def _on_broken(self) -> None:
+        for answer in self._waiting.values():
+            if not answer.done():
+                answer.set_exception(WorkerLost("the media cache ended before it gave an answer"))
 
     def close(self) -> None:
         self._socket.close()

@@ -1,7 +1,15 @@
-"""A request's hold on its images and videos in the media cache."""
+"""A request's hold on its images and videos in the media cache, which outlasts the cache's process."""
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Sequence
+
+import msgspec
+
+from protocol.errors import Overloaded, WorkerLost
+from protocol.media import MediaItem
 from protocol.media_client import MediaCacheClient
 
 
@@ -11,12 +19,37 @@ class MediaLease:
     def __init__(self, cache: MediaCacheClient, lease_id: str) -> None:
         self._cache: MediaCacheClient | None = cache
         self._lease_id = lease_id
+        self._fds: dict[str, int] = {}  # by the cache's path
+
+    def hold(self, media: Sequence[MediaItem]) -> tuple[MediaItem, ...]:
+        """The items with their segments at paths of this process: workers can read them also when the cache is gone.
+
+        Raises WorkerLost when it is gone already, Overloaded when this process has no descriptors left.
+        """
+        return tuple(msgspec.structs.replace(item, segment=self._held(item.segment)) for item in media)
+
+    def _held(self, segment: str) -> str:
+        fd = self._fds.get(segment)
+        if fd is None:
+            try:
+                fd = self._fds[segment] = os.open(segment, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                if error.errno == errno.EMFILE:
+                    raise Overloaded(
+                        "the proxy has no file descriptors left for images and video; raise `ulimit -n`, or send fewer "
+                        "of them at once"
+                    ) from error
+                raise WorkerLost(f"the media cache's memory cannot be opened: {error}") from error
+        return f"/proc/{os.getpid()}/fd/{fd}"
 
     def release(self) -> None:
         """Idempotent."""
         cache, self._cache = self._cache, None
         if cache is not None:
             cache.release([self._lease_id])
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
 
     def __del__(self) -> None:
         self.release()

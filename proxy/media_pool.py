@@ -10,11 +10,12 @@ import asyncio
 import logging
 import socket
 import sys
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from protocol.errors import InternalError, TandemError
+from protocol.errors import InternalError, TandemError, WorkerLost
 from protocol.media_client import MediaCacheClient
 from proxy.admission import QueueFull
 from proxy.body_reader import BodyKind
@@ -22,6 +23,7 @@ from proxy.media_jobs import CancelJob, JobBegun, JobDone, MediaJob, MediaSetup,
 from proxy.media_lease import MediaLease
 from proxy.media_queue import MediaQueue
 from proxy.registry import ModelLimits
+from proxy.rendering import RenderedPrompts
 from proxy.request_body import SpooledBody
 from proxy.router import SLOUnreachable
 from proxy.validation import GenerationRequest
@@ -79,11 +81,18 @@ class MediaPool:
             self._watching = asyncio.create_task(self._watch(reader, self._process))
 
     async def read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
-        """With its prompts tokenised and its media cached, as long as its `media_lease` is not released.
+        """With its prompts tokenised and its media in memory, as long as its `media_lease` is not released.
 
         Raises InvalidRequest, QueueFull when too many wait already, SLOUnreachable, Overloaded when the cache is full,
-        InternalError when the process was lost.
+        InternalError when the process was lost, WorkerLost when the cache is lost again and again.
         """
+        try:
+            return await self._read(kind, body, limits)
+        except WorkerLost as error:
+            log.warning("a request with media is read again: %s", error)
+        return await self._read(kind, body, limits)
+
+    async def _read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
         slo_s, loop = self._ttft_slo_s, asyncio.get_running_loop()
         if len(self._waiting) >= self._max_waiting:
             raise QueueFull(
@@ -150,15 +159,24 @@ class MediaPool:
         if done is None:
             return
         lease = MediaLease(self._cache, message.lease_id)
-        if isinstance(message.result, TandemError):
+        try:
+            if isinstance(message.result, TandemError):
+                raise message.result
+            done.set_result(_held(message.result, lease))
+        except TandemError as error:
             lease.release()
-            done.set_exception(message.result)
-        else:
-            done.set_result(msgspec.structs.replace(message.result, media_lease=lease))
+            done.set_exception(error)
 
     def close(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()  # it holds nothing that the proxy's end would not end too
+
+
+def _held(request: GenerationRequest, lease: MediaLease) -> GenerationRequest:
+    """With its media under that lease. Raises WorkerLost, Overloaded."""
+    assert isinstance(request.prompt, RenderedPrompts)
+    prompts = [replace(prompt, media=lease.hold(prompt.media)) for prompt in request.prompt.prompts]
+    return msgspec.structs.replace(request, prompt=RenderedPrompts(prompts), media_lease=lease)
 
 
 def _look_at(done: asyncio.Future[GenerationRequest]) -> None:

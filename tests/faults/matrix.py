@@ -103,7 +103,7 @@ class Matrix:
         self._rng = random.Random(seed)
         self._num_tracebacks = 0
         self._num_bodies = 0
-        self._have_taken: set[int] = set()  # processes that have had an image
+        self._have_taken: set[tuple[int, int]] = set()  # (media cache, process that has had an image of it)
         self._bystander_body = self._body(takes_image=False, num_tokens=400, num_prompt_tokens=30)
         self._bystander_tokens = self._undisturbed(self._bystander_body).token_ids
 
@@ -114,20 +114,22 @@ class Matrix:
         return stream
 
     def _show_images(self) -> None:
-        """To each proxy, whose media process is up then, and to each prefill worker, which then knows the cache."""
+        """To each proxy, whose media process is up then, and to each prefill worker; the cache then knows them."""
+        cache = self._phases.pid("media-cache")
         for _ in range(30):
             proxies = {self._phases.pid(name) for name in ("proxy-0", "proxy-1")}
             prefills = {self._phases.pid(name) for name in ("prefill-0", "prefill-1")}
-            if proxies | prefills <= self._have_taken:
+            have_taken = {pid for of, pid in self._have_taken if of == cache}
+            if proxies | prefills <= have_taken:
                 return
-            done = proxies & self._have_taken
+            done = proxies & have_taken
             not_on = done.pop() if len(done) == 1 else 0
             # Several at once: one after the other would all go to the worker that seems the fastest.
             bodies = [self._body(takes_image=True, num_tokens=2) for _ in range(4)]
             for stream in [Stream(self._cluster, body, not_on) for body in bodies]:
                 assert stream.wait(END_LIMIT_S) and stream.outcome == "length", stream.outcome
                 [prefill] = [each["prefill"] for each in self._phases.events(stream) if each["event"] == "dispatched"]
-                self._have_taken |= {stream.proxy_pid, self._phases.pid(prefill)}
+                self._have_taken |= {(cache, stream.proxy_pid), (cache, self._phases.pid(prefill))}
         raise AssertionError("no image reached one of the proxies or prefill workers")
 
     def _settle(self) -> None:

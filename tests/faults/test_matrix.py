@@ -19,6 +19,7 @@ CASES = [
     Case("decode", "SIGKILL", "finishing"),
     Case("proxy", "SIGKILL", "shipping"),
     Case("proxy", "SIGSTOP then SIGCONT", "finishing"),
+    Case("media cache", "SIGKILL", "queued"),
     Case("media cache", "SIGKILL", "prefilling"),
 ]
 

@@ -11,15 +11,19 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from engine.media_tensors import open_tensors
 from media_cache.config import MediaCacheConfig, read_config
 from media_cache.server import MediaCacheServer
 from protocol.errors import ConfigError, InternalError, InvalidRequest, Overloaded, WorkerLost
+from protocol.media import MediaItem, MediaTensor
 from protocol.media_cache import HEADER_BYTES, CommittedMedia, GrantedMedia, MediaKey, WantedMedia
 from protocol.media_client import MediaCacheClient
 from protocol.media_segment import map_segment, write_segment
 from protocol.sockets import new_context
+from proxy.media_lease import MediaLease
 
 KEYS = [MediaKey(bytes([number]) * 32, "input") for number in range(200)]
 
@@ -66,6 +70,63 @@ async def put(client: MediaCacheClient, lease_id: str, keys: list[MediaKey], dat
         done.append(CommittedMedia(key, num_bytes, b"what it is"))
     await client.commit(lease_id, done)
     return granted
+
+
+def test_what_a_lease_holds_outlasts_the_cache(tmp_path: Path) -> None:
+    def opened() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    async def run() -> None:
+        async with cache(tmp_path) as client:
+            [granted] = await put(client, "written", KEYS[:1], b"pixels")
+            before = opened()
+            lease = MediaLease(client, "held")
+            tensor = MediaTensor("pixel_values", "uint8", (6,), HEADER_BYTES, 6)
+            item = MediaItem(KEYS[0].digest, "image", ((0, 1),), granted.segment, (tensor,))
+            held, again = lease.hold([item, item])
+            assert opened() == before + 1  # one descriptor for an image that is shown twice
+        assert open_tensors(held)["pixel_values"].numpy().tobytes() == b"pixels"
+        with pytest.raises(WorkerLost, match="gone"):
+            open_tensors(item)
+        with pytest.raises(WorkerLost, match="cannot be opened"):
+            MediaLease(client, "late").hold([item])
+        lease.release()
+        assert again == held
+        with pytest.raises(WorkerLost):
+            open_tensors(held)
+
+    asyncio.run(run())
+
+
+def test_calls_fail_when_the_cache_ends_and_later_ones_go_to_the_next(tmp_path: Path) -> None:
+    endpoint = f"ipc://{tmp_path}/cache.sock"
+    (tmp_path / "cache.json").write_bytes(msgspec.json.encode(MediaCacheConfig(endpoint, 1 << 20)))
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-m", "media_cache", str(tmp_path / "cache.json")])
+
+    async def run() -> None:
+        context = new_context()
+        client = MediaCacheClient(context, endpoint)
+        process = start()
+        try:
+            await client.status()
+            process.send_signal(signal.SIGSTOP)
+            asked = asyncio.create_task(client.status())
+            await asyncio.sleep(0)  # it is on its way
+            process.kill()
+            with pytest.raises(WorkerLost, match="ended before it gave an answer"):
+                await asked
+            process.wait()
+            process = start()
+            assert (await client.status()).num_leases == 0
+        finally:
+            client.close()
+            context.destroy(linger=0)
+            process.kill()
+            process.wait()
+
+    asyncio.run(run())
 
 
 def test_bytes_are_written_once_and_read_by_whoever_asks(tmp_path: Path) -> None:
