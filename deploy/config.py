@@ -114,7 +114,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             description="seconds for which a crowd (64 sequences) may wait without a break; then no more may wait than "
-            "were served in that time; 0 sets no bound",
+            "were served in a fifth of that time; 0 sets no bound",
         ),
     ] = 5.0
     max_requests_per_client: Annotated[

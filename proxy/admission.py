@@ -1,8 +1,9 @@
 """Who may wait for a first token, and how many. Pure. Beyond the bounds requests are refused at once, not queued.
 
 A burst may wait, up to these bounds. Where a crowd has waited for `max_queue_s` without a break, more comes than can be
-served, and then no more may wait than were served in that time: who is admitted has his first token after about as
-long. (A standing queue is what is bad, not a queue: Nichols and Jacobson, Controlling Queue Delay, ACM Queue 2012.)
+served, and then no more may wait than were served in a fifth of that time: who is admitted has his first token after
+about as long. (A standing queue is what is bad, not a queue; it may be much shorter than the time that shows that it
+stands: Nichols and Jacobson, Controlling Queue Delay, ACM Queue 2012.)
 
 The bounds hold over all priorities. Where they are reached, a request of a sooner priority displaces waiting ones of
 the latest, the newest first: those are refused as if they came now.
@@ -20,6 +21,8 @@ _SPEED_WINDOW_S = 10.0
 """Prompt tokens per second are those of so long."""
 CROWD = 64
 """So many sequences may always wait: a few clients, each with some requests at a time, are no overload."""
+STANDING_PART = 0.2
+"""Of `max_queue_s`: so much a standing queue may hold. Enough to keep every worker busy."""
 _SLO_CROWD = 8
 _SLO_PART = 0.8
 """With `--ttft-slo-ms`: as many may always wait, and for this part of it. The router predicts what prefill takes; where
@@ -114,7 +117,8 @@ class Admission:
         self._crowd = crowd
         self._max_queue_s = max_queue_s
         self._crowded_since: float | None = None
-        self._first_tokens: deque[float] = deque()  # when, within max_queue_s
+        self._standing_s = STANDING_PART * max_queue_s
+        self._first_tokens: deque[float] = deque()  # when, within _standing_s
         self._max_waiting_tokens = max_waiting_tokens
         self._max_per_client = max_per_client
         self._clock = clock
@@ -180,7 +184,7 @@ class Admission:
             if num_waiting + num_sequences > max_waiting:
                 reason = f"{self.num_waiting} requests are waiting already; the limit is {max_waiting}"
                 if max_waiting < self._max_waiting:
-                    reason += f" at present, as many as are served in {self._max_queue_s:g} s"
+                    reason += f" at present, as many as are served in {self._standing_s:g} s"
             # One that is larger than the bound by itself may go when nothing else waits.
             elif (
                 self._max_waiting_tokens and num_waiting and num_waiting_tokens + num_tokens > self._max_waiting_tokens
@@ -207,7 +211,7 @@ class Admission:
         now = self._clock()
         if now - self._crowded_since < self._max_queue_s:
             return self._max_waiting
-        while self._first_tokens and now - self._first_tokens[0] > self._max_queue_s:
+        while self._first_tokens and now - self._first_tokens[0] > self._standing_s:
             self._first_tokens.popleft()
         return min(self._max_waiting, max(self._crowd, len(self._first_tokens)))
 
