@@ -114,7 +114,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Meta(
             ge=0,
             description="seconds for which a crowd (64 sequences) may wait without a break; then no more may wait than "
-            "were served in a fifth of that time; 0 sets no bound",
+            "were served in that time, and past capacity in a fifth of it; 0 sets no bound",
         ),
     ] = 5.0
     max_requests_per_client: Annotated[
@@ -426,8 +426,8 @@ def _check_network(config: ClusterConfig) -> None:
         raise ConfigError("ray: addresses are those of Ray's nodes; leave out --cluster-host and --join")
     if config.ray and not (config.network_keys or config.insecure_network):
         raise ConfigError(
-            "ray: traffic between nodes would not be protected; make keys with `tandem keys FOLDER`, copy them to "
-            "every node and give --network-keys FOLDER, or say --insecure-network where nobody else can reach it"
+            "ray: traffic between nodes would not be protected; make keys with `tandem keys FOLDER` and give "
+            "--network-keys FOLDER, or say --insecure-network where nobody else can reach it"
         )
     if config.cluster_host and not (config.network_keys or config.insecure_network):
         raise ConfigError(

@@ -1,9 +1,10 @@
 """Who may wait for a first token, and how many. Pure. Beyond the bounds requests are refused at once, not queued.
 
-A burst may wait, up to these bounds. Where a crowd has waited for `max_queue_s` without a break, more comes than can be
-served, and then no more may wait than were served in a fifth of that time: who is admitted has his first token after
-about as long. (A standing queue is what is bad, not a queue; it may be much shorter than the time that shows that it
-stands: Nichols and Jacobson, Controlling Queue Delay, ACM Queue 2012.)
+A burst may wait, up to these bounds. Where a crowd has waited for `max_queue_s` without a break, no more may wait than
+were served in that time: who is admitted has his first token after about as long. That leaves clients alone who ask
+again when they are answered. Where clearly more comes than is served, no more may wait than were served in a fifth of
+that time: the queue would be full whatever its length. (A standing queue is what is bad, not a queue; it may be much
+shorter than the time that shows that it stands: Nichols and Jacobson, Controlling Queue Delay, ACM Queue 2012.)
 
 The bounds hold over all priorities. Where they are reached, a request of a sooner priority displaces waiting ones of
 the latest, the newest first: those are refused as if they came now.
@@ -21,8 +22,10 @@ _SPEED_WINDOW_S = 10.0
 """Prompt tokens per second are those of so long."""
 CROWD = 64
 """So many sequences may always wait: a few clients, each with some requests at a time, are no overload."""
+OVERLOAD = 1.25
+"""Arrivals over first tokens, within `max_queue_s`: beyond that more comes than is served."""
 STANDING_PART = 0.2
-"""Of `max_queue_s`: so much a standing queue may hold. Enough to keep every worker busy."""
+"""Of `max_queue_s`: so much may wait then. Enough to keep every worker busy."""
 _SLO_CROWD = 8
 _SLO_PART = 0.8
 """With `--ttft-slo-ms`: as many may always wait, and for this part of it. The router predicts what prefill takes; where
@@ -117,8 +120,8 @@ class Admission:
         self._crowd = crowd
         self._max_queue_s = max_queue_s
         self._crowded_since: float | None = None
-        self._standing_s = STANDING_PART * max_queue_s
-        self._first_tokens: deque[float] = deque()  # when, within _standing_s
+        self._first_tokens: deque[float] = deque()  # when, within max_queue_s; while there is a crowd
+        self._arrivals: deque[float] = deque()  # of sequences, also of refused ones; likewise
         self._max_waiting_tokens = max_waiting_tokens
         self._max_per_client = max_per_client
         self._clock = clock
@@ -147,6 +150,7 @@ class Admission:
             ticket.on_displaced(self._full("Requests of a sooner priority came"))
         self.num_waiting += len(prompt_tokens)
         self._watch_crowd()
+        self._count_arrivals(len(prompt_tokens))
         self.num_waiting_tokens += sum(prompt_tokens)
         self._running[client] += len(prompt_tokens)
         self._levels[priority] += len(prompt_tokens)
@@ -184,7 +188,7 @@ class Admission:
             if num_waiting + num_sequences > max_waiting:
                 reason = f"{self.num_waiting} requests are waiting already; the limit is {max_waiting}"
                 if max_waiting < self._max_waiting:
-                    reason += f" at present, as many as are served in {self._standing_s:g} s"
+                    reason += " at present, for more comes than is served"
             # One that is larger than the bound by itself may go when nothing else waits.
             elif (
                 self._max_waiting_tokens and num_waiting and num_waiting_tokens + num_tokens > self._max_waiting_tokens
@@ -198,6 +202,7 @@ class Admission:
             if later is None:
                 later = self._later_than(priority)
             if not later:
+                self._count_arrivals(num_sequences)
                 raise self._full(reason)
             ticket = later.pop()
             displaced.append(ticket)
@@ -211,14 +216,22 @@ class Admission:
         now = self._clock()
         if now - self._crowded_since < self._max_queue_s:
             return self._max_waiting
-        while self._first_tokens and now - self._first_tokens[0] > self._standing_s:
-            self._first_tokens.popleft()
-        return min(self._max_waiting, max(self._crowd, len(self._first_tokens)))
+        for times in (self._first_tokens, self._arrivals):
+            while times and now - times[0] > self._max_queue_s:
+                times.popleft()
+        num_served = len(self._first_tokens)
+        part = STANDING_PART if len(self._arrivals) > OVERLOAD * num_served else 1.0
+        return min(self._max_waiting, max(self._crowd, int(part * num_served)))
+
+    def _count_arrivals(self, num_sequences: int) -> None:
+        if self._max_queue_s and self._crowded_since is not None:
+            self._arrivals.extend([self._clock()] * num_sequences)
 
     def _watch_crowd(self) -> None:
         if self.num_waiting < self._crowd // 2:  # well below the least limit, at which it may stay for long
             self._crowded_since = None
             self._first_tokens.clear()
+            self._arrivals.clear()
         elif self._crowded_since is None:
             self._crowded_since = self._clock()
 

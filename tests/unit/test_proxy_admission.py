@@ -261,16 +261,26 @@ def test_a_burst_waits_however_long_it_takes() -> None:
     assert not load.waiting and not load.num_refused
 
 
-def test_clients_that_wait_for_their_answers_are_no_overload() -> None:
-    """So many that each always has one under way, for as long as they like."""
+@pytest.mark.parametrize(("num_clients", "served_per_s"), [(CROWD, 10), (280, 60), (50, 1)])
+def test_clients_that_wait_for_their_answers_are_no_overload(num_clients: int, served_per_s: int) -> None:
+    """Each always has one under way, for as long as they like: 64 of them, or as many as are served in 5 s."""
     clock = Clock()
     load = Load(Admission(1024, clock, max_queue_s=5.0), clock)
-    load.arrive(CROWD)
+    load.arrive(num_clients)
     for _ in range(3000):
-        clock.now += 0.1
+        clock.now += 1 / served_per_s
         load.serve()
         load.arrive()
-    assert not load.num_refused and max(load.waits_s) == pytest.approx(6.4)
+    assert not load.num_refused and max(load.waits_s) == pytest.approx(num_clients / served_per_s)
+
+
+def test_a_little_too_much_waits_for_as_long_as_it_may() -> None:
+    clock = Clock()
+    load = Load(Admission(1024, clock, max_queue_s=5.0), clock)
+    load.run(300, 66, 60)
+    load.run(60, 66, 60)
+    assert 4.5 < min(load.waits_s) <= max(load.waits_s) < 5.5
+    assert load.num_refused == pytest.approx(6 * 60, rel=0.1)
 
 
 def test_without_the_bound_a_crowd_may_wait_for_ever() -> None:
