@@ -29,7 +29,7 @@ from prefill_worker.media import MediaIntake
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.dispatch import FirstToken, StartPrefill
 from protocol.generation import SamplingParams, StopConditions
-from protocol.media import MediaItem, MediaKind, MediaTensor
+from protocol.media import DIGEST_BYTES, SEGMENT_HEADER_BYTES, MediaItem, MediaKind, MediaTensor
 from protocol.token_ids import pack_token_ids
 
 NUM_TEXT_TOKENS = 128
@@ -45,7 +45,9 @@ def make_item(kind: MediaKind, frames: int, vision_config: Any, rng: random.Rand
     grid = torch.tensor([[frames, *GRID]])
     values = 3 * vision_config.temporal_patch_size * vision_config.patch_size**2
     fd = os.memfd_create("tandem-bench-media", os.MFD_CLOEXEC)
-    tensors, offset = [], 0
+    digest = rng.randbytes(DIGEST_BYTES)
+    os.pwrite(fd, digest, 0)
+    tensors, offset = [], SEGMENT_HEADER_BYTES
     for name, tensor in zip(names, (torch.randn(int(grid.prod()), values), grid), strict=True):
         os.pwrite(fd, tensor.numpy().tobytes(), offset)
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -56,7 +58,7 @@ def make_item(kind: MediaKind, frames: int, vision_config: Any, rng: random.Rand
     spans: tuple[tuple[int, int], ...] = ((start, frames * frame_tokens),)
     if kind == "video" and vision_config.model_type.startswith("qwen3"):  # a time before each frame
         spans = tuple((start + frame * (frame_tokens + 1), frame_tokens) for frame in range(frames))
-    return MediaItem(rng.randbytes(32), kind, spans, f"/proc/{os.getpid()}/fd/{fd}", tuple(tensors))
+    return MediaItem(digest, kind, spans, f"/proc/{os.getpid()}/fd/{fd}", tuple(tensors))
 
 
 def words(number: int, rng: random.Random) -> list[int]:
