@@ -121,7 +121,7 @@ class MediaIntake:
             try:
                 await self._fetch(media, remote, endpoint)
             except TandemError as error:
-                media.error = error
+                media.error = error.with_traceback(None)  # which leads back here, and so to the media
             except Exception as error:
                 log.exception("processed media could not be fetched")
                 media.error = InternalError(f"the media could not be fetched: {error}")

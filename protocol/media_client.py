@@ -146,6 +146,7 @@ class MediaCacheClient:
             raise InternalError(f"the media cache gave no answer within {timeout_s:g} s") from None
         finally:
             self._waiting.pop(call_id, None)
+            del answer  # with an error in it, it would keep this frame and all that call it, and they it
         if isinstance(told, MediaRefused):
             raise told.error.to_error()
         assert isinstance(told, kind), f"the media cache answered with {type(told).__name__}"

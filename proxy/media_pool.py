@@ -128,6 +128,8 @@ class MediaPool:
             if slo_s is not None and limit.expired():
                 raise SLOUnreachable(slo_s, 0.0) from None
             raise
+        finally:
+            del done  # with an error in it, it would keep this frame, and the body
 
     async def _watch(self, reader: asyncio.StreamReader, process: Any) -> None:
         """Until the process has ended."""
