@@ -248,7 +248,7 @@ def run(port: int, admin_url: str, num_inputs: int, seed: int) -> dict[str, Any]
         "inputs": dict(sorted(fuzz.inputs.items())),
         "http_outcomes": dict(sorted(fuzz.http.outcomes.items())),
         "num_internal_errors": fuzz.http.outcomes["500"],
-        "refusals": refusals(httpx.get(f"{admin_url}/metrics", timeout=30).text),
+        "refusals": refusals(httpx.get(f"{admin_url}/metrics", headers={"Cache-Control": "no-cache"}, timeout=30).text),
         "descriptors": {name: num_descriptors(pid) for name, pid in pids.items()},
         "memory_growth_mib": {name: round(memory_mib(pid) - before[name][1], 1) for name, pid in pids.items()},
         "seconds": round(took_s, 1),

@@ -48,7 +48,8 @@ def admin_routes(config: ProxyConfig, door: FrontDoor) -> list[HTTPRouteHandler]
 
     @get("/metrics")
     async def metrics(request: AdminRequest) -> Response[bytes]:
-        return Response(await door.scrapes.render(), media_type=CONTENT_TYPE, headers=id_header(request))
+        is_fresh = "no-cache" in request.headers.get("cache-control", "")
+        return Response(await door.scrapes.render(is_fresh), media_type=CONTENT_TYPE, headers=id_header(request))
 
     @get("/sd")
     async def sd(request: AdminRequest) -> Response[bytes]:

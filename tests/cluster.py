@@ -24,6 +24,9 @@ START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 5.0
 MODEL = "tandem-demo"
 
+NOW = {"Cache-Control": "no-cache"}
+"""Headers with which /metrics tells present figures, not those of within the last second."""
+
 
 def free_port() -> int:
     with socket.socket() as probe:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster import MODEL, Cluster
+from tests.cluster import MODEL, NOW, Cluster
 
 NUM_TOKENS = 300
 _LONG = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
@@ -77,7 +77,7 @@ def stream(cluster: Cluster, body: dict[str, Any], begun: threading.Event | None
 
 
 def num_migrations(cluster: Cluster) -> float:
-    text = httpx.get(f"{cluster.admin_url}/metrics", timeout=30).text
+    text = httpx.get(f"{cluster.admin_url}/metrics", headers=NOW, timeout=30).text
     return float(re.findall(r"^tandem_migrations_total (\S+)", text, re.MULTILINE)[0])
 
 

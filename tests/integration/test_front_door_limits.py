@@ -13,7 +13,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster import free_port
+from tests.cluster import NOW, free_port
 from tests.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
 
 
@@ -197,7 +197,7 @@ def test_connections_are_bounded_in_all_and_for_each_address(folder: Path) -> No
             )
             held += [open_ones.enter_context(connect("127.0.0.3")) for _ in range(2)]
             assert send_from(small, "127.0.0.3").startswith(b"HTTP/1.1 503 ")
-            metrics = httpx.get(f"{small.admin_url}/metrics").text
+            metrics = httpx.get(f"{small.admin_url}/metrics", headers=NOW).text
             assert 'tandem_rejections_total{reason="connections"} 2.0' in metrics
             held.pop().close()
             wait_until(lambda: is_let_in("127.0.0.3"), 60)

@@ -16,7 +16,7 @@ from protocol.errors import Overloaded
 from protocol.membership import StatusReport
 from protocol.network import NetworkConfig
 from protocol.network_keys import make_keys
-from tests.cluster import Cluster, free_port, tandem
+from tests.cluster import NOW, Cluster, free_port, tandem
 
 SMALL = ("--kv-cache-gib", "0.05", "--kv-connector", "gloo", "--device", "cpu")
 QUESTION = {"model": "tandem-demo", "prompt": "one two three four", "max_tokens": 8, "temperature": 0}
@@ -56,7 +56,7 @@ def test_a_decode_worker_joins_with_keys(tmp_path: Path) -> None:
             assert {each.worker.worker_id for each in report.workers} == {"prefill-0", f"decode-0-{tmp_path.name}"}
             with pytest.raises(Overloaded, match="no answer"):
                 fetch(endpoint, NetworkConfig(insecure=True))
-            metrics = httpx.get(f"{cluster.admin_url}/metrics").text
+            metrics = httpx.get(f"{cluster.admin_url}/metrics", headers=NOW).text
             assert 'tandem_refusals_total{reason="bad_handshake"} ' in metrics
     finally:
         worker.send_signal(signal.SIGTERM)

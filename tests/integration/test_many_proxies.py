@@ -14,6 +14,7 @@ import pytest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.cluster import NOW
 from tests.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
 
 NUM_PROXIES = 3
@@ -37,7 +38,7 @@ class Front:
 
     def scrape(self) -> dict[str, float]:
         """Of whichever proxy answers; samples without labels, by name."""
-        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics").text)
+        families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", headers=NOW).text)
         return {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
 
 

@@ -21,7 +21,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.grafana.dashboards import DASHBOARDS
 from telemetry.stages import FIRST_TOKEN_STAGES, STAGES
-from tests.cluster import MODEL, Cluster, free_port
+from tests.cluster import MODEL, NOW, Cluster, free_port
 from tests.fake_workers import wait_until
 
 SECRET = "xyzzy-the-prompt-is-nobodys-business"
@@ -77,7 +77,7 @@ def cluster(receiver: OtlpReceiver) -> Iterator[Cluster]:
 
 
 def get(cluster: Cluster, path: str) -> httpx.Response:
-    return httpx.get(cluster.admin_url + path, timeout=30)
+    return httpx.get(cluster.admin_url + path, headers=NOW, timeout=30)
 
 
 def ask(cluster: Cluster, request_id: str, **fields: Any) -> float:

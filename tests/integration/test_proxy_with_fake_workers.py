@@ -19,6 +19,7 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
+from tests.cluster import NOW
 from tests.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
 
 
@@ -196,7 +197,7 @@ def test_nobody_waits_long_for_a_worker_that_falls_silent(proxy: Proxy, workers:
 
 def test_metrics(proxy: Proxy, workers: FakeWorkers) -> None:
     post(proxy, prompt="abc", max_tokens=4)
-    text = httpx.get(f"{proxy.url}/metrics").text
+    text = httpx.get(f"{proxy.url}/metrics", headers=NOW).text
     assert 'tandem_requests_total{outcome="length"}' in text
     assert "tandem_num_requests_running 0.0" in text
     for name in ("time_to_first_token", "inter_token_latency", "request_time_per_output_token", "e2e_request_latency"):

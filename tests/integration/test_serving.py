@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.cluster import MODEL, Cluster
+from tests.cluster import MODEL, NOW, Cluster
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_sse_is_well_formed(cluster: Cluster) -> None:
 
 def test_metrics_count(cluster: Cluster) -> None:
     def generated() -> float:
-        lines = httpx.get(f"{cluster.admin_url}/metrics").text.splitlines()
+        lines = httpx.get(f"{cluster.admin_url}/metrics", headers=NOW).text.splitlines()
         values = [line.split()[-1] for line in lines if line.startswith("tandem_generation_tokens_total")]
         return sum(map(float, values))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from tests.cluster import NOW
 from tests.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
 
 N, NUM_TOKENS = 16, 800
@@ -67,7 +68,7 @@ def test_a_client_that_does_not_read_is_cut_off_and_aborted(proxy: Proxy, worker
         wait_until(lambda: bool(workers.seen), 20)
         fast = httpx.post(f"{proxy.url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 50})
         assert fast.json()["choices"][0]["text"] == (PROMPT * 7)[:50], "others are served meanwhile"
-        wait_until(lambda: 'outcome="aborted"' in httpx.get(f"{proxy.url}/metrics").text, 20)
+        wait_until(lambda: 'outcome="aborted"' in httpx.get(f"{proxy.url}/metrics", headers=NOW).text, 20)
         assert b"[DONE]" not in read_all(client)
     assert len(workers.aborted["decode"]) == N
 
