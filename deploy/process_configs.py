@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 from deploy.config import ClusterConfig, read_api_keys
 from engine.config import EngineConfig
 from media_cache.config import MediaCacheConfig
 from prefill_worker.config import PrefillConfig
 from protocol.membership import Role
+from protocol.network import NetworkConfig
+from protocol.network_keys import HandedKeys, Part
 from proxy.config import ProxyConfig
 from worker.config import WorkerConfig
 
@@ -23,7 +27,7 @@ class Place:
     endpoint_file: a proxy writes there what it has bound. proxies_file: a worker reads there, again when it changes,
     the proxies' control endpoints, one a line. progress_file: where a worker tells how far its model is loaded.
     control_tcp_endpoint: of a proxy, for workers of other hosts. peer_endpoints: of the other proxies, for a proxy.
-    media_cache_endpoint: of this host's, empty where there is none.
+    media_cache_endpoint: of this host's, empty where there is none. media_cache_tcp_endpoint: for other hosts.
     """
 
     endpoint: str
@@ -35,18 +39,27 @@ class Place:
     control_tcp_endpoint: str = ""
     peer_endpoints: list[str] = field(default_factory=list)
     media_cache_endpoint: str = ""
+    media_cache_tcp_endpoint: str = ""
 
 
 class ProcessConfigs:
-    """num_threads: of a rank, by role. Raises ConfigError for API keys that cannot be read."""
+    """num_threads: of a rank, by role. keys: for each part that is handed its keys in its configuration; the others
+    read theirs from the operator's folder. Raises ConfigError for API keys that cannot be read.
+    """
 
     def __init__(
-        self, cluster: ClusterConfig, model: str, served_model_name: str, num_threads: dict[Role, int]
+        self,
+        cluster: ClusterConfig,
+        model: str,
+        served_model_name: str,
+        num_threads: dict[Role, int],
+        keys: Mapping[Part, HandedKeys] = MappingProxyType({}),
     ) -> None:
         self._cluster = cluster
         self._model = model
         self._served_model_name = served_model_name
         self._num_threads = num_threads
+        self._keys = keys
         self._api_keys = read_api_keys(Path(cluster.api_keys_file)) if cluster.api_keys_file else []
 
     def proxy(self, name: str, place: Place) -> ProxyConfig:
@@ -60,7 +73,7 @@ class ProcessConfigs:
             control_endpoint=place.endpoint,
             control_endpoint_file=place.endpoint_file,
             control_tcp_endpoint=place.control_tcp_endpoint,
-            network=cluster.network,
+            network=self._network("proxy"),
             model=self._model,
             served_model_name=self._served_model_name,
             api_key=cluster.api_key or None,
@@ -87,7 +100,7 @@ class ProcessConfigs:
             shutdown_grace_s=PROXY_GRACE_S,
             drain_timeout_s=cluster.drain_timeout_s,
             media_cache_endpoint=place.media_cache_endpoint,
-            media_cache_tcp_endpoint=cluster.media_cache_endpoint if place.media_cache_endpoint else "",
+            media_cache_tcp_endpoint=place.media_cache_tcp_endpoint,
             media_threads=cluster.media_threads,
             max_waiting_media=cluster.max_waiting_media,
             media=cluster.media_limits(),
@@ -98,13 +111,14 @@ class ProcessConfigs:
             otlp_endpoint=cluster.otlp_endpoint,
         )
 
-    def media_cache(self, endpoint: str) -> MediaCacheConfig:
+    def media_cache(self, endpoint: str, tcp_endpoint: str = "", tcp_endpoint_file: str = "") -> MediaCacheConfig:
         cluster = self._cluster
         return MediaCacheConfig(
             endpoint,
             cluster.media_cache_mib << 20,
-            tcp_endpoint=cluster.media_cache_endpoint,
-            network=cluster.network,
+            tcp_endpoint=tcp_endpoint,
+            tcp_endpoint_file=tcp_endpoint_file,
+            network=self._network("proxy"),
             log_level=cluster.log_level,
         )
 
@@ -120,7 +134,7 @@ class ProcessConfigs:
             kv_connector=cluster.kv_connector,
             kv_checksums=cluster.kv_checksums,
             host=place.host,
-            network=cluster.network,
+            network=self._network("worker"),
             max_num_batched_tokens=cluster.max_num_batched_tokens,
             max_num_seqs=cluster.max_num_seqs,
             drain_timeout_s=cluster.drain_timeout_s,
@@ -137,6 +151,10 @@ class ProcessConfigs:
             max_fetched_media_bytes=cluster.media_fetch_mib << 20,
             media_cache_endpoint=place.media_cache_endpoint,
         )
+
+    def _network(self, part: Part) -> NetworkConfig:
+        keys = self._keys.get(part)
+        return self._cluster.network if keys is None else NetworkConfig(keys=keys)
 
     def _engine(self, role: Role, progress_file: str) -> EngineConfig:
         cluster = self._cluster

@@ -1,7 +1,7 @@
 """What Ray runs on a node for one process of Tandem: starts it there, tells how it fares, and ends with it.
 
-One actor starts one process once; starting again, and elsewhere, is the launcher's business (`deploy.ray_site`). Must
-not import torch, nor ray before it runs on a node.
+Beside a proxy it keeps a media cache, which serves that proxy. One actor starts one process once; starting again, and
+elsewhere, is the launcher's business (`deploy.ray_site`). Must not import torch, nor ray before it runs on a node.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from pathlib import Path
 import msgspec
 
 from deploy.log_file import LogFile
+from deploy.processes import ChildProcess
+from media_cache.config import MediaCacheConfig
 from protocol.proxy_endpoints import write_endpoints
 
 POLL_S = 0.05
+MEDIA_CACHE_START_S = 60.0
 
 
 class NodePlace(msgspec.Struct, frozen=True):
@@ -45,11 +48,37 @@ class ProcessActor:
         self._folder = Path(tempfile.mkdtemp(prefix=f"tandem-{name}-"))  # mode 0700
         self._keeping: asyncio.Task[None] | None = None
         self._process: asyncio.subprocess.Process | None = None
+        self._media_cache: ChildProcess | None = None
+        self._keeping_cache: asyncio.Task[None] | None = None
 
     async def place(self) -> NodePlace:
         import ray
 
         return NodePlace(ray.util.get_node_ip_address(), str(self._folder))
+
+    async def start_media_cache(self, config: bytes, env: dict[str, str], max_log_bytes: int) -> str:
+        """The tcp endpoint that it has bound, and binds again when it has to be started again.
+
+        config: as of `start`; its tcp_endpoint_file lies in this folder. Raises RuntimeError when it does not come up.
+        """
+        told = msgspec.json.decode(config, type=MediaCacheConfig)
+        config_file = Path(f"/proc/{os.getpid()}/fd/{os.memfd_create('media-cache')}")
+        config_file.write_bytes(config)
+        output = LogFile(self._folder / "media-cache.log", max_log_bytes)
+        self._media_cache = cache = ChildProcess(
+            "media-cache", "media_cache", config_file, output, env, lambda *_: True, self._folder / "media-cache.pid"
+        )
+        self._keeping_cache = asyncio.create_task(cache.run())
+        endpoint_file = Path(told.tcp_endpoint_file)
+        for _ in range(int(MEDIA_CACHE_START_S / POLL_S)):
+            if endpoint_file.exists():
+                break
+            await asyncio.sleep(POLL_S)
+        else:
+            raise RuntimeError(f"the media cache does not come up: {cache.last_error() or output.tail()}")
+        endpoint = endpoint_file.read_text()
+        config_file.write_bytes(msgspec.json.encode(msgspec.structs.replace(told, tcp_endpoint=endpoint)))
+        return endpoint
 
     async def start(
         self, module: str, config: bytes, env: dict[str, str], proxies: list[str], max_log_bytes: int
@@ -115,4 +144,7 @@ class ProcessActor:
     async def close(self) -> None:
         if self._keeping is not None:
             self._keeping.cancel()
+        if self._media_cache is not None and self._keeping_cache is not None:
+            self._media_cache.kill()
+            self._keeping_cache.cancel()
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,13 @@ from deploy.processes import MAX_RESTART_DELAY_S, RESTART_DELAY_S, STABLE_AFTER_
 from deploy.ray_actor import NodePlace, ProcessActor, ProcessEnd
 from deploy.runtime_dir import NETWORK_FILE, PROXIES_FILE
 from deploy.site import MODULES, OnExit, Supervised
+from media_cache.config import MediaCacheConfig
 from protocol.errors import ConfigError
 from protocol.membership import Role
+from protocol.network import NetworkConfig
+from protocol.network_keys import HandedKeys, Part, load_keys
 from protocol.proxy_endpoints import write_endpoints
+from proxy.model_files import takes_media
 
 try:
     import ray
@@ -52,7 +57,10 @@ class RaySite:
         self._num_threads: dict[Role, int] = {
             role: max(1, cluster.threads_per_worker // cluster.num_ranks(role)) for role in ("prefill", "decode")
         }
-        self._configs = ProcessConfigs(cluster, model, served_model_name, self._num_threads)
+        self._configs = ProcessConfigs(
+            cluster, model, served_model_name, self._num_threads, keys_to_hand_out(cluster.network)
+        )
+        self._takes_media = takes_media(model)
         self._processes: dict[str, RayProcess] = {}
         self._proxies: list[str] = []
         self.progress_files: dict[str, Path] = {}  # they are on the nodes
@@ -80,7 +88,18 @@ class RaySite:
         if self._cluster.ray_proxy_resource:
             bundle[self._cluster.ray_proxy_resource] = 1
         env = process_environment(1) | {"CUDA_VISIBLE_DEVICES": ""}
-        return self._process(name, "proxy", self._configs.proxy, bundle, env, on_exit, on_endpoint)
+        proxy = self._process(name, "proxy", self._configs.proxy, bundle, env, on_exit, on_endpoint)
+        if self._takes_media:
+            proxy.make_media_cache = self._media_cache
+        return proxy
+
+    def _media_cache(self, place: NodePlace) -> MediaCacheConfig:
+        """Of a proxy, on its node. Prefill workers of other nodes read from it; each keeps its embeddings to itself."""
+        return self._configs.media_cache(
+            f"ipc://{place.folder}/media-cache.sock",
+            f"tcp://{bracketed(place.host)}:*",
+            f"{place.folder}/media-cache.endpoint",
+        )
 
     def make_worker(self, role: Role, name: str, on_exit: OnExit) -> Supervised:
         num_ranks = self._cluster.num_ranks(role)
@@ -118,7 +137,7 @@ class RaySite:
         return process
 
     def make_media_cache(self, on_exit: OnExit) -> Supervised | None:
-        """Caches are for the processes of one host, and Ray may put them on several: there models take text alone."""
+        """Each proxy has its own beside it."""
 
     def forget(self, name: str) -> None:
         self._processes.pop(name, None)
@@ -131,6 +150,17 @@ class RaySite:
 
     def close(self) -> None:
         ray.shutdown()
+
+
+def keys_to_hand_out(network: NetworkConfig) -> dict[Part, HandedKeys]:
+    """Of the parts whose secrets are in the operator's folder; the others are on the nodes. Raises ConfigError."""
+    folder = Path(network.keys_folder)
+    parts: tuple[Part, ...] = ("proxy", "worker")
+    return {
+        part: HandedKeys.of(load_keys(folder, part))
+        for part in parts
+        if network.keys_folder and (folder / f"{part}.key_secret").exists()
+    }
 
 
 class RayProcess:
@@ -156,6 +186,8 @@ class RayProcess:
         self.num_starts = 0
         self.log_file = log_file
         self.last_pid = 0
+        self.make_media_cache: Callable[[NodePlace], MediaCacheConfig] | None = None
+        """For one that needs a media cache on its node."""
         self.place: NodePlace | None = None
         """Of the process that runs or ran last."""
         self._module = module
@@ -208,16 +240,20 @@ class RayProcess:
             actor = make.remote(self.name)
             place: NodePlace = await actor.place.remote()
             self.place = place
-            config = self._make_config(
-                self.name,
-                Place(
-                    endpoint=f"tcp://{bracketed(place.host)}:0",
-                    host=place.host,
-                    endpoint_file=f"{place.folder}/endpoint",
-                    proxies_file=f"{place.folder}/proxies",
-                ),
+            told_place = Place(
+                endpoint=f"tcp://{bracketed(place.host)}:0",
+                host=place.host,
+                endpoint_file=f"{place.folder}/endpoint",
+                proxies_file=f"{place.folder}/proxies",
             )
-            encoded = msgspec.json.encode(config)
+            if self.make_media_cache is not None:
+                cache = self.make_media_cache(place)
+                told_cache = msgspec.json.encode(cache), self._env, self._max_log_bytes
+                tcp_endpoint: str = await actor.start_media_cache.remote(*told_cache)
+                told_place = replace(
+                    told_place, media_cache_endpoint=cache.endpoint, media_cache_tcp_endpoint=tcp_endpoint
+                )
+            encoded = msgspec.json.encode(self._make_config(self.name, told_place))
             told = self._module, encoded, self._env, self._proxies(), self._max_log_bytes
             self.last_pid = await actor.start.remote(*told)
             self._actor = actor

@@ -116,6 +116,7 @@ class LocalSite:
             control_tcp_endpoint=dict(zip(own, self._cluster.proxy_endpoints, strict=False)).get(endpoint, ""),
             peer_endpoints=[each for each in own if each != endpoint],
             media_cache_endpoint=self.media_cache_endpoint,
+            media_cache_tcp_endpoint=self._cluster.media_cache_endpoint if self.media_cache_endpoint else "",
         )
         env = process_environment(1)
         env["PROMETHEUS_MULTIPROC_DIR"] = str(self._metrics_dir)  # there the metrics of all proxies add up
@@ -152,7 +153,7 @@ class LocalSite:
             return None
         self.media_cache_endpoint = self._endpoint("media-cache")
         env = process_environment(1) | {"CUDA_VISIBLE_DEVICES": ""}
-        config = self._configs.media_cache(self.media_cache_endpoint)
+        config = self._configs.media_cache(self.media_cache_endpoint, self._cluster.media_cache_endpoint)
         return self._child("media-cache", "media_cache", config, env, on_exit)
 
     def forget(self, name: str) -> None:

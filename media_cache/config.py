@@ -16,8 +16,8 @@ class MediaCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The file that `python -m media_cache FILE` reads, as JSON.
 
     endpoint: where its users reach it (ZeroMQ, bound here). capacity_bytes: of shared memory for all items.
-    tcp_endpoint: where prefill workers of other hosts read items; "" where there are none. network: how it is
-    protected, with the proxy's keys.
+    tcp_endpoint: where prefill workers of other hosts read items; "" where there are none. Its port may be 0: what it
+    has bound it then writes to tcp_endpoint_file. network: how it is protected, with the proxy's keys.
     """
 
     endpoint: str
@@ -25,6 +25,7 @@ class MediaCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tcp_endpoint: str = ""
     network: NetworkConfig = NetworkConfig()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    tcp_endpoint_file: str = ""
 
 
 def read_config(file: Path) -> MediaCacheConfig:

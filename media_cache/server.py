@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 from media_cache.config import MediaCacheConfig
@@ -38,6 +39,7 @@ from protocol.media_cache import (
     WantedMedia,
 )
 from protocol.media_segment import write_segment
+from protocol.proxy_endpoints import write_whole
 from protocol.sockets import RouterSocket, new_context
 
 log = logging.getLogger(__name__)
@@ -64,6 +66,8 @@ class MediaCacheServer:
         self._remote: RouterSocket[FromOtherHosts] | None = None
         if config.tcp_endpoint:
             self._remote = self._bind(config.tcp_endpoint, Codec(FromOtherHosts), self._on_remote)
+            if config.tcp_endpoint_file:
+                write_whole(Path(config.tcp_endpoint_file), self._remote.endpoint)
         self._segments.stock_up()
 
     def _bind(self, endpoint: str, codec: Codec[M], on_message: Callable[[bytes, M], None]) -> RouterSocket[M]:

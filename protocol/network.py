@@ -15,7 +15,7 @@ import zmq
 import zmq.auth.asyncio
 
 from protocol.errors import ConfigError
-from protocol.network_keys import NetworkKeys, Part, load_keys
+from protocol.network_keys import HandedKeys, NetworkKeys, Part, load_keys
 from protocol.refusals import Refusals
 
 log = logging.getLogger(__name__)
@@ -30,10 +30,14 @@ _HANDSHAKE_TIMEOUT_MS = 5_000
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How tcp endpoints are protected. keys_folder: see `tandem keys`. insecure: without keys, tcp is not refused."""
+    """How tcp endpoints are protected. keys_folder: see `tandem keys`. insecure: without keys, tcp is not refused.
+
+    keys: in place of the folder, for a process that is handed its configuration in memory.
+    """
 
     keys_folder: str = ""
     insecure: bool = False
+    keys: HandedKeys | None = None
 
 
 class Context(zmq.Context[Any]):
@@ -47,7 +51,10 @@ class Context(zmq.Context[Any]):
 
     def protect(self, part: Part, config: NetworkConfig) -> None:
         """Raises ConfigError for keys that cannot be read."""
-        self.keys = load_keys(Path(config.keys_folder), part) if config.keys_folder else None
+        if config.keys is not None:
+            self.keys = config.keys.keys(part)
+        else:
+            self.keys = load_keys(Path(config.keys_folder), part) if config.keys_folder else None
         self.insecure = config.insecure
         self.refusals = Refusals()
         self._gate = None

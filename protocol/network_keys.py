@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+import msgspec
 import zmq.auth
 
 from protocol.errors import ConfigError
@@ -35,6 +36,24 @@ class NetworkKeys:
     def callers(self) -> frozenset[bytes]:
         """Public keys of those who may connect to this part's sockets."""
         return frozenset(self.public[part] for part in _MAY_CALL.get(self.part, ()))
+
+
+class HandedKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """NetworkKeys inside of a configuration, which must then not be written anywhere. public: of each part."""
+
+    part: Part
+    secret: str
+    public: dict[Part, str]
+
+    @classmethod
+    def of(cls, keys: NetworkKeys) -> HandedKeys:
+        return cls(keys.part, keys.secret.decode(), {part: key.decode() for part, key in keys.public.items()})
+
+    def keys(self, part: Part) -> NetworkKeys:
+        """Raises ConfigError where they are another part's."""
+        if part != self.part:
+            raise ConfigError(f"the keys that were handed over are a {self.part}'s, not a {part}'s")
+        return NetworkKeys(part, self.secret.encode(), {each: key.encode() for each, key in self.public.items()})
 
 
 def make_keys(folder: Path) -> list[Path]:

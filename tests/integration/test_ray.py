@@ -1,11 +1,13 @@
 """`tandem up --ray` as a job on a real Ray cluster of three nodes on this host: it serves, outlives a node, is scaled.
 
-Traffic between its processes is protected by keys.
+Its model takes images. Traffic between its processes is protected by keys, which only the job reads from files.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +25,8 @@ from protocol.errors import TandemError
 from protocol.membership import StatusReport
 from protocol.network_keys import make_keys
 from tests.cluster import Cluster, free_port, is_alive, tandem
+from tests.media_proxy import data_url, image_part
+from tests.vision_model import encoded, picture, save_model
 
 pytestmark = [
     pytest.mark.timeout(1500),
@@ -92,28 +96,49 @@ def is_elsewhere(found: dict[str, tuple[str, int]], host: str) -> bool:
     return set(found) == {"prefill-0", "decode-0"} and not any(host in endpoint for endpoint, _ in found.values())
 
 
-def complete(url: str) -> str:
-    body = {"model": "noise", "prompt": "Once upon a time", "max_tokens": 8, "temperature": 0}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=LIMIT_S)
-    assert answer.status_code == 200, answer.text
-    text: str = answer.json()["choices"][0]["text"]
-    return text
+def answers(url: str, image: bytes) -> list[list[int]]:
+    """Token ids, of a prompt of text and of one with the image."""
+    fields = {"model": "m", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    parts = [image_part(data_url(image)), {"type": "text", "text": "what is it?"}]
+    told = []
+    for path, body in (
+        ("completions", {"prompt": "Once upon a time"}),
+        ("chat/completions", {"messages": [{"role": "user", "content": parts}]}),
+    ):
+        answer = httpx.post(f"{url}/v1/{path}", json=fields | body, timeout=LIMIT_S)
+        assert answer.status_code == 200, answer.text
+        told.append(answer.json()["choices"][0]["token_ids"])
+    return told
 
 
-def test_it_serves_outlives_a_node_and_is_scaled(
-    noise_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def media_caches() -> list[int]:
+    """Processes beside Ray's actors: their configuration is no file."""
+    found = []
+    for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = cmdline.read_bytes().split(b"\0")
+        except OSError:  # it has ended
+            continue
+        if b"media_cache" in words and words[-2].startswith(b"/proc/"):
+            found.append(int(cmdline.parent.name))
+    return found
+
+
+def test_it_serves_outlives_a_node_and_is_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     for limit, value in (("raylet_start_wait_time_s", "300"), ("agent_register_timeout_ms", "300000")):
         monkeypatch.setenv(f"RAY_{limit}", value)  # its own limits are too short for a machine that is busy
     port = free_port()
     url = f"http://127.0.0.1:{port}"
-    make_keys(tmp_path / "keys")
+    keys = tmp_path / "keys"
+    make_keys(keys)
+    model = save_model(tmp_path / "vision")
+    image = encoded(picture(seed=1))
     config = tmp_path / "cluster.toml"
     config.write_text(
-        f'model = "{noise_model}"\nserved_model_name = "noise"\nport = {port}\nray_proxy_resource = "front"\n'
-        f'network_keys = "{tmp_path / "keys"}"\nthreads_per_worker = 1\nkv_cache_gib = 0.05\n'
+        f'model = "{model}"\nserved_model_name = "m"\ndtype = "float32"\nport = {port}\nray_proxy_resource = "front"\n'
+        f'network_keys = "{keys}"\nthreads_per_worker = 1\nkv_cache_gib = 0.05\n'
         "decode_prefill_threshold = 0\n"
     )
     with ray_cluster() as (dashboard, remove):
@@ -121,7 +146,13 @@ def test_it_serves_outlives_a_node_and_is_scaled(
         job(dashboard, "submit", "--no-wait", "--submission-id", "serve", "--", *up)
         try:
             Cluster.wait_for(lambda: set(workers(port)) == {"prefill-0", "decode-0"}, LIMIT_S)
-            text = complete(url)
+            first = answers(url, image)
+            for secret in keys.glob("*.key_secret"):
+                if secret.stem != "operator":
+                    secret.unlink()  # from now on nodes could not read them
+            [media_cache] = media_caches()
+            os.kill(media_cache, signal.SIGKILL)
+            assert answers(url, encoded(picture(seed=2))) != first  # processed for the next cache
             before = workers(port)
             endpoint, pid = before["decode-0"]
             host = endpoint.removeprefix("tcp://").rpartition(":")[0]
@@ -130,7 +161,7 @@ def test_it_serves_outlives_a_node_and_is_scaled(
             remove[host]()
             Cluster.wait_for(lambda: is_elsewhere(workers(port), host), LIMIT_S)
             assert not is_alive(pid)
-            assert complete(url) == text
+            assert answers(url, image) == first
 
             moved = subprocess.run(
                 tandem("restart", "--port", str(port), "--timeout-s", str(LIMIT_S), "prefill-0"),
@@ -139,7 +170,7 @@ def test_it_serves_outlives_a_node_and_is_scaled(
                 timeout=LIMIT_S + 60,
             )
             assert moved.returncode == 0, moved.stderr
-            assert complete(url) == text
+            assert answers(url, image) == first
 
             scaled = subprocess.run(
                 tandem("scale", "--port", str(port), "--timeout-s", str(LIMIT_S), "decode=2"),
@@ -148,8 +179,8 @@ def test_it_serves_outlives_a_node_and_is_scaled(
                 timeout=LIMIT_S + 60,
             )
             assert (scaled.returncode, scaled.stdout) == (0, "prefill=1 decode=2\n"), scaled.stderr
-            pids = [pid for _, pid in workers(port).values()]
-            assert len(pids) == 3
+            pids = [pid for _, pid in workers(port).values()] + media_caches()
+            assert len(pids) == 4
 
             job(dashboard, "stop", "serve")
             Cluster.wait_for(lambda: not any(is_alive(pid) for pid in pids), 30)
