@@ -1,7 +1,8 @@
 """How late small requests are answered, and text, while 500 prompts with an image each come, 300 at once.
 
 A cluster of a vision-language model (`--model`, for example a folder that `make_models.py` wrote), once for each number
-of media threads. Another process polls /health, /v1/models and /metrics; text prompts come one after the other.
+of media threads. Another process polls /health, /v1/models and /metrics; a third
+sends text prompts one after the other.
 `cached`: the same images again. `--peers DIR --vllm VENV`: before that, the same prompts go to one vLLM engine, whose
 prompts/s are then what is to be reached.
 """
@@ -11,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import random
 import time
 from collections import Counter
 from pathlib import Path
@@ -23,18 +23,20 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.latency import Distribution
-from bench.media_load import Answer, chat_body, cluster, jpeg, send, send_at_most, text_of
+from bench.media_load import Answer, chat_body, cluster, jpeg, send_at_most
 from bench.poller import CONTROL, Poller
 from bench.report import Aim, Report, add_common_options, finish
 from bench.side_by_side import server
+from bench.text_prompts import TextPrompts
 from tests.cluster import free_port
 
 PATHS = ("/health", "/v1/models", "/metrics")
+NUM_LOCAL_TOKENS = 512
+"""Text prompts are computed by the decode worker, as where text must not wait for images on prefill."""
 _NICENESS = 10
 """Of this process, which stands for other machines but runs on this one's few cores."""
 _TIMEOUT_S = 300.0
-_BETWEEN_TEXTS_S = 0.1
-_TEXT_PROMPTS_ALONE = 40
+_TEXT_ALONE_S = 8.0
 
 
 class StormFigures(msgspec.Struct, frozen=True):
@@ -66,7 +68,10 @@ def main() -> None:
         wanted_per_s = of_vllm(options, images)
     figures: dict[str, Any] = {}
     for threads in options.threads.split(","):
-        flags = ("--media-threads", threads, "--media-cache-mib", "4096", "--max-num-seqs", "64", "--max-body-mib", "4")
+        flags = (
+            "--media-threads", threads, "--media-cache-mib", "4096", "--max-body-mib", "4", "--max-num-seqs", "64",
+            "--max-queue-s", "0", "--decode-prefill-threshold", str(NUM_LOCAL_TOKENS),
+        )  # fmt: skip
         with cluster(options.model, *flags) as url:
             figures[threads] = asyncio.run(run(url, images, options.at_once))
     print_table(figures)
@@ -99,47 +104,41 @@ def of_vllm(options: argparse.Namespace, images: list[bytes]) -> float:
 
 async def run(url: str, images: list[bytes], at_once: int) -> dict[str, StormFigures]:
     port = int(url.rpartition(":")[2])
-    os.setpriority(os.PRIO_PROCESS, 0, 0)  # as which the poller starts
-    with Poller({path: port + (path == "/metrics") for path in PATHS}) as poller:  # the admin port is the next
+    os.setpriority(os.PRIO_PROCESS, 0, 0)  # as which the poller and the sender of texts start
+    with (
+        Poller({path: port + (path == "/metrics") for path in PATHS}) as poller,  # the admin port is the next
+        TextPrompts(port) as texts,
+    ):
         os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=at_once)
         async with httpx.AsyncClient(base_url=url, limits=limits) as client:
-            figures = {"text alone": await storm(client, poller, [], 1)}
-            figures["new"] = await storm(client, poller, images, at_once)
-            figures["cached"] = await storm(client, poller, images, at_once)
+            figures = {"text alone": await storm(client, poller, texts, [], 1)}
+            figures["new"] = await storm(client, poller, texts, images, at_once)
+            figures["cached"] = await storm(client, poller, texts, images, at_once)
     return figures
 
 
-async def storm(client: httpx.AsyncClient, poller: Poller, images: list[bytes], at_once: int) -> StormFigures:
+async def storm(
+    client: httpx.AsyncClient, poller: Poller, texts: TextPrompts, images: list[bytes], at_once: int
+) -> StormFigures:
     """Text prompts one after the other, beside the images where there are any."""
-    done = asyncio.Event()
     poller.begin()
-    texts = asyncio.create_task(send_texts(client, done, 0 if images else _TEXT_PROMPTS_ALONE))
+    texts.begin()
     begun = time.perf_counter()
     answers: list[Answer] = []
     if images:
         answers = await send_at_most(client, images, at_once, _TIMEOUT_S)
-        done.set()
+    else:
+        await asyncio.sleep(_TEXT_ALONE_S)
     duration_s = time.perf_counter() - begun
-    told = await texts
+    ttft = await asyncio.to_thread(texts.end)
     polled = poller.end()
-    wrong = [answer for answer in (*answers, *told) if answer.status not in (200, 429, 503) or answer.error]
+    wrong = [answer for answer in answers if answer.status not in (200, 429, 503) or answer.error]
     if wrong:
         raise SystemExit(f"{len(wrong)} requests failed: {wrong[0]}")
     num_served = sum(answer.status == 200 for answer in answers)
     statuses = Counter(str(answer.status) for answer in answers)
-    ttft = Distribution.of_seconds([answer.first_byte_s for answer in told if answer.first_byte_s is not None])
     return StormFigures(num_served / duration_s if answers else 0.0, duration_s, dict(statuses), polled, ttft)
-
-
-async def send_texts(client: httpx.AsyncClient, done: asyncio.Event, most: int) -> list[Answer]:
-    """Until done, or `most` of them (0: no bound)."""
-    rng = random.Random(0)
-    answers: list[Answer] = []
-    while not done.is_set() and (not most or len(answers) < most):
-        answers.append(await send(client, chat_body(text_of(rng), max_tokens=2), _TIMEOUT_S))
-        await asyncio.sleep(_BETWEEN_TEXTS_S)
-    return answers
 
 
 def aims(figures: dict[str, dict[str, StormFigures]], requests_per_s: float | None) -> list[Aim]:
