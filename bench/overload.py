@@ -4,7 +4,7 @@ Capacity is what it serves, without early rejection, to as many clients as may r
 always has one request under way, or waits as Retry-After tells it. Then requests that have nothing in common arrive at
 random, at multiples of that rate; each load runs for a while before it is measured, so that what is seen lasts. Two
 kinds: prompts that keep prefill busy, and answers that keep decode busy. Goodput: requests answered a second, with
-`--ttft-slo-ms` those whose first token came in time.
+`--ttft-slo-ms` those whose first token came in time. The clients have part of the same cores; how much, is told.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ class Client:
         self._rng = random.Random(seed)
         self._begun_at = float("inf")
         self._ended_at = float("inf")
+        self._cpu_s = 0.0
         self.traces: list[RequestTrace] = []
         self.refusals_s: list[float] = []
         self.statuses: Counter[int] = Counter()
@@ -60,10 +61,12 @@ class Client:
 
     def begin(self) -> None:
         self._begun_at = time.perf_counter()
+        self._cpu_s = -time.process_time()
 
     def end(self) -> float:
         """Seconds since `begin`."""
         self._ended_at = time.perf_counter()
+        self._cpu_s += time.process_time()
         return self._ended_at - self._begun_at
 
     async def ask(self) -> float:
@@ -127,6 +130,7 @@ class Client:
             "ttft_ms": msgspec.to_builtins(Distribution.of_seconds([trace.ttft_s for trace in self.traces])),
             "itl_ms": msgspec.to_builtins(Distribution.of_seconds(gaps)),
             "refusal_ms": msgspec.to_builtins(Distribution.of_seconds(self.refusals_s)),
+            "cores_of_client": round(self._cpu_s / measured_s, 2),
         }
 
 

@@ -120,6 +120,7 @@ class Admission:
         self._crowd = crowd
         self._max_queue_s = max_queue_s
         self._crowded_since: float | None = None
+        self._calm_since: float | None = None  # few have waited since then
         self._first_tokens: deque[float] = deque()  # when, within max_queue_s; while there is a crowd
         self._arrivals: deque[float] = deque()  # of sequences, also of refused ones; likewise
         self._max_waiting_tokens = max_waiting_tokens
@@ -213,8 +214,9 @@ class Admission:
         """Of waiting sequences."""
         if not self._max_queue_s or self._crowded_since is None:
             return self._max_waiting
+        self._watch_crowd()
         now = self._clock()
-        if now - self._crowded_since < self._max_queue_s:
+        if self._crowded_since is None or now - self._crowded_since < self._max_queue_s:
             return self._max_waiting
         for times in (self._first_tokens, self._arrivals):
             while times and now - times[0] > self._max_queue_s:
@@ -228,12 +230,19 @@ class Admission:
             self._arrivals.extend([self._clock()] * num_sequences)
 
     def _watch_crowd(self) -> None:
-        if self.num_waiting < self._crowd // 2:  # well below the least limit, at which it may stay for long
-            self._crowded_since = None
-            self._first_tokens.clear()
-            self._arrivals.clear()
-        elif self._crowded_since is None:
-            self._crowded_since = self._clock()
+        """It is gone when few have waited for a while: decode takes on many at once, and for a moment none wait."""
+        now = self._clock()
+        if self.num_waiting >= self._crowd // 2:  # well below the least limit, at which it may stay for long
+            self._calm_since = None
+            if self._crowded_since is None:
+                self._crowded_since = now
+        elif self._crowded_since is not None:
+            if self._calm_since is None:
+                self._calm_since = now
+            if now - self._calm_since >= STANDING_PART * self._max_queue_s:
+                self._crowded_since = self._calm_since = None
+                self._first_tokens.clear()
+                self._arrivals.clear()
 
     def _later_than(self, priority: int) -> list[Ticket]:
         """Waiting requests that may be displaced; of the latest priority the newest comes last."""

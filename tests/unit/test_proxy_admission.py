@@ -224,6 +224,22 @@ class Load:
         self.clock.now = end
 
 
+def test_a_queue_that_is_taken_at_once_is_a_crowd_all_the_same() -> None:
+    """Decode takes on what waits whenever a batch has ended: for a moment nobody waits."""
+    clock = Clock()
+    max_queue_s, crowd = queue_bounds(5.0, 2.0)
+    load = Load(Admission(1024, clock, max_queue_s=max_queue_s, crowd=crowd), clock)
+    for number in range(6000):  # 200 a second, of which 64 are served
+        clock.now += 0.005
+        load.arrive()
+        if number % 100 == 0:
+            for _ in range(32):
+                load.serve()
+        if number == 3000:
+            load.waits_s.clear()
+    assert max(load.waits_s) < 0.8
+
+
 @pytest.mark.parametrize("served_per_s", [5.0, 14.0, 100.0])
 def test_past_capacity_the_wait_stays_what_it_may_be(served_per_s: float) -> None:
     clock = Clock()
