@@ -49,6 +49,9 @@ class HandedKeys(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def of(cls, keys: NetworkKeys) -> HandedKeys:
         return cls(keys.part, keys.secret.decode(), {part: key.decode() for part, key in keys.public.items()})
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.part!r})"  # not the secret
+
     def keys(self, part: Part) -> NetworkKeys:
         """Raises ConfigError where they are another part's."""
         if part != self.part:

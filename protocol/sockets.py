@@ -245,5 +245,9 @@ def listen_on_free_port(host: str) -> tuple[int, int]:
 def new_context(part: Part = "operator", network: NetworkConfig = NetworkConfig()) -> Context:  # noqa: B008  # frozen
     """One per process. part: what this process is, and so which of the keys is its own. Raises ConfigError."""
     context = Context(io_threads=1)
-    context.protect(part, network)
+    try:
+        context.protect(part, network)
+    except BaseException:
+        context.destroy()
+        raise
     return context

@@ -8,6 +8,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from protocol import network
@@ -15,7 +16,7 @@ from protocol.codec import Codec
 from protocol.errors import ConfigError
 from protocol.membership import FromProxyControl, GetStatus, StatusReport, ToProxyControl
 from protocol.network import Context, NetworkConfig
-from protocol.network_keys import PARTS, Part, load_keys, make_keys
+from protocol.network_keys import PARTS, HandedKeys, Part, load_keys, make_keys
 from protocol.refusals import Refusals
 from protocol.sockets import DealerSocket, RouterSocket, new_context
 
@@ -93,6 +94,18 @@ def test_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
 def test_members_are_let_in(keys: Path, part: Part) -> None:
     with_keys = NetworkConfig(str(keys))
     assert asyncio.run(exchange(with_keys, part, with_keys)).totals() == []
+
+
+@pytest.mark.parametrize("part", ["worker", "operator"])
+def test_keys_that_come_in_a_configuration_do_as_well(keys: Path, part: Part) -> None:
+    """As where Ray's actors get theirs; the configuration survives its way as JSON, and is of one part alone."""
+    handed = {each: HandedKeys.of(load_keys(keys, each)) for each in ("proxy", part)}
+    encoded = {each: msgspec.json.encode(NetworkConfig(keys=held)) for each, held in handed.items()}
+    server, client = (msgspec.json.decode(encoded[each], type=NetworkConfig) for each in ("proxy", part))
+    assert not asyncio.run(exchange(server, part, client)).totals()
+    assert server.keys is not None and server.keys.secret not in repr(server)
+    with pytest.raises(ConfigError, match=f"are a {part}'s, not a proxy's"):
+        new_context("proxy", client)
 
 
 def test_a_key_that_is_not_on_the_list_is_refused_and_counted(keys: Path, tmp_path: Path) -> None:
