@@ -109,9 +109,15 @@ class HttpWorkerPool:
     """In place of `proxy.worker_pool.WorkerPool`."""
 
     def __init__(
-        self, context: Any, proxy_id: str, sockets_per_worker: int, on_message: Callable[[WorkerInfo, ToProxy], None]
+        self,
+        context: Any,
+        proxy_id: str,
+        sockets_per_worker: int,
+        on_message: Callable[[WorkerInfo, ToProxy], None],
+        on_broken: Callable[[WorkerInfo], None],
     ) -> None:
         self._on_message = on_message
+        self._on_broken = on_broken
         self._codec: Codec[ToProxy] = Codec(ToProxy)
         self._sessions: dict[str, aiohttp.ClientSession] = {}  # by epoch
         self._tasks: set[asyncio.Task[None]] = set()
@@ -129,9 +135,12 @@ class HttpWorkerPool:
         return True
 
     async def _post(self, worker: WorkerInfo, body: bytes) -> None:
-        async with self._sessions[worker.epoch].post("/", data=body) as response:
-            async for fact in _facts(response.content):
-                self._on_message(worker, self._codec.decode(fact))
+        try:
+            async with self._sessions[worker.epoch].post("/", data=body) as response:
+                async for fact in _facts(response.content):
+                    self._on_message(worker, self._codec.decode(fact))
+        except aiohttp.ClientError:
+            self._on_broken(worker)
 
     def close(self, worker: WorkerInfo) -> None:
         session = self._sessions.pop(worker.epoch, None)
