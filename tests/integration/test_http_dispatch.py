@@ -1,4 +1,4 @@
-"""The HTTP dispatch that `bench.dispatch` compares with: it stands in for parts of the product, which go on changing."""
+"""The HTTP dispatch that `bench.dispatch` compares with: it stands in for parts of the product, which change."""
 
 from __future__ import annotations
 
