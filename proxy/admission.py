@@ -189,7 +189,7 @@ class Admission:
             if num_waiting + num_sequences > max_waiting:
                 reason = f"{self.num_waiting} requests are waiting already; the limit is {max_waiting}"
                 if max_waiting < self._max_waiting:
-                    reason += " at present, for more comes than is served"
+                    reason += f" at present, for too many have waited for {self._max_queue_s:g} s and more"
             # One that is larger than the bound by itself may go when nothing else waits.
             elif (
                 self._max_waiting_tokens and num_waiting and num_waiting_tokens + num_tokens > self._max_waiting_tokens

@@ -161,23 +161,25 @@ class MediaPool:
         if done is None:
             return
         lease = MediaLease(self._cache, message.lease_id)
-        try:
-            if isinstance(message.result, TandemError):
-                raise message.result
-            done.set_result(_held(message.result, lease))
-        except TandemError as error:
+        result = message.result if isinstance(message.result, TandemError) else _held(message.result, lease)
+        if isinstance(result, TandemError):
             lease.release()
-            done.set_exception(error)
+            done.set_exception(result)
+        else:
+            done.set_result(result)
 
     def close(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()  # it holds nothing that the proxy's end would not end too
 
 
-def _held(request: GenerationRequest, lease: MediaLease) -> GenerationRequest:
-    """With its media under that lease. Raises WorkerLost, Overloaded."""
+def _held(request: GenerationRequest, lease: MediaLease) -> GenerationRequest | TandemError:
+    """With its media under that lease; or why not, without the frames in which that was found, which lead to it."""
     assert isinstance(request.prompt, RenderedPrompts)
-    prompts = [replace(prompt, media=lease.hold(prompt.media)) for prompt in request.prompt.prompts]
+    try:
+        prompts = [replace(prompt, media=lease.hold(prompt.media)) for prompt in request.prompt.prompts]
+    except TandemError as error:
+        return error.with_traceback(None)
     return msgspec.structs.replace(request, prompt=RenderedPrompts(prompts), media_lease=lease)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -98,6 +99,26 @@ def test_what_a_lease_holds_outlasts_the_cache(tmp_path: Path) -> None:
             open_tensors(held)
 
     asyncio.run(run())
+
+
+def test_without_descriptors_images_are_refused(tmp_path: Path) -> None:
+    async def test(client: MediaCacheClient) -> None:
+        [granted] = await put(client, "written", KEYS[:1], b"pixels")
+        lease = MediaLease(client, "held")
+        item = MediaItem(KEYS[0].digest, "image", ((0, 1),), granted.segment, ())
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)  # the next that there is
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            with pytest.raises(Overloaded, match="ulimit -n"):
+                lease.hold([item])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert lease.hold([item])
+        lease.release()
+
+    with_cache(tmp_path, test)
 
 
 def test_calls_fail_when_the_cache_ends_and_later_ones_go_to_the_next(tmp_path: Path) -> None:
