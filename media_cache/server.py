@@ -7,7 +7,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from media_cache.config import MediaCacheConfig
 from media_cache.segments import Segments, max_segments
@@ -62,6 +62,7 @@ class MediaCacheServer:
         self._loop = asyncio.get_running_loop()
         # Where nobody comes over tcp no keys are needed, and a host of workers alone does not have the proxy's.
         self._context = new_context("proxy", config.network) if config.tcp_endpoint else new_context()
+        self._bound: list[RouterSocket[Any]] = []
         self._socket: RouterSocket[ToMediaCache] = self._bind(config.endpoint, Codec(ToMediaCache), self._on_message)
         self._remote: RouterSocket[FromOtherHosts] | None = None
         if config.tcp_endpoint:
@@ -72,19 +73,25 @@ class MediaCacheServer:
 
     def _bind(self, endpoint: str, codec: Codec[M], on_message: Callable[[bytes, M], None]) -> RouterSocket[M]:
         try:
-            return RouterSocket(self._context, endpoint, codec, on_message)
+            bound = RouterSocket(self._context, endpoint, codec, on_message)
         except Exception as error:  # zmq's own has no name here
+            self._close_sockets()  # the loop aborts the process when a descriptor is gone that it watches
             self._context.destroy(linger=0)
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"cannot bind the media cache's endpoint {endpoint}: {error}") from error
+            mend = "; choose another --cluster-port" if endpoint.startswith("tcp:") else ""
+            raise ConfigError(f"cannot bind the media cache's endpoint {endpoint}: {error}{mend}") from error
+        self._bound.append(bound)
+        return bound
+
+    def _close_sockets(self) -> None:
+        for bound in self._bound:
+            bound.close()
 
     async def run(self) -> None:
         log.info("the media cache has %d MiB for %d items at most", self._store.capacity_bytes >> 20, max_segments())
         await self._stopped.wait()
-        self._socket.close()
-        if self._remote is not None:
-            self._remote.close()
+        self._close_sockets()
         for pidfd in self._clients.values():
             self._loop.remove_reader(pidfd)
             os.close(pidfd)

@@ -142,7 +142,8 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     except Exception as error:  # zmq's own, which has no name here
         listener.close()
         where = " and ".join(filter(None, (config.control_endpoint, config.control_tcp_endpoint)))
-        raise ConfigError(f"cannot bind the control endpoint {where}: {error}") from error
+        mend = "; choose another --cluster-port" if config.control_tcp_endpoint else ""
+        raise ConfigError(f"cannot bind the control endpoint {where}: {error}{mend}") from error
     if config.control_endpoint_file:
         write_whole(Path(config.control_endpoint_file), control.endpoint)
     media_cache = media = None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -28,11 +30,26 @@ NOW = {"Cache-Control": "no-cache"}
 """Headers with which /metrics tells present figures, not those of within the last second."""
 
 
-def free_port() -> int:
+def free_port(num_free: int = 1) -> int:
+    """The first of `num_free` neighbours that nobody listens on.
+
+    Below those that the kernel gives to connections, one of which might take it before it is used.
+    """
+    while True:
+        port = random.randrange(12_000, 32_000 - num_free)
+        if all(_is_free(port + each) for each in range(num_free)):
+            return port
+
+
+def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return False
+        return True
 
 
 def tandem(*arguments: str) -> list[str]:
@@ -72,7 +89,7 @@ class Cluster:
                 self.first_line = self._process.stdout.readline()
         except BaseException:
             self._process.kill()
-            self._process.wait()
+            self._process.communicate()
             raise
         return self
 

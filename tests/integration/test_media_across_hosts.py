@@ -53,7 +53,7 @@ def test_media_are_fetched_and_answers_are_those_of_transformers_alone(tmp_path:
     if subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no PID namespace may be made here")
     model = save_served_model("qwen3_vl", tmp_path / "model")
-    keys, of_the_worker, port = tmp_path / "keys", tmp_path / "of-the-worker", free_port()
+    keys, of_the_worker, port = tmp_path / "keys", tmp_path / "of-the-worker", free_port(2)
     make_keys(keys)
     of_the_worker.mkdir(mode=0o700)
     for name in ("proxy.key", "worker.key", "operator.key", "worker.key_secret"):

@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -211,6 +215,24 @@ def test_a_tcp_endpoint_wants_keys(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="network-keys"):
         asyncio.run(start())
+
+
+def test_a_port_that_is_taken_is_said_by_a_process_that_ends_by_itself(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        make_keys(tmp_path / "keys")
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        network = NetworkConfig(str(tmp_path / "keys"))
+        config = MediaCacheConfig(f"ipc://{tmp_path}/cache.sock", 1 << 20, endpoint, network)
+        file = tmp_path / "config.json"
+        file.write_bytes(msgspec.json.encode(config))
+        done = subprocess.run(
+            [sys.executable, "-m", "media_cache", str(file)], capture_output=True, text=True, timeout=60, check=False
+        )
+    assert done.returncode == 2, done.stderr
+    assert endpoint in done.stderr and "choose another --cluster-port" in done.stderr
+    assert not (tmp_path / "cache.sock").exists()
 
 
 def test_a_cache_that_nobody_reaches_over_tcp_needs_no_keys(tmp_path: Path) -> None:
