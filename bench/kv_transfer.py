@@ -16,6 +16,7 @@ scattered.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import itertools
 import multiprocessing
@@ -25,7 +26,7 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, Literal
@@ -367,8 +368,9 @@ def scattered_copier(source: torch.Tensor, destination: torch.Tensor) -> Callabl
 # ---- the run
 
 
-def measure(connector: str, num_pairs: int, block_bytes: int, sizes: list[int], num_rounds: int) -> list[Figure]:
-    pair_bytes = max(sizes)
+@contextlib.contextmanager
+def both_sides(connector: str, num_pairs: int, pair_bytes: int, block_bytes: int) -> Iterator[PrefillSide]:
+    """The sending side, connected to a process that receives."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(
@@ -377,13 +379,23 @@ def measure(connector: str, num_pairs: int, block_bytes: int, sizes: list[int], 
     process.start()
     theirs.close()
     try:
-        side = PrefillSide(ours, connector, num_pairs, pair_bytes, block_bytes)
-        figures = [measure_size(side, connector, num_pairs, block_bytes, size, num_rounds) for size in sizes]
+        yield PrefillSide(ours, connector, num_pairs, pair_bytes, block_bytes)
         ours.send(None)
         process.join(TIMEOUT_S)
     finally:
         process.kill()
-    return figures
+
+
+def raw_transfer_ms(connector: str, num_bytes: int, num_rounds: int = 15) -> float:
+    """What the raw transport takes for one transfer, from one process to another: the median."""
+    with both_sides(connector, 1, num_bytes, SMALL_BLOCK_BYTES) as side:
+        times = [side.run("raw", num_bytes // SMALL_BLOCK_BYTES, 1)[0] for _ in range(num_rounds + 1)]
+    return 1000 * statistics.median(times[1:])  # the first touches the memory for the first time
+
+
+def measure(connector: str, num_pairs: int, block_bytes: int, sizes: list[int], num_rounds: int) -> list[Figure]:
+    with both_sides(connector, num_pairs, max(sizes), block_bytes) as side:
+        return [measure_size(side, connector, num_pairs, block_bytes, size, num_rounds) for size in sizes]
 
 
 def measure_size(

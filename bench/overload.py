@@ -3,8 +3,9 @@
 Capacity is what it serves, without early rejection, to as many clients as may run and wait at once, each of which
 always has one request under way, or waits as Retry-After tells it. Then requests that have nothing in common arrive at
 random, at multiples of that rate; each load runs for a while before it is measured, so that what is seen lasts. Two
-kinds: prompts that keep prefill busy, and answers that keep decode busy. Goodput: requests answered a second, with
-`--ttft-slo-ms` those whose first token came in time. The clients have part of the same cores; how much, is told.
+kinds: prompts that keep prefill busy, and answers that keep decode busy. Goodput: answers a second that end while it is
+measured, with `--ttft-slo-ms` those whose first token came in time. The clients have part of the same cores; how much
+they and each kind of process use is told.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import aiohttp
 import msgspec
 
 from bench.latency import Distribution, RequestTrace
+from bench.process_cpu import cpu_s_by_module
 from bench.report import Aim, Report, add_common_options, finish
 from tests.cluster import Cluster
 
@@ -46,27 +48,30 @@ SHAPES = (Shape("long prompts", 1000, 8), Shape("long answers", 100, 64))
 class Client:
     """Sends requests and keeps what became of those sent after `begin`."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, shape: Shape, seed: int) -> None:
+    def __init__(self, session: aiohttp.ClientSession, cluster: Cluster, shape: Shape, seed: int) -> None:
         self._session = session
-        self._url = f"{url}/v1/completions"
+        self._url = f"{cluster.url}/v1/completions"
+        self._pids = cluster.pids()
         self._shape = shape
         self._rng = random.Random(seed)
         self._begun_at = float("inf")
         self._ended_at = float("inf")
-        self._cpu_s = 0.0
+        self._own_cpu_s = 0.0
+        self._cpu_s: dict[str, float] = {}
+        self._answered: list[RequestTrace] = []  # in that time, whenever they were sent
         self.traces: list[RequestTrace] = []
         self.refusals_s: list[float] = []
         self.statuses: Counter[int] = Counter()
-        self.num_answered = 0  # in that time, whenever they were sent
 
     def begin(self) -> None:
         self._begun_at = time.perf_counter()
-        self._cpu_s = -time.process_time()
+        self._own_cpu_s, self._cpu_s = time.process_time(), cpu_s_by_module(self._pids)
 
     def end(self) -> float:
         """Seconds since `begin`."""
         self._ended_at = time.perf_counter()
-        self._cpu_s += time.process_time()
+        self._own_cpu_s = time.process_time() - self._own_cpu_s
+        self._cpu_s = {part: cpu_s - self._cpu_s[part] for part, cpu_s in cpu_s_by_module(self._pids).items()}
         return self._ended_at - self._begun_at
 
     async def ask(self) -> float:
@@ -81,8 +86,8 @@ class Client:
             async for line in answer.content:
                 if line.startswith(b"data: {"):
                     trace.chunk_times.append(time.perf_counter())
-        now = time.perf_counter()
-        self.num_answered += answer.status == 200 and self._begun_at <= now < self._ended_at
+        if answer.status == 200 and self._begun_at <= time.perf_counter() < self._ended_at:
+            self._answered.append(trace)
         retry_after_s = float(answer.headers.get("retry-after", 0))
         if not self._begun_at <= trace.sent_at < self._ended_at:
             return retry_after_s
@@ -123,28 +128,30 @@ class Client:
 
     def row(self, measured_s: float, slo_s: float | None) -> dict[str, Any]:
         gaps = [gap for trace in self.traces for gap in trace.itl_s]
-        in_time = [trace for trace in self.traces if slo_s is None or trace.ttft_s <= slo_s]
+        in_time = [trace for trace in self._answered if slo_s is None or trace.ttft_s <= slo_s]
         return {
             "goodput_per_s": round(len(in_time) / measured_s, 2),
             "statuses": {str(status): number for status, number in sorted(self.statuses.items())},
             "ttft_ms": msgspec.to_builtins(Distribution.of_seconds([trace.ttft_s for trace in self.traces])),
             "itl_ms": msgspec.to_builtins(Distribution.of_seconds(gaps)),
             "refusal_ms": msgspec.to_builtins(Distribution.of_seconds(self.refusals_s)),
-            "cores_of_client": round(self._cpu_s / measured_s, 2),
+            "cores": {"client": round(self._own_cpu_s / measured_s, 3)}
+            | {module: round(cpu_s / measured_s, 3) for module, cpu_s in sorted(self._cpu_s.items())},
         }
 
 
-async def at_capacity(url: str, shape: Shape, seconds: float) -> dict[str, Any]:
+async def at_capacity(cluster: Cluster, shape: Shape, seconds: float) -> dict[str, Any]:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        client = Client(session, url, shape, 1)
+        client = Client(session, cluster, shape, 1)
         measured_s = await client.ask_always(seconds / 2, seconds)
-        told = {"shape": shape.name, "early_rejection": False, "load": AT_CAPACITY} | client.row(measured_s, None)
-        return told | {"goodput_per_s": round(client.num_answered / measured_s, 2)}
+        return {"shape": shape.name, "early_rejection": False, "load": AT_CAPACITY} | client.row(measured_s, None)
 
 
-async def under_load(url: str, shape: Shape, slo_s: float | None, load: float, per_s: float, seconds: float) -> Any:
+async def under_load(
+    cluster: Cluster, shape: Shape, slo_s: float | None, load: float, per_s: float, seconds: float
+) -> dict[str, Any]:
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        client = Client(session, url, shape, int(100 * load))
+        client = Client(session, cluster, shape, int(100 * load))
         measured_s = await client.ask_at(per_s, seconds, seconds)
         told = {"shape": shape.name, "early_rejection": slo_s is not None, "load": load}
         return told | {"offered_per_s": round(per_s, 1)} | client.row(measured_s, slo_s)
@@ -184,12 +191,12 @@ def main() -> None:
         with Cluster(*flags) as cluster:
             for shape in shapes:
                 if slo_s is None:
-                    rows.append(asyncio.run(at_capacity(cluster.url, shape, seconds)))
+                    rows.append(asyncio.run(at_capacity(cluster, shape, seconds)))
                     capacity_per_s[shape.name] = rows[-1]["goodput_per_s"]
                     print(json.dumps(rows[-1]), flush=True)
                 for load in loads:
                     per_s = load * capacity_per_s[shape.name]
-                    rows.append(asyncio.run(under_load(cluster.url, shape, slo_s, load, per_s, seconds)))
+                    rows.append(asyncio.run(under_load(cluster, shape, slo_s, load, per_s, seconds)))
                     print(json.dumps(rows[-1]), flush=True)
     figures = {"slo_ms": arguments.slo_ms, "shapes": [msgspec.to_builtins(shape) for shape in SHAPES], "rows": rows}
     finish(Report.of("overload", figures, aims(rows)), arguments.json)

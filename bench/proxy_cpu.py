@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import subprocess
 import sys
@@ -20,9 +19,8 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.event_loop import MODEL, cluster
+from bench.process_cpu import children, cpu_s, system_s
 from bench.report import Aim, Report, add_common_options, finish
-
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
@@ -87,27 +85,6 @@ def measure(options: argparse.Namespace, api: str, port: int, proxy_pid: int) ->
 def profiler(py_spy: Path, pid: int) -> subprocess.Popen[bytes]:
     command = [str(py_spy), "record", "-p", str(pid), "-r", "300", "-d", "6", "-f", "raw", "-o", "proxy_cpu.raw"]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-def cpu_s(pid: int) -> float:
-    """User and system time of a process, all its threads."""
-    return user_s(pid) + system_s(pid)
-
-
-def user_s(pid: int) -> float:
-    return _time_s(pid, 11)
-
-
-def system_s(pid: int) -> float:
-    return _time_s(pid, 12)
-
-
-def _time_s(pid: int, field: int) -> float:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[field]) / _TICKS_PER_S
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 if __name__ == "__main__":

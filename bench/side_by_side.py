@@ -30,6 +30,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from bench.process_cpu import family_cpu_s
 from bench.report import Aim, Report, add_common_options, finish
 
 START_TIMEOUT_S = 400.0
@@ -101,27 +102,12 @@ def bursts(options: argparse.Namespace, name: str, pid: int) -> dict[str, Any]:
     figures: dict[str, Any] = {}
     for number in range(1, BURST_ROUNDS + 1):
         say(f"{name}: {options.burst} requests at once, round {number}")
-        before = cpu_s(pid)
+        before = family_cpu_s(pid)
         told = load(options, "inf", options.burst, BURST_TOKENS, BURST_TOKENS, number)
         # Holds also where others have part of the cores. What a server spins in is counted too.
-        told["cpu_ms_per_token"] = round((cpu_s(pid) - before) * 1e3 / (options.burst * BURST_TOKENS), 3)
+        told["cpu_ms_per_token"] = round((family_cpu_s(pid) - before) * 1e3 / (options.burst * BURST_TOKENS), 3)
         figures[f"burst {number}"] = told
     return figures
-
-
-def cpu_s(pid: int) -> float:
-    """User and system time so far of a process and all that descend from it; they may have sessions of their own."""
-    parents: dict[int, int] = {}
-    ticks: dict[int, int] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            fields = stat.read_text().rpartition(")")[2].split()
-            parents[int(stat.parent.name)] = int(fields[1])
-            ticks[int(stat.parent.name)] = int(fields[11]) + int(fields[12])
-    family = {pid}
-    while grown := {child for child, parent in parents.items() if parent in family} - family:
-        family |= grown
-    return sum(ticks[member] for member in family) / os.sysconf("SC_CLK_TCK")
 
 
 def say(text: str) -> None:
