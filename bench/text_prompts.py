@@ -14,7 +14,7 @@ from typing import Self
 
 from bench.latency import Distribution
 from bench.media_load import chat_body, text_of
-from telemetry.time_slice import ask_for_short_slices
+from telemetry.scheduling import ask_for_short_slices, leave_session
 
 _PAUSE_S = 0.1
 _TIMEOUT_S = 300.0
@@ -50,7 +50,8 @@ class TextPrompts:
 
 
 def _send(port: int, pipe: Connection) -> None:
-    ask_for_short_slices()  # it stands for another machine, and is not to wait for this one's cores
+    leave_session(0)  # it stands for another machine, and is not to wait for this one's cores
+    ask_for_short_slices()
     rng = random.Random(0)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_S)
     try:

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
         from proxy.model_text import ModelText
         from proxy.reader_pool import ReaderPool
         from proxy.server import serve
-        from telemetry.time_slice import ask_for_short_slices
+        from telemetry.scheduling import ask_for_short_slices
 
         text = ModelText(config.model)
         options = (config.served_model_name, config.trust_request_chat_template, config.tool_call_parser)

@@ -41,6 +41,7 @@ from proxy.registry import ModelLimits
 from proxy.rendering import CachedMedia, ChatPrompt, ContextLengthExceeded, MediaPrompt
 from proxy.validation import GenerationRequest
 from telemetry.logs import setup_logging
+from telemetry.scheduling import leave_session
 
 log = logging.getLogger(__name__)
 
@@ -290,6 +291,7 @@ async def _listen(reader: asyncio.StreamReader, process: MediaProcess) -> None:
 
 def main(channel_fd: int) -> int:
     die_with_parent()
+    leave_session(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
     try:
         return uvloop.run(serve(socket.socket(fileno=channel_fd)))

@@ -29,6 +29,7 @@ from proxy.registry import ModelLimits
 from proxy.rendering import has_media, has_own_template, has_token_ids
 from proxy.request_body import SpooledBody
 from proxy.validation import GenerationRequest
+from telemetry.scheduling import leave_session
 
 log = logging.getLogger(__name__)
 
@@ -126,6 +127,7 @@ def _begin(make_reader: Callable[[], BodyReader]) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
     os.nice(_NICENESS)
+    leave_session(_NICENESS)
     _reader = make_reader()
 
 

@@ -1,19 +1,33 @@
-"""Asks the scheduler for short turns on the processor, which come sooner: for a loop that must answer at once.
+"""What a process asks of Linux's scheduler, so that a loop that must answer at once need not wait for long work.
 
 Since Linux 6.12 a thread may name the slice it wants (EEVDF, Stoica and Abdel-Wahab, 1995: the earliest deadline runs
 first, and a shorter slice has an earlier one). It gets no more of the processor for it.
+
+Outside of containers, where `kernel.sched_autogroup_enabled` is set, each session of processes gets an equal part of
+the processor, and a nice value counts among its own processes only (sched(7), "The autogroup feature"). Long work in
+the session of a loop is then paid for by the loop, however nice it is: it belongs in a session of its own, whose part
+can be made smaller in turn.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import sys
+import time
+from pathlib import Path
 
 _SCHED_OTHER = 0
 _SYSCALLS = {"x86_64": (314, 315), "aarch64": (274, 275)}
 """sched_setattr, sched_getattr."""
 _SHORT_SLICE_NS = 100_000  # the least that Linux takes
+
+
+_AUTOGROUP = Path("/proc/self/autogroup")
+_TRIES = 10
+_RETRY_S = 0.12
+"""Whoever is not root may change the part of a session ten times a second, all processes of the host together."""
 
 
 class _SchedAttr(ctypes.Structure):
@@ -47,3 +61,25 @@ def ask_for_short_slices() -> bool:
     if libc.syscall(get_number, 0, ctypes.byref(attr), ctypes.sizeof(attr), 0):
         return False
     return bool(attr.runtime == _SHORT_SLICE_NS)
+
+
+def leave_session(niceness: int) -> bool:
+    """The calling process goes on in a session of its own, whose part of the processor is that of so nice a process.
+
+    Its own nice value stays as it is; where there are no such parts, that alone counts. False, and nothing is done,
+    for a process that leads a group of others.
+    """
+    try:
+        os.setsid()
+    except PermissionError:
+        if os.getsid(0) != os.getpid():
+            return False
+    for _ in range(_TRIES):
+        try:
+            _AUTOGROUP.write_text(str(niceness))
+            break
+        except BlockingIOError:
+            time.sleep(_RETRY_S)
+        except OSError:  # a kernel without such parts
+            break
+    return True
