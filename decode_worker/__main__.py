@@ -10,10 +10,12 @@ import msgspec
 from decode_worker.worker import DecodeWorker
 from protocol.process import run_process
 from worker.config import WorkerConfig
+from worker.priority import step_back
 
 
 def main() -> None:
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerConfig)
+    step_back(config.engine)
     run_process(config.worker_id, config.log_level, lambda: DecodeWorker(config), config.log_format)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import re
 import subprocess
 import threading
@@ -21,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from deploy.grafana.dashboards import DASHBOARDS
 from telemetry.stages import FIRST_TOKEN_STAGES, STAGES
-from tests.cluster import MODEL, NOW, Cluster, free_port
+from tests.cluster import MODEL, NOW, Cluster, children_of, free_port
 from tests.fake_workers import wait_until
 
 SECRET = "xyzzy-the-prompt-is-nobodys-business"
@@ -197,6 +198,20 @@ def test_spans_take_the_clients_trace_over(cluster: Cluster, receiver: OtlpRecei
     for before, after in itertools.pairwise(stages):
         assert after.start_time_unix_nano == pytest.approx(before.end_time_unix_nano, abs=1000)
     assert SECRET.encode() not in b"".join(span.SerializeToString() for span in spans())
+
+
+def test_what_answers_clients_comes_before_what_computes(cluster: Cluster) -> None:
+    started = {Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2].decode(): pid for pid in cluster.pids()}
+
+    def niceness(pid: int) -> int:
+        return os.getpriority(os.PRIO_PROCESS, pid)
+
+    proxy = started["proxy"]
+    for worker in ("prefill_worker", "decode_worker"):
+        assert niceness(started[worker]) == niceness(proxy) + 5
+        assert os.getsid(started[worker]) == started[worker]
+    readers = [child for child in children_of(proxy) if niceness(child) == niceness(proxy) + 10]
+    assert readers and all(os.getsid(reader) == reader for reader in readers), "in a session of its own"
 
 
 def test_every_panel_has_data_in_a_real_prometheus(cluster: Cluster, tmp_path: Path) -> None:
