@@ -1,27 +1,34 @@
 """What a proxy and its media process say to each other, over a socket pair that only these two hold.
 
-Pickled, as between a process pool and its processes: both ends are this proxy's own. Each message is preceded by its
-length.
+Each message is preceded by its length.
 """
 
 from __future__ import annotations
 
 import asyncio
-import pickle
-from dataclasses import dataclass
+from typing import TypeVar
 
-from protocol.errors import TandemError
+import msgspec
+
+from protocol.codec import MAX_MESSAGE_BYTES, Codec
+from protocol.errors import ErrorInfo, ProtocolError, TandemError
 from proxy.body_reader import BodyKind
-from proxy.media_source import MediaLimits
+from proxy.media_source import InvalidMedia, MediaLimits
 from proxy.registry import ModelLimits
+from proxy.rendering import ContextLengthExceeded
 from proxy.tool_formats import ToolFormatName
-from proxy.validation import GenerationRequest
+from proxy.validation import GenerationRequest, ModelNotFound
+
+M = TypeVar("M")
 
 _LENGTH_BYTES = 4
+_ERRORS: dict[str, type[TandemError]] = {
+    error.code: error for error in (InvalidMedia, ContextLengthExceeded, ModelNotFound)
+}
+"""The front door's own, which workers do not know."""
 
 
-@dataclass(frozen=True, slots=True)
-class MediaSetup:
+class MediaSetup(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The first message: what the process needs to know. num_threads: of execution."""
 
     name: str
@@ -36,44 +43,66 @@ class MediaSetup:
     num_threads: int
 
 
-@dataclass(frozen=True, slots=True)
-class MediaJob:
-    """Read this body. body: its bytes, or the path of a file with them. lease_id: under which its items are cached."""
+class MediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Read this body. path: of a file with its bytes, where `body` has none. lease_id: under which items are cached."""
 
     lease_id: str
     kind: BodyKind
-    body: bytes | str
+    body: bytes
     limits: ModelLimits
+    path: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class CancelJob:
+class CancelJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Nobody waits for it any more; it is answered all the same."""
 
     lease_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class JobBegun:
+class JobBegun(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Its turn has come. Not every job has one before its answer."""
 
     lease_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class JobDone:
-    """The one answer to each job: nothing is done under its lease from now on."""
+class JobDone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Each job is answered once, by this or by JobFailed: nothing is done under its lease from now on."""
 
     lease_id: str
-    result: GenerationRequest | TandemError
+    result: GenerationRequest
 
 
-async def read_message(reader: asyncio.StreamReader) -> object:
-    """Raises IncompleteReadError when the other end is gone."""
+class JobFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """See JobDone."""
+
+    lease_id: str
+    error: ErrorInfo
+
+    @classmethod
+    def of(cls, lease_id: str, error: TandemError) -> JobFailed:
+        return cls(lease_id, ErrorInfo.of(error))
+
+    @property
+    def result(self) -> TandemError:
+        known = _ERRORS.get(self.error.code)
+        return self.error.to_error() if known is None else known(self.error.message, self.error.param)
+
+
+ToMediaProcess = MediaSetup | MediaJob | CancelJob
+FromMediaProcess = JobBegun | JobDone | JobFailed
+
+TO_PROCESS: Codec[ToMediaProcess] = Codec(ToMediaProcess)
+FROM_PROCESS: Codec[FromMediaProcess] = Codec(FromMediaProcess)
+
+
+async def read_message(reader: asyncio.StreamReader, codec: Codec[M]) -> M:
+    """Raises IncompleteReadError when the other end is gone, ProtocolError for what it must not say."""
     length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
-    return pickle.loads(await reader.readexactly(length))  # noqa: S301  # of our own other half
+    if length > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message of {length} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    return codec.decode(await reader.readexactly(length))
 
 
-def write_message(writer: asyncio.StreamWriter, message: object) -> None:
-    data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+def write_message(writer: asyncio.StreamWriter, message: ToMediaProcess | FromMediaProcess) -> None:
+    data = TO_PROCESS.encode(message)
     writer.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)

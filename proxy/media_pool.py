@@ -15,11 +15,21 @@ from typing import Any
 
 import msgspec
 
-from protocol.errors import InternalError, TandemError, WorkerLost
+from protocol.errors import InternalError, ProtocolError, TandemError, WorkerLost
 from protocol.media_client import MediaCacheClient
 from proxy.admission import QueueFull
 from proxy.body_reader import BodyKind
-from proxy.media_jobs import CancelJob, JobBegun, JobDone, MediaJob, MediaSetup, read_message, write_message
+from proxy.media_jobs import (
+    FROM_PROCESS,
+    CancelJob,
+    JobBegun,
+    JobDone,
+    JobFailed,
+    MediaJob,
+    MediaSetup,
+    read_message,
+    write_message,
+)
 from proxy.media_lease import MediaLease
 from proxy.media_queue import MediaQueue
 from proxy.registry import ModelLimits
@@ -114,7 +124,8 @@ class MediaPool:
             del self._waiting[lease_id]
             raise
         assert self._writer is not None
-        job = MediaJob(lease_id, kind, body if isinstance(body, bytes) else body.path, limits)
+        content, path = (body, "") if isinstance(body, bytes) else (b"", body.path)
+        job = MediaJob(lease_id, kind, content, limits, path)
         write_message(self._writer, job)
         self._queue.add(lease_id, loop.time())
         try:
@@ -135,14 +146,16 @@ class MediaPool:
         """Until the process has ended."""
         try:
             while True:
-                message = await read_message(reader)
+                message = await read_message(reader, FROM_PROCESS)
                 if isinstance(message, JobBegun):
                     self._queue.begin(message.lease_id, asyncio.get_running_loop().time())
                 else:
-                    assert isinstance(message, JobDone)
                     self._on_done(message)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
+        except ProtocolError as wrong:
+            log.error("the media process says what it must not: %s", wrong)
+            process.kill()
         finally:
             if self._writer is not None:
                 self._writer.close()
@@ -153,9 +166,9 @@ class MediaPool:
                 self._wrong_config = "the model's processor cannot be loaded; the proxy's log tells why"
             error = InternalError(self._wrong_config or "the process that read the request's images or video was lost")
             for lease_id in list(self._waiting):
-                self._on_done(JobDone(lease_id, error))
+                self._on_done(JobFailed.of(lease_id, error))
 
-    def _on_done(self, message: JobDone) -> None:
+    def _on_done(self, message: JobDone | JobFailed) -> None:
         self._queue.remove(message.lease_id)
         done = self._waiting.pop(message.lease_id, None)
         if done is None:

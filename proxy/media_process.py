@@ -33,7 +33,19 @@ from protocol.media_segment import write_segment
 from protocol.sockets import new_context
 from proxy.body_reader import BodyReader
 from proxy.media_fetch import Fetched, MediaFetcher, is_remote, read_local
-from proxy.media_jobs import CancelJob, JobBegun, JobDone, MediaJob, MediaSetup, read_message, write_message
+from proxy.media_jobs import (
+    TO_PROCESS,
+    CancelJob,
+    FromMediaProcess,
+    JobBegun,
+    JobDone,
+    JobFailed,
+    MediaJob,
+    MediaSetup,
+    ToMediaProcess,
+    read_message,
+    write_message,
+)
 from proxy.media_processor import MediaProcessor, MediaSize, PreparedMedia
 from proxy.media_source import MediaSource
 from proxy.model_text import ModelText
@@ -74,7 +86,7 @@ class MediaReader:
         self._description: msgspec.msgpack.Decoder[PreparedMedia] = msgspec.msgpack.Decoder(PreparedMedia)
 
     def decode(self, job: MediaJob) -> GenerationRequest:
-        body = job.body if isinstance(job.body, bytes) else Path(job.body).read_bytes()
+        body = Path(job.path).read_bytes() if job.path else job.body
         return self._bodies.decode(job.kind, body)
 
     def look_at(self, source: MediaSource, fetched: bytes | None) -> _Item:
@@ -112,12 +124,12 @@ class MediaReader:
 
 
 class MediaProcess:
-    """tell: called with one JobDone for each job, before which there may be a JobBegun.
+    """tell: called with one JobDone or JobFailed for each job, before which there may be a JobBegun.
 
     client_pid: of the proxy, whose the leases are: they outlive this process.
     """
 
-    def __init__(self, setup: MediaSetup, tell: Callable[[JobBegun | JobDone], None], client_pid: int) -> None:
+    def __init__(self, setup: MediaSetup, tell: Callable[[FromMediaProcess], None], client_pid: int) -> None:
         self._tell = tell
         self._threads = ThreadPoolExecutor(setup.num_threads, "media")
         self._reader = asyncio.get_running_loop().run_in_executor(self._threads, MediaReader, setup)
@@ -145,7 +157,7 @@ class MediaProcess:
             "takes %s, on %d threads", " and ".join(f"{k}s" for k in reader.processor.placeholders), self._num_threads
         )
 
-    def on_message(self, message: object) -> None:
+    def on_message(self, message: ToMediaProcess) -> None:
         match message:
             case MediaJob():
                 reading = asyncio.create_task(self._read(message))
@@ -158,17 +170,17 @@ class MediaProcess:
     def _on_read(self, job: MediaJob, reading: asyncio.Task[GenerationRequest]) -> None:
         """However it ended: a task that is cancelled before it begins runs nothing of its own."""
         del self._running[job.lease_id]
-        result: GenerationRequest | TandemError
         if reading.cancelled():
-            result = RequestAborted("nobody waits for the request any more")
+            failed: TandemError = RequestAborted("nobody waits for the request any more")
         elif (error := reading.exception()) is None:
-            result = reading.result()
+            self._tell(JobDone(job.lease_id, reading.result()))
+            return
         elif isinstance(error, TandemError):
-            result = error
+            failed = error
         else:
             log.error("a request with media failed", exc_info=error)
-            result = InternalError("the request's images or video could not be processed; the server's log tells more")
-        self._tell(JobDone(job.lease_id, result))
+            failed = InternalError("the request's images or video could not be processed; the server's log tells more")
+        self._tell(JobFailed.of(job.lease_id, failed))
 
     async def _read(self, job: MediaJob) -> GenerationRequest:
         reader = await asyncio.shield(self._reader)
@@ -264,7 +276,7 @@ async def _alone(fetching: Coroutine[Any, Any, None]) -> TandemError | None:
 async def serve(channel: socket.socket) -> int:
     """The exit code, when the proxy is gone or the model cannot be served."""
     reader, writer = await asyncio.open_connection(sock=channel)
-    setup = await read_message(reader)
+    setup = await read_message(reader, TO_PROCESS)
     assert isinstance(setup, MediaSetup)
     setup_logging(setup.name, setup.log_level)
     process = MediaProcess(setup, lambda message: write_message(writer, message), os.getppid())
@@ -284,7 +296,7 @@ async def serve(channel: socket.socket) -> int:
 async def _listen(reader: asyncio.StreamReader, process: MediaProcess) -> None:
     while True:
         try:
-            process.on_message(await read_message(reader))
+            process.on_message(await read_message(reader, TO_PROCESS))
         except (asyncio.IncompleteReadError, ConnectionError):
             return
 

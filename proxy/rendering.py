@@ -43,7 +43,7 @@ class ContextLengthExceeded(InvalidRequest):
     code = "context_length_exceeded"
 
 
-class ChatPrompt(msgspec.Struct, frozen=True):
+class ChatPrompt(msgspec.Struct, frozen=True, tag=True):
     """messages: as the template takes them, content flattened to text. The template writes its own special tokens.
 
     template: jinja from the client, None for the model's. variables: what the template sees beside its usual ones.
@@ -71,7 +71,7 @@ class CachedMedia(msgspec.Struct, frozen=True):
     num_tokens: int
 
 
-class MediaPrompt(msgspec.Struct, frozen=True):
+class MediaPrompt(msgspec.Struct, frozen=True, tag=True):
     """A rendered chat with every placeholder repeated as often as its item needs. placeholder_ids: their token ids."""
 
     text: str
@@ -80,14 +80,14 @@ class MediaPrompt(msgspec.Struct, frozen=True):
     add_special_tokens: bool = False
 
 
-class CompletionPrompt(msgspec.Struct, frozen=True):
+class CompletionPrompt(msgspec.Struct, frozen=True, tag=True):
     """json: the request's `prompt` as it came. It may hold a million ids, so that decoding it is left to a thread."""
 
     json: msgspec.Raw
     add_special_tokens: bool = True
 
 
-class RenderedPrompts(msgspec.Struct, frozen=True):
+class RenderedPrompts(msgspec.Struct, frozen=True, tag=True):
     """What the others become."""
 
     prompts: list[Prompt]

@@ -21,7 +21,7 @@ from protocol.media_client import MediaCacheClient
 from protocol.media_segment import map_segment
 from protocol.sockets import new_context
 from protocol.token_ids import unpack_token_ids
-from proxy.media_jobs import JobDone, MediaJob, MediaSetup
+from proxy.media_jobs import FROM_PROCESS, FromMediaProcess, JobBegun, JobDone, JobFailed, MediaJob, MediaSetup
 from proxy.media_process import MediaProcess
 from proxy.media_source import MediaLimits
 from proxy.registry import ModelLimits
@@ -52,13 +52,17 @@ class MediaReader:
         self._serving = asyncio.create_task(self._server.run())
         self._context = new_context()
         self.client = MediaCacheClient(self._context, endpoint)
-        self.done: asyncio.Queue[JobDone] = asyncio.Queue()
+        self.done: asyncio.Queue[JobDone | JobFailed] = asyncio.Queue()
         setup = MediaSetup(
             "media", "info", str(self.folder), "m", False, "hermes", False, endpoint, self.limits, num_threads=2
         )
-        self.process = MediaProcess(
-            setup, lambda told: self.done.put_nowait(told) if isinstance(told, JobDone) else None, os.getpid()
-        )
+
+        def on_told(told: FromMediaProcess) -> None:
+            told = FROM_PROCESS.decode(FROM_PROCESS.encode(told))  # as the proxy gets it
+            if not isinstance(told, JobBegun):
+                self.done.put_nowait(told)
+
+        self.process = MediaProcess(setup, on_told, os.getpid())
         await self.process.load()
 
     def close(self) -> None:
@@ -77,10 +81,10 @@ class MediaReader:
         body = msgspec.json.encode({"messages": [{"role": "user", "content": content}], **fields})
         return MediaJob(self.client.new_id(), "chat", body, LIMITS)
 
-    def read_all(self, jobs: list[MediaJob]) -> list[JobDone]:
+    def read_all(self, jobs: list[MediaJob]) -> list[JobDone | JobFailed]:
         """At once; in their order."""
 
-        async def read() -> list[JobDone]:
+        async def read() -> list[JobDone | JobFailed]:
             for job in jobs:
                 self.process.on_message(job)
             return [await self.done.get() for _ in jobs]
@@ -106,7 +110,7 @@ class MediaReader:
         return self.run(self.client.status())
 
 
-def prompt_of(done: JobDone) -> tuple[list[int], tuple[MediaItem, ...], list[dict[str, Any]]]:
+def prompt_of(done: JobDone | JobFailed) -> tuple[list[int], tuple[MediaItem, ...], list[dict[str, Any]]]:
     if isinstance(done.result, TandemError):
         raise done.result
     assert isinstance(done.result.prompt, RenderedPrompts)

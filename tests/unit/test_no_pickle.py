@@ -1,7 +1,7 @@
 """What comes over a socket is never unpickled: no module of ours names what could do it. (Ruff's S301 to S307 help.)
 
-Two kinds of processes hand over by pickle what they alone have made, over pipes and a socket pair that nobody else can
-reach: the proxy's readers (proxy/reader_pool.py), and its media process (proxy/media_jobs.py).
+The proxy's readers (proxy/reader_pool.py) hand over by pickle what they alone have made, over pipes that nobody else
+can reach: concurrent.futures does it for them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ PACKAGES = (
     "deploy",
     "media_cache",
 )
-PRIVATE = ROOT / "proxy" / "media_jobs.py"
-FILES = sorted({file for package in PACKAGES for file in (ROOT / package).rglob("*.py")} - {PRIVATE})
+FILES = sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
 
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
 CALLS = {
