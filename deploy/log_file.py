@@ -7,10 +7,13 @@ copied and the file cut, as logrotate's `copytruncate` does. A line that is writ
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import shutil
 from pathlib import Path
 from typing import BinaryIO
+
+log = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S = 5.0
 _TAIL_BYTES = 16 << 10
@@ -36,8 +39,11 @@ class LogFile:
         """Runs until it is cancelled."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
-            if self.is_full():
-                await asyncio.to_thread(self.turn_over)
+            try:
+                if self.is_full():
+                    await asyncio.to_thread(self.turn_over)
+            except OSError as error:  # no space left, say, or somebody has moved it: looked at again
+                log.warning("the log file %s cannot be kept within its bound: %s", self.file, error)
 
     def is_full(self) -> bool:
         return bool(self._max_bytes) and self.file.stat().st_size > self._max_bytes
@@ -53,6 +59,10 @@ class LogFile:
 
 
 def _tail(file: Path) -> str:
-    with file.open("rb") as content:
-        content.seek(max(0, file.stat().st_size - _TAIL_BYTES))
-        return content.read().decode(errors="replace")
+    """Empty where there is no such file any more."""
+    try:
+        with file.open("rb") as content:
+            content.seek(max(0, os.fstat(content.fileno()).st_size - _TAIL_BYTES))
+            return content.read().decode(errors="replace")
+    except OSError:
+        return ""

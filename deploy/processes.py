@@ -76,8 +76,19 @@ class ChildProcess:
         loop = asyncio.get_running_loop()
         while not self._stopping:
             started_at = loop.time()
-            await self._start()
+            try:
+                await self._start()
+            except OSError as error:  # no memory, no process, no space: that may pass
+                log.error("%s cannot be started, trying again in %.1f s: %s", self.name, delay, error)
+                if self._process is not None and self._process.returncode is None:  # it runs, but nobody could be told
+                    self._signal(signal.SIGKILL)
+                    await self._process.wait()
+                await asyncio.sleep(delay)
+                delay = min(2 * delay, MAX_RESTART_DELAY_S)
+                continue
             assert self._process is not None
+            if self._stopping:  # said while it was being started
+                self._signal(signal.SIGINT)
             returncode = await self._process.wait()
             if self._stopping or not self._on_exit(self.name, self._process.pid, returncode):
                 return

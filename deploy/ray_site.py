@@ -209,9 +209,9 @@ class RayProcess:
             started_at = loop.time()
             try:
                 returncode = await self._live_once()
-            except RayError as error:  # the actor or its node is gone, and the process with it
+            except (RayError, OSError) as error:  # the actor or its node is gone, and the process with it
                 returncode = -9
-                with self.log_file.open("a") as log_file:
+                with contextlib.suppress(OSError), self.log_file.open("a") as log_file:
                     log_file.write(f"lost: {str(error).strip()}\n")
             if self._stopping.is_set() or not self._on_exit(self.name, self.last_pid, returncode):
                 return

@@ -9,18 +9,28 @@ import stat
 
 import torch
 
-from protocol.errors import InvalidRequest, WorkerLost
+from protocol.descriptors import out_of_descriptors
+from protocol.errors import InvalidRequest, Overloaded, WorkerLost
 from protocol.media import DIGEST_BYTES, MediaItem, MediaTensor, check_segment
 
 
 def open_tensors(item: MediaItem) -> dict[str, torch.Tensor]:
     """By name. They stay readable when the segment's name goes; nobody may write to them.
 
-    Raises InvalidRequest, or WorkerLost when the item is not in its segment any more, or the segment is gone.
+    Raises InvalidRequest, Overloaded when this process has no descriptors or memory left, or WorkerLost when the item
+    is not in its segment any more, or the segment is gone.
     """
     if not item.tensors:
         return {}
-    memory = _map(item)
+    try:
+        memory = _map(item)
+    except OSError as error:
+        if (none_left := out_of_descriptors(error, "images and video in the prefill worker")) is not None:
+            raise none_left from error
+        reason = errno.errorcode.get(error.errno or 0, str(error))
+        if error.errno == errno.ENOMEM:
+            raise Overloaded("no memory is left for images and video in the prefill worker; send fewer") from error
+        raise InvalidRequest(f"the media segment {item.segment} cannot be opened: {reason}") from error
     return {tensor.name: view_tensor(tensor, memory, tensor.offset) for tensor in item.tensors}
 
 
@@ -34,14 +44,11 @@ def view_tensor(tensor: MediaTensor, memory: mmap.mmap, offset: int) -> torch.Te
 
 
 def _map(item: MediaItem) -> mmap.mmap:
-    """Private, so that a step that wrote by mistake would not change what others read."""
+    """Private, so that a step that wrote by mistake would not change what others read. Costs a descriptor."""
     try:
         fd = os.open(item.segment, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError as error:  # as of a process that has ended
         raise WorkerLost("the media cache that held an image or video is gone; send the request again") from error
-    except OSError as error:
-        reason = errno.errorcode.get(error.errno or 0, str(error))
-        raise InvalidRequest(f"the media segment {item.segment} cannot be opened: {reason}") from error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-import resource
+
+from protocol.descriptors import take_all_descriptors
 
 _NUM_SPARE = 128
 """Segments that are kept ready, so that a call does not wait until they are made."""
@@ -13,11 +14,7 @@ _OTHER_FDS = 256 + _NUM_SPARE
 
 def max_segments() -> int:
     """As many as the system lets this process have; asks for all that it may have."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY:
-        hard = 1 << 20
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return max(16, hard - _OTHER_FDS)
+    return max(16, take_all_descriptors() - _OTHER_FDS)
 
 
 class Segments:

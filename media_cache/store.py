@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from protocol.errors import InternalError, InvalidRequest, Overloaded, TandemError
+from protocol.errors import InvalidRequest, Overloaded, TandemError, WorkerLost
 from protocol.media_cache import CommittedMedia, MediaKey, WantedMedia
 
 _MAX_ENDED_LEASES = 4096
@@ -158,10 +158,10 @@ class MediaStore:
 
     def commit(self, lease_id: str, items: Sequence[CommittedMedia]) -> list[Action]:
         """Raises InvalidRequest for items that are not the lease's to write, Overloaded when they have grown over what
-        was set aside and there is no room, InternalError when the lease has ended; then nothing has changed."""
+        was set aside and there is no room, WorkerLost when the lease has ended; then nothing has changed."""
         lease = self._leases.get(lease_id)
         if lease is None:
-            raise InternalError("the media cache does not know the request's lease; was it started again?")
+            raise WorkerLost("the media cache does not know the request's lease; it has been started again")
         written: dict[int, tuple[Entry, CommittedMedia]] = {}
         for item in items:
             entry = lease.entries.get(item.key)
@@ -263,9 +263,15 @@ class MediaStore:
         return Drop(entry.number)
 
     def _check_room(self, num_bytes: int, num_items: int, spared_bytes: int = 0, num_spared: int = 0) -> None:
-        if num_bytes > self.capacity_bytes or num_items > self.max_items:
+        if num_bytes > self.capacity_bytes:
             raise InvalidRequest(
-                f"the request's images and videos take {num_bytes} bytes; the media cache has {self.capacity_bytes}"
+                f"the request's images and videos take {num_bytes} bytes; the media cache has {self.capacity_bytes} "
+                "(--media-cache-mib)"
+            )
+        if num_items > self.max_items:
+            raise InvalidRequest(
+                f"the request has {num_items} images and videos; the media cache holds {self.max_items} at most, for "
+                "each takes a file descriptor (ulimit -n)"
             )
         held_bytes = self.pinned_bytes + spared_bytes
         num_held = self.num_items - len(self._unused) + num_spared

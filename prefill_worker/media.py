@@ -100,7 +100,7 @@ class MediaIntake:
         return media
 
     def _take(self, media: PromptMedia, opened: Sequence[Callable[[], Mapping[str, torch.Tensor]]]) -> None:
-        """opened: gives the tensors of each item. Raises InvalidRequest that names the item, or WorkerLost."""
+        """opened: gives the tensors of each item. Raises InvalidRequest that names it, Overloaded, or WorkerLost."""
         assert self._vision is not None
         tensors, num_frames = [], []
         for number, (item, each) in enumerate(zip(media.items, opened, strict=True)):

@@ -161,6 +161,10 @@ class PrefillWorker:
         except TandemError as error:
             self._refuse(message, error)
             return
+        except Exception as error:  # whoever waits for it must be told
+            log.exception("a prompt could not be taken in")
+            self._refuse(message, InternalError(f"the prompt could not be taken in: {error}"))
+            return
         grammar = self._host.grammars.get(message.sampling.grammar)
         self._perform(self._scheduler.on_start(self._loop.time(), message, pair_id, grammar, media))
 

@@ -72,9 +72,12 @@ class MediaCacheClient:
         return f"{self._prefix}-{next(self._numbers)}"
 
     async def acquire(
-        self, lease_id: str, wanted: list[WantedMedia], timeout_s: float = CALL_TIMEOUT_S
+        self, lease_id: str, wanted: list[WantedMedia], timeout_s: float | None = CALL_TIMEOUT_S
     ) -> list[GrantedMedia | None]:
         """See AcquireMedia. The caller owes one `release`, also when this raises.
+
+        timeout_s: None waits as long as others take to write what they have acquired, for callers who are themselves
+        cancelled when it is too late.
 
         Raises Overloaded when there is no room, InvalidRequest for what could never fit, InternalError when the cache
         does not answer in time, WorkerLost when it is gone.
@@ -134,7 +137,7 @@ class MediaCacheClient:
         call_id = self.new_id()
         return await self._call(call_id, GetMediaCacheStatus(call_id), MediaCacheStatus, CALL_TIMEOUT_S)
 
-    async def _call(self, call_id: str, message: msgspec.Struct, kind: type[R], timeout_s: float) -> R:
+    async def _call(self, call_id: str, message: msgspec.Struct, kind: type[R], timeout_s: float | None) -> R:
         answer: asyncio.Future[FromMediaCache] = asyncio.get_running_loop().create_future()
         self._waiting[call_id] = answer
         try:

@@ -12,6 +12,7 @@ from typing import NoReturn, Protocol
 
 import uvloop
 
+from protocol.descriptors import take_all_descriptors
 from protocol.drain import Retired
 from protocol.errors import ConfigError
 from protocol.lifetime import die_with_parent
@@ -54,6 +55,7 @@ def run_to_exit(
     orphaned: the signal that comes when the parent is gone.
     """
     die_with_parent(orphaned)
+    take_all_descriptors()
     setup_logging(name, log_level, log_format)
     exit_code = 0
     try:

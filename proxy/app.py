@@ -16,7 +16,7 @@ from litestar.exceptions import HTTPException
 from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 from litestar.types import Guard
 
-from protocol.errors import DeadlineExceeded, Overloaded, TandemError
+from protocol.errors import DeadlineExceeded, InternalError, Overloaded, TandemError
 from proxy.admin_routes import admin_routes
 from proxy.answers import Answers, ChatAnswers, CompletionAnswers, stream_events
 from proxy.api_keys import ApiKeys
@@ -171,6 +171,9 @@ async def _serve(
             asked = await (unless_disconnected(request.receive, reading) if is_long else reading)
     except TandemError as error:
         door.requests.end(record, error.code)
+        raise
+    except Exception:
+        door.requests.end(record, InternalError.code)
         raise
     record.read_at = time.monotonic()
     # The header is what the infrastructure around the client knows the request by, so it comes first.

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import resource
 import time
 from collections import Counter
 from collections.abc import Callable
 
+from protocol.descriptors import take_all_descriptors
 from protocol.errors import Overloaded
 
 log = logging.getLogger(__name__)
@@ -74,11 +74,8 @@ class Connections:
 
 def affordable_connections(wanted: int) -> int:
     """As many of them as the system lets this process have; asks for all descriptors that it may have."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard == resource.RLIM_INFINITY:
-        return wanted
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    affordable = max(hard // 2, hard - _OTHER_FDS)
+    most = take_all_descriptors()
+    affordable = max(most // 2, most - _OTHER_FDS)
     if affordable < wanted:
-        log.warning("%d connections at most, for this process may have %d descriptors (ulimit -n)", affordable, hard)
+        log.warning("%d connections at most, for this process may have %d descriptors (ulimit -n)", affordable, most)
     return min(wanted, affordable)

@@ -30,7 +30,7 @@ from protocol.dispatch import (
 )
 from protocol.errors import DeadlineExceeded, TandemError, WorkerLost
 from protocol.generation import SamplingParams, StopConditions
-from protocol.host import host_id
+from protocol.host import is_elsewhere
 from protocol.membership import WorkerInfo
 from protocol.prefix_hash import unpack_short_hashes
 from protocol.token_ids import pack_token_ids
@@ -300,7 +300,7 @@ class Dispatcher:
                 cache_salt=prompt.cache_salt,
                 priority=prompt.priority,
                 media=prompt.media,
-                media_cache=self._media_cache if prompt.media and prefill.host_id not in ("", host_id()) else "",
+                media_cache=self._media_cache if prompt.media and is_elsewhere(prefill.host_id) else "",
             )
             self._send(prefill, shared.attempts, start)
 

@@ -59,6 +59,14 @@ class CancelJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
     lease_id: str
 
 
+class AreYouThere(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Answered at once, whatever the threads do."""
+
+
+class IAmHere(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """See AreYouThere."""
+
+
 class JobBegun(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Its turn has come. Not every job has one before its answer."""
 
@@ -88,8 +96,8 @@ class JobFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
         return self.error.to_error() if known is None else known(self.error.message, self.error.param)
 
 
-ToMediaProcess = MediaSetup | MediaJob | CancelJob
-FromMediaProcess = JobBegun | JobDone | JobFailed
+ToMediaProcess = MediaSetup | MediaJob | CancelJob | AreYouThere
+FromMediaProcess = IAmHere | JobBegun | JobDone | JobFailed
 
 TO_PROCESS: Codec[ToMediaProcess] = Codec(ToMediaProcess)
 FROM_PROCESS: Codec[FromMediaProcess] = Codec(FromMediaProcess)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Sequence
 
 import msgspec
 
-from protocol.errors import Overloaded, WorkerLost
+from protocol.descriptors import out_of_descriptors
+from protocol.errors import WorkerLost
 from protocol.media import MediaItem
 from protocol.media_client import MediaCacheClient
 
@@ -34,11 +34,8 @@ class MediaLease:
             try:
                 fd = self._fds[segment] = os.open(segment, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
-                if error.errno == errno.EMFILE:
-                    raise Overloaded(
-                        "the proxy has no file descriptors left for images and video; raise `ulimit -n`, or send fewer "
-                        "of them at once"
-                    ) from error
+                if (none_left := out_of_descriptors(error, "images and video in the proxy")) is not None:
+                    raise none_left from error
                 raise WorkerLost(f"the media cache's memory cannot be opened: {error}") from error
         return f"/proc/{os.getpid()}/fd/{fd}"
 

@@ -7,21 +7,24 @@ loads torch. It is started with the proxy, and again when a request comes after 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import sys
 from dataclasses import replace
-from typing import Any
 
 import msgspec
 
+from protocol.descriptors import out_of_descriptors
 from protocol.errors import InternalError, ProtocolError, TandemError, WorkerLost
 from protocol.media_client import MediaCacheClient
 from proxy.admission import QueueFull
 from proxy.body_reader import BodyKind
 from proxy.media_jobs import (
     FROM_PROCESS,
+    AreYouThere,
     CancelJob,
+    IAmHere,
     JobBegun,
     JobDone,
     JobFailed,
@@ -42,6 +45,11 @@ log = logging.getLogger(__name__)
 
 _EXIT_BAD_CONFIG = 2
 _RETRY_AFTER_S = 1
+_ASK_INTERVAL_S = 2.0
+_SILENCE_S = 20.0
+"""Far more than its loop is ever kept waiting, also where loading a model holds the interpreter."""
+_PATIENCE_S = 10.0
+"""Beside twice the time that decoding may take: for processing one item, in a process that has little of a core."""
 
 
 class MediaPool:
@@ -63,6 +71,9 @@ class MediaPool:
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._sent: set[str] = set()  # those of them that a process has
+        self._patience_s = 2 * setup.limits.decode_timeout_s + _PATIENCE_S
+        self._heard_at = 0.0  # while it has jobs
         self._starting = asyncio.Lock()
         self._wrong_config: str | None = None
 
@@ -76,17 +87,25 @@ class MediaPool:
                 return
             if self._watching is not None:
                 await asyncio.shield(self._watching)  # a request that is cancelled here must not take it along
-            ours, theirs = socket.socketpair()
-            with theirs:
-                self._process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    "proxy.media_process",
-                    str(theirs.fileno()),
-                    pass_fds=[theirs.fileno()],
-                    stdin=asyncio.subprocess.DEVNULL,
-                )
-            reader, self._writer = await asyncio.open_connection(sock=ours)
+            ours: socket.socket | None = None
+            try:
+                ours, theirs = socket.socketpair()
+                with theirs:
+                    self._process = await asyncio.create_subprocess_exec(
+                        sys.executable,
+                        "-m",
+                        "proxy.media_process",
+                        str(theirs.fileno()),
+                        pass_fds=[theirs.fileno()],
+                        stdin=asyncio.subprocess.DEVNULL,
+                    )
+                reader, self._writer = await asyncio.open_connection(sock=ours)
+            except OSError as error:
+                if ours is not None:
+                    ours.close()
+                if (none_left := out_of_descriptors(error, "the process that reads images and video")) is not None:
+                    raise none_left from error
+                raise InternalError(f"the process that reads images and video cannot be started: {error}") from error
             write_message(self._writer, self._setup)
             self._watching = asyncio.create_task(self._watch(reader, self._process))
 
@@ -121,12 +140,13 @@ class MediaPool:
         try:
             await self.start()
         except BaseException:
-            del self._waiting[lease_id]
+            self._waiting.pop(lease_id, None)
             raise
         assert self._writer is not None
         content, path = (body, "") if isinstance(body, bytes) else (b"", body.path)
         job = MediaJob(lease_id, kind, content, limits, path)
         write_message(self._writer, job)
+        self._sent.add(lease_id)
         self._queue.add(lease_id, loop.time())
         try:
             async with asyncio.timeout(slo_s) as limit:
@@ -136,27 +156,36 @@ class MediaPool:
                 self._queue.remove(lease_id)
                 if self._writer is not None:
                     write_message(self._writer, CancelJob(lease_id))
+                    loop.call_later(self._patience_s, self._expect_answer, lease_id)
             if slo_s is not None and limit.expired():
                 raise SLOUnreachable(slo_s, 0.0) from None
             raise
         finally:
             del done  # with an error in it, it would keep this frame, and the body
 
-    async def _watch(self, reader: asyncio.StreamReader, process: Any) -> None:
+    async def _watch(self, reader: asyncio.StreamReader, process: asyncio.subprocess.Process) -> None:
         """Until the process has ended."""
+        loop = asyncio.get_running_loop()
+        self._heard_at = loop.time()
+        asking = asyncio.create_task(self._ask(process))
         try:
             while True:
                 message = await read_message(reader, FROM_PROCESS)
-                if isinstance(message, JobBegun):
-                    self._queue.begin(message.lease_id, asyncio.get_running_loop().time())
-                else:
-                    self._on_done(message)
+                self._heard_at = loop.time()
+                match message:
+                    case IAmHere():
+                        pass
+                    case JobBegun():
+                        self._queue.begin(message.lease_id, loop.time())
+                    case JobDone() | JobFailed():
+                        self._on_done(message)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         except ProtocolError as wrong:
             log.error("the media process says what it must not: %s", wrong)
-            process.kill()
+            _end(process)
         finally:
+            asking.cancel()
             if self._writer is not None:
                 self._writer.close()
             self._writer = None
@@ -165,11 +194,26 @@ class MediaPool:
             if code == _EXIT_BAD_CONFIG:
                 self._wrong_config = "the model's processor cannot be loaded; the proxy's log tells why"
             error = InternalError(self._wrong_config or "the process that read the request's images or video was lost")
-            for lease_id in list(self._waiting):
+            for lease_id in list(self._sent):  # what was not sent yet is for the next one
                 self._on_done(JobFailed.of(lease_id, error))
+
+    async def _ask(self, process: asyncio.subprocess.Process) -> None:
+        """While it has jobs, whether it is there; a process that says nothing stands still, and is ended."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_ASK_INTERVAL_S)
+            if not self._sent:
+                self._heard_at = loop.time()
+            elif loop.time() - self._heard_at > _SILENCE_S:
+                log.error("the media process has said nothing for %.0f s; it is ended", _SILENCE_S)
+                _end(process)
+                return
+            elif self._writer is not None:
+                write_message(self._writer, AreYouThere())
 
     def _on_done(self, message: JobDone | JobFailed) -> None:
         self._queue.remove(message.lease_id)
+        self._sent.discard(message.lease_id)
         done = self._waiting.pop(message.lease_id, None)
         if done is None:
             return
@@ -181,9 +225,21 @@ class MediaPool:
         else:
             done.set_result(result)
 
+    def _expect_answer(self, lease_id: str) -> None:
+        """What is given up ends with the work on one item. Later its thread hangs, or the process stands still."""
+        if lease_id in self._sent and self._process is not None:
+            log.error("the media process has not answered for %.0f s; it is ended", self._patience_s)
+            _end(self._process)
+
     def close(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()  # it holds nothing that the proxy's end would not end too
+        if self._process is not None:
+            _end(self._process)  # it holds nothing that the proxy's end would not end too
+
+
+def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
 
 
 def _held(request: GenerationRequest, lease: MediaLease) -> GenerationRequest | TandemError:

@@ -35,8 +35,10 @@ from proxy.body_reader import BodyReader
 from proxy.media_fetch import Fetched, MediaFetcher, is_remote, read_local
 from proxy.media_jobs import (
     TO_PROCESS,
+    AreYouThere,
     CancelJob,
     FromMediaProcess,
+    IAmHere,
     JobBegun,
     JobDone,
     JobFailed,
@@ -163,6 +165,8 @@ class MediaProcess:
                 reading = asyncio.create_task(self._read(message))
                 reading.add_done_callback(partial(self._on_read, message))
                 self._running[message.lease_id] = reading
+            case AreYouThere():
+                self._tell(IAmHere())
             case CancelJob():
                 if (running := self._running.get(message.lease_id)) is not None:
                     running.cancel()
@@ -220,7 +224,9 @@ class MediaProcess:
                 "messages",
             )
         granted = await self._cache.acquire(
-            job.lease_id, [WantedMedia(item.key, item.size.num_bytes) for item in items]
+            job.lease_id,
+            [WantedMedia(item.key, item.size.num_bytes) for item in items],
+            timeout_s=None,  # another request may be decoding one of them; the proxy cancels when this one is over
         )
         missing: dict[MediaKey, tuple[_Item, GrantedMedia]] = {}
         cached: dict[MediaKey, tuple[str, bytes]] = {}

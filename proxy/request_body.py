@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from litestar.types import Receive
 
+from protocol.descriptors import out_of_descriptors
 from protocol.errors import Overloaded
 from proxy.http_errors import BodyTooLarge, ClientDisconnected, ClientTooSlow
 from proxy.turns import Turns
@@ -41,10 +42,15 @@ def mentions_media(body: bytes | SpooledBody) -> bool:
 
 
 class SpooledBody:
-    """path: where any process of this user can read it, until `close`."""
+    """path: where any process of this user can read it, until `close`. Raises Overloaded where no more can be kept."""
 
     def __init__(self) -> None:
-        self._fd = os.memfd_create("body")
+        try:
+            self._fd = os.memfd_create("body")
+        except OSError as error:
+            if (none_left := out_of_descriptors(error, "large requests")) is not None:
+                raise none_left from error
+            raise
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         self.num_bytes = 0
         self.mentions_media = False

@@ -17,6 +17,7 @@ import msgspec
 from protocol.dispatch import FirstToken
 from protocol.errors import KVTransferFailed, TandemError, WorkerLost
 from protocol.generation import FinishReason, SampledToken, SamplingParams, StopConditions, TokenLogprobs
+from protocol.host import is_elsewhere
 from protocol.media import MediaItem
 from proxy.request import RunningRequest
 from proxy.router import Route, Router
@@ -126,6 +127,9 @@ class DispatchedSequence:
         assert error is not None
         self.avoid = frozenset(worker.epoch for worker in attempt.suspects)
         decode = attempt.route.decode
+        prefill = attempt.route.prefill
+        if self.prompt.media and prefill is not None and attempt.first_token is None and is_elsewhere(prefill.host_id):
+            self.avoid |= {prefill.epoch}  # it could not get the media, which one on this host finds in memory
         self.near = decode.epoch if decode is not None and decode.epoch not in self.avoid else ""
         if not isinstance(error, WorkerLost | KVTransferFailed):
             self.fail(error)

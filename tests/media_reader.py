@@ -21,7 +21,7 @@ from protocol.media_client import MediaCacheClient
 from protocol.media_segment import map_segment
 from protocol.sockets import new_context
 from protocol.token_ids import unpack_token_ids
-from proxy.media_jobs import FROM_PROCESS, FromMediaProcess, JobBegun, JobDone, JobFailed, MediaJob, MediaSetup
+from proxy.media_jobs import FROM_PROCESS, FromMediaProcess, JobDone, JobFailed, MediaJob, MediaSetup
 from proxy.media_process import MediaProcess
 from proxy.media_source import MediaLimits
 from proxy.registry import ModelLimits
@@ -59,7 +59,7 @@ class MediaReader:
 
         def on_told(told: FromMediaProcess) -> None:
             told = FROM_PROCESS.decode(FROM_PROCESS.encode(told))  # as the proxy gets it
-            if not isinstance(told, JobBegun):
+            if isinstance(told, JobDone | JobFailed):
                 self.done.put_nowait(told)
 
         self.process = MediaProcess(setup, on_told, os.getpid())

@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster import children_of
+from tests.cluster import children_of, is_alive
 from tests.fake_workers import wait_until
 from tests.media_proxy import MediaProxy, data_url, image_part, media_proxy
 from tests.vision_model import encoded, picture
@@ -70,6 +70,22 @@ def test_a_lost_media_process_fails_what_it_held_and_is_replaced(served: MediaPr
     wait_until(lambda: served.cache_status().num_leases == 0, PATIENCE_S)
 
 
+def test_a_media_process_that_gives_no_answer_is_replaced(tmp_path: Path) -> None:
+    """A request that is given up is not answered, as by a thread that hangs. (It would be missed a little later, too.)"""
+    with media_proxy(tmp_path, media={"decode_timeout_s": 0.5}) as served:
+        assert served.chat(an_image(30)).status_code == 200
+        pid = media_process(served)
+        os.kill(pid, signal.SIGSTOP)
+        body = {"messages": [{"role": "user", "content": [an_image(31)]}], "max_tokens": 1}
+        late = httpx.post(
+            f"{served.url}/v1/chat/completions", json=body, headers={"X-Request-Timeout": "0.5"}, timeout=PATIENCE_S
+        )
+        assert late.status_code == 504
+        wait_until(lambda: not is_alive(pid), PATIENCE_S)
+        assert served.chat(an_image(32)).status_code == 200 and media_process(served) != pid
+        wait_until(lambda: served.cache_status().num_leases == 0, PATIENCE_S)
+
+
 def test_what_only_looks_like_media_is_text(served: MediaProxy) -> None:
     before = served.cache_status()
     assert served.chat('say "image_url"').status_code == 200
@@ -92,3 +108,13 @@ def test_what_is_not_read_within_the_limit_for_first_tokens_is_refused(tmp_path:
             assert served.chat("text").status_code == 200
         finally:
             os.kill(pid, signal.SIGCONT)
+
+
+def test_a_media_process_that_stands_still_is_missed_while_requests_wait(served: MediaProxy) -> None:
+    assert served.chat(an_image(40)).status_code == 200
+    pid = media_process(served)
+    os.kill(pid, signal.SIGSTOP)
+    answer = served.chat(an_image(41))
+    assert answer.status_code == 500 and "was lost" in answer.text
+    assert not is_alive(pid)
+    assert served.chat(an_image(42)).status_code == 200

@@ -106,6 +106,7 @@ def test_without_descriptors_images_are_refused(tmp_path: Path) -> None:
         [granted] = await put(client, "written", KEYS[:1], b"pixels")
         lease = MediaLease(client, "held")
         item = MediaItem(KEYS[0].digest, "image", ((0, 1),), granted.segment, ())
+        read = msgspec.structs.replace(item, tensors=(MediaTensor("pixel_values", "uint8", (6,), HEADER_BYTES, 6),))
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         free = os.dup(0)  # the next that there is
         os.close(free)
@@ -113,6 +114,11 @@ def test_without_descriptors_images_are_refused(tmp_path: Path) -> None:
         try:
             with pytest.raises(Overloaded, match="ulimit -n"):
                 lease.hold([item])
+            with pytest.raises(Overloaded, match="ulimit -n"):
+                open_tensors(read)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))  # for the segment, and none for its memory
+            with pytest.raises(Overloaded, match="ulimit -n"):
+                open_tensors(read)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         assert lease.hold([item])
@@ -240,7 +246,7 @@ def test_what_cannot_be_is_refused_in_words(tmp_path: Path) -> None:
             await client.acquire("c", [WantedMedia(KEYS[1], 200)])
         with pytest.raises(InvalidRequest, match="32 bytes"):
             await client.acquire("d", [WantedMedia(MediaKey(b"short", "input"), 1)])
-        with pytest.raises(InternalError, match="does not know"):
+        with pytest.raises(WorkerLost, match="does not know"):
             await client.commit("e", [CommittedMedia(KEYS[0], 1, b"")])
         with pytest.raises(InternalError, match=r"no answer within 0\.05 s"):
             await client.acquire("f", [WantedMedia(KEYS[0], 900)], timeout_s=0.05)  # is never written

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from media_cache.store import Action, Drop, Entry, Grant, MediaStore
-from protocol.errors import InternalError, InvalidRequest, Overloaded
+from protocol.errors import InvalidRequest, Overloaded, WorkerLost
 from protocol.media_cache import CommittedMedia, MediaKey, WantedMedia
 
 
@@ -166,7 +166,7 @@ def test_a_commit_that_grows_makes_room_or_is_refused() -> None:
     for item in (3, 4):  # committed already, never asked for
         with pytest.raises(InvalidRequest):
             store.commit("b", done(item))
-    with pytest.raises(InternalError):
+    with pytest.raises(WorkerLost):
         store.commit("nobody", done(1))
 
 
