@@ -71,7 +71,7 @@ def test_a_lost_media_process_fails_what_it_held_and_is_replaced(served: MediaPr
 
 
 def test_a_media_process_that_gives_no_answer_is_replaced(tmp_path: Path) -> None:
-    """A request that is given up is not answered, as by a thread that hangs. (It would be missed a little later, too.)"""
+    """What is given up gets no answer, as where a thread hangs. (Later the process would be missed anyway.)"""
     with media_proxy(tmp_path, media={"decode_timeout_s": 0.5}) as served:
         assert served.chat(an_image(30)).status_code == 200
         pid = media_process(served)
