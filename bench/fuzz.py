@@ -1,4 +1,4 @@
-"""A cluster under rubbish: every ZeroMQ socket of every process, every kind of message, and the HTTP endpoint.
+"""A cluster under rubbish: the ZeroMQ sockets of all its processes, every kind of message that they take, and HTTP.
 
 Between rounds a real request must be answered as before. At the end every process still lives, no block, request or
 descriptor is missing, and memory is about what it was. The inputs follow from --seed.
@@ -26,6 +26,7 @@ import httpx
 import msgspec
 import zmq
 
+from bench.fuzz_cache import fuzz_cache
 from bench.fuzz_http import HttpFuzzer
 from bench.fuzz_messages import MessageFuzzer
 from bench.report import Aim, Report, add_common_options, finish
@@ -43,6 +44,7 @@ from protocol.membership import (
     WorkerLoad,
     WorkerStatus,
 )
+from protocol.operations import FromLauncher, GetPlan, ListProcesses, RestartProcess
 from protocol.transfer import ToDecodePeer, ToPrefillPeer
 
 MODEL = "tandem-demo"
@@ -50,7 +52,16 @@ _ROUND = 2000
 _SETTLE_TIMEOUT_S = 120.0
 _ALL = tuple(
     kind
-    for union in (ToPrefill, ToDecode, ToProxy, ToDecodePeer, ToPrefillPeer, ToProxyControl, FromProxyControl)
+    for union in (
+        ToPrefill,
+        ToDecode,
+        ToProxy,
+        ToDecodePeer,
+        ToPrefillPeer,
+        ToProxyControl,
+        FromProxyControl,
+        FromLauncher,
+    )
     for kind in get_args(union)
 )
 _NULL_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
@@ -69,6 +80,8 @@ class Fuzz:
             "proxy-0": self._fuzzer(ToProxyControl),
             "prefill-0": self._fuzzer(ToPrefill),
             "decode-0": self._fuzzer(ToDecode | ToDecodePeer),
+            # Without those that would be done: a count that makes sense is no rubbish.
+            "launcher": self._fuzzer(GetPlan | ListProcesses | RestartProcess),
         }
         self._as_worker = self._fuzzer(ToProxy)
         self._as_decode = self._fuzzer(ToPrefillPeer)
@@ -124,10 +137,10 @@ class Fuzz:
         while self.inputs.total() < num_inputs:
             size = min(_ROUND, num_inputs - self.inputs.total())
             for name in self._fuzzers:
-                self._to_router(name, size * 2 // 10)
+                self._to_router(name, size * (1 if name == "launcher" else 2) // 10)
             self._as_member(size * 2 // 10)
             self._bytes_to_sockets(max(1, size // 20))
-            for _ in range(max(1, size - size * 2 // 10 * 4 - size // 20)):
+            for _ in range(max(1, size - size * 2 // 10 * 4 - size // 10 - size // 20)):
                 self.http.send_one()
                 self.inputs["http"] += 1
             self.settle()
@@ -238,13 +251,15 @@ def run(port: int, admin_url: str, num_inputs: int, seed: int) -> dict[str, Any]
     fuzz.run(min(_ROUND, num_inputs) // 4)  # caches and buffers find their size
     before = {name: (num_descriptors(pid), memory_mib(pid)) for name, pid in pids.items()}
     started = time.monotonic()
+    cache = fuzz_cache(random.Random(seed), num_inputs // 10)
     fuzz.run(num_inputs)
     took_s = time.monotonic() - started
     assert fuzz.pids() == pids, "a process has died and was started again"
     # ZeroMQ gives up half a handshake after five seconds; until then its connection is open.
     _wait_until(lambda: all(num_descriptors(pid) <= before[name][0] for name, pid in pids.items()))
     return {
-        "num_inputs": fuzz.inputs.total(),
+        "num_inputs": fuzz.inputs.total() + sum(cache["inputs"].values()),
+        "media_cache": cache,
         "inputs": dict(sorted(fuzz.inputs.items())),
         "http_outcomes": dict(sorted(fuzz.http.outcomes.items())),
         "num_internal_errors": fuzz.http.outcomes["500"],

@@ -8,12 +8,15 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-Kind = Literal["random", "cut", "changed", "nonsense", "wrong_direction", "replayed", "large"]
+from protocol.codec import MAX_MESSAGE_BYTES
+from protocol.membership import PROTOCOL_VERSION
+
+Kind = Literal["random", "cut", "changed", "nonsense", "wrong_direction", "wrong_version", "replayed", "large", "huge"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _INTS = (-(2**63), -(2**31), -1, 0, 1, 2, 3, 63, 64, 65, 255, 1024, 2**31 - 1, 2**31, 2**63 - 1)
 _FLOATS = (float("nan"), float("inf"), float("-inf"), -1.0, 0.0, 1e-300, 0.5, 1.0, 10.0, 1e308)
-_STRINGS = (
+STRINGS = (
     "",
     "fuzz",
     "fuzz-0",
@@ -24,22 +27,36 @@ _STRINGS = (
     "tcp://127.0.0.1:1",
     "é\n{}",
 )
+"""All that a message of ours names."""
 _LARGE_BYTES = 1 << 20
+_HUGE_BYTES = MAX_MESSAGE_BYTES + 1
+"""More than any socket takes: the connection is closed before anything is decoded."""
 
 
 class MessageFuzzer:
-    """Payloads for a socket that expects one of `expected`; others: types that travel in other directions."""
+    """Payloads for a socket that expects one of `expected`; others: types that travel in other directions.
 
-    def __init__(self, rng: random.Random, expected: tuple[type[Any], ...], others: tuple[type[Any], ...]) -> None:
+    fixed: fields that are always so; messages that have one are not sent with some of their bytes changed.
+    """
+
+    def __init__(
+        self,
+        rng: random.Random,
+        expected: tuple[type[Any], ...],
+        others: tuple[type[Any], ...],
+        fixed: dict[str, Any] | None = None,
+    ) -> None:
         self._rng = rng
         self._expected = expected
         self._others = others
+        self._fixed = fixed or {}
+        self._changed = tuple(kind for kind in expected if not self._fixed_of(kind))
         self._encoder = msgspec.msgpack.Encoder()
         self._sent: list[bytes] = []
 
     def next(self) -> tuple[Kind, bytes]:
         rng = self._rng
-        kind = rng.choices(KINDS, weights=(20, 15, 20, 30, 8, 6, 1))[0]
+        kind = rng.choices(KINDS, weights=(20, 15, 20, 29, 8, 1, 6, 1, 0.05))[0]
         match kind:
             case "random":
                 return kind, rng.randbytes(rng.randrange(200))
@@ -47,7 +64,7 @@ class MessageFuzzer:
                 whole = self._whole(self._expected)
                 return kind, whole[: rng.randrange(max(1, len(whole)))]
             case "changed":
-                data = bytearray(self._whole(self._expected) or b"\0")
+                data = bytearray(self._whole(self._changed) or b"\0")
                 for _ in range(rng.randint(1, 4)):
                     data[rng.randrange(len(data))] = rng.randrange(256)
                 return kind, bytes(data)
@@ -55,13 +72,30 @@ class MessageFuzzer:
                 return kind, self._remember(self._whole(self._expected))
             case "wrong_direction":
                 return kind, self._whole(self._others)
+            case "wrong_version":
+                return kind, self._of_another_version()
             case "replayed":
                 return kind, rng.choice(self._sent) if self._sent else b""
             case "large":
                 return kind, rng.randbytes(rng.randrange(_LARGE_BYTES))
+            case "huge":
+                return kind, bytes(_HUGE_BYTES)
 
     def _whole(self, types: tuple[type[Any], ...]) -> bytes:
-        return self._encoder.encode(random_value(self._rng, self._rng.choice(types)))
+        kind = self._rng.choice(types)
+        return self._encoder.encode(msgspec.structs.replace(random_value(self._rng, kind), **self._fixed_of(kind)))
+
+    def _fixed_of(self, kind: type[Any]) -> dict[str, Any]:
+        return {name: value for name, value in self._fixed.items() if name in kind.__struct_fields__}
+
+    def _of_another_version(self) -> bytes:
+        """Of a message that tells its version; of any other, some that are whole."""
+        versioned = [kind for kind in self._expected if "version" in kind.__struct_fields__]
+        if not versioned:
+            return self._whole(self._expected)
+        message = random_value(self._rng, self._rng.choice(versioned))
+        version = PROTOCOL_VERSION + self._rng.choice((-1, 1, 100))
+        return self._encoder.encode(msgspec.structs.replace(message, version=version))
 
     def _remember(self, data: bytes) -> bytes:
         if len(self._sent) < 100:
@@ -94,9 +128,9 @@ def _value(rng: random.Random, info: msgspec.inspect.Type) -> Any:
         case msgspec.inspect.FloatType():
             return rng.choice(_FLOATS)
         case msgspec.inspect.StrType():
-            return rng.choice(_STRINGS)
+            return rng.choice(STRINGS)
         case msgspec.inspect.BytesType():
-            return rng.randbytes(rng.choice((0, 1, 3, 4, 8, 16, 64)))
+            return rng.randbytes(rng.choice((0, 1, 3, 4, 8, 16, 32, 64)))
         case msgspec.inspect.NoneType():
             return None
         case msgspec.inspect.ListType():
