@@ -3,6 +3,9 @@
 Push, in order: the prefill side writes, the decode side is told. Both ends run their copies on a thread of their own,
 one per pair, so a slow or dead peer holds up nobody else. `on_done` callbacks run on that thread: callers post them
 to their loop. Every `send` and `receive` ends with exactly one `on_done`, also when the pair is closed meanwhile.
+
+That prefill and decode run apart and hand over KV is from Splitwise (Patel et al., ISCA 2024) and DistServe (Zhong et
+al., OSDI 2024); that whole pages of the paged cache travel, straight from pool to pool, as in LightLLM's NCCL hand-over.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 A prompt's life:  waiting -> computing -> computed -> shipped
 A prompt begins when it gets its first tokens of a step: blocks that the prefix cache has are shared, the others are
-taken, and ReserveKV goes out. Finished blocks are shipped as soon as decode has answered, while later chunks compute;
+taken, and ReserveKV goes out. Finished blocks are shipped as soon as decode has answered, while later chunks compute
+(as Splitwise ships by layers, and Mooncake by chunks: Patel et al., ISCA 2024; Qin et al., FAST 2025);
 what decode has cached itself is not shipped. A prompt that ends early (abort, deadline, failure) is `ended` at once,
 but its blocks are released only when no step computes them and no transfer reads them; then decode hears that nothing
 more will be written. Blocks are kept for a decode worker for as long as it renews its lease (`prefill_worker.leases`).
