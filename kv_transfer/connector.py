@@ -5,7 +5,7 @@ one per pair, so a slow or dead peer holds up nobody else. `on_done` callbacks r
 to their loop. Every `send` and `receive` ends with exactly one `on_done`, also when the pair is closed meanwhile.
 
 That prefill and decode run apart and hand over KV is from Splitwise (Patel et al., ISCA 2024) and DistServe (Zhong et
-al., OSDI 2024); that whole pages of the paged cache travel, straight from pool to pool, as in LightLLM's NCCL hand-over.
+al., OSDI 2024); that whole pages of the paged cache travel, from pool to pool, as in LightLLM's NCCL hand-over.
 """
 
 from __future__ import annotations
