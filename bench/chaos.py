@@ -62,6 +62,7 @@ async def soak(
             end = time.monotonic() + seconds
 
             def on_strike(name: str, fault: str) -> None:
+                clients.strikes.append((time.monotonic(), f"{name}: {fault}"))
                 if fault == "SIGKILL" and name.startswith("proxy"):
                     clients.proxy_kills.append(time.monotonic())
 

@@ -82,7 +82,8 @@ class Tally:
 
 
 class Clients:
-    """proxy_kills: monotonic times at which a proxy was killed, kept by who does it."""
+    """proxy_kills: monotonic times at which a proxy was killed, kept by who does it, as are strikes: all that was done
+    to anybody, with its time."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, questions: list[Question], rng: random.Random) -> None:
         self._session = session
@@ -91,6 +92,7 @@ class Clients:
         self._questions = questions
         self._asking: set[asyncio.Task[None]] = set()
         self.proxy_kills: list[float] = []
+        self.strikes: list[tuple[float, str]] = []
         self.tally = Tally()
 
     async def check_each(self) -> None:
@@ -154,7 +156,7 @@ class Clients:
             if any(killed_at >= began_at for killed_at in self.proxy_kills):
                 tally.cut += 1
             else:
-                tally.failed[f"{type(error).__name__}: {error}"[:100]] += 1
+                tally.failed[f"{type(error).__name__}: {error}"[:100] + self._lately(began_at)] += 1
         except Failed as error:
             tally.failed[str(error)[:100]] += 1
         else:
@@ -163,6 +165,14 @@ class Clients:
             tally.wrong += not is_right
             if not is_right and len(tally.differences) < MAX_DIFFERENCES:
                 tally.differences.append({"body": number, **_difference(answer, question.answers)})
+
+    def _lately(self, began_at: float) -> str:
+        """What had been done last when a request that failed began, and what since."""
+        done_at, last = next(
+            ((at, what) for at, what in reversed(self.strikes) if at < began_at), (began_at, "nothing")
+        )
+        since = [what for at, what in self.strikes if at >= began_at]
+        return f" (began {began_at - done_at:.2f} s after {last}; since: {', '.join(since) or 'nothing'})"
 
     async def _ask(self, body: dict[str, Any]) -> dict[int, list[int]]:
         """Token ids by choice. Raises Refused, Failed or aiohttp.ClientError."""
