@@ -28,7 +28,7 @@ import zmq
 
 from bench.fuzz_cache import fuzz_cache
 from bench.fuzz_http import HttpFuzzer
-from bench.fuzz_messages import MessageFuzzer
+from bench.fuzz_messages import MessageFuzzer, sender
 from bench.report import Aim, Report, add_common_options, finish
 from deploy.runtime_dir import runtime_dir
 from deploy.status import fetch_status
@@ -147,23 +147,11 @@ class Fuzz:
 
     def _to_router(self, name: str, count: int) -> None:
         """Messages of one sender; a few have more frames than one, or none that says anything."""
-        context = zmq.Context()
-        dealer = context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.LINGER, 10_000)
-        dealer.setsockopt(zmq.SNDTIMEO, 60_000)
-        try:
-            dealer.connect(f"ipc://{self._folder}/{name}.sock")
+        with sender(f"ipc://{self._folder}/{name}.sock") as send:
             for _ in range(count):
                 kind, data = self._fuzzers[name].next()
-                frames = [data] if self._rng.random() < 0.95 else [data, b"", data[:5]]
-                dealer.send_multipart(frames)
+                send([data] if self._rng.random() < 0.95 else [data, b"", data[:5]])
                 self.inputs[f"{name} {kind}"] += 1
-                with contextlib.suppress(zmq.Again):
-                    while True:
-                        dealer.recv_multipart(zmq.NOBLOCK)
-        finally:
-            dealer.close()
-            context.term()
 
     def _as_member(self, count: int) -> None:
         """A decode worker that registers, and then sends rubbish to the proxy and the prefill worker that come."""

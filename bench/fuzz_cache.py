@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import random
@@ -16,9 +15,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-import zmq
-
-from bench.fuzz_messages import MessageFuzzer
+from bench.fuzz_messages import MessageFuzzer, sender
 from protocol.media_cache import (
     CommittedMedia,
     FromMediaCache,
@@ -74,22 +71,11 @@ def fuzz_cache(rng: random.Random, num_inputs: int) -> dict[str, Any]:
 
 
 def _send(fuzzer: MessageFuzzer, endpoint: str, count: int, inputs: Counter[str]) -> None:
-    context = zmq.Context()
-    dealer = context.socket(zmq.DEALER)
-    dealer.setsockopt(zmq.LINGER, 10_000)
-    dealer.setsockopt(zmq.SNDTIMEO, 60_000)
-    try:
-        dealer.connect(endpoint)
+    with sender(endpoint) as send:
         for _ in range(count):
             kind, data = fuzzer.next()
-            dealer.send(data)
+            send([data])
             inputs[kind] += 1
-            with contextlib.suppress(zmq.Again):
-                while True:
-                    dealer.recv_multipart(zmq.NOBLOCK)
-    finally:
-        dealer.close()
-        context.term()
 
 
 def _use(endpoint: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, get_args
 
 import msgspec
+import zmq
 
 from protocol.codec import MAX_MESSAGE_BYTES
 from protocol.membership import PROTOCOL_VERSION
@@ -16,7 +18,7 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 
 _INTS = (-(2**63), -(2**31), -1, 0, 1, 2, 3, 63, 64, 65, 255, 1024, 2**31 - 1, 2**31, 2**63 - 1)
 _FLOATS = (float("nan"), float("inf"), float("-inf"), -1.0, 0.0, 1e-300, 0.5, 1.0, 10.0, 1e308)
-STRINGS = (
+_STRINGS = (
     "",
     "fuzz",
     "fuzz-0",
@@ -31,6 +33,28 @@ STRINGS = (
 _LARGE_BYTES = 1 << 20
 _HUGE_BYTES = MAX_MESSAGE_BYTES + 1
 """More than any socket takes: the connection is closed before anything is decoded."""
+
+
+@contextlib.contextmanager
+def sender(endpoint: str) -> Iterator[Callable[[list[bytes]], None]]:
+    """Sends the frames of a message; answers are thrown away."""
+    context = zmq.Context()
+    dealer = context.socket(zmq.DEALER)
+    dealer.setsockopt(zmq.LINGER, 10_000)
+    dealer.setsockopt(zmq.SNDTIMEO, 60_000)
+
+    def send(frames: list[bytes]) -> None:
+        dealer.send_multipart(frames)
+        with contextlib.suppress(zmq.Again):
+            while True:
+                dealer.recv_multipart(zmq.NOBLOCK)
+
+    try:
+        dealer.connect(endpoint)
+        yield send
+    finally:
+        dealer.close()
+        context.term()
 
 
 class MessageFuzzer:
@@ -128,7 +152,7 @@ def _value(rng: random.Random, info: msgspec.inspect.Type) -> Any:
         case msgspec.inspect.FloatType():
             return rng.choice(_FLOATS)
         case msgspec.inspect.StrType():
-            return rng.choice(STRINGS)
+            return rng.choice(_STRINGS)
         case msgspec.inspect.BytesType():
             return rng.randbytes(rng.choice((0, 1, 3, 4, 8, 16, 32, 64)))
         case msgspec.inspect.NoneType():

@@ -244,12 +244,14 @@ class MediaProcess:
         return await self._on_thread(reader.render, request, job.limits, items, cached)
 
     async def _on_thread(self, work: Callable[..., T], *arguments: object) -> T:
-        """Waited for to its end, also when the request is cancelled: until then the lease is in use."""
-        future = asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
+        """When the request is cancelled, what has begun is waited for: it uses the lease. The rest never begins."""
+        job = self._threads.submit(work, *arguments)
+        future = asyncio.wrap_future(job)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            await asyncio.wait([future])
+            if not job.cancel():
+                await asyncio.wait([future])
             raise
 
     async def _on_threads(self, calls: list[tuple[Callable[..., T], tuple[Any, ...]]]) -> list[T]:
