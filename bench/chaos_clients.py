@@ -19,10 +19,8 @@ LEAVES = 0.1
 """Of the clients, before their answer is whole."""
 REFUSALS = (429, 503)
 MAX_DIFFERENCES = 20
-
-
-MIN_MARGIN = 1e-6
-"""Ten times what rounding in another batch was seen to change."""
+MIN_MARGIN = 1e-4
+"""Of a token's probability: rounding in another batch changes it by some 1e-6 of itself."""
 
 
 class Question(NamedTuple):

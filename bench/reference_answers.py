@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.sampler import uniform
+from engine.noise import arrival_times, noise_keys
+from engine.sampler import PART, part_ids
 
 
 class Answer(NamedTuple):
-    """margin: the least difference of probability by which any of the tokens was chosen."""
+    """margin: by how much less likely each token could have been, at least, and been chosen still; 0 to 1."""
 
     tokens: list[int]
     margin: float
@@ -38,14 +39,29 @@ class ReferenceModel:
             cache = out.past_key_values
             logits = out.logits[0, -1].double()
             if temperature:
-                edges = torch.softmax(logits / temperature, -1).cumsum(-1)
-                u = uniform(seed, len(prompt) + len(tokens))
-                token = min(int(torch.searchsorted(edges, u, right=True)), len(edges) - 1)
-                ahead = min(float(edges[token]) - u, u - float(edges[token - 1]) if token else u)
+                weights = torch.softmax(logits / temperature, -1)
+                token, ahead = _race(weights, noise_keys([seed], [len(prompt) + len(tokens)], logits.device))
             else:
-                best = torch.softmax(logits, -1).topk(2)
-                token, ahead = int(best.indices[0]), float(best.values[0] - best.values[1])
+                token, ahead = _first(torch.softmax(logits, -1))
             margin = min(margin, ahead)
             tokens.append(token)
             new = torch.tensor([[token]])
         return Answer(tokens, margin)
+
+
+def _race(weights: torch.Tensor, keys: torch.Tensor) -> tuple[int, float]:
+    """As `engine.sampler` does without a filter: of the parts of the vocabulary, then within one."""
+    parts = torch.split(weights, PART)
+    sums = torch.stack([part.sum() for part in parts])
+    part, ahead = _first(sums / arrival_times(keys, part_ids(torch.arange(len(parts))))[0])
+    token_ids = torch.arange(part * PART, part * PART + len(parts[part]))
+    place, ahead_in_part = _first(parts[part] / arrival_times(keys, token_ids)[0])
+    return part * PART + place, min(ahead, ahead_in_part)
+
+
+def _first(scores: torch.Tensor) -> tuple[int, float]:
+    """Where the largest is, and how much of it the second lacks."""
+    if len(scores) == 1:
+        return 0, 1.0
+    best = scores.topk(2)
+    return int(best.indices[0]), 1 - float(best.values[1] / best.values[0])

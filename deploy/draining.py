@@ -36,16 +36,27 @@ def restart(port: int, names: list[str], timeout_s: float, say: Say) -> None:
 
 
 async def _drain(port: int, worker_id: str, timeout_s: float, say: Say) -> None:
+    process = await _launched(port, worker_id)
     answer = await _ask(port, DrainWorker(worker_id))
     if answer.error:
         raise ConfigError(answer.error)
     say(f"{worker_id} drains")
 
     async def has_left(reports: list[StatusReport]) -> bool:
-        return worker_id not in _epochs(reports)
+        # With its process: until that has ended the launcher counts it, and `tandem scale` would start one too few.
+        has_process = process is not None and await _launched(port, worker_id) == process
+        return worker_id not in _epochs(reports) and not has_process
 
     await _until(timeout_s, f"{worker_id} has not left", has_left, port)
     say(f"{worker_id} has left")
+
+
+async def _launched(port: int, name: str) -> LaunchedProcess | None:
+    """None for another host's, and while no launcher answers."""
+    try:
+        return (await _processes(port, ListProcesses())).get(name)
+    except (ConfigError, Overloaded):
+        return None
 
 
 async def _ask(port: int, message: DrainWorker) -> DrainAnswer:

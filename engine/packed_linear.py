@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Literal
 
@@ -58,11 +59,15 @@ class MergedLinear(nn.Module):
 
 
 def is_packable(weight: torch.Tensor) -> bool:
-    """Whether this build of torch has oneDNN, and oneDNN is faster with this weight packed."""
-    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _HAS_ONEDNN
+    """Whether oneDNN can pack this weight here, and is faster with it packed."""
+    return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _packs_bfloat16()
 
 
-_HAS_ONEDNN = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+@functools.cache
+def _packs_bfloat16() -> bool:
+    """Builds of torch may lack oneDNN, and oneDNN refuses to pack bfloat16 for a CPU without AVX-512."""
+    has_onednn = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+    return bool(has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def merge(linears: Sequence[nn.Linear], activation: Activation = "none") -> PackedLinear | MergedLinear:

@@ -1,10 +1,11 @@
 """Chooses tokens from logits, vectorised over the batch.
 
 In order: bans, bias, penalties and grammars (`engine.penalties`), temperature, min_p, top_k, top_p, noise.
-Log-probabilities are those of the logits as they came. The only randomness is one uniform number per row, a pure
-function of (seed, position): the same request gives the same text in any batch, on any worker, also when it moves. The
-number picks from the filtered distribution by its cumulative sum, so nothing that a row gets depends on its neighbours.
-What a row costs is passes over its vocabulary: without a filter a few in float32, and a cumulative sum of one part.
+Log-probabilities are those of the logits as they came. The only randomness is a number for each token, a pure function
+of (seed, position, token id): the same request gives the same text in any batch, on any worker, also when it moves. The
+filtered distribution decides by a race (`engine.noise`), so what a row gets depends neither on its neighbours nor, all
+but never, on how a kernel rounds. What a row costs is passes over its vocabulary: without a filter a few in float32,
+and two races, one of its parts and one of the tokens in the part that wins.
 
 A row of logits that are not numbers gives some token of the vocabulary and leaves the others alone.
 """
@@ -18,30 +19,16 @@ import torch
 from engine.batch import Sample
 from engine.grammar_mask import StepMask
 from engine.logprobs import token_logprobs
+from engine.noise import first_to_arrive, noise_keys
 from engine.penalties import adjusted
 from protocol.generation import SampledToken, SamplingParams, TokenLogprobs
 
-_MASK = (1 << 64) - 1
 _FULL_SORT_VOCAB_SIZE = 4096
 """Up to this, sorting all costs less than looking for a few."""
 _NUM_CANDIDATES = (128, 1024)
 """How many of the most likely tokens are looked at before all are sorted: the fewer for a small top_k."""
-_PART = 512
+PART = 512
 """Of a row: the right one is found first, by its largest value or its sum, and then the place in it."""
-_ALMOST_ONE = 1 - 2.0**-52
-"""Times any number, rounded to float64, this is less than the number."""
-
-
-def uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) with 53 random bits: two rounds of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
-    return (_splitmix64(_splitmix64(seed & _MASK) ^ position) >> 11) * 2.0**-53
-
-
-def _splitmix64(state: int) -> int:
-    state = (state + 0x9E3779B97F4A7C15) & _MASK
-    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-    return state ^ (state >> 31)
 
 
 def sample(
@@ -60,8 +47,8 @@ def sample(
         if rows:
             index = torch.tensor(rows, device=logits.device)
             of_rows = shaped if len(rows) == len(params) else shaped.index_select(0, index)
-            u = _uniforms([params[i].seed for i in rows], [positions[i] for i in rows], logits.device)
-            chosen.index_copy_(0, index, choose(of_rows, u, [params[i] for i in rows]))
+            keys = noise_keys([params[i].seed for i in rows], [positions[i] for i in rows], logits.device)
+            chosen.index_copy_(0, index, choose(of_rows, keys, [params[i] for i in rows]))
     logprobs = _logprobs(logits, params, chosen)
     return [SampledToken(token_id, logprobs.get(i)) for i, token_id in enumerate(chosen.tolist())]
 
@@ -72,16 +59,16 @@ def argmax(rows: torch.Tensor) -> torch.Tensor:
     First the part of the row, then the place in it: on CPU torch finds values four times as fast as their places.
     """
     size = rows.shape[1]
-    num_parts = size // _PART
+    num_parts = size // PART
     if num_parts < 2:
         return rows.argmax(-1)
-    parts = rows[:, : num_parts * _PART].reshape(len(rows), num_parts, _PART)
+    parts = rows[:, : num_parts * PART].reshape(len(rows), num_parts, PART)
     largest, part = parts.amax(-1).max(-1)
-    found: torch.Tensor = parts[torch.arange(len(rows), device=rows.device), part].argmax(-1) + part * _PART
-    if num_parts * _PART == size:
+    found: torch.Tensor = parts[torch.arange(len(rows), device=rows.device), part].argmax(-1) + part * PART
+    if num_parts * PART == size:
         return found
-    last = rows[:, num_parts * _PART :].max(-1)
-    return torch.where(last.values > largest, last.indices + num_parts * _PART, found)
+    last = rows[:, num_parts * PART :].max(-1)
+    return torch.where(last.values > largest, last.indices + num_parts * PART, found)
 
 
 def _is_filtered(params: SamplingParams) -> bool:
@@ -98,47 +85,37 @@ def _logprobs(logits: torch.Tensor, params: list[SamplingParams], chosen: torch.
     return dict(zip(rows, told, strict=True))
 
 
-def _uniforms(seeds: list[int], positions: list[int], device: torch.device) -> torch.Tensor:
-    """[num_rows, 1]"""
-    numbers = [uniform(seed, position) for seed, position in zip(seeds, positions, strict=True)]
-    return torch.tensor(numbers, dtype=torch.float64, device=device)[:, None]
-
-
 def _temperatures(params: list[SamplingParams], device: torch.device) -> torch.Tensor:
     """[num_rows, 1]"""
     return torch.tensor([p.temperature for p in params], device=device)[:, None]
 
 
-def _pick(probs: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
-    """Where the cumulative sum of each row passes its number, [num_rows, 1]."""
-    cumulative = probs.cumsum(-1)
-    picked = torch.searchsorted(cumulative, u * cumulative[:, -1:], right=True)
-    return picked.clamp_(max=probs.shape[-1] - 1)
-
-
-def _sample_plain(logits: torch.Tensor, u: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """`_pick` in two steps: the part of the row where the cumulative sum passes the number, then the place in it."""
+def _sample_plain(logits: torch.Tensor, keys: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """Two races: of the parts of the row, each with the sum of its tokens' weights, and of the tokens in the first."""
     num_rows, size = logits.shape
-    num_parts = -(-size // _PART)
-    weights = torch.zeros(num_rows, num_parts * _PART, device=logits.device)  # zero after the vocabulary's end
+    num_parts = -(-size // PART)
+    weights = torch.zeros(num_rows, num_parts * PART, device=logits.device)  # zero after the vocabulary's end
     own = weights[:, :size].copy_(logits)
     own -= own.amax(-1, keepdim=True)
     if any(p.temperature != 1 for p in params):
         own /= _temperatures(params, logits.device)
     own.exp_()
-    parts = weights.view(num_rows, num_parts, _PART)
-    sums = parts.sum(-1).double()
-    part = _pick(sums, u)
-    before = sums.cumsum(-1) - sums
-    # How far into the part; below 1 whatever was rounded, or what follows the last possible token could be picked.
-    rest = (u * sums.sum(-1, keepdim=True) - before.gather(-1, part)) / sums.gather(-1, part)
+    parts = weights.view(num_rows, num_parts, PART)
+    places = torch.arange(max(num_parts, PART), device=logits.device)
+    part = first_to_arrive(parts.sum(-1).double(), keys, part_ids(places[:num_parts]))
     in_part = parts[torch.arange(num_rows, device=logits.device), part[:, 0]].double()
-    place = _pick(in_part, rest.clamp_(0, _ALMOST_ONE))
-    return (part * _PART + place)[:, 0].clamp_(max=size - 1)
+    token_ids = part * PART + places[:PART]
+    place = first_to_arrive(in_part, keys, token_ids)
+    return token_ids.gather(-1, place)[:, 0].clamp_(max=size - 1)
 
 
-def _sample_filtered(logits: torch.Tensor, u: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """By falling probability. Most distributions need a few candidates only; rows that need more are sorted whole.
+def part_ids(numbers: torch.Tensor) -> torch.Tensor:
+    """Of parts, for their noise: such as no token has."""
+    return -1 - numbers
+
+
+def _sample_filtered(logits: torch.Tensor, keys: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
+    """Among the likeliest. Most distributions need a few candidates only; rows that need more are sorted whole.
 
     How many a row is given depends on its own parameters alone, and both ways give the same token.
     """
@@ -152,7 +129,7 @@ def _sample_filtered(logits: torch.Tensor, u: torch.Tensor, params: list[Samplin
         groups.setdefault(vocab_size if vocab_size <= _FULL_SORT_VOCAB_SIZE else num_candidates, []).append(i)
     for num_candidates, rows in groups.items():
         index = torch.tensor(rows, device=logits.device)
-        of_rows = logits.index_select(0, index), u.index_select(0, index), [params[i] for i in rows]
+        of_rows = logits.index_select(0, index), keys.index_select(0, index), [params[i] for i in rows]
         tokens, is_sure = _sample_among(num_candidates, *of_rows)
         if num_candidates < vocab_size and not bool(is_sure.all()):
             tokens = torch.where(is_sure, tokens, _sample_among(vocab_size, *of_rows)[0])
@@ -161,7 +138,7 @@ def _sample_filtered(logits: torch.Tensor, u: torch.Tensor, params: list[Samplin
 
 
 def _sample_among(
-    num_candidates: int, logits: torch.Tensor, u: torch.Tensor, params: list[SamplingParams]
+    num_candidates: int, logits: torch.Tensor, keys: torch.Tensor, params: list[SamplingParams]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The choice among each row's most likely tokens, and whether it is sure to be the choice among all."""
     device = logits.device
@@ -179,7 +156,7 @@ def _sample_among(
     total = torch.where(is_whole, 1.0, probs.sum(-1, keepdim=True))
     # Nucleus sampling (Holtzman et al., ICLR 2020): the fewest tokens whose mass reaches top_p.
     nucleus = kept & ((probs.cumsum(-1) - probs) / total < top_p)
-    tokens = order.gather(-1, _pick(probs * nucleus, u))[:, 0]
+    tokens = order.gather(-1, first_to_arrive(probs * nucleus, keys, order))[:, 0]
     # Tokens as likely as the last candidate may have been left out: all that counts must come before those.
     num_sure = (values > values[:, -1:]).sum(-1)
     num_counted = torch.where(is_whole[:, 0], nucleus.sum(-1), kept.sum(-1))

@@ -11,8 +11,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Self
 
 import httpx
@@ -28,6 +29,9 @@ MODEL = "tandem-demo"
 
 NOW = {"Cache-Control": "no-cache"}
 """Headers with which /metrics tells present figures, not those of within the last second."""
+
+OLDER_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+"""The environment of a cluster that is to use no AVX-512: its kernels round batches of other sizes otherwise."""
 
 
 def free_port(num_free: int = 1) -> int:
@@ -62,10 +66,13 @@ class Cluster:
     Without --model it is the noise model's, under MODEL's name.
     """
 
-    def __init__(self, *arguments: str, start_timeout_s: float = START_TIMEOUT_S) -> None:
+    def __init__(
+        self, *arguments: str, start_timeout_s: float = START_TIMEOUT_S, env: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         if "--model" not in arguments:
             arguments = ("--model", str(ensure_noise_model()), "--served-model-name", MODEL, *arguments)
         self._start_timeout_s = start_timeout_s
+        self._env = {**os.environ, **env}
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         admin_port = free_port()
@@ -79,6 +86,7 @@ class Cluster:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            env=self._env,
         )
         try:
             self.wait_for(self.is_healthy, self._start_timeout_s)

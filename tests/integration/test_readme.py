@@ -12,15 +12,15 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster import MODEL, Cluster
+from tests.cluster import MODEL, OLDER_CPU, Cluster
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60.0
 
 
-@pytest.fixture(scope="module")
-def demo() -> Iterator[Cluster]:
-    with Cluster("--model", "") as running:  # as `make serve`
+@pytest.fixture(scope="module", params=[{}, OLDER_CPU], ids=["this-cpu", "older-cpu"])
+def demo(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    with Cluster("--model", "", env=request.param) as running:  # as `make serve`
         yield running
 
 

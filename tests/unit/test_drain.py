@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deploy import draining
 from protocol.drain import SETTLES_S, Drain
-from protocol.membership import PROTOCOL_VERSION, PairStatus, RegisterWorker, Role, WorkerInfo, WorkerLoad, WorkerStatus
+from protocol.membership import (
+    PROTOCOL_VERSION,
+    DrainAnswer,
+    PairStatus,
+    RegisterWorker,
+    Role,
+    StatusReport,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerStatus,
+)
+from protocol.operations import LaunchedProcess
 from proxy.registry import Registry
 
 
@@ -58,3 +71,28 @@ def test_draining_workers_are_not_chosen_but_still_there() -> None:
     assert [gone.reason for gone in registry.on_left(first.epoch).lost] == ["it has left"]
     assert not registry.on_left(first.epoch)
     assert registry.workers() == [prefill, second]
+
+
+@pytest.mark.parametrize("is_launched_here", [True, False])
+def test_the_command_waits_for_the_process_too(monkeypatch: pytest.MonkeyPatch, is_launched_here: bool) -> None:
+    """The launcher counts the worker until its process has ended, so a `tandem scale` before that would be wrong."""
+    process = LaunchedProcess("decode-0", pid=7, num_starts=1)
+    listed = iter([[process], [process], [process], []] if is_launched_here else [[]])
+    said: list[str] = []
+
+    async def processes(port: int, question: object) -> dict[str, LaunchedProcess]:
+        return {each.name: each for each in next(listed)}
+
+    async def reports(port: int) -> list[StatusReport]:
+        return []  # no proxy knows the worker any more
+
+    async def ask(port: int, message: object) -> DrainAnswer:
+        return DrainAnswer("decode-0")
+
+    monkeypatch.setattr(draining, "_processes", processes)
+    monkeypatch.setattr(draining, "fetch_status", reports)
+    monkeypatch.setattr(draining, "_ask", ask)
+    monkeypatch.setattr(draining, "_POLL_S", 0.0)
+    draining.drain(8000, "decode-0", 10.0, said.append)
+    assert said == ["decode-0 drains", "decode-0 has left"]
+    assert not list(listed)
