@@ -25,7 +25,7 @@ CHECKS = [
     openapi_checks.response_schema_conformance,
     openapi_checks.negative_data_rejection,
 ]
-HANG_S = 30.0
+HANG_S = 120.0
 CONSTRAINTS = (
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tools",
 )  # fmt: skip
