@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -174,9 +174,10 @@ class HttpChild(ChildProcess):
         env: dict[str, str],
         on_exit: Callable[[str, int, int], bool],
         pid_file: Path,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         env = {**env, _PART: module}
-        super().__init__(name, "bench.http_dispatch", config_file, output, env, on_exit, pid_file)
+        super().__init__(name, "bench.http_dispatch", config_file, output, env, on_exit, pid_file, pass_fds)
 
 
 def main() -> None:

@@ -278,7 +278,10 @@ class Launcher:
         while True:
             self.ask_for_reports()
             await asyncio.sleep(INTERVAL_S)
-            for name in self._watchdog.silent(loop.time()):
+            silence = self._watchdog.silent(loop.time())
+            for name in silence.noticed:
+                log.warning("%s gives no answer", name)
+            for name in silence.over:
                 log.error("%s has given no answer for %.0f s: it is ended", name, self._config.process_silence_s)
                 self._children[name].replace()
 
@@ -369,6 +372,8 @@ class Launcher:
 
     async def _stop_children(self) -> None:
         proxies = [child for name, child in self._children.items() if name.startswith("proxy-")]
+        if proxies:
+            self._site.stop_listening()
         for child in proxies:
             child.stop()
         await self._wait([self._tasks[child.name] for child in proxies], PROXY_GRACE_S + 0.3)

@@ -28,6 +28,7 @@ class Place:
     the proxies' control endpoints, one a line. progress_file: where a worker tells how far its model is loaded.
     control_tcp_endpoint: of a proxy, for workers of other hosts. peer_endpoints: of the other proxies, for a proxy.
     media_cache_endpoint: of this host's, empty where there is none. media_cache_tcp_endpoint: for other hosts.
+    listen_fds, admin_listen_fds: of a proxy that inherits sockets, see `ProxyConfig`.
     """
 
     endpoint: str
@@ -40,6 +41,8 @@ class Place:
     peer_endpoints: list[str] = field(default_factory=list)
     media_cache_endpoint: str = ""
     media_cache_tcp_endpoint: str = ""
+    listen_fds: list[int] = field(default_factory=list)
+    admin_listen_fds: list[int] = field(default_factory=list)
 
 
 class ProcessConfigs:
@@ -70,6 +73,8 @@ class ProcessConfigs:
             port=cluster.port,
             admin_host=cluster.admin_address[0],
             admin_port=cluster.admin_address[1],
+            listen_fds=place.listen_fds,
+            admin_listen_fds=place.admin_listen_fds,
             control_endpoint=place.endpoint,
             control_endpoint_file=place.endpoint_file,
             control_tcp_endpoint=place.control_tcp_endpoint,

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from deploy.log_file import LogFile
@@ -26,6 +26,7 @@ class ChildProcess:
     """`module` is run as `python -m module config_file`; its output goes to `output`, its process id to `pid_file`.
 
     on_exit(name, pid, returncode) is called at each exit; when it returns True the process is started again.
+    pass_fds: which it inherits, under the same numbers.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class ChildProcess:
         env: dict[str, str],
         on_exit: Callable[[str, int, int], bool],
         pid_file: Path,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self.name = name
         self._output = output
@@ -46,6 +48,7 @@ class ChildProcess:
         self._env = env
         self._on_exit = on_exit
         self._pid_file = pid_file
+        self._pass_fds = pass_fds
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = False
 
@@ -108,6 +111,7 @@ class ChildProcess:
                 stdout=output,
                 stderr=output,
                 env={**os.environ, **self._env},
+                pass_fds=self._pass_fds,
                 start_new_session=True,  # Ctrl-C in the terminal is for the launcher, which stops its children in order
             )
         write_whole(self._pid_file, str(self._process.pid))

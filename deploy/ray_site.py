@@ -148,6 +148,9 @@ class RaySite:
         for process in self._processes.values():
             process.tell_proxies(endpoints)
 
+    def stop_listening(self) -> None:
+        """Each proxy listens for itself, on its node."""
+
     def close(self) -> None:
         ray.shutdown()
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from deploy.log_file import LogFile
 from deploy.process_configs import Place, ProcessConfigs, process_environment
 from deploy.processes import ChildProcess
 from protocol.membership import Role
+from proxy.listening import bind
 from proxy.model_files import takes_media
 
 OnExit = Callable[[str, int, int], bool]
@@ -82,11 +84,17 @@ class Site(Protocol):
     def tell_proxies(self, endpoints: list[str]) -> None:
         """To all workers: where the proxies are now."""
 
+    def stop_listening(self) -> None:
+        """The proxies are about to be stopped: nobody is to wait for them."""
+
     def close(self) -> None: ...
 
 
 class LocalSite:
-    """Processes of this host; sockets are files in `folder`, and GPUs are shared out by number."""
+    """Processes of this host; sockets are files in `folder`, and GPUs are shared out by number.
+
+    Raises ConfigError where it cannot listen.
+    """
 
     def __init__(self, cluster: ClusterConfig, model: str, served_model_name: str, folder: Path, logs: Path) -> None:
         self._cluster = cluster
@@ -104,6 +112,12 @@ class LocalSite:
         self._gpus_of: dict[str, list[str]] = {}
         self.media_cache_endpoint = ""
         self.progress_files: dict[str, Path] = {}
+        # By proxy, to be inherited; kept open here, so that what waits at one outlives its proxy.
+        self._listeners: list[socket.socket] = []
+        self._admin_listeners: list[socket.socket] = []
+        if not cluster.join:
+            self._listeners = [bind(cluster.host, cluster.port) for _ in range(cluster.proxies)]
+            self._admin_listeners = [bind(*cluster.admin_address) for _ in range(cluster.proxies)]
 
     def http_hosts(self) -> list[str]:
         return [self._cluster.host]
@@ -117,6 +131,8 @@ class LocalSite:
             peer_endpoints=[each for each in own if each != endpoint],
             media_cache_endpoint=self.media_cache_endpoint,
             media_cache_tcp_endpoint=self._cluster.media_cache_endpoint if self.media_cache_endpoint else "",
+            listen_fds=_own_first(self._listeners, own.index(endpoint)),
+            admin_listen_fds=_own_first(self._admin_listeners, own.index(endpoint)),
         )
         env = process_environment(1)
         env["PROMETHEUS_MULTIPROC_DIR"] = str(self._metrics_dir)  # there the metrics of all proxies add up
@@ -127,7 +143,8 @@ class LocalSite:
             return on_exit(name, pid, returncode)
 
         on_endpoint(name, endpoint)
-        return self._child(name, "proxy", self._configs.proxy(name, place), env, exited)
+        inherited = [*place.listen_fds, *place.admin_listen_fds]
+        return self._child(name, "proxy", self._configs.proxy(name, place), env, exited, inherited)
 
     def make_worker(self, role: Role, name: str, on_exit: OnExit) -> Supervised:
         progress_file = self._folder / f"{name}.loading"
@@ -165,17 +182,34 @@ class LocalSite:
     def tell_proxies(self, endpoints: list[str]) -> None:
         """They stay where they are."""
 
+    def stop_listening(self) -> None:
+        for listener in (*self._listeners, *self._admin_listeners):
+            listener.close()
+
     def close(self) -> None:
         """The launcher removes the folder."""
+        self.stop_listening()
 
     def _endpoint(self, name: str) -> str:
         return f"ipc://{self._folder}/{name}.sock"
 
     def _child(
-        self, name: str, module: str, config: msgspec.Struct, env: dict[str, str], on_exit: OnExit
+        self,
+        name: str,
+        module: str,
+        config: msgspec.Struct,
+        env: dict[str, str],
+        on_exit: OnExit,
+        pass_fds: Sequence[int] = (),
     ) -> ChildProcess:
         config_file = self._folder / f"{name}.json"
         config_file.touch(mode=0o600)
         config_file.write_bytes(msgspec.json.encode(config))
         output = LogFile(self._logs / f"{name}.log", self._cluster.log_file_mib << 20)
-        return ChildProcess(name, module, config_file, output, env, on_exit, self._folder / f"{name}.pid")
+        pid_file = self._folder / f"{name}.pid"
+        return ChildProcess(name, module, config_file, output, env, on_exit, pid_file, pass_fds)
+
+
+def _own_first(listeners: Sequence[socket.socket], own: int) -> list[int]:
+    """Their descriptors."""
+    return [listener.fileno() for listener in (*listeners[own : own + 1], *listeners[:own], *listeners[own + 1 :])]

@@ -23,6 +23,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     control_tcp_endpoint: the same for other hosts, empty where there are none; network: how it is protected.
     model: folder or hub id; its tokeniser and configuration alone are read. api_key, api_keys: None and [] let everyone
     in.
+    listen_fds, admin_listen_fds: bound sockets that the process inherits, its own and then the other proxies' of this
+    host; with none it binds for itself.
     admin_host, admin_port: where what `proxy.admin_routes` has is served, without a key; 0 serves it beside the rest.
     sockets_per_worker: connections to each worker; one request stays on one of them.
     worker_wait_s: how long requests wait while no worker of a role is there; then they are refused.
@@ -45,9 +47,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill workers of other hosts reach it; "" where there are none. media_threads: of execution, in
     a process of their own, see `proxy.media_process`. max_waiting_media: requests with images or video that are fetched
     and processed, or wait for it; more are refused. trust_remote_code: of the processor.
-    shutdown_grace_s: how long running streams may go on after SIGTERM.
-    shutdown_grace_s: how long running streams may go on after SIGTERM. peer_endpoints: control endpoints of the other
-    proxies on this port. otlp_endpoint: URL that takes traces (OTLP over HTTP), empty for none.
+    peer_endpoints: control endpoints of the other proxies on this port. otlp_endpoint: URL that takes traces (OTLP over
+    HTTP), empty for none.
     """
 
     proxy_id: str
@@ -61,6 +62,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     control_endpoint_file: str = ""
     admin_host: str = "127.0.0.1"
     admin_port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    listen_fds: list[int] = []
+    admin_listen_fds: list[int] = []
     api_key: str | None = None
     api_keys: list[str] = []
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import signal
-import socket
 import ssl
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +28,8 @@ from proxy.dispatcher import Dispatcher
 from proxy.figures import serving_figures
 from proxy.generation import FrontDoor
 from proxy.http_connection import make_protocol
+from proxy.http_server import HttpServer
+from proxy.listening import BACKLOG, Doors
 from proxy.media_jobs import MediaSetup
 from proxy.media_pool import MediaPool
 from proxy.model_text import ModelText
@@ -49,7 +48,6 @@ from telemetry.request_log import RequestLog, ignore
 
 log = logging.getLogger(__name__)
 
-_BACKLOG = 2048
 _MAX_ADMIN_CONNECTIONS = 128
 """Of those who run the cluster, which clients must not shut out."""
 _STREAMS_PER_ITERATION = 4
@@ -60,21 +58,13 @@ _FAREWELL_S = 0.5
 """After the grace running streams are ended with an error event; this long they have to hand it over."""
 
 
-class _Uvicorn(uvicorn.Server):
-    """Without its signal handling, which would end the process by the signal itself and not with exit code 0."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> None:
     """Runs until SIGTERM (running streams have time to end) or SIGINT (hardly any).
 
     Raises ConfigError when an address cannot be bound.
     """
-    listener = _listen(config.host, config.port)
-    admin_listener = _listen(config.admin_host, config.admin_port) if config.admin_port else None
+    doors = Doors.of(config.listen_fds, config.host, config.port)
+    admin_doors = Doors.of(config.admin_listen_fds, config.admin_host, config.admin_port) if config.admin_port else None
     # Unique for each start, so that workers tell a restarted proxy, whose requests are gone, from its predecessor.
     proxy_id = f"{config.proxy_id}-{secrets.token_hex(4)}"
     metrics = ProxyMetrics()
@@ -137,10 +127,10 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
             lambda: serving_figures(metrics, admission),
         )
     except ConfigError:
-        listener.close()
+        doors.close()
         raise
     except Exception as error:  # zmq's own, which has no name here
-        listener.close()
+        doors.close()
         where = " and ".join(filter(None, (config.control_endpoint, config.control_tcp_endpoint)))
         mend = "; choose another --cluster-port" if config.control_tcp_endpoint else ""
         raise ConfigError(f"cannot bind the control endpoint {where}: {error}{mend}") from error
@@ -181,18 +171,18 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     try:
         uvicorn_config.load()  # reads the certificate, for one
     except (OSError, ssl.SSLError) as error:
-        listener.close()
+        doors.close()
         raise ConfigError(
             f"cannot read the certificate {config.ssl_certfile} with the key {config.ssl_keyfile or '(none)'}: {error}"
         ) from error
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are a line for each bad request
-    server = _Uvicorn(uvicorn_config)
-    serving = [server.serve(sockets=[listener])]
-    admin: _Uvicorn | None = None
-    if admin_listener is not None:
+    server = HttpServer(uvicorn_config, doors)
+    serving = [server.serve()]
+    admin: HttpServer | None = None
+    if admin_doors is not None:
         own = Connections(_MAX_ADMIN_CONNECTIONS, _MAX_ADMIN_CONNECTIONS)
-        admin = _Uvicorn(_uvicorn_config(make_admin_app(config, door), config, own))
-        serving.append(admin.serve(sockets=[admin_listener]))
+        admin = HttpServer(_uvicorn_config(make_admin_app(config, door), config, own), admin_doors)
+        serving.append(admin.serve())
     loop = asyncio.get_running_loop()
 
     farewell: asyncio.TimerHandle | None = None
@@ -254,7 +244,7 @@ def _uvicorn_config(
         access_log=False,
         server_header=False,
         proxy_headers=False,
-        backlog=_BACKLOG,
+        backlog=BACKLOG,
         timeout_keep_alive=config.keep_alive_s,  # type: ignore[arg-type]  # any number does
         timeout_graceful_shutdown=max(config.shutdown_grace_s, config.drain_timeout_s) + _FAREWELL_S,  # type: ignore[arg-type]
         ssl_certfile=certfile or None,
@@ -275,17 +265,3 @@ def _media_setup(config: ProxyConfig) -> MediaSetup:
         limits=config.media,
         num_threads=config.media_threads,
     )
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # the proxies of a cluster share the port
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
-    listener.setblocking(False)
-    return listener

@@ -1,0 +1,105 @@
+"""The socket that a proxy listens on, and the other proxies' of the same port, which it minds while nobody else does.
+
+The kernel shares connections out evenly over sockets of one port (SO_REUSEPORT), also to those at which nobody accepts.
+So on one host the launcher makes a socket for each proxy and keeps them open, and each proxy is handed them all. What
+waits at the socket of a proxy that has died, stands still or is starting is not reset: another one takes it soon, or
+its successor does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import select
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+
+from protocol.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+BACKLOG = 2048
+_CHECK_INTERVAL_S = 0.1
+_MAX_TAKEN = 64
+"""From one socket at a time, so that the other proxies get their part."""
+
+Take = Callable[[socket.socket], Awaitable[None]]
+"""Serves a connection that has been accepted."""
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """Does not listen yet: nobody can connect until a server does. Raises ConfigError."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}") from error
+    listener.setblocking(False)
+    return listener
+
+
+class Doors:
+    """own: this proxy's listening socket. others: the other proxies', none where they are on other hosts."""
+
+    def __init__(self, own: socket.socket, others: Sequence[socket.socket] = ()) -> None:
+        self.own = own
+        self._others = list(others)
+        self._taken: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    def of(cls, fds: Sequence[int], host: str, port: int) -> Doors:
+        """fds: inherited, the own first; with none, host and port are bound. Raises ConfigError."""
+        if not fds:
+            return cls(bind(host, port))
+        own, *others = (socket.socket(fileno=fd) for fd in fds)
+        return cls(own, others)
+
+    async def mind_others(self, take: Take) -> None:
+        """Until cancelled: take what has waited at another's socket from one look to the next."""
+        poll, by_fd = select.poll(), {listener.fileno(): listener for listener in self._others}
+        for fd in by_fd:
+            poll.register(fd, select.POLLIN)
+        waited: set[int] = set()
+        while by_fd:
+            await asyncio.sleep(_CHECK_INTERVAL_S)
+            waiting = {fd for fd, event in poll.poll(0) if event & select.POLLIN}
+            for fd in waiting & waited:
+                for connection in _accept(by_fd[fd]):
+                    self._taken.add(task := asyncio.create_task(_serve(connection, take)))
+                    task.add_done_callback(self._taken.discard)
+            waited = waiting
+
+    def close(self) -> None:
+        self.own.close()
+        self.close_others()
+
+    def close_others(self) -> None:
+        for listener in self._others:
+            listener.close()
+
+
+def _accept(listener: socket.socket) -> list[socket.socket]:
+    """What is there, some at least."""
+    accepted: list[socket.socket] = []
+    while len(accepted) < _MAX_TAKEN:
+        try:
+            connection, _ = listener.accept()
+        except BlockingIOError:
+            break
+        except OSError as error:  # the client has left, or there are no descriptors just now
+            log.warning("cannot take a connection from another proxy's socket: %s", error)
+            break
+        connection.setblocking(False)
+        accepted.append(connection)
+    return accepted
+
+
+async def _serve(connection: socket.socket, take: Take) -> None:
+    try:
+        await take(connection)
+    except OSError:  # TLS that failed, or a client that has left
+        connection.close()
