@@ -170,7 +170,7 @@ async def _serve(
             is_long = not isinstance(body, bytes) or (door.media is not None and mentions_media(body))
             asked = await (unless_disconnected(request.receive, reading) if is_long else reading)
     except TandemError as error:
-        door.requests.end(record, error.code)
+        door.requests.end(record, error.code, is_refused=rejection_reason(error) is not None)
         raise
     except Exception:
         door.requests.end(record, InternalError.code)

@@ -127,7 +127,7 @@ class Generation:
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """All sequences' pieces as they come; each ends with one that has a finish_reason. Raises TandemError."""
         door = self._door
-        outcome = "aborted"  # what it stays when the generator is closed or cancelled
+        outcome, is_refused = "aborted", False  # what it stays when the generator is closed or cancelled
         sequences: list[DispatchedSequence] = []
         texts: list[_SequenceText] = []
         ticket: Ticket | None = None
@@ -163,6 +163,7 @@ class Generation:
         except TandemError as error:
             outcome = error.code
             if (reason := rejection_reason(error)) is not None:
+                is_refused = True
                 door.metrics.rejected.labels(reason).inc()
             raise
         except Exception:
@@ -183,7 +184,7 @@ class Generation:
             self._record.num_prompt_tokens = self.num_prompt_tokens
             self._record.num_cached_tokens = self.num_cached_tokens
             self._record.num_completion_tokens = self.num_completion_tokens
-            door.requests.end(self._record, outcome)
+            door.requests.end(self._record, outcome, is_refused)
 
     def _plan(self) -> list[_PlannedPrompt]:
         request, door = self._request, self._door

@@ -18,6 +18,10 @@ log = logging.getLogger("request")
 
 NUM_KEPT = 2000
 """Requests whose timelines a proxy can tell; about 3 KiB each."""
+NUM_KEPT_REFUSED = 200
+"""The same, of those that were refused for want of room: maybe thousands a second, among which the others are kept."""
+REFUSED_LINES_PER_S = 20
+"""Of the log; what else is refused is counted there. A line costs as much as a quarter of a refusal."""
 
 
 @dataclass(eq=False, slots=True)
@@ -97,43 +101,75 @@ def ignore(record: RequestRecord) -> None:
 
 
 class RequestLog:
-    """on_end: called with each record that has ended, the tracer's for one."""
+    """on_end: called with each record that has ended, the tracer's for one. `tell` is to be called once a second."""
 
     def __init__(self, on_end: Callable[[RequestRecord], None] = ignore, num_kept: int = NUM_KEPT) -> None:
         self._on_end = on_end
-        self._num_kept = num_kept
-        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+        self._records = _Ring(num_kept)
+        self._refused = _Ring(NUM_KEPT_REFUSED)
+        self._num_refused_lines = 0
+        self._num_refused_unsaid = 0
 
     def begin(self, request_id: str, api: str, traceparent: str = "") -> RequestRecord:
         """The oldest is forgotten where there are too many, whether or not it has ended."""
         record = RequestRecord(request_id, api, traceparent)
-        self._keep(record)
+        self._records.keep(record)
         return record
 
     def rename(self, record: RequestRecord, request_id: str) -> None:
         """The client names the request in its body, too."""
         if request_id != record.request_id:
-            if self._records.get(record.request_id) is record:
-                del self._records[record.request_id]
+            self._records.forget(record)
             record.request_id = request_id
-            self._keep(record)
+            self._records.keep(record)
 
-    def end(self, record: RequestRecord, outcome: str) -> None:
-        """Idempotent: the first outcome counts."""
+    def end(self, record: RequestRecord, outcome: str, is_refused: bool = False) -> None:
+        """Idempotent: the first outcome counts. is_refused: for want of room."""
         if record.ended_at is not None:
             return
         record.ended_at, record.outcome = time.monotonic(), outcome
-        log.info("ended", extra={"fields": record.fields()})
+        if is_refused:
+            self._records.forget(record)
+            self._refused.keep(record)
+        if not is_refused or self._num_refused_lines < REFUSED_LINES_PER_S:
+            self._num_refused_lines += is_refused
+            log.info("ended", extra={"fields": record.fields()})
+        else:
+            self._num_refused_unsaid += 1
         self._on_end(record)
+
+    def tell(self) -> None:
+        """How many were refused since the last time without a line of their own."""
+        if self._num_refused_unsaid:
+            log.info("more were refused", extra={"fields": {"requests": self._num_refused_unsaid}})
+        self._num_refused_lines = self._num_refused_unsaid = 0
+
+    def find(self, request_id: str) -> RequestRecord | None:
+        return self._records.find(request_id) or self._refused.find(request_id)
+
+    def __len__(self) -> int:
+        return len(self._records) + len(self._refused)
+
+
+class _Ring:
+    """By id; the oldest is forgotten when there are too many."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
+
+    def keep(self, record: RequestRecord) -> None:
+        self._records.pop(record.request_id, None)  # of several with one id, the newest
+        self._records[record.request_id] = record
+        if len(self._records) > self._size:
+            self._records.popitem(last=False)
+
+    def forget(self, record: RequestRecord) -> None:
+        if self._records.get(record.request_id) is record:
+            del self._records[record.request_id]
 
     def find(self, request_id: str) -> RequestRecord | None:
         return self._records.get(request_id)
 
     def __len__(self) -> int:
         return len(self._records)
-
-    def _keep(self, record: RequestRecord) -> None:
-        self._records.pop(record.request_id, None)  # of several with one id, the newest
-        self._records[record.request_id] = record
-        if len(self._records) > self._num_kept:
-            self._records.popitem(last=False)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from telemetry.logs import serving, setup_logging
 from telemetry.metrics import ProxyMetrics, SequenceTimer
-from telemetry.request_log import RequestLog
+from telemetry.request_log import RequestLog, RequestRecord
 from telemetry.stages import FIRST_TOKEN_STAGES, STAGES, AttemptTimes
 
 
@@ -120,6 +120,30 @@ def test_timelines_are_kept_in_a_ring() -> None:
     assert requests.find("r1") is None and requests.find("r2") is records[2]
     again = requests.begin("r2", "chat")
     assert len(requests) == 3 and requests.find("r2") is again
+
+
+def test_refusals_crowd_out_neither_timelines_nor_lines(
+    root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging("proxy-0", "info", "json")
+    ended: list[RequestRecord] = []
+    requests = RequestLog(ended.append, num_kept=3)
+    kept = [requests.begin(f"kept-{number}", "chat") for number in range(2)]
+    refused: list[RequestRecord] = []
+    for number in range(499):
+        refused.append(requests.begin(f"refused-{number}", "chat"))
+        requests.end(refused[-1], "overloaded", is_refused=True)
+    assert [requests.find(record.request_id) for record in kept] == kept and len(ended) == 499
+    assert requests.find("refused-498") is refused[498] and requests.find("refused-298") is None
+    requests.end(kept[0], "stop")
+    requests.tell()
+    requests.end(requests.begin("refused-499", "chat"), "overloaded", is_refused=True)
+    requests.tell()
+    requests.tell()
+    lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    told = [line.get("request_id") or (line["message"], line["requests"]) for line in lines]
+    ids = [f"refused-{number}" for number in range(20)]
+    assert told == [*ids, "kept-0", ("more were refused", 479), "refused-499"]
 
 
 @given(st.lists(st.one_of(st.floats(0, 20), st.sampled_from([0.001, 0.0025, 10.0])), min_size=1))
