@@ -23,11 +23,13 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch._C._distributed_c10d import HashStore
 
 from bench.report import Aim, Report, add_common_options, finish
-from kv_transfer.connectors import open_receiver, open_sender
+from kv_transfer.connector import Peer
 from kv_transfer.process_group import StoreServer
 from kv_transfer.rank_pool import RankPool
+from kv_transfer.registry import load_connector
 from protocol.errors import KVTransferFailed
 from protocol.transfer import ConnectorParams, KVLayout
 
@@ -74,8 +76,8 @@ def decode_side(peer: Connection, connector: str, device_index: int) -> None:
         server = StoreServer(HOST)
         params = ConnectorParams(store_host=HOST, store_port=server.port)
     peer.send(params)
-    open_store = None if server is None else partial(server.store, "pair")
-    receiver = open_receiver(connector, "pair", open_store, blocks, HOST, outcomes)
+    open_store = HashStore if server is None else partial(server.store, "pair")
+    receiver = load_connector(connector).open_receiver("pair", open_store, blocks, HOST, outcomes)
     outcomes.check_next()
     while (announced := peer.recv()) is not None:
         receiver.receive(announced, outcomes)
@@ -100,7 +102,7 @@ def prefill_side(results: Connection, connector: str, device_index: int, num_rou
     source[:] = torch.arange(len(source), device="cuda:0", dtype=torch.uint8)[:, None]
     target = torch.empty_like(source, device=f"cuda:{device_index}")
     outcomes = Outcomes()
-    sender = open_sender(connector, "pair", params, source, HOST, outcomes)
+    sender = load_connector(connector).open_sender(Peer("pair", params), source, HOST, outcomes)
     outcomes.check_next()
     for size in SIZES:
         num_blocks = size // BLOCK_BYTES

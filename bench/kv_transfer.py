@@ -35,11 +35,13 @@ import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch._C._distributed_c10d import HashStore
 
 from bench.report import Aim, Report, add_common_options, finish
-from kv_transfer.connectors import open_receiver, open_sender
+from kv_transfer.connector import Peer
 from kv_transfer.mapped_memory import map_peer_pool
 from kv_transfer.process_group import ProcessGroupReceiver, ProcessGroupSender, StoreServer, connect_store
+from kv_transfer.registry import load_connector
 from protocol.errors import KVTransferFailed
 from protocol.transfer import ConnectorParams
 
@@ -184,10 +186,9 @@ class DecodeSide:
         self._blocks = pool.view(-1, block_bytes)
         ready = Countdown(num_pairs)
         self._receivers = [
-            open_receiver(
-                connector,
+            load_connector(connector).open_receiver(
                 f"pair-{i}",
-                None if server is None else partial(server.store, f"pair-{i}"),
+                HashStore if server is None else partial(server.store, f"pair-{i}"),
                 self._blocks,
                 HOST,
                 ready.done,
@@ -268,7 +269,8 @@ class PrefillSide:
         params: ConnectorParams = peer.recv()
         ready = Countdown(num_pairs)
         self._senders = [
-            open_sender(connector, f"pair-{i}", params, self._blocks, HOST, ready.done) for i in range(num_pairs)
+            load_connector(connector).open_sender(Peer(f"pair-{i}", params), self._blocks, HOST, ready.done)
+            for i in range(num_pairs)
         ]
         ready.wait()
         self._raw_scattered: list[Callable[[int, int], None]] = []

@@ -10,6 +10,9 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 
+import msgspec
+from torch._C._distributed_c10d import Store
+
 from decode_worker.pair_table import (
     AcceptPair,
     CloseReceiver,
@@ -21,8 +24,8 @@ from decode_worker.pair_table import (
     SendClose,
 )
 from kv_transfer.connector import KVReceiver, OnDone
-from kv_transfer.mapped_memory import MappedMemoryReceiver
 from kv_transfer.process_group import StoreServer
+from kv_transfer.registry import load_connector
 from kv_transfer.worker_pools import WorkerPools
 from protocol.errors import KVTransferFailed
 from protocol.membership import WorkerInfo
@@ -122,28 +125,31 @@ class IncomingPairs:
                     self._on_prefill_lost(action.prefill_epoch)
 
     def _accept(self, action: AcceptPair) -> None:
-        pair_id = action.pair_id
-        if action.connector == "ipc":
-            params = self._pools.params
-            # Whatever the peer's ranks, they write by themselves.
-            receiver: KVReceiver = MappedMemoryReceiver(f"take-{pair_id}", self._pools.own_blocks)
-        else:
+        pair_id, store = action.pair_id, ConnectorParams()
+        if load_connector(action.connector).meets_in_store:
             if self._store_server is None:
                 self._store_server = StoreServer(self._pools.host)
             store = ConnectorParams(store_host=self._pools.host, store_port=self._store_server.port)
-            params = [store] * len(self._pools.params)
-            receiver = self._pools.open_receiver(
-                action.connector,
-                pair_id,
-                action.num_senders,
-                self._store_server.store,
-                store,
-                lambda error: self._on_ready(pair_id, error),
-            )
+        receiver = self._pools.open_receiver(
+            action.connector,
+            pair_id,
+            action.num_senders,
+            self._open_store,
+            store,
+            lambda error: self._on_ready(pair_id, error),
+        )
+        params = [
+            msgspec.structs.replace(each, store_host=store.store_host, store_port=store.store_port)
+            for each in self._pools.params
+        ]
         self._receivers[pair_id] = receiver
         self._table.on_opened(pair_id, receiver.peer_writes)
         self._send(pair_id, PairAccepted(pair_id, self._epoch, action.connector, params, action.checksums))
         self._watch(pair_id, action.pids)
+
+    def _open_store(self, path_id: str) -> Store:
+        assert self._store_server is not None
+        return self._store_server.store(path_id)
 
     def _on_ready(self, pair_id: str, error: KVTransferFailed | None) -> None:
         if error is not None and not self._loop.is_closed():

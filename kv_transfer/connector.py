@@ -11,16 +11,33 @@ al., OSDI 2024); that whole pages of the paged cache travel, from pool to pool, 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch._C._distributed_c10d import Store
 
 from protocol.errors import KVTransferFailed
+from protocol.transfer import ConnectorParams
 
 OnDone = Callable[[KVTransferFailed | None], None]
 OpenStore = Callable[[], Store]
 """Gives a store of the path's own, in which its two ends can find each other; it may block, so not on the loop."""
+PeerView = Callable[[torch.Tensor], torch.Tensor]
+"""From the peer's whole pool, uint8 [num_blocks, block_bytes], to the heads of it that a path leads to."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The decode end of a path, as the prefill end finds it.
+
+    params: as its worker has told; where the ends meet in a store, `kv_transfer.process_group.connect_store` opens it.
+    view: for connectors that map its pool.
+    """
+
+    path_id: str
+    params: ConnectorParams
+    view: PeerView = lambda pool: pool
 
 
 class KVSender(Protocol):
@@ -60,12 +77,15 @@ class KVReceiver(Protocol):
 
 
 class KVConnector(Protocol):
-    """A way to make the two ends of one path. `kv_transfer.registry` finds those that other packages bring.
+    """A way to make the two ends of one path, from one rank's pool to another's: `kv_transfer.registry` finds them all.
 
-    devices: torch device types of the pools that it moves blocks between. crosses_hosts: whether it also joins workers
-    on different hosts. blocks: own pool as uint8 [num_blocks, ...], the same shape but for num_blocks on both sides.
-    host: own address on the network of the data path. Neither method blocks; `on_ready` is called once, from some
-    thread, when the path can be used or cannot be.
+    devices: torch device types of the pools that it moves blocks between. crosses_hosts, crosses_devices: whether it
+    also joins workers on different hosts, and on different GPUs. one_sided: the peer writes by itself, as `KVReceiver`
+    says, and is announced after it has. meets_in_store: whether the ends need a store to find each other.
+
+    blocks: own pool as uint8 [num_blocks, ...], whole blocks or some heads of each, the same shape but for num_blocks
+    on both sides. host: own address on the network of the data path. Neither method blocks; `on_ready` is called once,
+    from some thread, when the path can be used or cannot be.
     """
 
     @property
@@ -74,14 +94,21 @@ class KVConnector(Protocol):
     @property
     def crosses_hosts(self) -> bool: ...
 
-    def open_sender(
-        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, host: str, on_ready: OnDone
-    ) -> KVSender:
-        """The prefill end. Raises KVTransferFailed."""
+    @property
+    def crosses_devices(self) -> bool: ...
+
+    @property
+    def one_sided(self) -> bool: ...
+
+    @property
+    def meets_in_store(self) -> bool: ...
+
+    def open_sender(self, peer: Peer, blocks: torch.Tensor, host: str, on_ready: OnDone) -> KVSender:
+        """The prefill end. Raises KVTransferFailed, for one when the peer's memory cannot be mapped."""
         ...
 
     def open_receiver(
         self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, host: str, on_ready: OnDone
     ) -> KVReceiver:
-        """The decode end. Raises KVTransferFailed."""
+        """The decode end. Raises KVTransferFailed. open_store: not to be called where `meets_in_store` is False."""
         ...

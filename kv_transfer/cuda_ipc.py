@@ -13,10 +13,10 @@ from typing import ClassVar
 
 import torch
 
-from kv_transfer.connector import OnDone
+from kv_transfer.connector import OnDone, PeerView
 from kv_transfer.cuda_stream import SideStream
 from kv_transfer.job_thread import JobThread
-from kv_transfer.mapped_memory import PeerView, same_heads
+from kv_transfer.mapped_memory import same_heads
 from kv_transfer.runs import paired_runs
 from protocol.errors import KVTransferFailed
 from protocol.transfer import ConnectorParams, CudaPoolHandle
@@ -65,7 +65,7 @@ def map_peer_pool(params: ConnectorParams, device: torch.device) -> torch.Tensor
 
 
 class CudaIpcSender:
-    """Prefill side. See `kv_transfer.connectors.open_sender`; the peer's pool must be on the GPU of `blocks`."""
+    """Prefill side, as `MappedMemorySender`; the peer's pool must be on the GPU of `blocks`."""
 
     announces_first: ClassVar[bool] = False
 

@@ -19,7 +19,7 @@ from itertools import accumulate
 
 import torch
 
-from kv_transfer.connector import OnDone, OpenStore
+from kv_transfer.connector import OnDone, OpenStore, Peer
 from protocol.errors import KVTransferFailed
 
 TIMEOUT_S = 5.0
@@ -174,6 +174,8 @@ class FakeNetwork:
 
     devices = ("cpu", "cuda")
     crosses_hosts = False
+    crosses_devices = True
+    meets_in_store = False
 
     def __init__(
         self, clock: Callable[[], float], seed: int = 0, one_sided: bool = True, faults: Faults | None = None
@@ -186,10 +188,8 @@ class FakeNetwork:
         self._random = random.Random(seed)
         self._paths: dict[str, _Path] = {}
 
-    def open_sender(
-        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, host: str, on_ready: OnDone
-    ) -> FakeSender:
-        path = self._paths.setdefault(path_id, _Path())
+    def open_sender(self, peer: Peer, blocks: torch.Tensor, host: str, on_ready: OnDone) -> FakeSender:
+        path = self._paths.setdefault(peer.path_id, _Path())
         path.sender = FakeSender(self, blocks, on_ready)
         return path.sender
 

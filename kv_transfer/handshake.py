@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kv_transfer.head_slices import head_routes
-from kv_transfer.registry import AUTO, BUILT_IN, check_name, reach_of
+from kv_transfer.registry import AUTO, BUILT_IN, check_name, load_connector
 from protocol.errors import ConfigError, KVLayoutMismatch
 from protocol.membership import PROTOCOL_VERSION
 from protocol.transfer import KVLayout, OpenPair
@@ -17,10 +17,10 @@ def offered_connectors(wanted: str, device: str) -> list[str]:
     Raises ConfigError for a name that nobody knows, and for a connector that the device rules out.
     """
     check_name(wanted)
-    able = [name for name, reach in BUILT_IN.items() if device in reach.devices]
+    able = [name for name in BUILT_IN if device in load_connector(name).devices]
     if wanted == AUTO:
         return able
-    if device not in reach_of(wanted).devices:
+    if device not in load_connector(wanted).devices:
         raise ConfigError(
             f"connector {wanted!r} does not work on {device}; use {' or '.join(able)} (--kv-connector auto chooses)"
         )
@@ -51,8 +51,8 @@ def agree(
         name
         for name in message.connectors
         if name in connectors
-        and (same_host or reach_of(name).crosses_hosts)
-        and (same_devices or reach_of(name).crosses_devices)
+        and (same_host or load_connector(name).crosses_hosts)
+        and (same_devices or load_connector(name).crosses_devices)
     ]
     if not usable:
         where = "on different hosts"

@@ -14,15 +14,12 @@ from typing import ClassVar
 
 import torch
 
-from kv_transfer.connector import OnDone
+from kv_transfer.connector import OnDone, PeerView
 from kv_transfer.job_thread import JobThread
 from kv_transfer.runs import paired_runs
 from kv_transfer.staging import copy_blocks
 from protocol.errors import KVTransferFailed
 from protocol.transfer import ConnectorParams
-
-PeerView = Callable[[torch.Tensor], torch.Tensor]
-"""From the peer's whole pool, uint8 [num_blocks, block_bytes], to the heads of it that a path leads to."""
 
 _libc = ctypes.CDLL(None, use_errno=True)  # calls let go of the GIL
 _MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
@@ -83,7 +80,7 @@ def _unseen(block_ids: Sequence[int], seen: set[int]) -> list[int]:
 
 
 class MappedMemorySender:
-    """Prefill side. See `kv_transfer.connectors.open_sender`."""
+    """Prefill side. peer_view: of the mapped pool, the heads that `blocks` has. Raises KVTransferFailed."""
 
     announces_first: ClassVar[bool] = False
 

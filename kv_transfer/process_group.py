@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import ClassVar, cast
 
 import torch
@@ -25,7 +26,7 @@ from torch._C._distributed_c10d import (
 )  # typed here, not where it is exported
 from torch.distributed import ProcessGroupGloo, ProcessGroupNCCL
 
-from kv_transfer.connector import OnDone
+from kv_transfer.connector import KVReceiver, KVSender, OnDone, OpenStore, Peer
 from kv_transfer.cuda_stream import SideStream
 from kv_transfer.job_thread import JobThread
 from kv_transfer.runs import is_run
@@ -243,3 +244,29 @@ class ProcessGroupReceiver(_ProcessGroupEnd):
                 copy_blocks(message.data, range(len(message.block_ids)), self._blocks, message.block_ids)
 
         self._carry(dst, before=lambda message: None, after=scatter)
+
+
+class ProcessGroupConnector:
+    """See `kv_transfer.connector.KVConnector`. backend: gloo or nccl."""
+
+    crosses_hosts = True
+    crosses_devices = True
+    one_sided = False
+    meets_in_store = True
+
+    def __init__(self, backend: str, device: str) -> None:
+        self._backend = backend
+        self.devices = (device,)
+
+    def open_sender(self, peer: Peer, blocks: torch.Tensor, host: str, on_ready: OnDone) -> KVSender:
+        name, open_store = f"ship-{peer.path_id}", partial(connect_store, peer.path_id, peer.params)
+        return ProcessGroupSender(name, self._backend, open_store, host, blocks, on_ready)
+
+    def open_receiver(
+        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, host: str, on_ready: OnDone
+    ) -> KVReceiver:
+        return ProcessGroupReceiver(f"take-{path_id}", self._backend, open_store, host, blocks, on_ready)
+
+
+gloo = ProcessGroupConnector("gloo", "cpu")
+nccl = ProcessGroupConnector("nccl", "cuda")

@@ -11,11 +11,11 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from kv_transfer.checksums import rank_checksums
-from kv_transfer.connector import KVReceiver, KVSender, OnDone
-from kv_transfer.connectors import open_receiver, open_sender
+from kv_transfer.connector import KVReceiver, KVSender, OnDone, Peer
 from kv_transfer.cuda_ipc import device_id, export_pool
 from kv_transfer.fan_out import FanOutReceiver, FanOutSender, when_all
 from kv_transfer.head_slices import head_routes
+from kv_transfer.registry import load_connector
 from protocol.errors import KVTransferFailed
 from protocol.transfer import ConnectorParams, KVLayout
 
@@ -30,7 +30,7 @@ class RankPool:
     host: str
 
     def open_sender(self, connector: str, pair_id: str, peers: list[ConnectorParams], on_ready: OnDone) -> KVSender:
-        """To the decode worker's ranks, one ConnectorParams each. See `kv_transfer.connectors.open_sender`."""
+        """To the decode worker's ranks, one ConnectorParams each. Raises KVTransferFailed."""
         layout = self.layout
         routes = head_routes(layout.total_kv_heads, layout.tensor_parallel_size, len(peers))
         routes = [route for route in routes if route.src_rank == self.rank]
@@ -38,17 +38,11 @@ class RankPool:
         senders: list[KVSender] = []
         try:
             for route in routes:
-                senders.append(
-                    open_sender(
-                        connector,
-                        _path_id(pair_id, self.rank, route.dst_rank),
-                        peers[route.dst_rank],
-                        route.src.of(self.blocks, layout.num_layers),
-                        self.host,
-                        ready,
-                        partial(route.dst.of, num_layers=layout.num_layers),
-                    )
-                )
+                path_id, params = _path_id(pair_id, self.rank, route.dst_rank), peers[route.dst_rank]
+                view = partial(route.dst.of, num_layers=layout.num_layers)
+                peer = Peer(path_id, params, view)
+                blocks = route.src.of(self.blocks, layout.num_layers)
+                senders.append(load_connector(connector).open_sender(peer, blocks, self.host, ready))
         except KVTransferFailed:
             for sender in senders:
                 sender.close(lambda: None)
@@ -77,7 +71,9 @@ class RankPool:
         for route in routes:
             path_id = _path_id(pair_id, route.src_rank, self.rank)
             blocks = route.dst.of(self.blocks, layout.num_layers)
-            receivers.append(open_receiver(connector, path_id, partial(open_store, path_id), blocks, self.host, ready))
+            receivers.append(
+                load_connector(connector).open_receiver(path_id, partial(open_store, path_id), blocks, self.host, ready)
+            )
         return FanOutReceiver(receivers)
 
 

@@ -6,13 +6,13 @@ takes, and it points to a module or an object that is a `kv_transfer.connector.K
     [project.entry-points."tandem.kv_connectors"]
     rdma = "my_package.rdma_connector"
 
-It must be installed for every worker. `auto` never chooses it. No torch here, for the command line reads this file.
+It must be installed for every worker. `auto` never chooses it. The built-in ones are found in the same way. No torch
+here, for the command line reads this file.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
@@ -23,26 +23,15 @@ if TYPE_CHECKING:
 
 GROUP = "tandem.kv_connectors"
 AUTO = "auto"
-
-
-@dataclass(frozen=True)
-class Reach:
-    """devices: torch device types of the pools. crosses_hosts: whether workers on different hosts can use it.
-
-    crosses_devices: whether workers on different GPUs can.
-    """
-
-    devices: tuple[str, ...]
-    crosses_hosts: bool
-    crosses_devices: bool = True
-
-
 BUILT_IN = {
-    "ipc": Reach(("cpu", "cuda"), crosses_hosts=False, crosses_devices=False),
-    "gloo": Reach(("cpu",), crosses_hosts=True),
-    "nccl": Reach(("cuda",), crosses_hosts=True),
+    "ipc": EntryPoint("ipc", "kv_transfer.ipc:connector", GROUP),
+    "gloo": EntryPoint("gloo", "kv_transfer.process_group:gloo", GROUP),
+    "nccl": EntryPoint("nccl", "kv_transfer.process_group:nccl", GROUP),
 }
 """By preference; `auto` offers those that the device allows."""
+_PARTS = (
+    "devices", "crosses_hosts", "crosses_devices", "one_sided", "meets_in_store", "open_sender", "open_receiver",
+)  # fmt: skip
 
 
 def known_connectors() -> list[str]:
@@ -56,33 +45,23 @@ def check_name(name: str) -> None:
         raise ConfigError(f"unknown connector {name!r}; known are {', '.join(known_connectors())}")
 
 
-def reach_of(name: str) -> Reach:
-    """Of one connector, not of `auto`. Raises ConfigError, also for one that cannot be loaded."""
-    if name in BUILT_IN:
-        return BUILT_IN[name]
-    connector = load_connector(name)
-    return Reach(tuple(connector.devices), connector.crosses_hosts)
-
-
 @functools.cache
 def load_connector(name: str) -> KVConnector:
-    """The connector that another package brings. Raises ConfigError when there is none or it cannot be loaded."""
+    """One connector, not `auto`. Raises ConfigError when there is none or it cannot be loaded."""
     check_name(name)
-    entry_point = _entry_points()[name]
+    entry_point = BUILT_IN[name] if name in BUILT_IN else _entry_points()[name]
     package = entry_point.dist.name if entry_point.dist is not None else entry_point.value
     try:
         connector: KVConnector = entry_point.load()
     except Exception as error:  # whatever another package does when it is imported
         raise ConfigError(f"connector {name!r} of {package} cannot be loaded: {error}") from error
-    missing = [
-        part for part in ("devices", "crosses_hosts", "open_sender", "open_receiver") if not hasattr(connector, part)
-    ]
+    missing = [part for part in _PARTS if not hasattr(connector, part)]
     if missing:
         raise ConfigError(f"connector {name!r} of {package} has no {missing[0]}; see kv_transfer.connector.KVConnector")
     return connector
 
 
 def _entry_points() -> dict[str, EntryPoint]:
-    """By name. Our own names cannot be taken over."""
+    """Other packages', by name. Our own names cannot be taken over."""
     found = {point.name: point for point in entry_points(group=GROUP)}
     return {name: point for name, point in sorted(found.items()) if name != AUTO and name not in BUILT_IN}

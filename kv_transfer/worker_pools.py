@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 
-import torch
 from torch._C._distributed_c10d import Store
 
 from kv_transfer.checksums import OnChecksums, combine
@@ -31,11 +30,6 @@ class WorkerPools:
         self.host = own.host
         self.params = [own.located(params)]
         """Where each rank's pool lies; complete after `wait_until_ready`."""
-
-    @property
-    def own_blocks(self) -> torch.Tensor:
-        """Rank 0's pool, uint8 [num_blocks, block_bytes]."""
-        return self._own.blocks
 
     @property
     def device_ids(self) -> list[str]:

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
-from kv_transfer.connectors import open_receiver, open_sender
+from kv_transfer.connector import Peer
 from kv_transfer.cuda_ipc import map_peer_pool
 from kv_transfer.process_group import StoreServer
 from kv_transfer.rank_pool import RankPool
+from kv_transfer.registry import load_connector
 from protocol.errors import KVTransferFailed
 from protocol.transfer import ConnectorParams, CudaPoolHandle, KVLayout
 
@@ -49,7 +51,8 @@ def decode_side(peer: Connection, connector: str) -> None:
         server = StoreServer(HOST)
         params = ConnectorParams(store_host=HOST, store_port=server.port)
     peer.send(params)
-    receiver = open_receiver(connector, "pair", server and (lambda: server.store("pair")), blocks, HOST, outcomes)
+    open_store = HashStore if server is None else (lambda: server.store("pair"))
+    receiver = load_connector(connector).open_receiver("pair", open_store, blocks, HOST, outcomes)
     error = outcomes.next()
     peer.send(None if error is None else error.message)
     while (block_ids := peer.recv()) is not None:
@@ -105,7 +108,7 @@ def move_at_random(sender: Any, peer: Connection, source: torch.Tensor) -> None:
 def test_cuda_ipc_puts_blocks_where_they_should_be() -> None:
     with decode_process("ipc") as (peer, params):
         ready, source = Outcomes(), random_blocks()
-        sender = open_sender("ipc", "pair", params, source, HOST, ready)
+        sender = load_connector("ipc").open_sender(Peer("pair", params), source, HOST, ready)
         assert ready.next() is None and peer.recv() is None
         move_at_random(sender, peer, source)
         closed, late = Outcomes(), Outcomes()
@@ -121,7 +124,7 @@ def test_a_second_pair_maps_the_same_pool_again() -> None:
         assert peer.recv() is None
         for _ in range(3):
             ready, closed, source = Outcomes(), Outcomes(), random_blocks()
-            sender = open_sender("ipc", "pair", params, source, HOST, ready)
+            sender = load_connector("ipc").open_sender(Peer("pair", params), source, HOST, ready)
             assert ready.next() is None
             sent = Outcomes()
             sender.send([1], [2], sent)
@@ -147,7 +150,7 @@ def test_nccl_between_two_processes_on_one_gpu(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     with decode_process("nccl") as (peer, params):
         ready, source = Outcomes(), random_blocks()
-        sender = open_sender("nccl", "pair", params, source, HOST, ready)
+        sender = load_connector("nccl").open_sender(Peer("pair", params), source, HOST, ready)
         assert ready.next() is None and peer.recv() is None
         move_at_random(sender, peer, source)
         sender.close(lambda: None)

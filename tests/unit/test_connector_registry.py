@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 from deploy.config import load_config
-from kv_transfer.connectors import open_receiver, open_sender
+from kv_transfer.connector import Peer
 from kv_transfer.fake import FakeReceiver, FakeSender
 from kv_transfer.handshake import agree, offered_connectors
-from kv_transfer.process_group import StoreServer
 from kv_transfer.registry import load_connector
 from protocol.errors import ConfigError, KVLayoutMismatch
 from protocol.membership import PROTOCOL_VERSION
@@ -59,12 +59,11 @@ def test_an_installed_connector_is_known_by_its_name(install: Install) -> None:
 
 def test_it_moves_blocks(install: Install) -> None:
     install(MEMORY)
-    server = StoreServer("127.0.0.1")
     source, target = torch.arange(32, dtype=torch.uint8).view(4, 8), torch.zeros(4, 8, dtype=torch.uint8)
-    params = ConnectorParams(store_host=server.host, store_port=server.port)
     outcomes: list[object] = []
-    receiver = open_receiver("memory", "pair", server, target, "127.0.0.1", outcomes.append)
-    sender = open_sender("memory", "pair", params, source, "127.0.0.1", outcomes.append)
+    memory = load_connector("memory")
+    receiver = memory.open_receiver("pair", HashStore, target, "127.0.0.1", outcomes.append)
+    sender = memory.open_sender(Peer("pair", ConnectorParams()), source, "127.0.0.1", outcomes.append)
     assert isinstance(receiver, FakeReceiver) and isinstance(sender, FakeSender)
     sender.send([1, 2], [3, 0], outcomes.append)
     sender.network.run_due()

@@ -11,8 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from kv_transfer.connector import Peer
 from kv_transfer.fake import TIMEOUT_S, FakeNetwork, FakeReceiver, FakeSender, Faults
 from protocol.errors import KVTransferFailed
+from protocol.transfer import ConnectorParams
 
 NUM_BLOCKS = 12
 
@@ -37,7 +39,10 @@ class Pair:
             "path", HashStore, self.target, "", lambda error: self.outcomes.append(("receiver ready", error))
         )
         self.sender: FakeSender = self.network.open_sender(
-            "path", HashStore, self.source, "", lambda error: self.outcomes.append(("sender ready", error))
+            Peer("path", ConnectorParams()),
+            self.source,
+            "",
+            lambda error: self.outcomes.append(("sender ready", error)),
         )
         self.network.run_due()
         assert self.outcomes == [("receiver ready", None), ("sender ready", None)]

@@ -13,12 +13,13 @@ from decode_worker.actions import Receive, SendToPrefill, SendToProxy
 from decode_worker.scheduler import DecodeScheduler
 from engine.block_manager import BlockManager
 from kv_transfer.checksums import combine, corrupt_blocks, rank_checksums
+from kv_transfer.connector import Peer
 from kv_transfer.fake import FakeNetwork, Faults
 from protocol.dispatch import PrepareDecode, RequestFailed
 from protocol.errors import KVTransferFailed
 from protocol.generation import SamplingParams, StopConditions
 from protocol.token_ids import pack_token_ids
-from protocol.transfer import KVLayout, KVRefused, ReserveKV, ShipKV
+from protocol.transfer import ConnectorParams, KVLayout, KVRefused, ReserveKV, ShipKV
 
 NUM_BLOCKS, NUM_HEADS, HEAD_BYTES = 6, 6, 16
 LAYOUT = KVLayout("model", "bfloat16", 2, NUM_HEADS, 2, 4)
@@ -63,7 +64,7 @@ def test_what_the_network_corrupts_is_found_and_nothing_else(
     target = torch.zeros_like(BLOCKS)
     outcomes: list[object] = []
     receiver = network.open_receiver("path", HashStore, target, "", outcomes.append)
-    sender = network.open_sender("path", HashStore, BLOCKS, "", outcomes.append)
+    sender = network.open_sender(Peer("path", ConnectorParams()), BLOCKS, "", outcomes.append)
     if not one_sided:
         receiver.receive(dst, outcomes.append)
     sender.send(src, dst, outcomes.append)

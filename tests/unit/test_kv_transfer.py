@@ -16,10 +16,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import HashStore
 
-from kv_transfer.connectors import open_receiver, open_sender
+from kv_transfer.connector import Peer
 from kv_transfer.handshake import agree, offered_connectors
 from kv_transfer.process_group import DIRECT_BLOCK_BYTES, MESSAGE_BYTES, StoreServer, message_plan
+from kv_transfer.registry import load_connector
 from kv_transfer.runs import is_run, paired_runs
 from protocol.errors import ConfigError, KVLayoutMismatch, KVTransferFailed
 from protocol.host import host_id
@@ -63,10 +65,10 @@ def open_pair(connector: str, pool_file: tuple[int, torch.Tensor]) -> tuple[Any,
     if server is not None:
         params = ConnectorParams(store_host=server.host, store_port=server.port)
     ready = Outcomes()
-    receiver = open_receiver(
-        connector, "pair", server and (lambda: server.store("pair")), destination, "127.0.0.1", ready
-    )
-    sender = open_sender(connector, "pair", params, source, "127.0.0.1", ready)
+    made_by = load_connector(connector)
+    open_store = HashStore if server is None else (lambda: server.store("pair"))
+    receiver = made_by.open_receiver("pair", open_store, destination, "127.0.0.1", ready)
+    sender = made_by.open_sender(Peer("pair", params), source, "127.0.0.1", ready)
     assert ready.next() is None and ready.next() is None
     return sender, receiver, source, destination
 
@@ -172,11 +174,12 @@ def test_pages_that_arrived_are_mapped_before_they_are_read(pool_file: tuple[int
 def test_mapping_refuses_a_pool_that_is_too_small(pool_file: tuple[int, torch.Tensor]) -> None:
     fd, _ = pool_file
     params = ConnectorParams(os.getpid(), fd, NUM_BLOCKS * BLOCK_BYTES + 1, NUM_BLOCKS)
+    open_sender = load_connector("ipc").open_sender
     with pytest.raises(KVTransferFailed, match="smaller"):
-        open_sender("ipc", "pair", params, torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8), "127.0.0.1", Outcomes())
+        open_sender(Peer("pair", params), torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8), "127.0.0.1", Outcomes())
     with pytest.raises(KVTransferFailed, match="cannot map"):
         missing = ConnectorParams(os.getpid(), 100_000, 10, 1)
-        open_sender("ipc", "pair", missing, torch.zeros(1, 10, dtype=torch.uint8), "127.0.0.1", Outcomes())
+        open_sender(Peer("pair", missing), torch.zeros(1, 10, dtype=torch.uint8), "127.0.0.1", Outcomes())
 
 
 def offer(**changes: Any) -> OpenPair:
