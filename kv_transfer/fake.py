@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate
+from typing import Literal
 
 import torch
 
@@ -24,6 +25,7 @@ from protocol.errors import KVTransferFailed
 
 TIMEOUT_S = 5.0
 
+Side = Literal["sender", "receiver"]
 Step = tuple[float, Callable[[], None]]
 """When something is due, and what."""
 
@@ -154,11 +156,11 @@ class _Path:
     sender: FakeSender | None = None
     receiver: FakeReceiver | None = None
     transfer: _Transfer | None = None
-    frozen: bool = False
+    frozen: set[Side] = field(default_factory=set)
 
     def ends_awake(self) -> list[_End]:
-        ends: list[_End] = [] if self.receiver is None else [self.receiver]
-        return ends if self.sender is None or self.frozen else [*ends, self.sender]
+        ends: dict[Side, _End | None] = {"receiver": self.receiver, "sender": self.sender}
+        return [end for side, end in ends.items() if end is not None and side not in self.frozen]
 
     def time_out(self, end: _End) -> None:
         self.transfer = None  # a connection that breaks at one end carries no more blocks
@@ -206,13 +208,16 @@ class FakeNetwork:
 
     # ---- faults
 
-    def freeze(self, path_id: str) -> None:
-        """The sending process stands still: it does nothing and hears nothing, its deadline included."""
-        self._paths[path_id].frozen = True
+    def freeze(self, path_id: str, side: Side = "sender") -> None:
+        """Its process stands still: it does nothing and hears nothing, its deadline included.
 
-    def thaw(self, path_id: str) -> None:
+        Into a receiver that stands still a one-sided peer goes on writing.
+        """
+        self._paths[path_id].frozen.add(side)
+
+    def thaw(self, path_id: str, side: Side = "sender") -> None:
         """It wakes and goes on where it was, whatever has become of its peer."""
-        self._paths[path_id].frozen = False
+        self._paths[path_id].frozen.discard(side)
 
     # ---- time
 
@@ -240,7 +245,8 @@ class FakeNetwork:
                 yield from end.steps(now)
                 if end.head is not None:
                     yield from self._end_steps(path, end, end.head, now)
-            if not path.frozen and path.sender is not None and path.receiver is not None:
+            writers: set[Side] = {"sender"} if self.one_sided else {"sender", "receiver"}
+            if not path.frozen & writers and path.sender is not None and path.receiver is not None:
                 yield from self._transfer_steps(path, path.sender, path.receiver, now)
 
     def _end_steps(self, path: _Path, end: _End, job: _Job, now: float) -> Iterator[Step]:

@@ -112,6 +112,32 @@ def test_a_receiver_that_has_failed_is_not_written_to() -> None:
     assert pair.failed() == ["receive a", "send a"]
 
 
+def test_a_receiver_that_stands_still_is_written_to_by_a_peer_that_writes_by_itself() -> None:
+    pair = Pair(one_sided=True, faults=Faults(delay_s=1.0))
+    pair.network.freeze("path", "receiver")
+    pair.send("a", [0, 1], [0, 1])
+    pair.receive("a", [0, 1])
+    pair.to_rest()
+    assert torch.equal(pair.target[:2], pair.source[:2]) and pair.outcomes == [("send a", None)]
+    pair.network.thaw("path", "receiver")
+    pair.to_rest()
+    assert sorted(pair.outcomes) == [("receive a", None), ("send a", None)]
+
+
+def test_a_receiver_that_stands_still_costs_its_peer_the_path_and_takes_nothing_when_it_wakes() -> None:
+    pair = Pair(one_sided=False, faults=Faults(delay_s=1.0))
+    pair.send("a", [0, 1, 2], [0, 1, 2])
+    pair.receive("a", [0, 1, 2])
+    pair.advance(0.0)
+    pair.network.freeze("path", "receiver")
+    pair.advance(TIMEOUT_S)
+    assert pair.failed() == ["send a"]
+    before = pair.target.clone()
+    pair.network.thaw("path", "receiver")
+    pair.to_rest()
+    assert pair.failed() == ["send a", "receive a"] and torch.equal(pair.target, before)
+
+
 def test_nobody_receives() -> None:
     pair = Pair(one_sided=False)
     pair.send("a", [0], [0])
@@ -148,7 +174,12 @@ def test_faults_come_as_often_as_asked(one_sided: bool) -> None:
     assert 60 < num_lost < 120 and 100 < num_corrupted < 230
 
 
-ACTS = st.sampled_from(["send", "receive", "advance", "freeze", "thaw", "close sender", "close receiver"])
+ACTS = st.sampled_from(
+    [
+        "send", "receive", "advance", "freeze", "thaw", "freeze receiver", "thaw receiver", "close sender",
+        "close receiver",
+    ]
+)  # fmt: skip
 
 
 def run(acts: list[str], one_sided: bool, seed: int) -> Pair:
@@ -170,15 +201,16 @@ def run(acts: list[str], one_sided: bool, seed: int) -> Pair:
             pair.receive(str(index), ids)
         elif act == "advance":
             pair.advance(rng.uniform(0.0, 3.0))
-        elif act == "freeze":
-            pair.network.freeze("path")
-        elif act == "thaw":
-            pair.network.thaw("path")
+        elif act.startswith("freeze"):
+            pair.network.freeze("path", "receiver" if act.endswith("receiver") else "sender")
+        elif act.startswith("thaw"):
+            pair.network.thaw("path", "receiver" if act.endswith("receiver") else "sender")
         elif act == "close sender":
             pair.sender.close(closed)
         elif act == "close receiver":
             pair.receiver.close()
-    pair.network.thaw("path")
+    pair.network.thaw("path", "sender")
+    pair.network.thaw("path", "receiver")
     pair.to_rest()
     assert num_closed == ("close sender" in acts)
     return pair
