@@ -71,6 +71,9 @@ def test_answers_are_as_described(cluster: Cluster, operation: Any, mode: Genera
                     case.body.pop(field, None)
         response = case.call(base_url=cluster.url, timeout=HANG_S)
         statuses[response.status_code] += 1
+        if response.status_code == 504 and isinstance(case.body, dict) and "timeout" in case.body:
+            assert response.json()["error"]["code"] == "deadline_exceeded"  # its own deadline, which may be of no time
+            return
         case.validate_response(response, checks=CHECKS)
 
     ask()

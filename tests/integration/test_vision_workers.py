@@ -76,7 +76,9 @@ class PlayedProxy:
         """Until every request has all its tokens, or an error from each worker that it concerns."""
         first: dict[str, int] = {}
         rest: dict[str, list[int]] = {name: [] for name in self.tokens}
-        while any(1 + len(rest[name]) < NUM_NEW and name not in self.errors for name in self.tokens):
+        while any(
+            name not in self.errors and (name not in first or 1 + len(rest[name]) < NUM_NEW) for name in self.tokens
+        ):  # the first one comes from another worker than the rest, so maybe after it
             message = await asyncio.wait_for(self._arrived.get(), TIMEOUT_S)
             match message:
                 case FirstToken():
