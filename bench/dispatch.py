@@ -27,8 +27,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from bench.event_loop import free_port
 from bench.noise_model import ensure_noise_model
+from bench.ports import free_port
 from bench.report import Aim, Report, add_common_options, finish
 
 VARIANTS = ("zmq", "http pooled", "http fresh")

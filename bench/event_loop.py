@@ -16,7 +16,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -33,6 +32,7 @@ from rich.table import Table
 from bench.latency import Distribution
 from bench.noise_model import ensure_noise_model
 from bench.poller import CONTROL, Poller
+from bench.ports import free_port
 from bench.report import Aim, Report, add_common_options, finish
 
 MODEL = "m"
@@ -203,13 +203,6 @@ def cluster(num_threads: int, num_streams: int) -> Iterator[tuple[int, int, int]
         finally:
             launcher.send_signal(signal.SIGTERM)
             launcher.wait(30)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def stretched_noise_model(folder: Path) -> Path:

@@ -29,6 +29,7 @@ import zmq
 from bench.fuzz_cache import fuzz_cache
 from bench.fuzz_http import HttpFuzzer
 from bench.fuzz_messages import MessageFuzzer, sender
+from bench.ports import free_port
 from bench.report import Aim, Report, add_common_options, finish
 from deploy.runtime_dir import runtime_dir
 from deploy.status import fetch_status
@@ -260,7 +261,7 @@ def run(port: int, admin_url: str, num_inputs: int, seed: int) -> dict[str, Any]
 
 @contextlib.contextmanager
 def _cluster() -> Iterator[tuple[int, str]]:
-    port, admin_port = _free_port(), _free_port()
+    port, admin_port = free_port(), free_port()
     command = [
         sys.executable, "-m", "deploy.cli", "up", "--port", str(port), "--admin-port", str(admin_port),
         "--kv-cache-gib", "0.05", "--decode-prefill-threshold", "0", "--device", "cpu",
@@ -276,13 +277,6 @@ def _cluster() -> Iterator[tuple[int, str]]:
     finally:
         launcher.send_signal(signal.SIGTERM)
         launcher.wait(30)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _is_up(port: int) -> bool:

@@ -23,7 +23,7 @@ import msgspec
 import numpy as np
 from PIL import Image
 
-from bench.event_loop import free_port
+from bench.ports import free_port
 
 MODEL = "m"
 WIDTH, HEIGHT = 644, 364

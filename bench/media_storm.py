@@ -25,10 +25,10 @@ from rich.table import Table
 from bench.latency import Distribution
 from bench.media_load import Answer, chat_body, cluster, jpeg, send_at_most
 from bench.poller import CONTROL, Poller
+from bench.ports import free_port
 from bench.report import Aim, Report, add_common_options, finish
 from bench.side_by_side import server
 from bench.text_prompts import TextPrompts
-from tests.cluster import free_port
 
 PATHS = ("/health", "/v1/models", "/metrics")
 NUM_LOCAL_TOKENS = 512

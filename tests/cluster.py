@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +16,7 @@ from typing import Self
 import httpx
 
 from bench.noise_model import ensure_noise_model
+from bench.ports import free_port
 from deploy.runtime_dir import log_dir, runtime_dir
 from deploy.status import fetch_status
 from protocol.membership import StatusReport, WorkerReport
@@ -32,28 +30,6 @@ NOW = {"Cache-Control": "no-cache"}
 
 OLDER_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 """The environment of a cluster that is to use no AVX-512: its kernels round batches of other sizes otherwise."""
-
-
-def free_port(num_free: int = 1) -> int:
-    """The first of `num_free` neighbours that nobody listens on.
-
-    Below those that the kernel gives to connections, one of which might take it before it is used.
-    """
-    while True:
-        port = random.randrange(12_000, 32_000 - num_free)
-        if all(_is_free(port + each) for each in range(num_free)):
-            return port
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            return False
-        return True
 
 
 def tandem(*arguments: str) -> list[str]:

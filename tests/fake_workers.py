@@ -22,6 +22,7 @@ import httpx
 import msgspec
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from bench.ports import free_port
 from protocol.codec import Codec
 from protocol.dispatch import (
     AbortRequest,
@@ -50,7 +51,6 @@ from protocol.membership import (
 from protocol.registration import Registration
 from protocol.sockets import RouterSocket, new_context
 from protocol.token_ids import unpack_token_ids
-from tests.cluster import free_port
 
 MAX_MODEL_LEN = 256
 TEMPLATE = (

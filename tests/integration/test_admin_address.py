@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from tests.cluster import free_port
+from bench.ports import free_port
 from tests.fake_workers import Proxy, make_tokenizer
 
 KEY = "a-client's-key"

@@ -11,7 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster import MODEL, Cluster, free_port, tandem
+from bench.ports import free_port
+from tests.cluster import MODEL, Cluster, tandem
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

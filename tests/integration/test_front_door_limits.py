@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster import NOW, free_port
+from bench.ports import free_port
+from tests.cluster import NOW
 from tests.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
 
 

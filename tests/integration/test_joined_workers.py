@@ -11,12 +11,13 @@ import httpx
 import pytest
 
 from bench.noise_model import ensure_noise_model
+from bench.ports import free_port
 from deploy.status import fetch_status
 from protocol.errors import Overloaded
 from protocol.membership import StatusReport
 from protocol.network import NetworkConfig
 from protocol.network_keys import make_keys
-from tests.cluster import NOW, Cluster, free_port, tandem
+from tests.cluster import NOW, Cluster, tandem
 
 SMALL = ("--kv-cache-gib", "0.05", "--kv-connector", "gloo", "--device", "cpu")
 QUESTION = {"model": "tandem-demo", "prompt": "one two three four", "max_tokens": 8, "temperature": 0}

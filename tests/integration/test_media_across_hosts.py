@@ -13,13 +13,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from bench.ports import free_port
 from deploy.runtime_dir import runtime_dir
 from protocol.host import host_id
 from protocol.media_cache import MediaCacheStatus
 from protocol.media_client import MediaCacheClient
 from protocol.membership import WorkerReport
 from protocol.network_keys import make_keys
-from tests.cluster import Cluster, children_of, free_port, tandem
+from tests.cluster import Cluster, children_of, tandem
 from tests.media_proxy import ask_cache
 from tests.served_vision_models import Part, body_of, generated_by_transformers, save_served_model
 from tests.vision_model import clip, picture

@@ -20,9 +20,10 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.ports import free_port
 from deploy.grafana.dashboards import DASHBOARDS
 from telemetry.stages import FIRST_TOKEN_STAGES, STAGES
-from tests.cluster import MODEL, NOW, Cluster, children_of, free_port
+from tests.cluster import MODEL, NOW, Cluster, children_of
 from tests.fake_workers import wait_until
 
 SECRET = "xyzzy-the-prompt-is-nobodys-business"

@@ -19,12 +19,13 @@ from typing import Any
 import httpx
 import pytest
 
+from bench.ports import free_port
 from deploy.runtime_dir import runtime_dir
 from deploy.status import fetch_status
 from protocol.errors import TandemError
 from protocol.membership import StatusReport
 from protocol.network_keys import make_keys
-from tests.cluster import Cluster, free_port, is_alive, tandem
+from tests.cluster import Cluster, is_alive, tandem
 from tests.media_proxy import data_url, image_part
 from tests.vision_model import encoded, picture, save_model
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.cluster import MODEL, Cluster, children_of, free_port, is_alive, tandem
+from bench.ports import free_port
+from tests.cluster import MODEL, Cluster, children_of, is_alive, tandem
 
 NUM_NEW_TOKENS = 16
 LENGTHS = [1, 63, 64, 129, 300, 700]

@@ -17,6 +17,7 @@ import msgspec
 import pytest
 import torch
 
+from bench.ports import free_port
 from engine.embedding_cache import EmbeddingCache
 from engine.prompt_media import PromptMedia
 from media_cache.config import MediaCacheConfig
@@ -34,7 +35,6 @@ from protocol.network import NetworkConfig
 from protocol.network_keys import make_keys
 from protocol.sockets import new_context
 from protocol.token_ids import pack_token_ids
-from tests.cluster import free_port
 
 GRID = torch.tensor([[1, 4, 4]])
 NUM_PATCHES = 1 << 18
