@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.noise import arrival_times, noise_keys
-from engine.sampler import PART, part_ids
+from engine.sampler import part_ids, race_part_size
 
 
 class Answer(NamedTuple):
@@ -51,12 +51,13 @@ class ReferenceModel:
 
 def _race(weights: torch.Tensor, keys: torch.Tensor) -> tuple[int, float]:
     """As `engine.sampler` does without a filter: of the parts of the vocabulary, then within one."""
-    parts = torch.split(weights, PART)
+    part_size = race_part_size(len(weights))
+    parts = torch.split(weights, part_size)
     sums = torch.stack([part.sum() for part in parts])
     part, ahead = _first(sums / arrival_times(keys, part_ids(torch.arange(len(parts))))[0])
-    token_ids = torch.arange(part * PART, part * PART + len(parts[part]))
+    token_ids = part * part_size + torch.arange(len(parts[part]))
     place, ahead_in_part = _first(parts[part] / arrival_times(keys, token_ids)[0])
-    return part * PART + place, min(ahead, ahead_in_part)
+    return part * part_size + place, min(ahead, ahead_in_part)
 
 
 def _first(scores: torch.Tensor) -> tuple[int, float]:

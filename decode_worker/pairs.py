@@ -130,14 +130,20 @@ class IncomingPairs:
             if self._store_server is None:
                 self._store_server = StoreServer(self._pools.host)
             store = ConnectorParams(store_host=self._pools.host, store_port=self._store_server.port)
-        receiver = self._pools.open_receiver(
-            action.connector,
-            pair_id,
-            action.num_senders,
-            self._open_store,
-            store,
-            lambda error: self._on_ready(pair_id, error),
-        )
+        self._pidfds[pair_id] = set()
+        try:
+            receiver = self._pools.open_receiver(
+                action.connector,
+                pair_id,
+                action.num_senders,
+                self._open_store,
+                store,
+                lambda error: self._on_ready(pair_id, error),
+            )
+        except KVTransferFailed as error:
+            self._table.on_opened(pair_id, peer_writes=False)
+            self.fail(pair_id, error.message)
+            return
         params = [
             msgspec.structs.replace(each, store_host=store.store_host, store_port=store.store_port)
             for each in self._pools.params
@@ -156,7 +162,6 @@ class IncomingPairs:
             self._loop.call_soon_threadsafe(self.fail, pair_id, error.message)
 
     def _watch(self, pair_id: str, pids: list[int]) -> None:
-        self._pidfds[pair_id] = set()
         for pid in pids:
             try:
                 pidfd = os.pidfd_open(pid)
@@ -175,7 +180,8 @@ class IncomingPairs:
         os.close(pidfd)
 
     def _close_receiver(self, pair_id: str) -> None:
-        self._receivers.pop(pair_id).close()
+        if (receiver := self._receivers.pop(pair_id, None)) is not None:  # else it could not be opened
+            receiver.close()
         for pidfd in list(self._pidfds[pair_id]):
             self._unwatch(pair_id, pidfd)
         del self._pidfds[pair_id]

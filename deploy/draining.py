@@ -44,7 +44,7 @@ async def _drain(port: int, worker_id: str, timeout_s: float, say: Say) -> None:
 
     async def has_left(reports: list[StatusReport]) -> bool:
         # With its process: until that has ended the launcher counts it, and `tandem scale` would start one too few.
-        has_process = process is not None and await _launched(port, worker_id) == process
+        has_process = process is not None and (await _processes(port, ListProcesses())).get(worker_id) == process
         return worker_id not in _epochs(reports) and not has_process
 
     await _until(timeout_s, f"{worker_id} has not left", has_left, port)

@@ -27,8 +27,8 @@ _FULL_SORT_VOCAB_SIZE = 4096
 """Up to this, sorting all costs less than looking for a few."""
 _NUM_CANDIDATES = (128, 1024)
 """How many of the most likely tokens are looked at before all are sorted: the fewer for a small top_k."""
-PART = 512
-"""Of a row: the right one is found first, by its largest value or its sum, and then the place in it."""
+_PART = 512
+"""Of a row: the right one is found first, by its largest value, and then the place in it."""
 
 
 def sample(
@@ -59,16 +59,16 @@ def argmax(rows: torch.Tensor) -> torch.Tensor:
     First the part of the row, then the place in it: on CPU torch finds values four times as fast as their places.
     """
     size = rows.shape[1]
-    num_parts = size // PART
+    num_parts = size // _PART
     if num_parts < 2:
         return rows.argmax(-1)
-    parts = rows[:, : num_parts * PART].reshape(len(rows), num_parts, PART)
+    parts = rows[:, : num_parts * _PART].reshape(len(rows), num_parts, _PART)
     largest, part = parts.amax(-1).max(-1)
-    found: torch.Tensor = parts[torch.arange(len(rows), device=rows.device), part].argmax(-1) + part * PART
-    if num_parts * PART == size:
+    found: torch.Tensor = parts[torch.arange(len(rows), device=rows.device), part].argmax(-1) + part * _PART
+    if num_parts * _PART == size:
         return found
-    last = rows[:, num_parts * PART :].max(-1)
-    return torch.where(last.values > largest, last.indices + num_parts * PART, found)
+    last = rows[:, num_parts * _PART :].max(-1)
+    return torch.where(last.values > largest, last.indices + num_parts * _PART, found)
 
 
 def _is_filtered(params: SamplingParams) -> bool:
@@ -93,20 +93,26 @@ def _temperatures(params: list[SamplingParams], device: torch.device) -> torch.T
 def _sample_plain(logits: torch.Tensor, keys: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     """Two races: of the parts of the row, each with the sum of its tokens' weights, and of the tokens in the first."""
     num_rows, size = logits.shape
-    num_parts = -(-size // PART)
-    weights = torch.zeros(num_rows, num_parts * PART, device=logits.device)  # zero after the vocabulary's end
+    part_size = race_part_size(size)
+    num_parts = -(-size // part_size)
+    weights = torch.zeros(num_rows, num_parts * part_size, device=logits.device)  # zero after the vocabulary's end
     own = weights[:, :size].copy_(logits)
     own -= own.amax(-1, keepdim=True)
     if any(p.temperature != 1 for p in params):
         own /= _temperatures(params, logits.device)
     own.exp_()
-    parts = weights.view(num_rows, num_parts, PART)
-    places = torch.arange(max(num_parts, PART), device=logits.device)
+    parts = weights.view(num_rows, num_parts, part_size)
+    places = torch.arange(max(num_parts, part_size), device=logits.device)
     part = first_to_arrive(parts.sum(-1).double(), keys, part_ids(places[:num_parts]))
     in_part = parts[torch.arange(num_rows, device=logits.device), part[:, 0]].double()
-    token_ids = part * PART + places[:PART]
+    token_ids = part * part_size + places[:part_size]
     place = first_to_arrive(in_part, keys, token_ids)
     return token_ids.gather(-1, place)[:, 0].clamp_(max=size - 1)
+
+
+def race_part_size(vocab_size: int) -> int:
+    """Tokens in a part: so that parts and tokens of one, each of which costs a number, are few."""
+    return 128 if vocab_size <= 1 << 14 else 512
 
 
 def part_ids(numbers: torch.Tensor) -> torch.Tensor:
@@ -156,7 +162,9 @@ def _sample_among(
     total = torch.where(is_whole, 1.0, probs.sum(-1, keepdim=True))
     # Nucleus sampling (Holtzman et al., ICLR 2020): the fewest tokens whose mass reaches top_p.
     nucleus = kept & ((probs.cumsum(-1) - probs) / total < top_p)
-    tokens = order.gather(-1, first_to_arrive(probs * nucleus, keys, order))[:, 0]
+    width = max(1, int(nucleus.sum(-1).max()))  # all that is kept comes first: no noise for the rest
+    place = first_to_arrive((probs * nucleus)[:, :width], keys, order[:, :width])
+    tokens = order.gather(-1, place)[:, 0]
     # Tokens as likely as the last candidate may have been left out: all that counts must come before those.
     num_sure = (values > values[:, -1:]).sum(-1)
     num_counted = torch.where(is_whole[:, 0], nucleus.sum(-1), kept.sum(-1))

@@ -65,8 +65,9 @@ def map_pages(blocks: torch.Tensor, block_ids: Sequence[int]) -> None:
 
 def _advise(blocks: torch.Tensor, block_ids: Sequence[int], advice: int) -> None:
     block_bytes = blocks.stride(0) * blocks.element_size()
+    pool = blocks.untyped_storage().data_ptr()  # whole blocks, whichever heads of them these are
     for first, _, count in paired_runs(block_ids, block_ids):
-        start = blocks.data_ptr() + first * block_bytes
+        start = pool + first * block_bytes
         end = start + count * block_bytes
         start -= start % mmap.PAGESIZE
         _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)

@@ -62,18 +62,25 @@ class RankPool:
     def open_receiver(
         self, connector: str, pair_id: str, num_senders: int, open_store: Callable[[str], Store], on_ready: OnDone
     ) -> KVReceiver:
-        """From the `num_senders` ranks of a prefill worker; open_store gives the store of a path."""
+        """From the `num_senders` ranks of a prefill worker; open_store gives the store of a path.
+
+        Raises KVTransferFailed.
+        """
         layout = self.layout
         routes = head_routes(layout.total_kv_heads, num_senders, layout.tensor_parallel_size)
         routes = [route for route in routes if route.dst_rank == self.rank]
         ready = when_all(len(routes), on_ready)
         receivers: list[KVReceiver] = []
-        for route in routes:
-            path_id = _path_id(pair_id, route.src_rank, self.rank)
-            blocks = route.dst.of(self.blocks, layout.num_layers)
-            receivers.append(
-                load_connector(connector).open_receiver(path_id, partial(open_store, path_id), blocks, self.host, ready)
-            )
+        open_one = load_connector(connector).open_receiver
+        try:
+            for route in routes:
+                path_id = _path_id(pair_id, route.src_rank, self.rank)
+                blocks = route.dst.of(self.blocks, layout.num_layers)
+                receivers.append(open_one(path_id, partial(open_store, path_id), blocks, self.host, ready))
+        except KVTransferFailed:
+            for receiver in receivers:
+                receiver.close()
+            raise
         return FanOutReceiver(receivers)
 
 

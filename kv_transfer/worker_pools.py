@@ -68,7 +68,10 @@ class WorkerPools:
         store: ConnectorParams,
         on_ready: OnDone,
     ) -> KVReceiver:
-        """From all `num_senders` ranks of a prefill worker. Rank 0 holds the store, the others find it by `store`."""
+        """From all `num_senders` ranks of a prefill worker. Rank 0 holds the store, the others find it by `store`.
+
+        Raises KVTransferFailed.
+        """
         ready = when_all(1 + len(self._followers), on_ready)
         own = self._own.open_receiver(connector, pair_id, num_senders, open_store, ready)
         others = [follower.open_receiver(connector, pair_id, num_senders, store, ready) for follower in self._followers]

@@ -44,7 +44,7 @@ def main(arguments: list[str]) -> int:
             partial(BodyReader.load, config.model, *options, max_media),
             config.tokenizer_threads,
         )
-        readers.fork()
+        readers.fork([*config.listen_fds, *config.admin_listen_fds])
         ask_for_short_slices()  # after the fork: what takes long is not to come before what answers at once
         give_back_large_blocks()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)

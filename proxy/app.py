@@ -37,6 +37,7 @@ from proxy.rejections import rejection_reason
 from proxy.request_body import SpooledBody, mentions_media
 from proxy.request_id import HEADER, check_request_id, id_header, request_id_of
 from proxy.request_timeout import request_timeout_s
+from proxy.router import NoWorkerReady
 from proxy.tool_answers import ToolAnswers
 from proxy.validation import GenerationRequest, ModelNotFound
 from telemetry.logs import serving
@@ -170,7 +171,8 @@ async def _serve(
             is_long = not isinstance(body, bytes) or (door.media is not None and mentions_media(body))
             asked = await (unless_disconnected(request.receive, reading) if is_long else reading)
     except TandemError as error:
-        door.requests.end(record, error.code, is_refused=rejection_reason(error) is not None)
+        is_refused = rejection_reason(error) is not None and not isinstance(error, NoWorkerReady)
+        door.requests.end(record, error.code, is_refused)
         raise
     except Exception:
         door.requests.end(record, InternalError.code)

@@ -27,6 +27,7 @@ from proxy.registry import Registry
 from proxy.rejections import rejection_reason
 from proxy.rendering import RenderedPrompts
 from proxy.request_body import RequestBodies
+from proxy.router import NoWorkerReady
 from proxy.scrapes import Scrapes
 from proxy.sequence import DispatchedSequence, Prompt, TokenDelta
 from proxy.stop_strings import StopStrings
@@ -163,7 +164,7 @@ class Generation:
         except TandemError as error:
             outcome = error.code
             if (reason := rejection_reason(error)) is not None:
-                is_refused = True
+                is_refused = self.num_completion_tokens == 0 and not isinstance(error, NoWorkerReady)
                 door.metrics.rejected.labels(reason).inc()
             raise
         except Exception:

@@ -27,6 +27,8 @@ KERNEL_BUFFER_BYTES = 256 * 1024
 """What the kernel keeps for a client on top of the 64 KiB; left alone it grows to several MiB for each."""
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers."""
+_LAST_HEAD_S = 0.5
+"""For the head of a request to arrive on a connection that was open when the server was told to stop."""
 _MIN_PROGRESS_BYTES = 16 * 1024
 _REASONS = {
     400: b"Bad Request",
@@ -53,6 +55,7 @@ def make_protocol(timeout_s: float, connections: Connections) -> type[HttpToolsP
         _head_watch: asyncio.TimerHandle | None = None
         _num_head_bytes = 0
         _is_counted = False
+        _is_last = False
         _address = ""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -100,6 +103,8 @@ def make_protocol(timeout_s: float, connections: Connections) -> type[HttpToolsP
                 self._refuse_head(HeadTooLarge(f"The request's head is larger than {MAX_HEAD_BYTES} bytes."))
                 raise _HeadRefusedError
             super().on_headers_complete()
+            if self._is_last:
+                self.cycle.keep_alive = False
 
         def send_400_response(self, msg: str) -> None:
             self._refuse_head(InvalidRequest(f"{msg} It is not HTTP/1.1."))
@@ -125,6 +130,20 @@ def make_protocol(timeout_s: float, connections: Connections) -> type[HttpToolsP
                 return
             self.transport.write(_refusal(error))
             self.transport.close()
+
+        # ---- a server that stops
+
+        def shutdown(self) -> None:
+            """A request that is on its way, of a client that has been accepted, is waited for."""
+            if self._head_watch is None:
+                super().shutdown()
+                return
+            self._is_last = True
+            self.loop.call_later(_LAST_HEAD_S, self._close_unless_asked)
+
+        def _close_unless_asked(self) -> None:
+            if self._head_watch is not None:
+                self.transport.close()
 
         # ---- a client that does not read
 

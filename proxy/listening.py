@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import select
 import socket
+import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from protocol.errors import ConfigError
@@ -20,6 +22,7 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 _CHECK_INTERVAL_S = 0.1
+_LOG_INTERVAL_S = 10.0
 _MAX_TAKEN = 64
 """From one socket at a time, so that the other proxies get their part."""
 
@@ -49,12 +52,15 @@ class Doors:
         self.own = own
         self._others = list(others)
         self._taken: set[asyncio.Task[None]] = set()
+        self._logged_at = -_LOG_INTERVAL_S
 
     @classmethod
     def of(cls, fds: Sequence[int], host: str, port: int) -> Doors:
         """fds: inherited, the own first; with none, host and port are bound. Raises ConfigError."""
         if not fds:
             return cls(bind(host, port))
+        for fd in fds:
+            os.set_inheritable(fd, False)  # or children would keep the port when this process has left it
         own, *others = (socket.socket(fileno=fd) for fd in fds)
         return cls(own, others)
 
@@ -68,10 +74,27 @@ class Doors:
             await asyncio.sleep(_CHECK_INTERVAL_S)
             waiting = {fd for fd, event in poll.poll(0) if event & select.POLLIN}
             for fd in waiting & waited:
-                for connection in _accept(by_fd[fd]):
+                for connection in self._accept(by_fd[fd]):
                     self._taken.add(task := asyncio.create_task(_serve(connection, take)))
                     task.add_done_callback(self._taken.discard)
             waited = waiting
+
+    def _accept(self, listener: socket.socket) -> list[socket.socket]:
+        """What is there, some at least."""
+        accepted: list[socket.socket] = []
+        while len(accepted) < _MAX_TAKEN:
+            try:
+                connection, _ = listener.accept()
+            except BlockingIOError:
+                break
+            except OSError as error:  # the client has left, or there are no descriptors just now
+                if time.monotonic() - self._logged_at >= _LOG_INTERVAL_S:
+                    self._logged_at = time.monotonic()
+                    log.warning("cannot take a connection from another proxy's socket: %s", error)
+                break
+            connection.setblocking(False)
+            accepted.append(connection)
+        return accepted
 
     def close(self) -> None:
         self.own.close()
@@ -80,22 +103,6 @@ class Doors:
     def close_others(self) -> None:
         for listener in self._others:
             listener.close()
-
-
-def _accept(listener: socket.socket) -> list[socket.socket]:
-    """What is there, some at least."""
-    accepted: list[socket.socket] = []
-    while len(accepted) < _MAX_TAKEN:
-        try:
-            connection, _ = listener.accept()
-        except BlockingIOError:
-            break
-        except OSError as error:  # the client has left, or there are no descriptors just now
-            log.warning("cannot take a connection from another proxy's socket: %s", error)
-            break
-        connection.setblocking(False)
-        accepted.append(connection)
-    return accepted
 
 
 async def _serve(connection: socket.socket, take: Take) -> None:

@@ -14,7 +14,7 @@ import logging
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import BaseContext
@@ -56,10 +56,19 @@ class ReaderPool:
         self._num_pending = 0
         self._executor: ProcessPoolExecutor | None = None
 
-    def fork(self) -> None:
-        """Call it while the process has one thread and no loop; without it, processes are spawned when first needed."""
+    def fork(self, fds: Sequence[int] = ()) -> None:
+        """Call it while the process has one thread and no loop; without it, processes are spawned when first needed.
+
+        fds: sockets of this process's, that are not to stay open in the others.
+        """
         gc.freeze()  # the children's collector need not touch, and so copy, what they inherit
-        self._executor = self._start(multiprocessing.get_context("fork"), lambda: self._reader)
+
+        def inherit() -> BodyReader:
+            for fd in fds:
+                os.close(fd)
+            return self._reader
+
+        self._executor = self._start(multiprocessing.get_context("fork"), inherit)
 
     async def read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
         """With its prompts tokenised. Raises InvalidRequest, HasMedia, or InternalError when a process was lost."""

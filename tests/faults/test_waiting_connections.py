@@ -100,3 +100,40 @@ def test_no_new_connection_is_refused_while_proxies_are_started_anew(running: Cl
     assert done.returncode == 0, done.stderr
     assert not set(old) & set(pids(running)) and not any(map(is_alive, old))
     assert len(answered) > 20 and set(answered) == {200}
+
+
+def test_operators_are_answered_too(running: Cluster) -> None:
+    frozen, _ = pids(running)
+    os.kill(frozen, signal.SIGSTOP)
+    try:
+        for _ in range(8):
+            headers = {"connection": "close"}
+            assert (
+                httpx.get(f"{running.admin_url}/metrics", headers=headers, timeout=ANSWER_TIMEOUT_S).status_code == 200
+            )
+    finally:
+        os.kill(frozen, signal.SIGCONT)
+
+
+def test_nobody_waits_for_a_cluster_that_stops() -> None:
+    """While the last streams end, who connects is refused: no process that is left keeps the port."""
+    body = {"model": MODEL, "prompt": "A long one", "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    has_begun = threading.Event()
+
+    def read(cluster: Cluster) -> bool:
+        """Whether a new client was refused before the stream had ended."""
+        was_refused = False
+        with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=ANSWER_TIMEOUT_S) as stream:
+            for _ in stream.iter_lines():
+                has_begun.set()
+                try:
+                    socket.create_connection(("127.0.0.1", cluster.port), timeout=ANSWER_TIMEOUT_S).close()
+                except ConnectionRefusedError:
+                    was_refused = True
+        return was_refused
+
+    with ThreadPoolExecutor(1) as pool:
+        with Cluster("--threads-per-worker", "1") as cluster:
+            reading = pool.submit(read, cluster)
+            assert has_begun.wait(ANSWER_TIMEOUT_S)
+        assert reading.result(ANSWER_TIMEOUT_S)

@@ -59,6 +59,9 @@ class FakeSite:
     def http_hosts(self) -> list[str]:
         return []
 
+    def stop_listening(self) -> None:
+        pass
+
     def make_proxy(self, name: str, on_exit: OnExit, on_endpoint: Callable[[str, str], None]) -> Supervised:
         return FakeProcess(name)
 
