@@ -16,9 +16,9 @@ import pytest
 
 from tests.cluster import MODEL, NOW, OLDER_CPU, Cluster
 
-NUM_TOKENS = 400
+NUM_TOKENS = 1500
 _LONG = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}
-_COUNTS = {"type": "array", "items": {"enum": [1, 2, 30]}, "minItems": 400}
+_COUNTS = {"type": "array", "items": {"enum": [1, 2, 30]}, "minItems": 2000}
 _SCHEMA = {"type": "object", "properties": {"counts": _COUNTS}, "required": ["counts"], "additionalProperties": False}
 _TOOL = {"type": "function", "function": {"name": "count", "parameters": _SCHEMA}}
 REQUESTS: list[dict[str, Any]] = [
@@ -26,11 +26,11 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": "A seeded one", "temperature": 1.0, "top_p": 0.9, "seed": 11, "repetition_penalty": 1.1, **_LONG},
     {"prompt": "Three of them", "temperature": 0.8, "seed": 5, "n": 3, **_LONG},
     {"prompt": list(range(5, 200)), "temperature": 0, **_LONG},
-    {"prompt": "With a grammar", "seed": 3, "structured_outputs": {"regex": "[ab]{250}"}, **_LONG},
+    {"prompt": "With a grammar", "seed": 3, "structured_outputs": {"regex": "[ab]{1500}"}, **_LONG},
     {"prompt": "Stopped by no string", "seed": 8, "stop": ["no such thing", "\x00"], **_LONG},
     {
         "prompt": "Stopped by one that comes late", "seed": 9, "stop": ["YZ"],
-        "structured_outputs": {"regex": "[ab]{250}YZ[ab]{100}"}, **_LONG,
+        "structured_outputs": {"regex": "[ab]{1500}YZ[ab]{100}"}, **_LONG,
     },
     {"prompt": "With a schema", "seed": 4, "structured_outputs": {"json": _SCHEMA}, **_LONG},
     {
@@ -63,7 +63,7 @@ def undisturbed(running: Cluster) -> list[Any]:
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
         answers = list(pool.map(lambda body: stream(running, body), REQUESTS))
     [stopped, of_schema, of_tool] = [answer[0] for answer in answers[-3:]]
-    assert stopped["ends"] == ["stop"] and re.fullmatch("[ab]{250}", stopped["text"])
+    assert stopped["ends"] == ["stop"] and re.fullmatch("[ab]{1500}", stopped["text"])
     for answer in (of_schema, of_tool):
         assert answer["ends"] == ["length"] and re.match(r'\s*\{\s*"counts"\s*:\s*\[[\s\d,]{100}', answer["text"])
     return answers
