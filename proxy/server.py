@@ -53,7 +53,7 @@ _MAX_ADMIN_CONNECTIONS = 128
 _STREAMS_PER_ITERATION = 4
 """Streams that get a piece of text in one iteration of the loop; each costs 0.1 to 0.2 ms."""
 _TELL_INTERVAL_S = 1.0
-"""How often gauges are set, and told what is counted, that are not worth it at each change."""
+"""How often gauges are set that are not worth it at each change."""
 _FAREWELL_S = 0.5
 """After the grace running streams are ended with an error event; this long they have to hand it over."""
 
@@ -203,7 +203,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     loop.add_signal_handler(signal.SIGINT, stop, config.shutdown_grace_s)
     log.info("proxy %s serves %s on %s:%d", proxy_id, config.served_model_name, config.host, config.port)
 
-    telling = asyncio.create_task(_tell(metrics, admission, requests))
+    telling = asyncio.create_task(_tell(metrics, admission))
     try:
         await scrapes.start()
         if media is not None:
@@ -225,12 +225,11 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
             await asyncio.to_thread(tracer.close)
 
 
-async def _tell(metrics: ProxyMetrics, admission: Admission, requests: RequestLog) -> None:
+async def _tell(metrics: ProxyMetrics, admission: Admission) -> None:
     while True:
         await asyncio.sleep(_TELL_INTERVAL_S)
         metrics.waiting.set(admission.num_waiting)
         metrics.per_token.tell()
-        requests.tell()
 
 
 def _uvicorn_config(

@@ -20,8 +20,6 @@ NUM_KEPT = 2000
 """Requests whose timelines a proxy can tell; about 3 KiB each."""
 NUM_KEPT_REFUSED = 200
 """The same, of those that were refused for want of room: maybe thousands a second, among which the others are kept."""
-REFUSED_LINES_PER_S = 20
-"""Of the log; what else is refused is counted there. A line costs as much as a quarter of a refusal."""
 
 
 @dataclass(eq=False, slots=True)
@@ -101,14 +99,12 @@ def ignore(record: RequestRecord) -> None:
 
 
 class RequestLog:
-    """on_end: called with each record that has ended, the tracer's for one. `tell` is to be called once a second."""
+    """on_end: called with each record that has ended, the tracer's for one."""
 
     def __init__(self, on_end: Callable[[RequestRecord], None] = ignore, num_kept: int = NUM_KEPT) -> None:
         self._on_end = on_end
         self._records = _Ring(num_kept)
         self._refused = _Ring(NUM_KEPT_REFUSED)
-        self._num_refused_lines = 0
-        self._num_refused_unsaid = 0
 
     def begin(self, request_id: str, api: str, traceparent: str = "") -> RequestRecord:
         """The oldest is forgotten where there are too many, whether or not it has ended."""
@@ -131,18 +127,8 @@ class RequestLog:
         if is_refused:
             self._records.forget(record)
             self._refused.keep(record)
-        if not is_refused or self._num_refused_lines < REFUSED_LINES_PER_S:
-            self._num_refused_lines += is_refused
-            log.info("ended", extra={"fields": record.fields()})
-        else:
-            self._num_refused_unsaid += 1
+        log.info("ended", extra={"fields": record.fields()})
         self._on_end(record)
-
-    def tell(self) -> None:
-        """How many were refused since the last time without a line of their own."""
-        if self._num_refused_unsaid:
-            log.info("more were refused", extra={"fields": {"requests": self._num_refused_unsaid}})
-        self._num_refused_lines = self._num_refused_unsaid = 0
 
     def find(self, request_id: str) -> RequestRecord | None:
         return self._records.find(request_id) or self._refused.find(request_id)

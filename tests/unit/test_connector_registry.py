@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch.distributed import HashStore
 
+from decode_worker.pair_table import IncomingPairTable
+from decode_worker.pairs import IncomingPairs
 from deploy.config import load_config
 from kv_transfer.connector import Peer
 from kv_transfer.fake import FakeReceiver, FakeSender
 from kv_transfer.handshake import agree, offered_connectors
+from kv_transfer.rank_pool import RankPool
 from kv_transfer.registry import load_connector
+from kv_transfer.worker_pools import WorkerPools
 from protocol.errors import ConfigError, KVLayoutMismatch
 from protocol.membership import PROTOCOL_VERSION
-from protocol.transfer import ConnectorParams, KVLayout, OpenPair
+from protocol.transfer import ClosePair, ConnectorParams, KVLayout, OpenPair
 
 Install = Callable[[str], None]
 
@@ -92,3 +98,51 @@ def test_a_broken_one_is_refused_by_name(install: Install, source: str, words: s
     with pytest.raises(ConfigError, match=words):
         offered_connectors("memory", "cpu")
     assert offered_connectors("gloo", "cpu") == ["gloo"], "our own names cannot be taken over"
+
+
+FAILING = """
+    from kv_transfer.fake import FakeNetwork
+    from protocol.errors import KVTransferFailed
+
+    class Network(FakeNetwork):
+        opened = []
+
+        def open_receiver(self, path_id, open_store, blocks, host, on_ready):
+            if self.opened:
+                raise KVTransferFailed("no more queue pairs")
+            self.opened.append(super().open_receiver(path_id, open_store, blocks, host, on_ready))
+            return self.opened[0]
+
+    network = Network(lambda: 0.0)
+"""
+
+
+def test_the_peer_is_told_when_a_path_cannot_be_opened(install: Install) -> None:
+    """A prefill worker of two ranks: what was opened for the first is closed again, and the pair is forgotten."""
+    install(FAILING)
+    layout = KVLayout("model", "bfloat16", 2, 2, 16, 16)
+    blocks = torch.zeros(4, 512, dtype=torch.uint8)
+    told: list[object] = []
+    lost: list[tuple[str, str, bool]] = []
+
+    async def run() -> IncomingPairs:
+        pairs = IncomingPairs(
+            "epoch",
+            IncomingPairTable(layout, "here", "cpu", ["memory"], False, []),
+            WorkerPools(RankPool(0, layout, blocks, "127.0.0.1"), ConnectorParams()),
+            lambda pair_id, message: told.append(message),
+            lambda *loss: lost.append(loss),
+            lambda epoch: None,
+        )
+        theirs = msgspec.structs.replace(layout, tensor_parallel_size=2, num_kv_heads=1)
+        offer = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", [1, 2], "pair", theirs, "here", "cpu", ["memory"])
+        pairs.on_open(offer)
+        assert not pairs.is_open("pair")
+        pairs.close()
+        return pairs
+
+    asyncio.run(run())
+    assert told == [ClosePair("pair", "no more queue pairs")]
+    assert lost == [("pair", "no more queue pairs", True)]
+    [receiver] = load_connector("memory").opened  # type: ignore[attr-defined]
+    assert receiver.closed
