@@ -1,11 +1,13 @@
 """The `fake` connector: both ends in one process, with delay, loss, corruption and frozen peers on demand.
 
-Nothing happens by itself: whoever holds the network moves the clock that it was made with and calls `step` or
-`run_due`. Only there are `on_ready`, `on_done` and `on_closed` called. The same seed and calls give the same run.
+Nothing happens by itself: whoever holds the network moves the clock that it was made with and calls `step`, `run_due`
+or one of `choices`. Only there are `on_ready`, `on_done` and `on_closed` called. The same seed and calls give the same
+run.
 
 It keeps the rules of the real connectors. One-sided (as `ipc`): the sender writes and the receiver is not asked, so
 what was under way when the pair was given up is still written, as late as the network likes. Two-sided (as `gloo`): a
-block moves when both ends have come to its transfer, and an end that sees nothing move for TIMEOUT_S breaks.
+block moves when both ends have come to its transfer, and an end that sees nothing move for TIMEOUT_S breaks, or whose
+peer's process has ended.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ TIMEOUT_S = 5.0
 Side = Literal["sender", "receiver"]
 Step = tuple[float, Callable[[], None]]
 """When something is due, and what."""
+OnWrite = Callable[[str, int], None]
+"""Of a path, and of a block in the pool at its receiving end."""
 
 
 @dataclass(frozen=True)
@@ -153,25 +157,28 @@ class _Transfer:
 
 @dataclass(eq=False)
 class _Path:
+    path_id: str
     sender: FakeSender | None = None
     receiver: FakeReceiver | None = None
     transfer: _Transfer | None = None
     frozen: set[Side] = field(default_factory=set)
+    ended: set[Side] = field(default_factory=set)
 
     def ends_awake(self) -> list[_End]:
         ends: dict[Side, _End | None] = {"receiver": self.receiver, "sender": self.sender}
-        return [end for side, end in ends.items() if end is not None and side not in self.frozen]
+        return [end for side, end in ends.items() if end is not None and side not in self.frozen | self.ended]
 
-    def time_out(self, end: _End) -> None:
+    def break_off(self, end: _End, why: str) -> None:
         self.transfer = None  # a connection that breaks at one end carries no more blocks
-        end.end_head(KVTransferFailed(f"the KV transfer broke off: nothing moved for {TIMEOUT_S:.0f} s"))
+        end.end_head(KVTransferFailed(f"the KV transfer broke off: {why}"))
 
 
 class FakeNetwork:
     """All paths of one simulated cluster, and a connector as `kv_transfer.registry` knows them.
 
-    clock: in seconds, moved by the caller. faults: may be changed at any time. A path's two ends find each other by
-    its id; the sender of a one-sided path needs the receiver's pool, so that is opened first.
+    clock: in seconds, moved by the caller. faults: may be changed at any time. on_write: told just before each write. A
+    path's two ends find each other by its id; the sender of a one-sided path needs the receiver's pool, so that is
+    opened first.
     """
 
     devices = ("cpu", "cuda")
@@ -180,25 +187,33 @@ class FakeNetwork:
     meets_in_store = False
 
     def __init__(
-        self, clock: Callable[[], float], seed: int = 0, one_sided: bool = True, faults: Faults | None = None
+        self,
+        clock: Callable[[], float],
+        seed: int = 0,
+        one_sided: bool = True,
+        faults: Faults | None = None,
+        on_write: OnWrite | None = None,
     ) -> None:
         self.now = clock
         self.one_sided = one_sided
         self.faults = faults or Faults()
         self.num_corrupted_blocks = 0
         self.num_lost_transfers = 0
+        self._on_write = on_write or (lambda path_id, block_id: None)
         self._random = random.Random(seed)
         self._paths: dict[str, _Path] = {}
 
     def open_sender(self, peer: Peer, blocks: torch.Tensor, host: str, on_ready: OnDone) -> FakeSender:
-        path = self._paths.setdefault(peer.path_id, _Path())
+        path = self._paths.setdefault(peer.path_id, _Path(peer.path_id))
+        if "receiver" in path.ended:
+            raise KVTransferFailed("the peer's process has ended")
         path.sender = FakeSender(self, blocks, on_ready)
         return path.sender
 
     def open_receiver(
         self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, host: str, on_ready: OnDone
     ) -> FakeReceiver:
-        path = self._paths.setdefault(path_id, _Path())
+        path = self._paths.setdefault(path_id, _Path(path_id))
         path.receiver = FakeReceiver(self, blocks, on_ready)
         return path.receiver
 
@@ -219,11 +234,19 @@ class FakeNetwork:
         """It wakes and goes on where it was, whatever has become of its peer."""
         self._paths[path_id].frozen.discard(side)
 
+    def kill(self, path_id: str, side: Side = "sender") -> None:
+        """Its process ends, and with it all that this end would do or be told. Its pool remains, which nobody reads."""
+        self._paths[path_id].ended.add(side)
+
     # ---- time
 
     def next_due(self) -> float | None:
         """When there will be something to do; None when everything is at rest or frozen."""
         return min((time for time, _ in self._steps()), default=None)
+
+    def choices(self) -> list[Callable[[], None]]:
+        """All that is due by now, for a search of races: call one of them, then ask again."""
+        return [act for time, act in self._steps() if time <= self.now()]
 
     def step(self) -> bool:
         """Carry out the one thing that is due first, if it is due by now: a block, a callback, a deadline."""
@@ -246,16 +269,19 @@ class FakeNetwork:
                 if end.head is not None:
                     yield from self._end_steps(path, end, end.head, now)
             writers: set[Side] = {"sender"} if self.one_sided else {"sender", "receiver"}
-            if not path.frozen & writers and path.sender is not None and path.receiver is not None:
+            if not (path.frozen | path.ended) & writers and path.sender is not None and path.receiver is not None:
                 yield from self._transfer_steps(path, path.sender, path.receiver, now)
 
     def _end_steps(self, path: _Path, end: _End, job: _Job, now: float) -> Iterator[Step]:
-        if not self.one_sided:
-            yield job.moved_at + TIMEOUT_S, partial(path.time_out, end)
+        late = partial(path.break_off, end, f"nothing moved for {TIMEOUT_S:.0f} s")
+        if not self.one_sided and path.ended:
+            yield now, partial(path.break_off, end, "the peer's process has ended")
+        elif not self.one_sided:
+            yield job.moved_at + TIMEOUT_S, late
         elif end is path.receiver:
             yield now, end.end_head  # all is written before it is announced
         elif path.transfer is not None and not path.transfer.arrivals:
-            yield job.moved_at + TIMEOUT_S, partial(path.time_out, end)
+            yield job.moved_at + TIMEOUT_S, late
 
     def _transfer_steps(self, path: _Path, sender: FakeSender, receiver: FakeReceiver, now: float) -> Iterator[Step]:
         transfer = path.transfer
@@ -264,7 +290,7 @@ class FakeNetwork:
             if send is not None and not send.begun and (self.one_sided or (take is not None and not take.begun)):
                 yield now, partial(self._begin, path, send, take)
         elif transfer.arrivals:
-            yield transfer.arrivals[0], partial(self._write, transfer, sender.blocks, receiver.blocks)
+            yield transfer.arrivals[0], partial(self._write, path, transfer, sender.blocks, receiver.blocks)
         elif transfer.num_written == len(transfer.dst_block_ids):
             yield now, partial(self._finish, path, sender, receiver)
 
@@ -281,9 +307,10 @@ class FakeNetwork:
         path.transfer = _Transfer(jobs, dst, deque(accumulate(delays, initial=self.now())))
         path.transfer.arrivals.popleft()  # the beginning itself
 
-    def _write(self, transfer: _Transfer, src: torch.Tensor, dst: torch.Tensor) -> None:
-        send = transfer.jobs[0]
-        target = dst[transfer.dst_block_ids[transfer.num_written]]
+    def _write(self, path: _Path, transfer: _Transfer, src: torch.Tensor, dst: torch.Tensor) -> None:
+        send, block_id = transfer.jobs[0], transfer.dst_block_ids[transfer.num_written]
+        self._on_write(path.path_id, block_id)
+        target = dst[block_id]
         target.copy_(src[send.block_ids[transfer.num_written]])
         if self._random.random() < self.faults.corruption:
             self.num_corrupted_blocks += 1

@@ -6,9 +6,14 @@ See `tests.unit.transfer_world`, which holds them.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from zlib import crc32
+
+import numpy as np
+import torch
+from torch.distributed import HashStore
 
 from decode_worker.actions import Receive, SendToPrefill
 from decode_worker.pair_table import AcceptPair, CloseReceiver, IncomingPairTable, PrefillLost, RefusePair
@@ -18,6 +23,8 @@ from decode_worker.scheduler import DecodeScheduler
 from engine.batch import Batch
 from engine.block_manager import BlockManager
 from kv_transfer.checksums import corrupt_blocks
+from kv_transfer.connector import Peer
+from kv_transfer.fake import FakeReceiver, FakeSender, Side
 from prefill_worker.actions import SendToDecode, Ship
 from prefill_worker.pair_table import CloseSender, Connect, Disconnect, OpenSender, PairLost, PairTable, SendClose
 from prefill_worker.scheduler import PrefillScheduler
@@ -32,6 +39,7 @@ from protocol.membership import WorkerInfo
 from protocol.transfer import (
     ClosePair,
     CloseTransfer,
+    ConnectorParams,
     FinishTransfer,
     KVLayout,
     KVRefused,
@@ -53,40 +61,25 @@ LEASE_S = 9.0
 LAYOUT = KVLayout("model", "bfloat16", 2, 2, 16, BLOCK_SIZE)
 
 
-@dataclass(eq=False)
-class SendJob:
-    ship: Ship
-    announcement: ShipKV
-    num_moved: int = 0
-    stuck_at: int = -1
-    begun: bool = False
+class Memory:
+    """A pool whose blocks hold one number each. pool: as connectors see it."""
 
-    @property
-    def is_stuck(self) -> bool:
-        return self.num_moved == self.stuck_at
+    def __init__(self) -> None:
+        self.pool = torch.zeros((NUM_BLOCKS, 8), dtype=torch.uint8)
+        self._numbers = self.pool.numpy().view(np.int64).reshape(-1)
 
+    def __getitem__(self, block_id: int) -> int:
+        return int(self._numbers[block_id])
 
-@dataclass(eq=False)
-class ReceiveJob:
-    receive: Receive
-    num_moved: int = 0
-    begun: bool = False
-
-
-@dataclass(eq=False)
-class Path:
-    """The sending end of one pair, and the incarnation of decode that it leads to."""
-
-    pair_id: str
-    source: Prefill
-    target: Decode
-    jobs: deque[SendJob] = field(default_factory=deque)
-    closed: bool = False
-    broken: bool = False
-    told_closed: bool = False
+    def __setitem__(self, block_id: int, content: int) -> None:
+        self._numbers[block_id] = content
 
 
 class Process:
+    """later: what its loop has yet to call. path_ids: of all data paths that it has opened an end of."""
+
+    side: Side
+
     def __init__(self, world: World, name: str, number: int) -> None:
         self.world = world
         self.name = name
@@ -96,8 +89,10 @@ class Process:
         self.alive = True
         self.inbox: dict[str, deque[Any]] = defaultdict(deque)  # by connection: "proxy", or a pair
         self.view: set[str] = set()
-        self.memory = [0] * NUM_BLOCKS
+        self.memory = Memory()
         self.step: Batch | None = None
+        self.later: deque[Callable[[], None]] = deque()
+        self.path_ids: set[str] = set()
 
     @property
     def runs(self) -> bool:
@@ -109,12 +104,14 @@ def pid_of(epoch: str) -> int:
 
 
 class Prefill(Process):
-    def __init__(self, world: World, name: str, number: int) -> None:
+    side = "sender"
+
+    def __init__(self, world: World, name: str, number: int, layout: KVLayout = LAYOUT) -> None:
         super().__init__(world, name, number)
         self.info = WorkerInfo(name, self.epoch, "prefill", name, self.pid)
         self.scheduler = PrefillScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 6, 4, LEASE_S)
-        self.table = PairTable(self.info, [self.pid], LAYOUT, "here", "cpu", [world.connector], True, LEASE_S, [])
-        self.paths: dict[str, Path] = {}
+        self.table = PairTable(self.info, [self.pid], layout, "here", "cpu", [world.connector], True, LEASE_S, [])
+        self.senders: dict[str, FakeSender] = {}
         self.sockets: set[str] = set()
 
     def on_message(self, connection: str, message: Any) -> None:
@@ -160,14 +157,13 @@ class Prefill(Process):
                     self.sockets.add(action.pair_id)
                     self.send(action.pair_id, action.message)
                 case OpenSender():
-                    self.paths[action.pair_id] = Path(action.pair_id, self, self.world.decode_at(action.peers[0].pid))
-                    self.perform_pairs(self.table.on_sender_ready(self.world.now, action.pair_id, None))
+                    self.open_sender(action)
                 case CloseSender():
-                    path = self.paths.get(action.pair_id)
-                    if path is None:
-                        self.perform_pairs(self.table.on_sender_closed(action.pair_id))
+                    sender = self.senders.pop(action.pair_id, None)
+                    if sender is None:
+                        self.on_closed(action.pair_id)
                     else:
-                        path.closed = True
+                        sender.close(partial(self.on_closed, action.pair_id))
                 case SendClose():
                     self.send(action.message.pair_id, action.message)
                 case Disconnect():
@@ -180,39 +176,57 @@ class Prefill(Process):
         if pair_id in self.sockets:
             self.world.decode.inbox[pair_id].append(message)
 
+    def open_sender(self, action: OpenSender) -> None:
+        pair_id = action.pair_id
+
+        def ready(error: KVTransferFailed | None) -> None:
+            self.perform_pairs(self.table.on_sender_ready(self.world.now, pair_id, error))
+
+        peer = Peer(pair_id, action.peers[0])
+        try:
+            self.senders[pair_id] = self.world.network.open_sender(peer, self.memory.pool, "", ready)
+        except KVTransferFailed as error:
+            self.perform_pairs(self.table.on_sender_impossible(self.world.now, pair_id, error))
+        else:
+            self.path_ids.add(pair_id)
+
+    def on_closed(self, pair_id: str) -> None:
+        self.perform_pairs(self.table.on_sender_closed(pair_id))
+
     def ship(self, ship: Ship) -> None:
-        path = self.paths.get(ship.pair_id)
-        if path is None or path.closed:
-            self.perform(self.scheduler.on_shipped(ship.transfer_id, KVTransferFailed("the pair is closed")))
+        sender = self.senders.get(ship.pair_id)
+        if sender is None:
+            error = KVTransferFailed("the pair is closed")
+            self.later.append(lambda: self.perform(self.scheduler.on_shipped(ship.transfer_id, error)))
             return
         checksums = [self.memory[block_id] for block_id in ship.src_block_ids]
         announcement = self.table.announcement(
             ship.pair_id, ship.transfer_id, ship.first_block, len(ship.src_block_ids), checksums
         )
-        job = SendJob(ship, announcement)
-        if self.world.rng.random() < self.world.loss:
-            job.stuck_at = self.world.rng.randrange(len(ship.src_block_ids))
-        path.jobs.append(job)
-        if not self.world.one_sided:
+        if sender.announces_first:
             self.send(ship.pair_id, announcement)
+        self.world.ships[ship.pair_id].append(ship)
+        told = None if sender.announces_first else announcement
+        sender.send(ship.src_block_ids, ship.dst_block_ids, partial(self.on_sent, ship, told))
 
-    def end_job(self, path: Path, error: KVTransferFailed | None) -> None:
-        job = path.jobs.popleft()
-        if error is None and self.world.one_sided:
-            self.send(path.pair_id, job.announcement)
-        self.perform(self.scheduler.on_shipped(job.ship.transfer_id, error))
+    def on_sent(self, ship: Ship, announcement: ShipKV | None, error: KVTransferFailed | None) -> None:
+        self.world.ships[ship.pair_id].popleft()
+        if error is None and announcement is not None:
+            self.send(ship.pair_id, announcement)
+        self.perform(self.scheduler.on_shipped(ship.transfer_id, error))
         if error is not None:
-            self.perform_pairs(self.table.fail(self.world.now, path.pair_id, error.message))
+            self.perform_pairs(self.table.fail(self.world.now, ship.pair_id, error.message))
 
 
 class Decode(Process):
+    side = "receiver"
+
     def __init__(self, world: World, number: int) -> None:
         super().__init__(world, "decode-0", number)
         self.info = WorkerInfo(self.name, self.epoch, "decode", self.name, self.pid)
         self.scheduler = DecodeScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 3)
         self.table = IncomingPairTable(LAYOUT, "here", "cpu", [world.connector], False, [])
-        self.receives: dict[str, deque[ReceiveJob]] = defaultdict(deque)
-        self.receivers: set[str] = set()
+        self.receivers: dict[str, FakeReceiver] = {}
 
     def on_message(self, connection: str, message: Any) -> None:
         match message:
@@ -253,7 +267,7 @@ class Decode(Process):
                 case SendToPrefill():
                     self.send(action.pair_id, action.message)
                 case Receive():
-                    self.receives[action.pair_id].append(ReceiveJob(action))
+                    self.receive(action)
                 case _:
                     self.world.to_proxy(self, action.message)
 
@@ -263,18 +277,9 @@ class Decode(Process):
                 case RefusePair() | SendCloseToPrefill():
                     self.send(action.message.pair_id, action.message)
                 case AcceptPair():
-                    self.receivers.add(action.pair_id)
-                    self.table.on_opened(action.pair_id, self.world.one_sided)
-                    params = [self.world.params_of(self)]
-                    self.send(
-                        action.pair_id,
-                        PairAccepted(action.pair_id, self.epoch, action.connector, params, action.checksums),
-                    )
-                    for pid in action.pids:
-                        if not self.world.is_running(pid):
-                            self.perform_pairs(self.table.on_exit(action.pair_id, pid))
+                    self.accept(action)
                 case CloseReceiver():
-                    self.receivers.discard(action.pair_id)
+                    self.receivers.pop(action.pair_id).close()
                 case IncomingPairLost():
                     self.perform(self.scheduler.on_pair_lost(action.pair_id, action.reason, action.peer_stopped))
                 case PrefillLost():
@@ -285,21 +290,33 @@ class Decode(Process):
             if pair_id in prefill.sockets:
                 prefill.inbox[pair_id].append(message)
 
-    def write(self, source: Prefill, job: SendJob, dst_block_id: int) -> None:
-        transfer = self.scheduler._transfers.get(job.ship.transfer_id)
-        assert transfer is not None and dst_block_id in transfer.own_block_ids, "a write to a block in other use"
-        value = source.memory[job.ship.src_block_ids[job.num_moved]]
-        if self.world.rng.random() < self.world.corruption:
-            self.world.num_corrupted += 1
-            value ^= self.world.rng.randrange(1, 2**32)
-        self.memory[dst_block_id] = value
-        job.num_moved += 1
+    def accept(self, action: AcceptPair) -> None:
+        pair_id = action.pair_id
 
-    def end_receive(self, pair_id: str, error: KVTransferFailed | None) -> None:
-        receive = self.receives[pair_id].popleft().receive
+        def ready(error: KVTransferFailed | None) -> None:
+            assert error is None
+
+        receiver = self.world.network.open_receiver(pair_id, HashStore, self.memory.pool, "", ready)
+        self.path_ids.add(pair_id)
+        self.receivers[pair_id] = receiver
+        self.table.on_opened(pair_id, receiver.peer_writes)
+        params = [ConnectorParams(pid=self.pid)]
+        self.send(pair_id, PairAccepted(pair_id, self.epoch, action.connector, params, action.checksums))
+        for pid in action.pids:
+            if not self.world.is_running(pid):
+                self.perform_pairs(self.table.on_exit(pair_id, pid))
+
+    def receive(self, receive: Receive) -> None:
+        receiver = self.receivers.get(receive.pair_id)
+        if receiver is None:
+            self.later.append(lambda: self.on_received(receive, KVTransferFailed("the pair is closed")))
+        else:
+            receiver.receive(receive.block_ids, partial(self.on_received, receive))
+
+    def on_received(self, receive: Receive, error: KVTransferFailed | None) -> None:
         if error is not None:
             self.perform(self.scheduler.on_received(receive.transfer_id, error))
-            self.perform_pairs(self.table.fail(pair_id, error.message))
+            self.perform_pairs(self.table.fail(receive.pair_id, error.message))
             return
         arrived = [self.memory[block_id] for block_id in receive.block_ids]
         if corrupt_blocks(receive.block_ids, receive.checksums, arrived):

@@ -125,12 +125,12 @@ def test_ten_thousand_schedules(part: int, one_sided: bool) -> None:
     num_late = num_corrupted = num_found = num_duplicated = num_expired = num_kept = 0
     for seed in range(2500 * part, 2500 * (part + 1)):
         try:
-            world = run(seed, one_sided, 60)
+            world = run(seed, one_sided, 80)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         ended.update(sequence.ended for sequence in world.wanted)
         num_late += world.num_late_writes
-        num_corrupted += world.num_corrupted
+        num_corrupted += world.network.num_corrupted_blocks
         num_found += world.num_found_corrupt
         num_duplicated += world.num_duplicated
         num_expired += world.num_expired_leases

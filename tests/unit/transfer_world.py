@@ -1,9 +1,9 @@
 """Two prefill workers and a decode worker in memory: real schedulers and pair tables, simulated network and processes.
 
-The data paths keep the rules of `kv_transfer.fake`, with a number for the content of a block: one-sided (as `ipc`) or
-two-sided (as `gloo`), block by block, with loss and corruption. A frozen process does nothing until it wakes, and then
-goes on where it was; a killed one is followed by another at the same address. Control messages wait in a queue for each
-connection. Nothing happens by itself: whoever holds the world picks the next event.
+The data paths are those of `kv_transfer.fake`: one-sided (as `ipc`) or two-sided (as `gloo`), block by block, late,
+with loss and corruption. A frozen process does nothing until it wakes, and then goes on where it was; a killed one is
+followed by another at the same address. Control messages wait in a queue for each connection. Nothing happens by
+itself: whoever holds the world picks the next event.
 
 Checked at each write: the block belongs to the transfer that it is written for. At each decode step: every block holds
 what was computed for the sequence's own tokens. `check`, after each event: every block has one owner.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +21,8 @@ from typing import Any
 from zlib import crc32
 
 from engine.batch import ItemOutput
+from kv_transfer.fake import FakeNetwork, Faults
+from prefill_worker.actions import Ship
 from protocol.dispatch import (
     AbortRequest,
     DecodeReserved,
@@ -31,13 +33,9 @@ from protocol.dispatch import (
     StartPrefill,
     TokenBatch,
 )
-from protocol.errors import KVTransferFailed
 from protocol.generation import SampledToken, SamplingParams, StopConditions
 from protocol.token_ids import pack_token_ids
-from protocol.transfer import (
-    ConnectorParams,
-)
-from tests.unit.simulated_workers import BLOCK_SIZE, LEASE_S, Decode, Path, Prefill, Process, ReceiveJob
+from tests.unit.simulated_workers import BLOCK_SIZE, LEASE_S, Decode, Memory, Prefill, Process
 
 DEADLINE_S = 40.0
 
@@ -76,7 +74,9 @@ class World:
         self.now = 0.0
         self.one_sided = one_sided
         self.connector = "ipc" if one_sided else "gloo"
-        self.loss, self.corruption = loss, corruption
+        faults = Faults(self.rng.choice([0.0, 0.0, 0.0, 0.5]), loss, corruption)
+        self.network = FakeNetwork(lambda: self.now, seed, one_sided, faults, self._check_write)
+        self.ships: dict[str, deque[Ship]] = defaultdict(deque)  # those handed to a path, by its id
         self.data_pace, self.message_pace = self.rng.choice([0.3, 3.0]), self.rng.choice([0.8, 4.0])
         self.disorder = self.rng.choice([0.02, 0.4])
         self.num_started = 0
@@ -88,7 +88,7 @@ class World:
         self.lost_prompts: list[list[int]] = []
         self.attempts: dict[str, Wanted] = {}
         self.terminals: Counter[tuple[str, str]] = Counter()
-        self.num_corrupted = self.num_found_corrupt = self.num_late_writes = self.num_duplicated = 0
+        self.num_found_corrupt = self.num_late_writes = self.num_duplicated = 0
         self.num_expired_leases = self.num_kept_blocks = 0
 
     # ---- processes
@@ -107,19 +107,16 @@ class World:
     def is_running(self, pid: int) -> bool:
         return any(process.pid == pid for process in self.processes())
 
-    def decode_at(self, pid: int) -> Decode:
-        """The incarnation whose pool a path leads to; another may have its address by now."""
-        return self.decode if self.decode.pid == pid else Decode(self, 0)
-
-    def params_of(self, decode: Decode) -> ConnectorParams:
-        return ConnectorParams(pid=decode.pid)
-
     def freeze(self, process: Process) -> None:
         process.frozen = True
+        for path_id in process.path_ids:
+            self.network.freeze(path_id, process.side)
 
     def thaw(self, process: Process) -> None:
         """It goes on, and registers again if it was taken for lost."""
         process.frozen = False
+        for path_id in process.path_ids:
+            self.network.thaw(path_id, process.side)
         self.visible.add(process.epoch)
 
     def notice_silence(self, process: Process) -> None:
@@ -130,6 +127,8 @@ class World:
     def restart(self, process: Process) -> None:
         """It is killed, and another starts at its address. What it sent last may be lost on the way."""
         process.alive = False
+        for path_id in process.path_ids:
+            self.network.kill(path_id, process.side)
         self.exits.append(process.pid)
         self.visible.discard(process.epoch)
         if isinstance(process, Prefill):
@@ -161,15 +160,17 @@ class World:
             self._dispatch_again(self.rng.choice(able))
             return
         prompt = [self.rng.randrange(3)] * min(8, length) + [self.rng.randrange(23) for _ in range(length - 8)]
-        sequence = Wanted(prompt, StopConditions(self.rng.choice([2, 6]), frozenset()))
-        self.wanted.append(sequence)
-        self._dispatch(sequence, self.rng.choice(able))
+        self.ask(prompt, self.rng.choice([2, 6]), self.rng.choice(able))
 
     def _dispatch_again(self, prefill: Prefill) -> None:
         """A prompt that lost a worker, under another transfer_id."""
-        sequence = Wanted(self.lost_prompts.pop(), StopConditions(6, frozenset()))
+        self.ask(self.lost_prompts.pop(), 6, prefill)
+
+    def ask(self, prompt: list[int], num_tokens: int, prefill: Prefill) -> Wanted:
+        sequence = Wanted(prompt, StopConditions(num_tokens, frozenset()))
         self.wanted.append(sequence)
         self._dispatch(sequence, prefill)
+        return sequence
 
     def _dispatch(self, sequence: Wanted, prefill: Prefill) -> None:
         request_id = f"r{len(self.attempts)}"
@@ -249,10 +250,14 @@ class World:
 
     def events(self) -> list[Event]:
         """All that can happen of itself, that is without a further fault, but for steps."""
-        return [event for process in self.processes() for event in self.events_of(process)]
+        return [event for process in self.processes() for event in self.events_of(process)] + self._path_events()
+
+    def _path_events(self) -> list[Event]:
+        """Blocks that move, and what data paths have to tell their ends."""
+        return [(self.data_pace, act) for act in self.network.choices()]
 
     def events_of(self, process: Process) -> list[Event]:
-        """Messages, news of membership and exits, blocks that move, callbacks."""
+        """Messages, callbacks, news of membership and exits."""
         if not process.runs:
             return []
         events: list[Event] = [
@@ -260,17 +265,12 @@ class World:
             for connection, queue in process.inbox.items()
             if queue
         ]
+        if process.later:
+            events.append((3.0, lambda: process.later.popleft()()))
         if process.view != self.visible:
             events.append((1.0, partial(self.show_view, process)))
-        if isinstance(process, Prefill):
-            for path in process.paths.values():
-                events += self._sender_events(path)
-        elif isinstance(process, Decode):
-            if self.exits:
-                events.append((1.0, self.report_exit))
-            for pair_id, jobs in process.receives.items():
-                if jobs:
-                    events += self._receiver_events(pair_id, jobs[0])
+        if isinstance(process, Decode) and self.exits:
+            events.append((1.0, self.report_exit))
         return events
 
     def random_event(self, rng: random.Random) -> Callable[[], None]:
@@ -280,7 +280,7 @@ class World:
             events = self._outside_events()
         else:
             process = self.processes()[which]
-            events = self.events_of(process) + self._faults_of(process)
+            events = self.events_of(process) + self._path_events() + self._faults_of(process)
             if process.runs:
                 events.append((3.0, partial(self.run_step, process)))
         return rng.choices([act for _, act in events], [weight for weight, _ in events])[0]
@@ -353,83 +353,14 @@ class World:
                 process.perform(process.scheduler.on_tick(self.now))
                 process.renew_leases()
 
-    # ---- data paths
-
-    def _sender_events(self, path: Path) -> list[Event]:
-        if not path.jobs:
-            if path.closed and not path.told_closed:
-                return [(2.0, lambda: self.tell_closed(path))]
-            return []
-        job = path.jobs[0]
-        if path.broken or (path.closed and not job.begun):
-            return [(2.0, lambda: path.source.end_job(path, KVTransferFailed("the pair is closed")))]
-        if self.one_sided:
-            if job.is_stuck:
-                return [(1.0, lambda: self.break_sender(path))]
-            return [(self.data_pace, lambda: self.write(path))]
-        receives = path.target.receives.get(path.pair_id)
-        take = receives[0] if receives else None
-        if take is None or job.is_stuck or not path.target.runs or self._may_not_begin(path, take):
-            return [(0.3, lambda: self.break_sender(path))]
-        return [(self.data_pace, lambda: self.move(path, take))]
-
-    def _may_not_begin(self, path: Path, take: ReceiveJob) -> bool:
-        return path.pair_id not in path.target.receivers and not take.begun
-
-    def _receiver_events(self, pair_id: str, job: ReceiveJob) -> list[Event]:
-        decode = self.decode
-        if self.one_sided:
-            return [(3.0, lambda: decode.end_receive(pair_id, None))]  # it was written before it was announced
-        if pair_id not in decode.receivers and not job.begun:
-            return [(2.0, lambda: decode.end_receive(pair_id, KVTransferFailed("the pair is closed")))]
-        path = next((p.paths[pair_id] for p in self.prefills if pair_id in p.paths), None)
-        waits = path is None or not path.source.runs or path.broken or path.closed or not path.jobs
-        if waits or (path is not None and path.jobs and path.jobs[0].is_stuck):
-            return [(0.3, lambda: self.break_receiver(pair_id))]
-        return []
-
-    def tell_closed(self, path: Path) -> None:
-        path.told_closed = True
-        del path.source.paths[path.pair_id]
-        path.source.perform_pairs(path.source.table.on_sender_closed(path.pair_id))
-
-    def break_sender(self, path: Path) -> None:
-        path.broken = True
-        path.source.end_job(path, KVTransferFailed("nothing moves"))
-
-    def break_receiver(self, pair_id: str) -> None:
-        """The connection breaks at this end, so it breaks at the other."""
-        for prefill in self.prefills:
-            if pair_id in prefill.paths:
-                prefill.paths[pair_id].broken = True
-        self.decode.end_receive(pair_id, KVTransferFailed("nothing moves"))
-
-    def write(self, path: Path) -> None:
-        """One-sided: nobody on the other side is asked."""
-        job = path.jobs[0]
-        job.begun = True
-        dst = job.ship.dst_block_ids[job.num_moved]
-        if path.target is self.decode:
-            transfer = self.decode.scheduler._transfers.get(job.ship.transfer_id)
-            self.num_late_writes += transfer is None or transfer.transfer_id not in self.decode.scheduler._by_transfer
-            path.target.write(path.source, job, dst)
-        else:  # the memory of a process that is gone
-            job.num_moved += 1
-        if job.num_moved == len(job.ship.dst_block_ids):
-            path.source.end_job(path, None)
-
-    def move(self, path: Path, take: ReceiveJob) -> None:
-        """Two-sided: a block that both ends have come to."""
-        job = path.jobs[0]
-        job.begun = take.begun = True
-        assert job.ship.transfer_id == take.receive.transfer_id
-        transfer = self.decode.scheduler._transfers.get(job.ship.transfer_id)
-        self.num_late_writes += transfer is None or transfer.transfer_id not in self.decode.scheduler._by_transfer
-        path.target.write(path.source, job, take.receive.block_ids[take.num_moved])
-        take.num_moved += 1
-        if job.num_moved == len(job.ship.dst_block_ids):
-            path.target.end_receive(path.pair_id, None)
-            path.source.end_job(path, None)
+    def _check_write(self, pair_id: str, block_id: int) -> None:
+        """Of the transfer whose turn it is on this path."""
+        if pair_id not in self.decode.path_ids:
+            return  # the memory of a process that is gone
+        transfer_id = self.ships[pair_id][0].transfer_id
+        transfer = self.decode.scheduler._transfers.get(transfer_id)
+        assert transfer is not None and block_id in transfer.own_block_ids, "a write to a block in other use"
+        self.num_late_writes += transfer_id not in self.decode.scheduler._by_transfer
 
     # ---- steps
 
@@ -471,13 +402,13 @@ class World:
         decode.perform(decode.scheduler.on_step(self.now, outputs))
 
     @staticmethod
-    def _check_memory(memory: list[int], token_ids: list[int], block_table: list[int], num_computed: int) -> None:
+    def _check_memory(memory: Memory, token_ids: list[int], block_table: list[int], num_computed: int) -> None:
         for number in range(-(-num_computed // BLOCK_SIZE)):
             expected = block_content(token_ids, number, num_computed)
             assert memory[block_table[number]] == expected, f"block {number} holds what is not its own"
 
     @staticmethod
-    def _compute(memory: list[int], token_ids: list[int], block_table: list[int], start: int, end: int) -> None:
+    def _compute(memory: Memory, token_ids: list[int], block_table: list[int], start: int, end: int) -> None:
         for number in range(start // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
             memory[block_table[number]] = block_content(token_ids, number, end)
 
@@ -497,7 +428,7 @@ class World:
 
     def settle(self) -> None:
         """No more faults: everything comes to its end, every block comes back, every pair is ready again."""
-        self.loss = self.corruption = 0.0
+        self.network.faults = Faults()
         for process in self.processes():
             if process.frozen:
                 self.thaw(process)
@@ -508,14 +439,29 @@ class World:
             self.pass_time(3.0)  # retries of pairs, then deadlines
         assert self._is_at_rest(), self._why_not_at_rest()
 
+    def advance(self, until: Callable[[], bool]) -> None:
+        """Without faults, one thing after the other, until it is so."""
+        for _ in range(500):
+            if until():
+                return
+            if events := self.events():
+                events[0][1]()
+                self.check()
+                continue
+            for process in self.processes():
+                if process.runs and not until():
+                    self.run_step(process)
+        raise AssertionError("it does not come so far")
+
     def run_to_rest(self) -> None:
         for _ in range(2000):
             if events := self.events():
                 events[0][1]()
                 continue
             for process in self.processes():
-                self.run_step(process)
-            if not self.events() and not any(process.step for process in self.processes()):
+                if process.runs:
+                    self.run_step(process)
+            if not self.events() and not any(process.runs and process.step for process in self.processes()):
                 return
         raise AssertionError("it does not come to rest")
 
