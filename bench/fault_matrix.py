@@ -1,10 +1,10 @@
 """Strikes each kind of process in each way in each phase of a request: `python -m bench.fault_matrix`.
 
 {prefill, decode, proxy, media cache} x {SIGKILL, SIGSTOP, SIGSTOP then SIGCONT, SIGTERM} x {queued, prefilling,
-shipping, first token, decoding, finishing}, and decode workers while they compute a prompt themselves; on a cluster of
-two workers of each role, two proxies and a media cache, with a tiny model that takes images. Where the media cache is
-struck, the request has an image. Reports what became of the request, how long it paused, when the cluster was whole
-again, and what was leaked. `tests.faults.matrix` has the rules.
+shipping, first token, decoding, finishing}, decode workers while they compute a prompt themselves, and clients that go
+in each phase; on a cluster of two workers of each role, two proxies and a media cache, with a tiny model that takes
+images. Where the media cache is struck, the request has an image. Reports what became of the request, how long it
+paused, when the cluster was whole again, and what was leaked. `tests.faults.matrix` has the rules.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench.report import Aim, Report, add_common_options, finish
-from tests.faults.matrix import FAULTS, ROLES, Case, Matrix, Result, all_cases, matrix
+from tests.faults.matrix import CLOSES, FAULTS, ROLES, Case, Matrix, Result, all_cases, matrix
 from tests.faults.phases import LOCAL_PREFILL, PHASES
 
 QUICK = (
@@ -66,8 +66,8 @@ def table(results: list[Result]) -> Table:
 
 def figures(results: list[Result]) -> dict[str, Any]:
     recovery = {}
-    for role in ROLES:
-        for fault in FAULTS:
+    for role in (*ROLES, "client"):
+        for fault in (*FAULTS, CLOSES):
             told = [each for each in results if each.case.role == role and each.case.fault == fault]
             if told:
                 recovery[f"{role}, {fault}"] = {
@@ -84,10 +84,15 @@ def figures(results: list[Result]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, choices in (("role", ROLES), ("fault", FAULTS), ("phase", (*PHASES, LOCAL_PREFILL))):
+    for name, choices in (
+        ("role", (*ROLES, "client")),
+        ("fault", (*FAULTS, CLOSES)),
+        ("phase", (*PHASES, LOCAL_PREFILL)),
+    ):
         parser.add_argument(f"--{name}", choices=choices, help="only this one")
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="in another order: for a run that may be cut short")
     parser.add_argument("--resume", action="store_true", help="run what the file of --json lacks, or has with problems")
+    parser.add_argument("--connector", default="auto", help="KV connector of the cluster (default: %(default)s)")
     add_common_options(parser)
     arguments = parser.parse_args()
     cases = [
@@ -106,7 +111,7 @@ def main() -> None:
         random.Random(arguments.shuffle).shuffle(cases)
     if not cases:
         parser.error("no case is left with these options; leave one of them out")
-    with tempfile.TemporaryDirectory() as folder, matrix(Path(folder)) as running:
+    with tempfile.TemporaryDirectory() as folder, matrix(Path(folder), arguments.connector) as running:
         go_through(running, cases, results, lambda so_far: write(so_far, arguments.json))
     Console().print(table(results))
     finish(report(results), arguments.json)

@@ -12,6 +12,7 @@ import torch
 
 from engine.batch import Batch, ItemOutput
 from engine.model_runner import ModelRunner
+from telemetry.threads import show_thread_name
 
 OnDone = Callable[[list[ItemOutput] | None, BaseException | None, float], None]
 
@@ -43,6 +44,7 @@ class EngineThread:
 
     def _run(self) -> None:
         assert self._on_ready is not None
+        show_thread_name()
         torch.set_num_threads(self._num_threads)
         try:
             runner = self._make_runner()

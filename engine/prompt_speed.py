@@ -4,10 +4,16 @@ from __future__ import annotations
 
 _HALF_LIFE_TOKENS = 4096
 """After so many more prompt tokens a measurement weighs half."""
+_MOST_SLOWER = 2.0
+"""A step counts as at most so many times slower than those before it."""
 
 
 class PromptSpeed:
-    """tokens_per_s: 0 until a step with prompt tokens has run; later steps outweigh earlier ones."""
+    """tokens_per_s: 0 until a step with prompt tokens has run; later steps outweigh earlier ones.
+
+    A worker that once stood still, amid a step, is not slow: no prompt would be sent to it that could show otherwise.
+    One that has become slow is known after some steps for each factor of two.
+    """
 
     def __init__(self) -> None:
         self._num_tokens = 0.0
@@ -20,6 +26,8 @@ class PromptSpeed:
     def on_step(self, num_tokens: int, step_time_s: float) -> None:
         """num_tokens: of prompts, in this step."""
         if num_tokens:
+            if self._time_s:
+                step_time_s = min(step_time_s, _MOST_SLOWER * num_tokens / self.tokens_per_s)
             remaining = 0.5 ** (num_tokens / _HALF_LIFE_TOKENS)
             self._num_tokens = self._num_tokens * remaining + num_tokens
             self._time_s = self._time_s * remaining + step_time_s

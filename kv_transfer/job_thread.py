@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 from kv_transfer.connector import OnDone
 from protocol.errors import KVTransferFailed
+from telemetry.threads import show_thread_name
 
 
 class JobThread:
@@ -14,7 +15,8 @@ class JobThread:
 
     def __init__(self, name: str, keeps_going: bool = False) -> None:
         self._keeps_going = keeps_going
-        self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._executor = ThreadPoolExecutor(1, name, show_thread_name)
+        self._executor.submit(lambda: None)  # else the first transfer would wait for the thread to start
         self._closed = False
         self._broken: KVTransferFailed | None = None
 
@@ -24,20 +26,23 @@ class JobThread:
         if self._closed:
             on_done(KVTransferFailed("the pair is closed"))
             return
-        self._executor.submit(self._run, job).add_done_callback(lambda future: on_done(_outcome(future)))
+        self._executor.submit(lambda: on_done(self._run(job)))
 
-    def _run(self, job: Callable[[], None]) -> None:
+    def _run(self, job: Callable[[], None]) -> KVTransferFailed | None:
+        """What went wrong is given back, not raised: an error that was raised holds the frames that it came through,
+        and with them the job's connections, until the garbage collector comes by, which may be never."""
         if self._broken is not None:
-            raise self._broken
+            return self._broken
         if self._closed:
-            raise KVTransferFailed("the pair was closed while the transfer waited")
+            return KVTransferFailed("the pair was closed while the transfer waited")
         try:
             job()
         except Exception as error:
             failure = KVTransferFailed(f"the KV transfer broke off: {_first_line(error)}")
             if not self._keeps_going:
                 self._broken = failure
-            raise failure from error
+            return failure
+        return None
 
     def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
         """Jobs that wait fail, unrun; the one under way is left to end; then `on_closed` is called on the thread."""
@@ -45,11 +50,6 @@ class JobThread:
             self._closed = True
             self._executor.submit(on_closed)
             self._executor.shutdown(wait=False)
-
-
-def _outcome(future: Future[None]) -> KVTransferFailed | None:
-    error = future.exception()
-    return error if error is None or isinstance(error, KVTransferFailed) else KVTransferFailed(_first_line(error))
 
 
 def _first_line(error: BaseException) -> str:

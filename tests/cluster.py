@@ -123,6 +123,17 @@ class Cluster:
             for r in report.workers
         )
 
+    def ready_pairs(self) -> set[tuple[str, str]]:
+        """(prefill epoch, decode epoch)."""
+        workers = self.status().workers
+        present = {report.worker.epoch for report in workers}
+        return {
+            (report.worker.epoch, pair.decode_epoch)
+            for report in workers
+            for pair in report.pairs
+            if pair.state == "ready" and pair.decode_epoch in present
+        }
+
     def logs(self) -> str:
         return "\n".join(file.read_text() for file in sorted(log_dir(self.port).glob("*.log")))
 

@@ -15,12 +15,14 @@ _SHM = Path("/dev/shm")
 
 @dataclass
 class Footprint:
-    """open_files: by process, what its descriptors lead to, by kind. shared_memory, files: names.
+    """open_files: by process, what its descriptors lead to, by kind. threads: by process, by name, those that have one
+    of their own: KV paths' for one, but none of a pool that grows with its work. shared_memory, files: names.
 
     Files of a proxy's metrics are none of these: what a proxy has counted counts for as long as the cluster runs.
     """
 
     open_files: dict[int, Counter[str]]
+    threads: dict[int, Counter[str]]
     shared_memory: set[str]
     files: set[str]
 
@@ -32,6 +34,7 @@ class Footprint:
         pids = [launcher, *descendants(launcher)]
         return cls(
             {pid: Counter(map(_kind, files)) for pid in pids if (files := open_files(pid))},
+            {pid: _named_threads(pid) for pid in pids},
             shared_memory() - shared_before,
             {str(path.relative_to(folder)) for path in folder.rglob("*") if path.parent.name != "metrics"},
         )
@@ -42,6 +45,9 @@ class Footprint:
         for pid in sorted(self.open_files.keys() & before.open_files.keys()):
             for kind, count in sorted((self.open_files[pid] - before.open_files[pid]).items()):
                 leaks.append(f"process {pid} ({_command(pid)}) has {count} more of {kind}")
+        for pid in sorted(self.threads.keys() & before.threads.keys()):
+            for name, count in sorted((self.threads[pid] - before.threads[pid]).items()):
+                leaks.append(f"process {pid} ({_command(pid)}) has {count} more threads {name}")
         leaks += [f"/dev/shm/{name}" for name in sorted(self.shared_memory - before.shared_memory)]
         leaks += [f"file {name}" for name in sorted(self.files - before.files)]
         return leaks
@@ -49,6 +55,17 @@ class Footprint:
 
 def shared_memory() -> set[str]:
     return {path.name for path in _SHM.iterdir()}
+
+
+def _named_threads(pid: int) -> Counter[str]:
+    """Those that go by another name than the process. Empty when it has ended."""
+    tasks = Path(f"/proc/{pid}/task")
+    try:
+        names = [(task / "comm").read_text().strip() for task in tasks.iterdir()]
+        own = (tasks / str(pid) / "comm").read_text().strip()
+    except OSError:
+        return Counter()
+    return Counter(name for name in names if name != own)
 
 
 def _kind(file: str) -> str:

@@ -30,9 +30,13 @@ from tests.faults.streams import Stream, wait_until
 from tests.media_proxy import ask_cache, data_url, image_part
 from tests.vision_model import encoded, picture, save_model
 
-Role = Literal["prefill", "decode", "proxy", "media cache"]
+Role = Literal["prefill", "decode", "proxy", "media cache", "client"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "proxy", "media cache")
 FAULTS = ("SIGKILL", "SIGSTOP", "SIGSTOP then SIGCONT", "SIGTERM")
+CLOSES = "closes"
+"""What a client does: it ends its connection and is not there any more."""
+HEARD_S = 0.3
+"""After so long whoever is awake has heard of a client's end, and of the others nobody."""
 FROZEN_S = 4.0
 """Longer than the silence after which a worker is lost, and shorter than that after which a proxy is."""
 STOPPED_S = 30.0
@@ -48,7 +52,7 @@ NUM_LAYERS = 10
 OPTIONS = (
     "--prefill", "2", "--decode", "2", "--proxies", "2", "--dtype", "float32", "--threads-per-worker", "1",
     "--max-num-batched-tokens", "16", "--block-size", "16", "--kv-cache-gib", "0.05", "--worker-wait-s", "240",
-    "--media-cache-mib", "64", "--decode-prefill-threshold", str(NUM_LOCAL_PROMPT_TOKENS),
+    "--media-cache-mib", "64", "--decode-prefill-threshold", str(NUM_LOCAL_PROMPT_TOKENS), "--kv-checksums",
 )  # fmt: skip
 
 
@@ -63,8 +67,8 @@ class Case:
 
     @property
     def may_fail(self) -> bool:
-        """The request is on the only process of its kind that is struck. Then it must be told, once."""
-        return self.role == "proxy" and self.fault in ("SIGKILL", "SIGSTOP")
+        """Its client is gone, or the only proxy that it is on. Then it must be told, once."""
+        return self.fault == CLOSES or (self.role == "proxy" and self.fault in ("SIGKILL", "SIGSTOP"))
 
 
 @dataclass
@@ -90,7 +94,8 @@ class Result:
 
 def all_cases() -> list[Case]:
     cases = [Case(role, fault, phase) for role in ROLES for fault in FAULTS for phase in PHASES]
-    return cases + [Case("decode", fault, LOCAL_PREFILL) for fault in FAULTS]
+    cases += [Case("decode", fault, LOCAL_PREFILL) for fault in FAULTS]
+    return cases + [Case("client", CLOSES, phase) for phase in (*PHASES, LOCAL_PREFILL)]
 
 
 class Matrix:
@@ -101,7 +106,7 @@ class Matrix:
         self._phases = Phases(cluster)
         self._shared_before = shared_before
         self._rng = random.Random(seed)
-        self._num_tracebacks = 0
+        self._num_tracebacks = self._num_corrupt_blocks = 0
         self._num_bodies = 0
         self._have_taken: set[tuple[int, int]] = set()  # (media cache, process that has had an image of it)
         self._bystander_body = self._body(takes_image=False, num_tokens=400, num_prompt_tokens=30)
@@ -148,9 +153,13 @@ class Matrix:
             self._show_images()
             self._settle()
             before = Footprint.of(self._cluster, self._shared_before)
+            pairs = self._cluster.ready_pairs()
             try:
                 with self._bystander() as bystander:
-                    return self._strike(case, body, reference.token_ids, bystander, before, num_missed)
+                    result = self._strike(case, body, reference.token_ids, bystander, before, num_missed)
+                if case.fault == CLOSES and self._cluster.ready_pairs() != pairs:
+                    result.problems.append("a pair was made anew")
+                return result
             except Missed as missed:
                 print(f"{case}: missed, {missed}", flush=True)
         raise AssertionError(f"{case}: the phase was not reached in {MAX_TRIES} tries")
@@ -169,7 +178,11 @@ class Matrix:
         with self._phases.held(body, case.phase, not_on=bystander.stream.proxy_pid) as held:
             pid = self._pid_of(case, held)
             struck_at = time.monotonic()
-            if case.fault in ("SIGKILL", "SIGTERM"):
+            if case.fault == CLOSES:
+                held.stream.abandon()
+                time.sleep(HEARD_S)
+                held.frozen.thaw()
+            elif case.fault in ("SIGKILL", "SIGTERM"):
                 os.kill(pid, getattr(signal, case.fault))
                 held.frozen.thaw()
             else:
@@ -228,6 +241,11 @@ class Matrix:
         if num_tracebacks > self._num_tracebacks:
             problems.append(f"{num_tracebacks - self._num_tracebacks} tracebacks in the logs")
         self._num_tracebacks = num_tracebacks
+        loads = [report.load for report in self._cluster.status().workers]
+        num_corrupt_blocks = sum(load.num_corrupt_blocks for load in loads)
+        if num_corrupt_blocks > self._num_corrupt_blocks:
+            problems.append(f"{num_corrupt_blocks - self._num_corrupt_blocks} blocks held what was not sent to them")
+        self._num_corrupt_blocks = num_corrupt_blocks
         return problems + leaks
 
     def _pid_of(self, case: Case, held: Held) -> int:
@@ -240,6 +258,8 @@ class Matrix:
                 return self._phases.pid(held.prefill)
             case "decode":
                 return self._phases.pid(held.decode)
+            case "client":
+                return 0
 
     def _is_replaced(self, pid: int) -> bool:
         return pid not in {self._phases.pid(name) for name in self._phases.names()}
@@ -332,9 +352,10 @@ def _why_not_whole(report: StatusReport) -> str:
 
 
 @contextmanager
-def matrix(folder: Path) -> Iterator[Matrix]:
+def matrix(folder: Path, connector: str = "auto") -> Iterator[Matrix]:
     """folder: for the model."""
     shared_before = shared_memory()
     model = str(save_model(folder, NUM_LAYERS))
-    with Cluster("--model", model, "--served-model-name", "m", *OPTIONS) as cluster:
+    options = (*OPTIONS, "--kv-connector", connector)
+    with Cluster("--model", model, "--served-model-name", "m", *options) as cluster:
         yield Matrix(cluster, shared_before)

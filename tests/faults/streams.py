@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -37,7 +38,7 @@ class Stream:
         self.num_ends = 0
         self._body = body
         self._path = "/v1/completions" if "prompt" in body else "/v1/chat/completions"
-        self._client, self.proxy_pid = connect(cluster, not_on)
+        self._client, self._socket, self.proxy_pid = connect(cluster, not_on)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -49,6 +50,10 @@ class Stream:
         """Until it has ended."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
+
+    def abandon(self) -> None:
+        """Its client goes: the connection ends, whatever is under way on it."""
+        self._socket.shutdown(socket.SHUT_RDWR)
 
     def longest_pause_s(self, since: float, now: float) -> float:
         """Without an event, from `since` to its end, or to `now` while it runs."""
@@ -90,15 +95,15 @@ class Stream:
         return outcome or "connection ended"
 
 
-def connect(cluster: Cluster, not_on: int = 0) -> tuple[httpx.Client, int]:
-    """A client with one open connection, and the process id of the proxy at its other end."""
+def connect(cluster: Cluster, not_on: int = 0) -> tuple[httpx.Client, socket.socket, int]:
+    """A client with one open connection, its socket, and the process id of the proxy at its other end."""
     for _ in range(60):  # the kernel chooses among the proxies that share the port
         client = httpx.Client(base_url=cluster.url, timeout=READ_TIMEOUT_S, limits=httpx.Limits(max_connections=1))
         answer = client.get("/health")
-        own_port = answer.extensions["network_stream"].get_extra_info("client_addr")[1]
-        pid = proxy_of_connection(cluster, own_port)
+        connection = answer.extensions["network_stream"].get_extra_info("socket")
+        pid = proxy_of_connection(cluster, connection.getsockname()[1])
         if pid != not_on:
-            return client, pid
+            return client, connection, pid
         client.close()
     raise AssertionError("no connection led to another proxy")
 

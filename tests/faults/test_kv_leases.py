@@ -12,9 +12,9 @@ from tests.cluster import Cluster
 from tests.faults.test_kv_pairs import ask, pair_failures
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    arguments = ["--max-num-batched-tokens", "16", "--kv-cache-gib", "0.02", "--kv-connector", "ipc"]
+@pytest.fixture(scope="module", params=["ipc", "gloo"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    arguments = ["--max-num-batched-tokens", "16", "--kv-cache-gib", "0.02", "--kv-connector", request.param]
     with Cluster(
         "--decode", "2", "--threads-per-worker", "1", "--kv-lease-s", "1", "--worker-silence-s", "30", *arguments
     ) as running:

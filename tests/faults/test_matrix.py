@@ -1,4 +1,4 @@
-"""A part of the fault matrix, on one cluster; `python -m bench.fault_matrix` goes through all of it."""
+"""A part of the fault matrix, over two connectors; `python -m bench.fault_matrix` goes through all of it."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.matrix import Case, Matrix, matrix
-from tests.faults.phases import LOCAL_PREFILL
+from tests.faults.matrix import CLOSES, Case, Matrix, matrix
+from tests.faults.phases import LOCAL_PREFILL, PHASES
 
 CASES = [
     Case("prefill", "SIGKILL", "shipping"),
@@ -22,6 +22,13 @@ CASES = [
     Case("media cache", "SIGKILL", "queued"),
     Case("media cache", "SIGKILL", "prefilling"),
 ]
+CLIENTS = [Case("client", CLOSES, phase) for phase in (*PHASES, LOCAL_PREFILL)]
+GLOO_CASES = [
+    Case("prefill", "SIGKILL", "shipping"),
+    Case("prefill", "SIGSTOP then SIGCONT", "shipping"),
+    Case("decode", "SIGSTOP then SIGCONT", "first token"),
+    Case("decode", "SIGKILL", "first token"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +37,21 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def over_gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
+    with matrix(tmp_path_factory.mktemp("vision"), "gloo") as made:
+        yield made
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", CASES + CLIENTS, ids=str)
 def test_case(running: Matrix, case: Case) -> None:
     result = running.run(case)
+    assert not result.problems, result
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", GLOO_CASES + CLIENTS, ids=str)
+def test_case_over_gloo(over_gloo: Matrix, case: Case) -> None:
+    result = over_gloo.run(case)
     assert not result.problems, result
