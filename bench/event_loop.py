@@ -30,6 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.latency import Distribution
+from bench.load_process import LoadProcess
 from bench.noise_model import ensure_noise_model
 from bench.poller import CONTROL, Poller
 from bench.ports import free_port
@@ -42,8 +43,6 @@ BURSTS = ("completions", "two per request", "chat", "token ids", "truncated", "m
 BURSTS_BESIDE_STREAMS = ("completions", "two per request", "chat")
 _WORDS_PER_TOKEN = 0.5673  # of the noise model's tokeniser and `long_text`
 _START_TIMEOUT_S = 120.0
-_NICENESS = 10
-"""Of the senders and readers of load, which stand for other machines but run on this one's few cores."""
 
 
 class BurstFigures(msgspec.Struct, frozen=True):
@@ -81,53 +80,57 @@ def main() -> None:
 async def run(options: argparse.Namespace, num_threads: int) -> dict[str, Any]:
     """All bursts against one cluster."""
     bursts = options.only or BURSTS
-    os.setpriority(os.PRIO_PROCESS, 0, 0)
     figures: dict[str, Any] = {}
     with (
         cluster(num_threads, options.num_streams) as (port, admin_port, proxy_pid),
         Poller({path: admin_port if path == "/metrics" else port for path in PATHS}) as poller,
+        LoadProcess() as load,
     ):
-        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
         url = f"http://127.0.0.1:{port}"
-        async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as client:
-            figures["rss_mib before"] = rss_mib(proxy_pid)
+        figures["rss_mib before"] = rss_mib(proxy_pid)
+        poller.begin()
+        await asyncio.sleep(1 if options.quick else 4)
+        figures["idle"] = BurstFigures({}, 0, poller.end(), rss_mib(proxy_pid))
+        for burst in bursts:
+            bodies = make_bodies(burst, options.num_prompts, options.num_tokens)
+            figures[burst] = await poll_through(url, load, poller, proxy_pid, burst, bodies)
+        async with streams(port, options.num_streams):
             poller.begin()
             await asyncio.sleep(1 if options.quick else 4)
-            figures["idle"] = BurstFigures({}, 0, poller.end(), rss_mib(proxy_pid))
-            for burst in bursts:
-                bodies = make_bodies(burst, options.num_prompts, options.num_tokens)
-                figures[burst] = await poll_through(client, poller, proxy_pid, burst, bodies)
-            async with streams(port, options.num_streams):
-                poller.begin()
-                await asyncio.sleep(1 if options.quick else 4)
-                figures["streams alone"] = BurstFigures({}, 0, poller.end(), rss_mib(proxy_pid))
-                for burst in BURSTS_BESIDE_STREAMS:
-                    if burst in bursts:
-                        bodies = make_bodies(burst, options.num_prompts, options.num_tokens)
-                        name = f"{burst} beside streams"
-                        figures[name] = await poll_through(client, poller, proxy_pid, burst, bodies)
+            figures["streams alone"] = BurstFigures({}, 0, poller.end(), rss_mib(proxy_pid))
+            for burst in BURSTS_BESIDE_STREAMS:
+                if burst in bursts:
+                    bodies = make_bodies(burst, options.num_prompts, options.num_tokens)
+                    name = f"{burst} beside streams"
+                    figures[name] = await poll_through(url, load, poller, proxy_pid, burst, bodies)
     return figures
 
 
+async def post_at_once(url: str, bodies: list[bytes]) -> tuple[list[tuple[int, str]], float]:
+    """Status and text of each answer, and the seconds until all were there."""
+    async with httpx.AsyncClient(timeout=600, limits=httpx.Limits(max_connections=None)) as client:
+        begun = time.perf_counter()
+        answers = await asyncio.gather(*(client.post(url, content=body) for body in bodies))
+        return [(answer.status_code, answer.text[:300]) for answer in answers], time.perf_counter() - begun
+
+
 async def poll_through(
-    client: httpx.AsyncClient, poller: Poller, proxy_pid: int, burst: str, bodies: list[bytes]
+    url: str, load: LoadProcess, poller: Poller, proxy_pid: int, burst: str, bodies: list[bytes]
 ) -> BurstFigures:
     """Send all bodies at once, wait for all answers."""
     path = "/v1/chat/completions" if burst == "chat" else "/v1/completions"
     poller.begin()
-    begun = time.perf_counter()
     ran_before, starved_before = scheduled_s(proxy_pid)
-    answers = await asyncio.gather(*(client.post(path, content=body) for body in bodies))
-    duration_s = time.perf_counter() - begun
+    answers, duration_s = await load.run(post_at_once, url + path, bodies)
     ran, starved = scheduled_s(proxy_pid)
     polled = poller.end()
     statuses: dict[str, int] = {}
-    for answer in answers:
-        statuses[str(answer.status_code)] = statuses.get(str(answer.status_code), 0) + 1
+    for status, _ in answers:
+        statuses[str(status)] = statuses.get(str(status), 0) + 1
     num_served = {"truncated": len(bodies), "mixed": (len(bodies) + 1) // 2}.get(burst, 0)
     expected = {"200": num_served, "400": len(bodies) - num_served}
     if statuses != {status: number for status, number in expected.items() if number}:
-        raise SystemExit(f"{burst}: answers are {statuses}, expected {expected}: {answers[0].text[:300]}")
+        raise SystemExit(f"{burst}: answers are {statuses}, expected {expected}: {answers[0][1]}")
     return BurstFigures(statuses, duration_s, polled, rss_mib(proxy_pid), ran - ran_before, starved - starved_before)
 
 

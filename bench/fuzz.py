@@ -29,6 +29,7 @@ import zmq
 from bench.fuzz_cache import fuzz_cache
 from bench.fuzz_http import HttpFuzzer
 from bench.fuzz_messages import MessageFuzzer, sender
+from bench.fuzz_replay import ReplayingProxy
 from bench.ports import free_port
 from bench.report import Aim, Report, add_common_options, finish
 from deploy.runtime_dir import runtime_dir
@@ -76,6 +77,7 @@ class Fuzz:
         self._rng = random.Random(seed)
         self._folder = runtime_dir(port)
         self.inputs: Counter[str] = Counter()
+        self.replay_outcomes: Counter[str] = Counter()
         self.http = HttpFuzzer(self._rng, port, MODEL)
         self._fuzzers = {
             "proxy-0": self._fuzzer(ToProxyControl),
@@ -140,8 +142,9 @@ class Fuzz:
             for name in self._fuzzers:
                 self._to_router(name, size * (1 if name == "launcher" else 2) // 10)
             self._as_member(size * 2 // 10)
+            self._replay(size // 20)
             self._bytes_to_sockets(max(1, size // 20))
-            for _ in range(max(1, size - size * 2 // 10 * 4 - size // 10 - size // 20)):
+            for _ in range(max(1, size - size * 2 // 10 * 4 - size // 10 - 2 * (size // 20))):
                 self.http.send_one()
                 self.inputs["http"] += 1
             self.settle()
@@ -194,6 +197,12 @@ class Fuzz:
             router.close()
             control.close()
             context.term()
+
+    def _replay(self, count: int) -> None:
+        workers = {report.worker.role: report.worker for report in self.status().workers}
+        proxy = ReplayingProxy(self._rng, workers["prefill"], workers["decode"])
+        self.inputs["genuine, several times"] += proxy.run(count)
+        self.replay_outcomes.update(proxy.outcomes)
 
     def _bytes_to_sockets(self, count: int) -> None:
         """What is no ZeroMQ at all, or stops in the middle of its handshake."""
@@ -251,6 +260,7 @@ def run(port: int, admin_url: str, num_inputs: int, seed: int) -> dict[str, Any]
         "media_cache": cache,
         "inputs": dict(sorted(fuzz.inputs.items())),
         "http_outcomes": dict(sorted(fuzz.http.outcomes.items())),
+        "replay_outcomes": dict(sorted(fuzz.replay_outcomes.items())),
         "num_internal_errors": fuzz.http.outcomes["500"],
         "refusals": refusals(httpx.get(f"{admin_url}/metrics", headers={"Cache-Control": "no-cache"}, timeout=30).text),
         "descriptors": {name: num_descriptors(pid) for name, pid in pids.items()},
@@ -299,7 +309,7 @@ def main() -> None:
         Aim.of("internal errors", figures["num_internal_errors"], 0, "lower"),
         Aim.of("memory growth, MiB", growth, 64, "lower"),
     ]
-    for name in ("http_outcomes", "refusals", "memory_growth_mib"):
+    for name in ("http_outcomes", "replay_outcomes", "refusals", "memory_growth_mib"):
         print(name, figures[name])
     finish(Report.of("fuzz", figures, aims), options.json)
 

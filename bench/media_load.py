@@ -152,12 +152,16 @@ def _serves(url: str) -> bool:
     return True
 
 
-async def send_at_most(client: httpx.AsyncClient, bodies: list[bytes], at_once: int, timeout_s: float) -> list[Answer]:
-    """All of them, so many at a time, in order."""
+async def send_at_most(url: str, bodies: list[bytes], at_once: int, timeout_s: float) -> tuple[list[Answer], float]:
+    """All of them, so many at a time, in order; and the seconds that it took."""
     places = asyncio.Semaphore(at_once)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=at_once)
+    async with httpx.AsyncClient(base_url=url, limits=limits) as client:
 
-    async def one(body: bytes) -> Answer:
-        async with places:
-            return await send(client, body, timeout_s)
+        async def one(body: bytes) -> Answer:
+            async with places:
+                return await send(client, body, timeout_s)
 
-    return list(await asyncio.gather(*(one(body) for body in bodies)))
+        begun = time.perf_counter()
+        answers = await asyncio.gather(*(one(body) for body in bodies))
+        return list(answers), time.perf_counter() - begun

@@ -11,18 +11,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from bench.latency import Distribution
+from bench.load_process import LoadProcess
 from bench.media_load import Answer, chat_body, cluster, jpeg, send_at_most
 from bench.poller import CONTROL, Poller
 from bench.ports import free_port
@@ -85,15 +83,12 @@ def of_vllm(options: argparse.Namespace, images: list[bytes]) -> float:
     command = [str(options.peers / "vllm_single.sh"), str(options.vllm), str(options.model), str(port)]
 
     async def ask() -> float:
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=options.at_once)
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", limits=limits) as client:
-            warm_up = [chat_body("?", image=jpeg(len(images) + i), max_tokens=1) for i in range(16)]
-            for bodies in (warm_up, images):
-                begun = time.perf_counter()
-                answers = await send_at_most(client, bodies, options.at_once, _TIMEOUT_S)
-                duration_s = time.perf_counter() - begun
-                if wrong := [each for each in answers if each.status != 200]:
-                    raise SystemExit(f"{len(wrong)} requests to vLLM failed: {wrong[0]}")
+        warm_up = [chat_body("?", image=jpeg(len(images) + i), max_tokens=1) for i in range(16)]
+        for bodies in (warm_up, images):
+            # Not from a process that gives way: vLLM's spin, and would leave it nothing.
+            answers, duration_s = await send_at_most(f"http://127.0.0.1:{port}", bodies, options.at_once, _TIMEOUT_S)
+            if wrong := [each for each in answers if each.status != 200]:
+                raise SystemExit(f"{len(wrong)} requests to vLLM failed: {wrong[0]}")
         return len(images) / duration_s
 
     with server(command, port):
@@ -104,33 +99,28 @@ def of_vllm(options: argparse.Namespace, images: list[bytes]) -> float:
 
 async def run(url: str, images: list[bytes], at_once: int) -> dict[str, StormFigures]:
     port = int(url.rpartition(":")[2])
-    os.setpriority(os.PRIO_PROCESS, 0, 0)  # as which the poller and the sender of texts start
     with (
         Poller({path: port + (path == "/metrics") for path in PATHS}) as poller,  # the admin port is the next
         TextPrompts(port) as texts,
+        LoadProcess() as load,
     ):
-        os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=at_once)
-        async with httpx.AsyncClient(base_url=url, limits=limits) as client:
-            figures = {"text alone": await storm(client, poller, texts, [], 1)}
-            figures["new"] = await storm(client, poller, texts, images, at_once)
-            figures["cached"] = await storm(client, poller, texts, images, at_once)
+        figures = {"text alone": await storm(url, load, poller, texts, [], 1)}
+        figures["new"] = await storm(url, load, poller, texts, images, at_once)
+        figures["cached"] = await storm(url, load, poller, texts, images, at_once)
     return figures
 
 
 async def storm(
-    client: httpx.AsyncClient, poller: Poller, texts: TextPrompts, images: list[bytes], at_once: int
+    url: str, load: LoadProcess, poller: Poller, texts: TextPrompts, images: list[bytes], at_once: int
 ) -> StormFigures:
     """Text prompts one after the other, beside the images where there are any."""
     poller.begin()
     texts.begin()
-    begun = time.perf_counter()
-    answers: list[Answer] = []
+    answers, duration_s = list[Answer](), _TEXT_ALONE_S
     if images:
-        answers = await send_at_most(client, images, at_once, _TIMEOUT_S)
+        answers, duration_s = await load.run(send_at_most, url, images, at_once, _TIMEOUT_S)
     else:
         await asyncio.sleep(_TEXT_ALONE_S)
-    duration_s = time.perf_counter() - begun
     ttft = await asyncio.to_thread(texts.end)
     polled = poller.end()
     wrong = [answer for answer in answers if answer.status not in (200, 429, 503) or answer.error]

@@ -9,6 +9,8 @@ import asyncio
 import json
 import sys
 
+from bench.load_process import step_aside
+
 _MAX_TOKENS = 2000
 _SOME = 16_384
 
@@ -53,4 +55,5 @@ async def read_forever(port: int, model: str, number: int, begun: asyncio.Event)
 
 
 if __name__ == "__main__":
+    step_aside()
     asyncio.run(main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3])))

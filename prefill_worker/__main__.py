@@ -10,13 +10,13 @@ import msgspec
 from prefill_worker.config import PrefillConfig
 from prefill_worker.worker import PrefillWorker
 from protocol.process import run_process
-from worker.priority import step_back
+from worker.priority import PREFILL_NICENESS, step_back
 
 
 def main() -> None:
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=PrefillConfig)
     own = config.worker
-    step_back(own.engine)
+    step_back(own.engine, PREFILL_NICENESS)
     run_process(own.worker_id, own.log_level, lambda: PrefillWorker(config), own.log_format)
 
 

@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_NICENESS = 10
+_NICENESS = 19
 """Of the threads, as of the tokenising processes: what answers others comes first."""
 EXIT_BAD_CONFIG = 2
 

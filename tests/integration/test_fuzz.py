@@ -14,6 +14,7 @@ def test_a_cluster_outlives_rubbish() -> None:
         assert "a message handler failed" not in cluster.logs()
     assert figures["num_inputs"] >= NUM_INPUTS
     assert figures["num_internal_errors"] == 0
+    assert figures["replay_outcomes"]["length"] > 0, "of what was said several times, some was done"
     refused = figures["refusals"]
     assert {label.split('"')[-2] for label in refused} >= {"bad_handshake", "not_a_message", "not_possible"}
     for process in ('worker="prefill-0"', 'worker="decode-0"', "tandem_refusals_total"):

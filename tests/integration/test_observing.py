@@ -25,6 +25,7 @@ from deploy.grafana.dashboards import DASHBOARDS
 from telemetry.stages import FIRST_TOKEN_STAGES, STAGES
 from tests.cluster import MODEL, NOW, Cluster, children_of
 from tests.fake_workers import wait_until
+from worker.priority import DECODE_NICENESS, PREFILL_NICENESS
 
 SECRET = "xyzzy-the-prompt-is-nobodys-business"
 KEY = "sk-not-in-any-log"
@@ -208,8 +209,8 @@ def test_what_answers_clients_comes_before_what_computes(cluster: Cluster) -> No
         return os.getpriority(os.PRIO_PROCESS, pid)
 
     proxy = started["proxy"]
-    for worker in ("prefill_worker", "decode_worker"):
-        assert niceness(started[worker]) == niceness(proxy) + 5
+    for worker, steps in (("prefill_worker", PREFILL_NICENESS), ("decode_worker", DECODE_NICENESS)):
+        assert niceness(started[worker]) == niceness(proxy) + steps
         assert os.getsid(started[worker]) == started[worker]
     readers = [child for child in children_of(proxy) if niceness(child) == niceness(proxy) + 10]
     assert readers and all(os.getsid(reader) == reader for reader in readers), "in a session of its own"

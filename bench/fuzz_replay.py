@@ -1,0 +1,105 @@
+"""Genuine requests, of a proxy that says everything several times, out of order, and again when all is over."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter
+from typing import Any
+
+import msgspec
+import zmq
+
+from protocol.dispatch import AbortRequest, FirstToken, PrepareDecode, RequestFailed, StartPrefill, TokenBatch, ToProxy
+from protocol.generation import SamplingParams, StopConditions
+from protocol.membership import WorkerInfo
+from protocol.token_ids import pack_token_ids
+
+_PROXY = "replaying-proxy"
+_NUM_TOKENS = 3
+_ANSWER_TIMEOUT_S = 30.0
+Message = StartPrefill | PrepareDecode | AbortRequest
+
+
+class ReplayingProxy:
+    """Requests of its own to one prefill and one decode worker. outcomes: how each of them ended first."""
+
+    def __init__(self, rng: random.Random, prefill: WorkerInfo, decode: WorkerInfo) -> None:
+        self._rng = rng
+        self._prefill, self._decode = prefill, decode
+        self._encoder, self._decoder = msgspec.msgpack.Encoder(), msgspec.msgpack.Decoder(ToProxy)
+        self.outcomes: Counter[str] = Counter()
+
+    def run(self, count: int) -> int:
+        """How many messages were sent. Raises TimeoutError when a request that was not aborted has no end."""
+        rng, num_sent = self._rng, 0
+        context = zmq.Context()
+        to = {worker.epoch: self._connect(context, worker) for worker in (self._prefill, self._decode)}
+        try:
+            while num_sent < count:
+                name = rng.randbytes(8).hex()
+                said = self._request(name)
+                said *= rng.randint(1, 3)
+                rng.shuffle(said)
+                is_aborted = rng.random() < 0.3
+                if is_aborted:
+                    for epoch in to:
+                        said.insert(rng.randrange(len(said) + 1), (epoch, AbortRequest(_PROXY, name)))
+                for epoch, message in said:
+                    to[epoch].send(self._encoder.encode(message))
+                if not is_aborted:
+                    self.outcomes[self._await_end(list(to.values()), name)] += 1
+                for epoch, message in said:  # when all is over; what that begins anew is ended
+                    to[epoch].send(self._encoder.encode(message))
+                for epoch in to:
+                    to[epoch].send(self._encoder.encode(AbortRequest(_PROXY, name)))
+                num_sent += 2 * len(said) + len(to)
+        finally:
+            for socket in to.values():
+                socket.close()
+            context.term()
+        return num_sent
+
+    def _connect(self, context: zmq.Context[Any], worker: WorkerInfo) -> Any:
+        socket = context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 2000)
+        socket.setsockopt(zmq.IDENTITY, f"{_PROXY}:0".encode())
+        socket.connect(worker.endpoint)
+        return socket
+
+    def _request(self, name: str) -> list[tuple[str, Message]]:
+        """What a proxy sends for one request: epoch of the worker, and message."""
+        tokens = pack_token_ids([self._rng.randrange(4, 200) for _ in range(self._rng.choice((1, 40, 200)))])
+        stop = StopConditions(_NUM_TOKENS, frozenset())
+        common: dict[str, Any] = {
+            "proxy_id": _PROXY, "request_ids": [name], "transfer_id": f"t-{name}", "token_ids": tokens,
+            "sampling": SamplingParams(), "seeds": [1], "stop": stop, "deadline_s": 60.0,
+        }  # fmt: skip
+        prefill, decode = self._prefill, self._decode
+        return [
+            (prefill.epoch, StartPrefill(decode_worker_id=decode.worker_id, decode_epoch=decode.epoch, **common)),
+            (decode.epoch, PrepareDecode(prefill_worker_id=prefill.worker_id, prefill_epoch=prefill.epoch, **common)),
+        ]
+
+    def _await_end(self, sockets: list[Any], name: str) -> str:
+        poller = zmq.Poller()
+        for socket in sockets:
+            poller.register(socket, zmq.POLLIN)
+        deadline = time.monotonic() + _ANSWER_TIMEOUT_S
+        while time.monotonic() < deadline:
+            for socket, _ in poller.poll(1000):
+                for end in _ends(self._decoder.decode(socket.recv()), name):
+                    return end
+        raise TimeoutError(f"a request that was sent several times had no end within {_ANSWER_TIMEOUT_S:.0f} s")
+
+
+def _ends(message: Any, name: str) -> list[str]:
+    match message:
+        case RequestFailed(request_id=request_id, error=error) if request_id == name:
+            return [error.code]
+        case FirstToken(request_id=request_id, finish_reason=reason) if request_id == name and reason is not None:
+            return [reason]
+        case TokenBatch(tokens=tokens):
+            return [t.finish_reason for t in tokens if t.request_id == name and t.finish_reason is not None]
+        case _:
+            return []

@@ -1,0 +1,64 @@
+"""Load from a process of its own, with the least part of the processor.
+
+It stands for other machines, but runs on the few cores of this one. A nice value alone does not give way where Linux
+gives each session an equal part (`telemetry.scheduling`), so the process has a session of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import multiprocessing
+import os
+from collections.abc import Callable, Coroutine
+from multiprocessing.connection import Connection
+from typing import Any, ParamSpec, Self, TypeVar
+
+from telemetry.scheduling import leave_session
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_NICENESS = 19
+_spawn = multiprocessing.get_context("spawn")  # no locks or sockets of the parent
+
+
+class LoadProcess:
+    """A context manager; runs one thing at a time."""
+
+    def __enter__(self) -> Self:
+        self._pipe, far_end = _spawn.Pipe()
+        self._process = _spawn.Process(target=_serve, args=(far_end,), daemon=True)
+        self._process.start()
+        far_end.close()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+    async def run(self, load: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
+        """What this function of a module gives there. Raises RuntimeError where it failed."""
+        self._pipe.send((load, args, kwargs))
+        failed, result = await asyncio.to_thread(self._pipe.recv)
+        if failed:
+            raise RuntimeError(f"{load.__name__} failed: {result}")
+        return result  # type: ignore[no-any-return]
+
+
+def step_aside() -> None:
+    """For the calling process."""
+    os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
+    leave_session(_NICENESS)
+
+
+def _serve(pipe: Connection) -> None:
+    step_aside()
+    while True:
+        try:
+            load, args, kwargs = pipe.recv()
+        except EOFError:  # the parent has gone
+            return
+        try:
+            answer = (False, asyncio.run(load(*args, **kwargs)))
+        except Exception as error:
+            answer = (True, repr(error))
+        pipe.send(answer)
