@@ -141,6 +141,9 @@ class DecodeScheduler:
             return Overloaded("this decode worker has too many sequences")
         if request.transfer_id in self._closed_transfers:
             return KVTransferFailed("the prefill worker gave the transfer up")
+        transfer = self._transfers.get(request.transfer_id)
+        if transfer is not None and transfer.is_reserved:
+            return KVTransferFailed("this transfer belonged to a request that has ended, and may still write")
         needed = max(self.blocks.num_blocks_for(prompt.max_num_tokens), self._reservations.num_blocks_to_begin(prompt))
         if needed > self.blocks.num_blocks:
             return InternalError(

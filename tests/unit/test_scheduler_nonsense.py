@@ -6,7 +6,7 @@ import contextlib
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from decode_worker.actions import Receive
@@ -50,6 +50,7 @@ def prepare(transfer_id: str, count: int) -> PrepareDecode:
     )
 
 
+@example([ReserveKV("pair-0", "t0", 0), ("prepare", "t0", 1), ("abort", "t0", 0), ("prepare", "t0", 1)])
 @given(st.lists(TO_DECODE, max_size=40))
 def test_decode(events: list[Any]) -> None:
     scheduler = DecodeScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "m", 4)
