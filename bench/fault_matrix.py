@@ -23,8 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench.report import Aim, Report, add_common_options, finish
-from tests.faults.matrix import CLOSES, FAULTS, ROLES, Case, Matrix, Result, all_cases, matrix
-from tests.faults.phases import LOCAL_PREFILL, PHASES
+from tests.faults.matrix import Case, Matrix, Result, all_cases, matrix
 
 QUICK = (
     Case("prefill", "SIGKILL", "shipping"),
@@ -65,15 +64,13 @@ def table(results: list[Result]) -> Table:
 
 
 def figures(results: list[Result]) -> dict[str, Any]:
-    recovery = {}
-    for role in (*ROLES, "client"):
-        for fault in (*FAULTS, CLOSES):
-            told = [each for each in results if each.case.role == role and each.case.fault == fault]
-            if told:
-                recovery[f"{role}, {fault}"] = {
-                    "pause_s_most": max(each.pause_s for each in told),
-                    "whole_s_most": max(each.whole_s for each in told),
-                }
+    told: dict[str, list[Result]] = {}
+    for each in results:
+        told.setdefault(f"{each.case.role}, {each.case.fault}", []).append(each)
+    recovery = {
+        struck: {"pause_s_most": max(each.pause_s for each in of), "whole_s_most": max(each.whole_s for each in of)}
+        for struck, of in told.items()
+    }
     return {
         "load_average": round(os.getloadavg()[0], 2),
         "cases": len(results),
@@ -84,12 +81,9 @@ def figures(results: list[Result]) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    for name, choices in (
-        ("role", (*ROLES, "client")),
-        ("fault", (*FAULTS, CLOSES)),
-        ("phase", (*PHASES, LOCAL_PREFILL)),
-    ):
-        parser.add_argument(f"--{name}", choices=choices, help="only this one")
+    for name in ("role", "fault", "phase"):
+        choices = dict.fromkeys(getattr(case, name) for case in all_cases())
+        parser.add_argument(f"--{name}", choices=list(choices), help="only this one")
     parser.add_argument("--shuffle", type=int, metavar="SEED", help="in another order: for a run that may be cut short")
     parser.add_argument("--resume", action="store_true", help="run what the file of --json lacks, or has with problems")
     parser.add_argument("--connector", default="auto", help="KV connector of the cluster (default: %(default)s)")

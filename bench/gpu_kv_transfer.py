@@ -102,6 +102,7 @@ def prefill_side(results: Connection, connector: str, device_index: int, num_rou
     source[:] = torch.arange(len(source), device="cuda:0", dtype=torch.uint8)[:, None]
     target = torch.empty_like(source, device=f"cuda:{device_index}")
     outcomes = Outcomes()
+    writes_alone = load_connector(connector).one_sided
     sender = load_connector(connector).open_sender(Peer("pair", params), source, HOST, outcomes)
     outcomes.check_next()
     for size in SIZES:
@@ -112,11 +113,11 @@ def prefill_side(results: Connection, connector: str, device_index: int, num_rou
                 src, dst = block_ids(mode, num_blocks, "source"), block_ids(mode, num_blocks, "destination")
                 torch.cuda.synchronize()
                 started = time.perf_counter()
-                if sender.announces_first:
+                if not writes_alone:
                     peer.send(dst)
                 sender.send(src, dst, outcomes)
                 outcomes.check_next()
-                if not sender.announces_first:
+                if writes_alone:
                     peer.send(dst)
                 if not peer.poll(LIMIT_S) or peer.recv() != "done":
                     raise KVTransferFailed("the decode process did not take the blocks")

@@ -268,9 +268,10 @@ class PrefillSide:
         self._parts = pool.view(num_pairs, -1, block_bytes)
         params: ConnectorParams = peer.recv()
         ready = Countdown(num_pairs)
+        opened_by = load_connector(connector)
+        self._writes_alone = opened_by.one_sided
         self._senders = [
-            load_connector(connector).open_sender(Peer(f"pair-{i}", params), self._blocks, HOST, ready.done)
-            for i in range(num_pairs)
+            opened_by.open_sender(Peer(f"pair-{i}", params), self._blocks, HOST, ready.done) for i in range(num_pairs)
         ]
         ready.wait()
         self._raw_scattered: list[Callable[[int, int], None]] = []
@@ -315,15 +316,13 @@ class PrefillSide:
                 dst = [first + i for i in destination]
                 announcement = Announcement(pair, dst)
 
-                def done(
-                    error: KVTransferFailed | None, announcement: Announcement = announcement, sender: Any = sender
-                ) -> None:
-                    if error is None and not sender.announces_first:
+                def done(error: KVTransferFailed | None, announcement: Announcement = announcement) -> None:
+                    if error is None and self._writes_alone:
                         with lock:
                             self._peer.send(announcement)
                     countdown.done(error)
 
-                if sender.announces_first:
+                if not self._writes_alone:
                     self._peer.send(announcement)
                 sender.send([first + i for i in source], dst, done)
         countdown.wait()

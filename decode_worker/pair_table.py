@@ -76,7 +76,7 @@ class IncomingPair:
     prefill_epoch: str
     live_pids: set[int]
     number: int = 0
-    peer_writes: bool = True  # until the receiver says otherwise
+    peer_writes: bool = True  # until it is known to be otherwise
     lease_s: float = 10.0
     renewed_at: float = 0.0
     num_announced: int = 0

@@ -126,7 +126,8 @@ class IncomingPairs:
 
     def _accept(self, action: AcceptPair) -> None:
         pair_id, store = action.pair_id, ConnectorParams()
-        if load_connector(action.connector).meets_in_store:
+        connector = load_connector(action.connector)
+        if connector.meets_in_store:
             if self._store_server is None:
                 self._store_server = StoreServer(self._pools.host)
             store = ConnectorParams(store_host=self._pools.host, store_port=self._store_server.port)
@@ -149,7 +150,7 @@ class IncomingPairs:
             for each in self._pools.params
         ]
         self._receivers[pair_id] = receiver
-        self._table.on_opened(pair_id, receiver.peer_writes)
+        self._table.on_opened(pair_id, connector.one_sided)
         self._send(pair_id, PairAccepted(pair_id, self._epoch, action.connector, params, action.checksums))
         self._watch(pair_id, action.pids)
 

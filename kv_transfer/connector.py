@@ -43,11 +43,6 @@ class Peer:
 class KVSender(Protocol):
     """The prefill side's end. Jobs are carried out in the order they were handed in."""
 
-    @property
-    def announces_first(self) -> bool:
-        """True: ShipKV goes out before `send`, for the peer must receive. False: after it, as we write."""
-        ...
-
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
         """The peer has set these blocks aside and what goes into them is being computed: do what can be done ahead."""
 
@@ -64,11 +59,6 @@ class KVSender(Protocol):
 class KVReceiver(Protocol):
     """The decode side's end."""
 
-    @property
-    def peer_writes(self) -> bool:
-        """True: the peer writes into our pool by itself, and only its word or its death shows that it has stopped."""
-        ...
-
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
         """Take the blocks that the peer announced into own blocks `block_ids`."""
 
@@ -80,8 +70,10 @@ class KVConnector(Protocol):
     """A way to make the two ends of one path, from one rank's pool to another's: `kv_transfer.registry` finds them all.
 
     devices: torch device types of the pools that it moves blocks between. crosses_hosts, crosses_devices: whether it
-    also joins workers on different hosts, and on different GPUs. one_sided: the peer writes by itself, as `KVReceiver`
-    says, and is announced after it has. meets_in_store: whether the ends need a store to find each other.
+    also joins workers on different hosts, and on different GPUs. one_sided: the sender writes into the receiver's pool
+    by itself: then blocks are announced (ShipKV) after they were sent, and only the sender's word or its death shows
+    that it has stopped. Else they are announced before, for the receiver must take part. meets_in_store: whether the
+    ends need a store to find each other.
 
     blocks: own pool as uint8 [num_blocks, ...], whole blocks or some heads of each, the same shape but for num_blocks
     on both sides. host: own address on the network of the data path. Neither method blocks; `on_ready` is called once,

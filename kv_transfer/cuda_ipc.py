@@ -9,7 +9,6 @@ transfer counts as done when the host has seen its event, so the job that is und
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
 
 import torch
 
@@ -66,8 +65,6 @@ def map_peer_pool(params: ConnectorParams, device: torch.device) -> torch.Tensor
 
 class CudaIpcSender:
     """Prefill side, as `MappedMemorySender`; the peer's pool must be on the GPU of `blocks`."""
-
-    announces_first: ClassVar[bool] = False
 
     def __init__(self, name: str, blocks: torch.Tensor, params: ConnectorParams, peer_view: PeerView) -> None:
         self._src = blocks

@@ -114,10 +114,6 @@ class _End:
 class FakeSender(_End):
     """Prefill side."""
 
-    @property
-    def announces_first(self) -> bool:
-        return not self.network.one_sided
-
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
         pass
 
@@ -130,10 +126,6 @@ class FakeSender(_End):
 
 class FakeReceiver(_End):
     """Decode side."""
-
-    @property
-    def peer_writes(self) -> bool:
-        return self.network.one_sided
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
         self.jobs.append(_Job(list(block_ids), on_done, self.network.now()))

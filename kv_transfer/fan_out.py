@@ -34,10 +34,6 @@ class FanOutSender:
     def __init__(self, senders: Sequence[KVSender]) -> None:
         self._senders = senders
 
-    @property
-    def announces_first(self) -> bool:
-        return self._senders[0].announces_first
-
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
         for sender in self._senders:
             sender.prepare(dst_block_ids)
@@ -58,10 +54,6 @@ class FanOutReceiver:
 
     def __init__(self, receivers: Sequence[KVReceiver]) -> None:
         self._receivers = receivers
-
-    @property
-    def peer_writes(self) -> bool:
-        return self._receivers[0].peer_writes
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
         done = when_all(len(self._receivers), on_done)

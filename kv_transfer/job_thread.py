@@ -26,7 +26,7 @@ class JobThread:
         if self._closed:
             on_done(KVTransferFailed("the pair is closed"))
             return
-        self._executor.submit(lambda: on_done(self._run(job)))
+        self._executor.submit(self._run, job).add_done_callback(lambda future: on_done(future.result()))
 
     def _run(self, job: Callable[[], None]) -> KVTransferFailed | None:
         """What went wrong is given back, not raised: an error that was raised holds the frames that it came through,

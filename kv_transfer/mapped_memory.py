@@ -10,7 +10,6 @@ import ctypes
 import mmap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 
@@ -83,8 +82,6 @@ def _unseen(block_ids: Sequence[int], seen: set[int]) -> list[int]:
 class MappedMemorySender:
     """Prefill side. peer_view: of the mapped pool, the heads that `blocks` has. Raises KVTransferFailed."""
 
-    announces_first: ClassVar[bool] = False
-
     def __init__(
         self,
         name: str,
@@ -120,8 +117,6 @@ class MappedMemoryReceiver:
     What is left is to map their pages, beside whatever uses them: faults of the model's thread would cost it 0.06 ms a
     MiB. blocks: own pool, on CPU or not.
     """
-
-    peer_writes: ClassVar[bool] = True
 
     def __init__(self, name: str, blocks: torch.Tensor) -> None:
         self._blocks = blocks

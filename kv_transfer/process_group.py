@@ -210,7 +210,6 @@ class _ProcessGroupEnd:
 class ProcessGroupSender(_ProcessGroupEnd):
     """Prefill side."""
 
-    announces_first: ClassVar[bool] = True
     _rank: ClassVar[int] = _SENDER
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
@@ -231,7 +230,6 @@ class ProcessGroupSender(_ProcessGroupEnd):
 class ProcessGroupReceiver(_ProcessGroupEnd):
     """Decode side. It alone writes to its pool, so a closed pair cannot be written through."""
 
-    peer_writes: ClassVar[bool] = False
     _rank: ClassVar[int] = _RECEIVER
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:

@@ -15,7 +15,6 @@ from kv_transfer.connector import KVReceiver, KVSender, OnDone
 from kv_transfer.job_thread import JobThread
 from kv_transfer.process_group import connect_store
 from kv_transfer.rank_pool import RankPool
-from kv_transfer.registry import load_connector
 from protocol.codec import Codec
 from protocol.errors import InternalError, KVTransferFailed
 from protocol.rank_channel import RankChannel
@@ -144,13 +143,13 @@ class RemoteRank:
 
     def open_sender(self, connector: str, pair_id: str, peers: list[ConnectorParams], on_ready: OnDone) -> KVSender:
         self.order(lambda job_id: OpenSender(job_id, pair_id, connector, peers), on_ready)
-        return _RemoteSender(self, pair_id, announces_first=not load_connector(connector).one_sided)
+        return _RemoteSender(self, pair_id)
 
     def open_receiver(
         self, connector: str, pair_id: str, num_senders: int, store: ConnectorParams, on_ready: OnDone
     ) -> KVReceiver:
         self.order(lambda job_id: OpenReceiver(job_id, pair_id, connector, num_senders, store), on_ready)
-        return _RemoteReceiver(self, pair_id, peer_writes=load_connector(connector).one_sided)
+        return _RemoteReceiver(self, pair_id)
 
     def checksums(self, block_ids: Sequence[int], take: Callable[[list[int]], None], on_done: OnDone) -> None:
         """`take` is called before `on_done` when all goes well."""
@@ -182,10 +181,9 @@ class RemoteRank:
 
 
 class _RemoteSender:
-    def __init__(self, rank: RemoteRank, pair_id: str, announces_first: bool) -> None:
+    def __init__(self, rank: RemoteRank, pair_id: str) -> None:
         self._rank = rank
         self._pair_id = pair_id
-        self.announces_first = announces_first
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
         dst = list(dst_block_ids)
@@ -200,10 +198,9 @@ class _RemoteSender:
 
 
 class _RemoteReceiver:
-    def __init__(self, rank: RemoteRank, pair_id: str, peer_writes: bool) -> None:
+    def __init__(self, rank: RemoteRank, pair_id: str) -> None:
         self._rank = rank
         self._pair_id = pair_id
-        self.peer_writes = peer_writes
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
         ids = list(block_ids)

@@ -16,6 +16,7 @@ from engine.batch import ItemOutput
 from engine.embedding_cache import EmbeddingCache
 from engine.prompt_speed import PromptSpeed
 from kv_transfer.handshake import offered_connectors
+from kv_transfer.registry import load_connector
 from prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
 from prefill_worker.config import PrefillConfig
 from prefill_worker.media import MediaIntake
@@ -247,14 +248,16 @@ class PrefillWorker:
         announcement = self._pairs.announcement(
             action.pair_id, action.transfer_id, action.first_block, len(action.src_block_ids), checksums
         )
-        announces_first = sender.announces_first
-        if announces_first:
+        pair = self._pairs.get(action.pair_id)
+        assert pair is not None  # as long as it has a sender
+        writes_alone = load_connector(pair.connector).one_sided
+        if not writes_alone:
             self._pairs.send(action.pair_id, announcement)
 
         started_at = time.perf_counter()
 
         def done(error: KVTransferFailed | None) -> None:
-            told = None if announces_first else announcement
+            told = announcement if writes_alone else None
             self._loop.call_soon_threadsafe(self._on_shipped, action, told, error, time.perf_counter() - started_at)
 
         sender.send(action.src_block_ids, action.dst_block_ids, done)

@@ -81,7 +81,7 @@ def random_blocks() -> torch.Tensor:
     return torch.randint(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8, device="cuda")
 
 
-def move_at_random(sender: Any, peer: Connection, source: torch.Tensor) -> None:
+def move_at_random(connector: str, sender: Any, peer: Connection, source: torch.Tensor) -> None:
     rng, expected = random.Random(0), torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8)
     for _ in range(10):
         count = rng.randint(1, 20)
@@ -90,7 +90,7 @@ def move_at_random(sender: Any, peer: Connection, source: torch.Tensor) -> None:
         dst = rng.sample(range(NUM_BLOCKS), count) if rng.random() < 0.5 else list(range(start, start + count))
         source.random_(0, 256)  # computed on the model's stream, just before
         sent = Outcomes()
-        if sender.announces_first:
+        if not load_connector(connector).one_sided:
             peer.send(dst)
             sender.send(src, dst, sent)
             assert sent.next() is None
@@ -110,7 +110,7 @@ def test_cuda_ipc_puts_blocks_where_they_should_be() -> None:
         ready, source = Outcomes(), random_blocks()
         sender = load_connector("ipc").open_sender(Peer("pair", params), source, HOST, ready)
         assert ready.next() is None and peer.recv() is None
-        move_at_random(sender, peer, source)
+        move_at_random("ipc", sender, peer, source)
         closed, late = Outcomes(), Outcomes()
         sender.close(lambda: closed(None))
         closed.next()
@@ -152,5 +152,5 @@ def test_nccl_between_two_processes_on_one_gpu(monkeypatch: pytest.MonkeyPatch) 
         ready, source = Outcomes(), random_blocks()
         sender = load_connector("nccl").open_sender(Peer("pair", params), source, HOST, ready)
         assert ready.next() is None and peer.recv() is None
-        move_at_random(sender, peer, source)
+        move_at_random("nccl", sender, peer, source)
         sender.close(lambda: None)

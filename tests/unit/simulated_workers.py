@@ -203,10 +203,10 @@ class Prefill(Process):
         announcement = self.table.announcement(
             ship.pair_id, ship.transfer_id, ship.first_block, len(ship.src_block_ids), checksums
         )
-        if sender.announces_first:
+        if not self.world.one_sided:
             self.send(ship.pair_id, announcement)
         self.world.ships[ship.pair_id].append(ship)
-        told = None if sender.announces_first else announcement
+        told = announcement if self.world.one_sided else None
         sender.send(ship.src_block_ids, ship.dst_block_ids, partial(self.on_sent, ship, told))
 
     def on_sent(self, ship: Ship, announcement: ShipKV | None, error: KVTransferFailed | None) -> None:
@@ -299,7 +299,7 @@ class Decode(Process):
         receiver = self.world.network.open_receiver(pair_id, HashStore, self.memory.pool, "", ready)
         self.path_ids.add(pair_id)
         self.receivers[pair_id] = receiver
-        self.table.on_opened(pair_id, receiver.peer_writes)
+        self.table.on_opened(pair_id, self.world.one_sided)
         params = [ConnectorParams(pid=self.pid)]
         self.send(pair_id, PairAccepted(pair_id, self.epoch, action.connector, params, action.checksums))
         for pid in action.pids:

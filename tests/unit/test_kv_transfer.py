@@ -92,7 +92,7 @@ def test_blocks_arrive_where_they_should(
         src = rng.sample(range(NUM_BLOCKS), count) if rng.random() < 0.5 else list(range(start, start + count))
         dst = rng.sample(range(NUM_BLOCKS), count) if rng.random() < 0.5 else list(range(start, start + count))
         expected[dst] = source[src]
-        if sender.announces_first:
+        if not load_connector(connector).one_sided:
             receiver.receive(dst, received)
             sender.send(src, dst, sent)
         else:

@@ -34,3 +34,12 @@ def test_a_worker_that_stood_still_amid_a_step_is_as_fast_as_before(num_tokens: 
 def test_a_lasting_change_is_learnt(factor: float) -> None:
     steps = [(1024, 1.024)] * 20 + [(1024, 1.024 * factor)] * 60
     assert measured(*steps).tokens_per_s == pytest.approx(1000 / factor, rel=0.05)
+
+
+def test_short_prompts_after_long_ones_count_in_full() -> None:
+    """Each takes fifteen times as long for its token."""
+    steps = [(1024, 1.024)] * 20 + [(1, 0.015)] * 400
+    exact = sum(0.5 ** ((400 - index - 1) / 4096) * 0.015 for index in range(400))
+    long_ago = 0.5 ** (400 / 4096) * sum(0.5 ** (1024 * index / 4096) for index in range(20)) * 1.024
+    num_tokens = sum(0.5 ** (index / 4096) for index in range(400)) + long_ago * 1000
+    assert measured(*steps).tokens_per_s == pytest.approx(num_tokens / (exact + long_ago), rel=1e-6)
