@@ -119,9 +119,10 @@ async def poll_through(
 ) -> BurstFigures:
     """Send all bodies at once, wait for all answers."""
     path = "/v1/chat/completions" if burst == "chat" else "/v1/completions"
+    post_all = await load.prepare(post_at_once, url + path, bodies)
     poller.begin()
     ran_before, starved_before = scheduled_s(proxy_pid)
-    answers, duration_s = await load.run(post_at_once, url + path, bodies)
+    answers, duration_s = await post_all()
     ran, starved = scheduled_s(proxy_pid)
     polled = poller.end()
     statuses: dict[str, int] = {}

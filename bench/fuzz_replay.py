@@ -11,6 +11,7 @@ import msgspec
 import zmq
 
 from protocol.dispatch import AbortRequest, FirstToken, PrepareDecode, RequestFailed, StartPrefill, TokenBatch, ToProxy
+from protocol.errors import InternalError
 from protocol.generation import SamplingParams, StopConditions
 from protocol.membership import WorkerInfo
 from protocol.token_ids import pack_token_ids
@@ -39,7 +40,8 @@ class ReplayingProxy:
             while num_sent < count:
                 name = rng.randbytes(8).hex()
                 said = self._request(name)
-                said *= rng.randint(1, 3)
+                num_copies = rng.randint(1, 3)
+                said *= num_copies
                 rng.shuffle(said)
                 is_aborted = rng.random() < 0.3
                 if is_aborted:
@@ -48,7 +50,7 @@ class ReplayingProxy:
                 for epoch, message in said:
                     to[epoch].send(self._encoder.encode(message))
                 if not is_aborted:
-                    self.outcomes[self._await_end(list(to.values()), name)] += 1
+                    self.outcomes[self._await_end(list(to.values()), name, num_copies > 1)] += 1
                 for epoch, message in said:  # when all is over; what that begins anew is ended
                     to[epoch].send(self._encoder.encode(message))
                 for epoch in to:
@@ -81,7 +83,8 @@ class ReplayingProxy:
             (decode.epoch, PrepareDecode(prefill_worker_id=prefill.worker_id, prefill_epoch=prefill.epoch, **common)),
         ]
 
-    def _await_end(self, sockets: list[Any], name: str) -> str:
+    def _await_end(self, sockets: list[Any], name: str, has_copies: bool) -> str:
+        """has_copies: a copy is refused, which says nothing of the request."""
         poller = zmq.Poller()
         for socket in sockets:
             poller.register(socket, zmq.POLLIN)
@@ -89,7 +92,8 @@ class ReplayingProxy:
         while time.monotonic() < deadline:
             for socket, _ in poller.poll(1000):
                 for end in _ends(self._decoder.decode(socket.recv()), name):
-                    return end
+                    if not (has_copies and end == InternalError.code):
+                        return end
         raise TimeoutError(f"a request that was sent several times had no end within {_ANSWER_TIMEOUT_S:.0f} s")
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, ParamSpec, Self, TypeVar
 
@@ -35,13 +36,27 @@ class LoadProcess:
         self._process.kill()
         self._process.join()
 
-    async def run(self, load: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """What this function of a module gives there. Raises RuntimeError where it failed."""
-        self._pipe.send((load, args, kwargs))
-        failed, result = await asyncio.to_thread(self._pipe.recv)
-        if failed:
-            raise RuntimeError(f"{load.__name__} failed: {result}")
-        return result  # type: ignore[no-any-return]
+    async def prepare(
+        self, load: Callable[P, Coroutine[Any, Any, T]], *args: P.args, **kwargs: P.kwargs
+    ) -> Callable[[], Awaitable[T]]:
+        """Hand a function of a module over, with all that it takes; what is returned lets it begin.
+
+        That gives what the function gives, and raises RuntimeError where it failed.
+        """
+
+        def hand_over() -> None:
+            self._pipe.send((load, args, kwargs))
+            self._pipe.recv()
+
+        def let_run() -> T:
+            self._pipe.send(None)
+            failed, result = self._pipe.recv()
+            if failed:
+                raise RuntimeError(f"{load.__name__} failed: {result}")
+            return result  # type: ignore[no-any-return]
+
+        await asyncio.to_thread(hand_over)
+        return partial(asyncio.to_thread, let_run)
 
 
 def step_aside() -> None:
@@ -55,6 +70,8 @@ def _serve(pipe: Connection) -> None:
     while True:
         try:
             load, args, kwargs = pipe.recv()
+            pipe.send("ready")
+            pipe.recv()
         except EOFError:  # the parent has gone
             return
         try:

@@ -31,8 +31,6 @@ from bench.text_prompts import TextPrompts
 PATHS = ("/health", "/v1/models", "/metrics")
 NUM_LOCAL_TOKENS = 512
 """Text prompts are computed by the decode worker, as where text must not wait for images on prefill."""
-_NICENESS = 10
-"""Of this process, which stands for other machines but runs on this one's few cores."""
 _TIMEOUT_S = 300.0
 _TEXT_ALONE_S = 8.0
 
@@ -114,11 +112,12 @@ async def storm(
     url: str, load: LoadProcess, poller: Poller, texts: TextPrompts, images: list[bytes], at_once: int
 ) -> StormFigures:
     """Text prompts one after the other, beside the images where there are any."""
+    answers, duration_s = list[Answer](), _TEXT_ALONE_S
+    send_all = await load.prepare(send_at_most, url, images, at_once, _TIMEOUT_S) if images else None
     poller.begin()
     texts.begin()
-    answers, duration_s = list[Answer](), _TEXT_ALONE_S
-    if images:
-        answers, duration_s = await load.run(send_at_most, url, images, at_once, _TIMEOUT_S)
+    if send_all is not None:
+        answers, duration_s = await send_all()
     else:
         await asyncio.sleep(_TEXT_ALONE_S)
     ttft = await asyncio.to_thread(texts.end)

@@ -209,10 +209,6 @@ class FakeNetwork:
         path.receiver = FakeReceiver(self, blocks, on_ready)
         return path.receiver
 
-    def forget(self, path_id: str) -> None:
-        """Both ends are closed and will not be used again."""
-        del self._paths[path_id]
-
     # ---- faults
 
     def freeze(self, path_id: str, side: Side = "sender") -> None:

@@ -62,7 +62,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NICENESS = 19
-"""Of the threads, as of the tokenising processes: what answers others comes first."""
+"""Of the threads, nicer than the workers: who processes media leaves text and tokens their part."""
 EXIT_BAD_CONFIG = 2
 
 

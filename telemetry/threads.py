@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 from pathlib import Path
@@ -14,4 +15,5 @@ def show_thread_name() -> None:
     """The calling thread goes by its Python name, cut to 15 bytes. From Python 3.14 on it does by itself."""
     if sys.platform.startswith("linux"):
         name = threading.current_thread().name.encode()[:_MAX_BYTES]
-        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_bytes(name)
+        with contextlib.suppress(OSError):  # no /proc, or none to write to: it goes without
+            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_bytes(name)

@@ -34,7 +34,7 @@ class Footprint:
         pids = [launcher, *descendants(launcher)]
         return cls(
             {pid: Counter(map(_kind, files)) for pid in pids if (files := open_files(pid))},
-            {pid: _named_threads(pid) for pid in pids},
+            {pid: names for pid in pids if (names := _named_threads(pid)) is not None},
             shared_memory() - shared_before,
             {str(path.relative_to(folder)) for path in folder.rglob("*") if path.parent.name != "metrics"},
         )
@@ -57,14 +57,20 @@ def shared_memory() -> set[str]:
     return {path.name for path in _SHM.iterdir()}
 
 
-def _named_threads(pid: int) -> Counter[str]:
-    """Those that go by another name than the process. Empty when it has ended."""
+def _named_threads(pid: int) -> Counter[str] | None:
+    """Those that go by another name than the process. None when it has ended."""
     tasks = Path(f"/proc/{pid}/task")
     try:
-        names = [(task / "comm").read_text().strip() for task in tasks.iterdir()]
         own = (tasks / str(pid) / "comm").read_text().strip()
+        threads = list(tasks.iterdir())
     except OSError:
-        return Counter()
+        return None
+    names = []
+    for thread in threads:
+        try:
+            names.append((thread / "comm").read_text().strip())
+        except OSError:  # it has ended meanwhile
+            continue
     return Counter(name for name in names if name != own)
 
 

@@ -89,7 +89,8 @@ class World:
         self.attempts: dict[str, Wanted] = {}
         self.terminals: Counter[tuple[str, str]] = Counter()
         self.num_found_corrupt = self.num_late_writes = self.num_duplicated = 0
-        self.num_expired_leases = self.num_kept_blocks = 0
+        self.num_expired_leases = self.num_kept_blocks = self.num_reordered = 0
+        self.disordered: set[str] = set()  # pairs whose control messages come late, out of order, and again
 
     # ---- processes
 
@@ -310,7 +311,15 @@ class World:
         return events
 
     def deliver(self, process: Process, connection: str) -> None:
-        process.on_message(connection, process.inbox[connection].popleft())  # type: ignore[attr-defined]
+        queue = process.inbox[connection]
+        if connection in self.disordered:
+            number = self.rng.randrange(len(queue))
+            self.num_reordered += number > 0
+            queue.rotate(-number)
+            if self.rng.random() < 0.5:
+                self.num_duplicated += 1
+                queue.append(queue[0])  # again, when others have been heard
+        process.on_message(connection, queue.popleft())  # type: ignore[attr-defined]
 
     def duplicate(self, process: Process, connection: str) -> None:
         self.num_duplicated += 1
@@ -429,6 +438,7 @@ class World:
     def settle(self) -> None:
         """No more faults: everything comes to its end, every block comes back, every pair is ready again."""
         self.network.faults = Faults()
+        self.disordered = set()
         for process in self.processes():
             if process.frozen:
                 self.thaw(process)
@@ -444,7 +454,8 @@ class World:
         for _ in range(500):
             if until():
                 return
-            if events := self.events():
+            is_late = bool(self.disordered) and self.rng.random() < 0.8
+            if not is_late and (events := self.events()):
                 events[0][1]()
                 self.check()
                 continue
@@ -452,6 +463,15 @@ class World:
                 if process.runs and not until():
                     self.run_step(process)
         raise AssertionError("it does not come so far")
+
+    def deliver_all(self) -> None:
+        """What is under way arrives, and nobody computes."""
+        for _ in range(2000):
+            events = self.events()
+            if not events:
+                return
+            events[0][1]()
+        raise AssertionError("messages without end")
 
     def run_to_rest(self) -> None:
         for _ in range(2000):
