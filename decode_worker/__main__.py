@@ -9,7 +9,6 @@ import msgspec
 
 from decode_worker.worker import DecodeWorker
 from protocol.process import run_process
-from telemetry.scheduling import ask_for_short_slices
 from worker.config import WorkerConfig
 from worker.priority import DECODE_NICENESS, step_back
 
@@ -17,7 +16,6 @@ from worker.priority import DECODE_NICENESS, step_back
 def main() -> None:
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerConfig)
     step_back(config.engine, DECODE_NICENESS)
-    ask_for_short_slices()
     run_process(config.worker_id, config.log_level, lambda: DecodeWorker(config), config.log_format)
 
 

@@ -1,8 +1,9 @@
 """HTTP connections with bounds on what a client may cost: uvicorn's protocol, which has few of its own.
 
-A request's head is bounded in bytes and in time. A client that does not read costs a bounded buffer and is cut off when
-nothing moves for long: where it reads slower than its tokens come, uvicorn stops asking for more at 64 KiB, and what
-comes meanwhile is merged into one larger delta. Bodies are bounded in `proxy.request_body`.
+What is read from a connection at once is bounded, so that many that send large bodies leave time for others between
+them. A request's head is bounded in bytes and in time. A client that does not read costs a bounded buffer and is cut
+off when nothing moves for long: where it reads slower than its tokens come, uvicorn stops asking for more at 64 KiB,
+and what comes meanwhile is merged into one larger delta. Bodies are bounded in `proxy.request_body`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import fcntl
 import logging
 import socket
 import termios
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -27,8 +29,16 @@ KERNEL_BUFFER_BYTES = 256 * 1024
 """What the kernel keeps for a client on top of the 64 KiB; left alone it grows to several MiB for each."""
 MAX_HEAD_BYTES = 64 * 1024
 """Request line and headers."""
+READ_BYTES = 66 * 1024
+"""That are read at once, a little more than the body after which uvicorn pauses a connection (64 KiB) until its
+application has taken that. uvloop alone reads 256 KiB, again and again: milliseconds when sixty clients send."""
+_READ_HEAD_BYTES = 4 * 1024
+"""That are read at once while a head is expected, to know how much follows before it is read."""
 _LAST_HEAD_S = 0.5
 """For the head of a request to arrive on a connection that was open when the server was told to stop."""
+_FAREWELL_S = 1.0
+_MAX_UNHEARD_BYTES = 1024 * 1024
+"""Of a client whose request has been refused: after so long, or so many bytes, its connection is closed."""
 _MIN_PROGRESS_BYTES = 16 * 1024
 _REASONS = {
     400: b"Bad Request",
@@ -43,8 +53,43 @@ class _HeadRefusedError(Exception):
     """Ends parsing; the answer has been sent."""
 
 
-def make_protocol(timeout_s: float, connections: Connections) -> type[HttpToolsProtocol]:
-    """connections: counted there; what has no place is told so, and closed. timeout_s: for a request's head, from its
+class _BoundedReads(asyncio.BufferedProtocol):
+    """Hands the data to a connection's protocol in pieces of READ_BYTES at most, which are not to be kept."""
+
+    _buffer = memoryview(bytearray(READ_BYTES))
+    """Of all connections: what is in it is handed on before anything else is read."""
+    _head_buffer = _buffer[:_READ_HEAD_BYTES]
+
+    def __init__(self, protocol: Any) -> None:
+        self._protocol = protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._protocol.connection_made(transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._protocol.connection_lost(exc)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._head_buffer if self._protocol.expects_head else self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._protocol.data_received(self._buffer[:nbytes])
+
+    def eof_received(self) -> bool | None:
+        self._protocol.eof_received()
+        return None
+
+    def pause_writing(self) -> None:
+        self._protocol.pause_writing()
+
+    def resume_writing(self) -> None:
+        self._protocol.resume_writing()
+
+
+def make_protocol(timeout_s: float, connections: Connections) -> Callable[..., asyncio.BaseProtocol]:
+    """What makes a connection's protocol, for `uvicorn.Config`.
+
+    connections: counted there; what has no place is told so, and closed. timeout_s: for a request's head, from its
     connection or its first byte; and for 16 KiB of an answer to be read.
 
     The request of a client that is cut off ends as if it had hung up.
@@ -56,6 +101,7 @@ def make_protocol(timeout_s: float, connections: Connections) -> type[HttpToolsP
         _num_head_bytes = 0
         _is_counted = False
         _is_last = False
+        _num_unheard_bytes: int | None = None  # since it was refused
         _address = ""
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -85,11 +131,20 @@ def make_protocol(timeout_s: float, connections: Connections) -> type[HttpToolsP
         # ---- a head that is too long, or too long in coming
 
         def data_received(self, data: bytes) -> None:
+            if self._num_unheard_bytes is not None:
+                self._num_unheard_bytes += len(data)
+                if self._num_unheard_bytes > _MAX_UNHEARD_BYTES:
+                    self.transport.close()
+                return
             if self._head_watch is not None:  # also where one header never ends, of which the parser tells nothing yet
                 self._num_head_bytes += len(data)
             super().data_received(data)
             if self._head_watch is not None and self._num_head_bytes > MAX_HEAD_BYTES:
                 self._refuse_head(HeadTooLarge(f"The request's head is larger than {MAX_HEAD_BYTES} bytes."))
+
+        @property
+        def expects_head(self) -> bool:
+            return self._head_watch is not None
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
@@ -103,6 +158,8 @@ def make_protocol(timeout_s: float, connections: Connections) -> type[HttpToolsP
                 self._refuse_head(HeadTooLarge(f"The request's head is larger than {MAX_HEAD_BYTES} bytes."))
                 raise _HeadRefusedError
             super().on_headers_complete()
+            if any(name == b"content-length" and len(value) > 4 for name, value in self.headers):
+                self.flow.pause_reading()  # until its application asks for the body
             if self._is_last:
                 self.cycle.keep_alive = False
 
@@ -125,11 +182,18 @@ def make_protocol(timeout_s: float, connections: Connections) -> type[HttpToolsP
                 self.transport.close()  # connected, but never asked
 
         def _refuse_head(self, error: TandemError) -> None:
+            """Tells it, and lets what it still sends come: where that lies unread at the close, a client may lose the
+            answer to a reset."""
             self._unwatch_head()
-            if self.transport.is_closing():
+            if self.transport.is_closing() or self._num_unheard_bytes is not None:
                 return
             self.transport.write(_refusal(error))
-            self.transport.close()
+            if not self.transport.can_write_eof():  # TLS
+                self.transport.close()
+                return
+            self._num_unheard_bytes = 0
+            self.transport.write_eof()
+            self.loop.call_later(_FAREWELL_S, self.transport.close)
 
         # ---- a server that stops
 
@@ -174,7 +238,10 @@ def make_protocol(timeout_s: float, connections: Connections) -> type[HttpToolsP
             log.warning("cut off a client that has not read for %g s", timeout_s)
             self.transport.abort()
 
-    return HttpProtocol
+    def make(**kwargs: Any) -> _BoundedReads:
+        return _BoundedReads(HttpProtocol(**kwargs))
+
+    return make
 
 
 def _refusal(error: TandemError) -> bytes:

@@ -28,16 +28,22 @@ MAX_UNSPOOLED_BYTES = 16 * 1024
 MAX_SPOOLED_BYTES = 1 << 30
 """Of all large bodies together. Beyond that, large bodies are refused."""
 _PIECES_PER_ITERATION = 2
-"""Of large bodies, 64 to 256 KiB each: sixty clients that upload at once must not fill an iteration of the loop."""
+"""Of large bodies, of about `proxy.http_connection.READ_BYTES` each: sixty clients that upload at once must not fill an
+iteration of the loop."""
 
 
 _MEDIA_FIELD = re.compile(rb"\"(?:image|video)_url\"")
 _TAIL_BYTES = 10
 """One less than what is looked for has: a piece may end in the middle of it."""
+_SEARCHED_BYTES = 64 * 1024
+"""Of a large body: images mostly come early, and to find none in a long text would cost the loop a millisecond."""
 
 
 def mentions_media(body: bytes | SpooledBody) -> bool:
-    """Whether it looks like a request with images or video; a guess, so that it need not be decoded to know."""
+    """Whether it looks like a request with images or video; a guess, so that it need not be decoded to know.
+
+    Where it is wrong the body is decoded twice, once by a reader that finds media.
+    """
     return body.mentions_media if isinstance(body, SpooledBody) else _MEDIA_FIELD.search(body) is not None
 
 
@@ -57,12 +63,12 @@ class SpooledBody:
         self._tail = b""
 
     def write(self, piece: bytes) -> None:
-        self.num_bytes += len(piece)
-        if not self.mentions_media:
+        if not self.mentions_media and self.num_bytes < _SEARCHED_BYTES:
             self.mentions_media = _MEDIA_FIELD.search(self._tail + piece[:_TAIL_BYTES]) is not None or bool(
                 _MEDIA_FIELD.search(piece)
             )
             self._tail = (self._tail + piece[-_TAIL_BYTES:])[-_TAIL_BYTES:]
+        self.num_bytes += len(piece)
         rest = memoryview(piece)
         while rest:
             rest = rest[os.write(self._fd, rest) :]
@@ -93,6 +99,8 @@ class RequestBodies:
         small = b""
         try:
             more = True
+            if announced.isdecimal() and int(announced) > MAX_UNSPOOLED_BYTES:
+                await self._turns.take()  # its connection is not read from until then
             watch = _Progress(self._timeout_s)
             while more:
                 message: Any = await watch.wait_for(receive())
@@ -110,7 +118,7 @@ class RequestBodies:
                     raise Overloaded("too many large requests are waiting to be read; try again later")
                 self.num_spooled_bytes += len(piece)
                 spooled.write(piece)
-                await self._turns.take()  # the connection is not read from meanwhile
+                await self._turns.take()
             yield small if spooled is None else spooled
         finally:
             if spooled is not None:

@@ -237,7 +237,7 @@ def _uvicorn_config(
 ) -> uvicorn.Config:
     return uvicorn.Config(
         app,
-        http=make_protocol(config.client_timeout_s, connections),
+        http=make_protocol(config.client_timeout_s, connections),  # type: ignore[arg-type]  # it is called, no more
         lifespan="off",
         ws="none",
         log_config=None,
