@@ -15,11 +15,13 @@ import msgspec
 from protocol.membership import PrefixUpdate
 from protocol.prefix_hash import unpack_short_hashes
 
-MAX_LOOKUPS = 64
-"""For one prompt. Where many workers hold parts of many lengths, the shorter parts are then taken as shorter still."""
-
-
+_RESOLUTION = 32
+"""Depths are found to this part of the prompt, less than what routing takes for equal."""
+MAX_SINGLED_OUT = 16
+"""Workers. Where more hold parts of many lengths, the longest are told apart, and the others taken for as short as the
+shortest of them."""
 MAX_BLOCKS_PER_WORKER = 4_000_000
+_BITS_OF_BYTE = tuple(tuple(bit for bit in range(8) if byte >> bit & 1) for byte in range(256))
 
 
 @dataclass(slots=True)
@@ -30,7 +32,7 @@ class _Holder:
 
 
 class Depths(msgspec.Struct, frozen=True):
-    """Leading blocks of a prompt that each worker holds. common: of every worker whose bit is not in `other`."""
+    """Leading blocks of a prompt that each worker holds, at least. common: of all whose bit is not in `other`."""
 
     common: int
     other: dict[int, int]
@@ -87,8 +89,8 @@ class PrefixIndex:
         return holder is not None and holder.last_number is None
 
     def depths(self, hashes: Sequence[int]) -> Depths:
-        """For the short hashes of a prompt's full blocks, in order."""
-        workers = self._workers
+        """For the short hashes of a prompt's full blocks, in order. Of each worker `depth` is the exact one."""
+        workers, resolution = self._workers, len(hashes) // _RESOLUTION
         here = workers.get(hashes[0], 0) if hashes else 0
         if not here:
             return NO_DEPTHS
@@ -96,29 +98,47 @@ class PrefixIndex:
         if here != self._all:
             groups.append((0, self._all & ~here))
         unsettled = [(1, len(hashes), here)]
-        num_left = MAX_LOOKUPS
+        num_told_apart = 0
         while unsettled:
             low, high, mask = unsettled.pop()  # they hold `low` blocks and at most `high`
-            if low == high or not num_left:
+            if high - low <= resolution or num_told_apart > MAX_SINGLED_OUT:
                 groups.append((low, mask))
+                num_told_apart += mask.bit_count()
                 continue
-            num_left -= 1
             middle = (low + high + 1) // 2
             deeper = workers.get(hashes[middle - 1], 0) & mask
             if deeper != mask:
                 unsettled.append((low, middle - 1, mask & ~deeper))
             if deeper:  # taken up next: the longest prefixes matter most
                 unsettled.append((middle, high, deeper))
-        # Bits are taken out of their sets for all groups but the largest, since that costs most.
-        largest = max(range(len(groups)), key=lambda i: groups[i][1].bit_count())
-        common, _ = groups.pop(largest)
+        # To take bits out of their sets costs most: that is done for all but one group, or for the deepest ones alone.
+        sizes = [mask.bit_count() for _, mask in groups]
+        num_others = sum(sizes) - max(sizes)
+        if num_others > MAX_SINGLED_OUT and len(groups) > 2:
+            groups.sort(reverse=True)
+            common, num_others = groups[-1][0], 0
+            groups = [group for group in groups if (num_others := num_others + group[1].bit_count()) <= MAX_SINGLED_OUT]
+        else:
+            common, _ = groups.pop(sizes.index(max(sizes)))
         other: dict[int, int] = {}
         for depth, mask in groups:
-            while mask:
-                lowest = mask & -mask
-                other[lowest.bit_length() - 1] = depth
-                mask ^= lowest
+            first_bit = 0
+            for byte in mask.to_bytes(-(-mask.bit_length() // 8), "little"):
+                for bit in _BITS_OF_BYTE[byte]:
+                    other[first_bit + bit] = depth
+                first_bit += 8
         return Depths(common, other)
+
+    def depth(self, hashes: Sequence[int], bit: int, at_least: int) -> int:
+        """How many leading blocks this one worker holds; at_least: as `depths` says."""
+        workers, low, high = self._workers, at_least, len(hashes)
+        while low < high:
+            middle = (low + high + 1) // 2
+            if workers.get(hashes[middle - 1], 0) >> bit & 1:
+                low = middle
+            else:
+                high = middle - 1
+        return low
 
     def _forget(self, holder: _Holder) -> None:
         mask = 1 << holder.bit

@@ -134,23 +134,29 @@ class Router:
             prefills = registry.paired_prefill_workers
         prefill: WorkerRecord | None = None
         decode: WorkerRecord | None = None
+        num_on_decode = 0
         if prefills:
-            prefill, predicted_s = self._pick_prefill(prefills, prompt, depths, block_size)
+            prefill = self._pick_prefill(prefills, prompt, depths, block_size)
             if prompt.needs_decode:
                 decode = self._pick_decode(prefill.decode_peers, prompt, depths, block_size)
-                if self._threshold and not prompt.has_media and self._is_short(decode, prompt, depths, block_size):
-                    prefill = None
+                num_on_decode = self._num_held(decode, prompt, depths)
+                if self._threshold and not prompt.has_media:
+                    num_uncached = _num_uncached(prompt, num_on_decode, block_size)
+                    if self._is_short(decode, num_uncached):
+                        prefill = None
         elif self._threshold and not prompt.has_media and registry.decode_workers:
             decode = self._pick_decode(registry.decode_workers, prompt, depths, block_size)
+            num_on_decode = self._num_held(decode, prompt, depths)
         else:
             raise self.no_worker()
-        computing = prefill or decode
-        assert computing is not None
-        num_uncached = _num_uncached(computing, prompt, depths, block_size)
-        if prefill is None:
-            predicted_s = (
-                computing.use.prompts.ahead_of(prompt.priority) + num_uncached
-            ) * computing.use.prompts.s_per_token
+        if prefill is not None:
+            computing, num_held = prefill, self._num_held(prefill, prompt, depths)
+        else:
+            assert decode is not None
+            computing, num_held = decode, num_on_decode
+        num_uncached = _num_uncached(prompt, num_held, block_size)
+        queue = computing.use.prompts
+        predicted_s = (queue.ahead_of(prompt.priority) + num_uncached) * queue.s_per_token
         if max_ttft_s is not None:
             expected_s = (predicted_s + _MIN_TTFT_S) * self._correction
             if expected_s > max_ttft_s:
@@ -158,7 +164,7 @@ class Router:
         computing.use.prompts.add(prompt.priority, num_uncached, self._num_proxies)
         num_blocks = 0
         if decode is not None:
-            num_blocks = self._num_blocks(decode, prompt, depths, block_size)
+            num_blocks = _num_new_blocks(prompt, num_on_decode, block_size)
             decode.use.add(prompt.num_sequences, num_blocks, self._num_proxies)
         return Route(
             prefill.worker if prefill is not None else None,
@@ -194,8 +200,7 @@ class Router:
 
     def _pick_prefill(
         self, candidates: Candidates, prompt: PromptShape, depths: Depths, block_size: int
-    ) -> tuple[WorkerRecord, float]:
-        """And the predicted seconds to the first token."""
+    ) -> WorkerRecord:
         priority, most_cached = prompt.priority, _num_usable_blocks(prompt, block_size)
         work = prompt.num_tokens - block_size * min(depths.common, most_cached)
         queues = candidates.queues
@@ -209,8 +214,7 @@ class Router:
                 predicted[number] -= saved * queues[number].s_per_token
         costs = _shun(candidates, predicted, prompt.avoid)
         best = min(costs)
-        number = self._draw(costs, best + _SLACK_S + _SLACK * best)
-        return candidates.records[number], predicted[number]
+        return candidates.records[self._draw(costs, best + _SLACK_S + _SLACK * best)]
 
     def _pick_decode(
         self, candidates: Candidates, prompt: PromptShape, depths: Depths, block_size: int
@@ -241,16 +245,16 @@ class Router:
         good = [number for number, cost in enumerate(costs) if cost <= most]
         return good[0] if len(good) == 1 else good[int(self._rng.random() * len(good))]
 
-    def _is_short(self, decode: WorkerRecord, prompt: PromptShape, depths: Depths, block_size: int) -> bool:
+    def _is_short(self, decode: WorkerRecord, num_uncached: int) -> bool:
         """Whether the decode worker is to compute what it has not cached of the prompt."""
-        num_uncached = _num_uncached(decode, prompt, depths, block_size)
         under_way = decode.use.prompts.total
         return num_uncached <= self._threshold and under_way + num_uncached <= _MAX_LOCAL_PROMPTS * self._threshold
 
-    def _num_blocks(self, decode: WorkerRecord, prompt: PromptShape, depths: Depths, block_size: int) -> int:
-        num_full = prompt.num_tokens // block_size
-        num_own = prompt.num_sequences * ((prompt.num_tokens + block_size) // block_size - num_full)
-        return max(0, num_full - depths.of(decode.bit)) + num_own
+    def _num_held(self, record: WorkerRecord, prompt: PromptShape, depths: Depths) -> int:
+        """Exactly, in blocks: what is near enough to choose by is not for what is computed where."""
+        if depths is NO_DEPTHS:
+            return 0
+        return self._registry.prefixes.depth(prompt.hashes, record.bit, depths.of(record.bit))
 
 
 def _shun(candidates: Candidates, costs: list[float], avoid: frozenset[str]) -> list[float]:
@@ -268,5 +272,13 @@ def _num_usable_blocks(prompt: PromptShape, block_size: int) -> int:
     return (prompt.num_tokens - 1) // block_size
 
 
-def _num_uncached(record: WorkerRecord, prompt: PromptShape, depths: Depths, block_size: int) -> int:
-    return prompt.num_tokens - block_size * min(depths.of(record.bit), _num_usable_blocks(prompt, block_size))
+def _num_uncached(prompt: PromptShape, num_held: int, block_size: int) -> int:
+    """Tokens. num_held: blocks."""
+    return prompt.num_tokens - block_size * min(num_held, _num_usable_blocks(prompt, block_size))
+
+
+def _num_new_blocks(prompt: PromptShape, num_held: int, block_size: int) -> int:
+    """That a decode worker which holds so many needs, without those of generated tokens but the first."""
+    num_full = prompt.num_tokens // block_size
+    num_own = prompt.num_sequences * ((prompt.num_tokens + block_size) // block_size - num_full)
+    return max(0, num_full - num_held) + num_own

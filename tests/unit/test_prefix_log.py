@@ -88,6 +88,24 @@ def test_the_longest_prefix_of_every_worker_is_found(held: list[int]) -> None:
     assert [depths.of(number) for number in range(len(held))] == held
 
 
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=60))
+def test_of_many_workers_and_long_prompts_the_longest_prefixes_are_told_apart(held: list[int]) -> None:
+    index = PrefixIndex()
+    hashes = list(range(1000, 1300))
+    for number, depth in enumerate(held):
+        index.join(str(number))
+        log = PrefixLog()
+        for block_hash in hashes[:depth]:
+            log.add(name(block_hash))
+        index.apply(str(number), log.take())
+    depths = index.depths(hashes)
+    for number, depth in enumerate(held):
+        assert depths.of(number) <= depth
+        assert index.depth(hashes, number, depths.of(number)) == depth
+    for depth in sorted(held)[-8:]:
+        assert max(depths.of(number) for number, other in enumerate(held) if other == depth) >= depth - 300 // 32
+
+
 def test_a_bit_is_used_again_and_begins_empty() -> None:
     index = PrefixIndex()
     log = PrefixLog()
