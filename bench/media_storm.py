@@ -13,6 +13,7 @@ import argparse
 import asyncio
 from collections import Counter
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import msgspec
@@ -33,6 +34,7 @@ NUM_LOCAL_TOKENS = 512
 """Text prompts are computed by the decode worker, as where text must not wait for images on prefill."""
 _TIMEOUT_S = 300.0
 _TEXT_ALONE_S = 8.0
+_ALONE = ("text alone", "text alone, again")
 
 
 class StormFigures(msgspec.Struct, frozen=True):
@@ -102,8 +104,9 @@ async def run(url: str, images: list[bytes], at_once: int) -> dict[str, StormFig
         TextPrompts(port) as texts,
         LoadProcess() as load,
     ):
-        figures = {"text alone": await storm(url, load, poller, texts, [], 1)}
+        figures = {_ALONE[0]: await storm(url, load, poller, texts, [], 1)}
         figures["new"] = await storm(url, load, poller, texts, images, at_once)
+        figures[_ALONE[1]] = await storm(url, load, poller, texts, [], 1)
         figures["cached"] = await storm(url, load, poller, texts, images, at_once)
     return figures
 
@@ -137,9 +140,11 @@ def aims(figures: dict[str, dict[str, StormFigures]], requests_per_s: float | No
         for path in PATHS:
             found.append(Aim.of(f"{path} p50, {where}, ms", storms["new"].poll_ms[path].p50, 1.0, "lower"))
             found.append(Aim.of(f"{path} p99, {where}, ms", storms["new"].poll_ms[path].p99, 5.0, "lower"))
-        alone, beside = storms["text alone"].text_ttft_ms, storms["new"].text_ttft_ms
-        if alone is not None and beside is not None:
-            found.append(Aim.of(f"text TTFT p50 beside images / alone, {where}", beside.p50 / alone.p50, 1.2, "lower"))
+        # Before and after: a machine that others share is not as fast from one minute to the next.
+        alone = [spread.p50 for name in _ALONE if (spread := storms[name].text_ttft_ms) is not None]
+        if (beside := storms["new"].text_ttft_ms) is not None and alone:
+            ratio = beside.p50 / fmean(alone)
+            found.append(Aim.of(f"text TTFT p50 beside images / alone, {where}", ratio, 1.2, "lower"))
     if requests_per_s is not None:
         best = max(storms["new"].requests_per_s for storms in figures.values())
         found.append(Aim.of("image prompts/s, of those of one vLLM", best / requests_per_s, 1.0, "higher"))

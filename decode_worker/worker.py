@@ -73,7 +73,7 @@ class DecodeWorker:
 
     async def run(self) -> None:
         config = self._config
-        host = self._host = await EngineHost.load(config, self._start_step, with_vision=False)
+        host = self._host = await EngineHost.load(config, self._start_step, with_vision=False, has_long_steps=False)
         self._scheduler = DecodeScheduler(
             host.blocks, host.loaded.layout.model_id, config.max_num_seqs, config.max_num_batched_tokens
         )

@@ -65,7 +65,7 @@ class PrefillWorker:
 
     async def run(self) -> None:
         config = self._config.worker
-        host = self._host = await EngineHost.load(config, self._start_step, with_vision=True)
+        host = self._host = await EngineHost.load(config, self._start_step, with_vision=True, has_long_steps=True)
         self._scheduler = PrefillScheduler(
             host.blocks,
             host.loaded.layout.model_id,

@@ -55,7 +55,7 @@ from proxy.registry import ModelLimits
 from proxy.rendering import CachedMedia, ChatPrompt, ContextLengthExceeded, MediaPrompt
 from proxy.validation import GenerationRequest
 from telemetry.logs import setup_logging
-from telemetry.scheduling import leave_session
+from telemetry.scheduling import ask_for_long_slices, leave_session
 
 log = logging.getLogger(__name__)
 
@@ -152,6 +152,7 @@ class MediaProcess:
             barrier.wait(600)
             reader.processor.warm()
             os.nice(_NICENESS)  # of this thread alone, and not before it has loaded
+            ask_for_long_slices()
 
         await asyncio.gather(*(self._on_thread(warm) for _ in range(self._num_threads)))
         gc.freeze()  # what is loaded stays; the collector need not look at it again

@@ -25,6 +25,7 @@ _SHORT_SLICE_NS = 1_000_000
 """Less than anybody has who asks for none (1.4 ms on two cores, 2.8 on eight and more), so that whoever wakes goes
 before these. Not the least that Linux takes, a tenth of it: a slice that has begun is not cut short, and one that is
 over may be followed by somebody else's, who then has the core until the next tick, mostly for 4 ms."""
+_LONG_SLICE_NS = 10_000_000
 _AUTOGROUP = Path("/proc/self/autogroup")
 _TRIES = 10
 _RETRY_S = 0.12
@@ -48,6 +49,15 @@ class _SchedAttr(ctypes.Structure):
 
 def ask_for_short_slices() -> bool:
     """For the calling thread, and those that it starts. False where the kernel knows no such thing; nothing is lost."""
+    return _ask_for_slices(_SHORT_SLICE_NS)
+
+
+def ask_for_long_slices() -> bool:
+    """The same for what computes for long, beside threads that are to go before it as soon as they wake."""
+    return _ask_for_slices(_LONG_SLICE_NS)
+
+
+def _ask_for_slices(slice_ns: int) -> bool:
     numbers = _SYSCALLS.get(platform.machine())
     if not sys.platform.startswith("linux") or numbers is None:
         return False
@@ -56,12 +66,12 @@ def ask_for_short_slices() -> bool:
     attr = _SchedAttr(size=ctypes.sizeof(_SchedAttr))
     if libc.syscall(get_number, 0, ctypes.byref(attr), ctypes.sizeof(attr), 0) or attr.policy != _SCHED_OTHER:
         return False
-    attr.runtime = _SHORT_SLICE_NS
+    attr.runtime = slice_ns
     if libc.syscall(set_number, 0, ctypes.byref(attr), 0):
         return False
     if libc.syscall(get_number, 0, ctypes.byref(attr), ctypes.sizeof(attr), 0):
         return False
-    return bool(attr.runtime == _SHORT_SLICE_NS)
+    return bool(attr.runtime == slice_ns)
 
 
 def leave_session(niceness: int) -> bool:

@@ -10,9 +10,11 @@ from engine.engine_thread import EngineThread
 from engine.grammar import Grammars
 from engine.kv_pool import KVPool
 from engine.model_loader import LoadedModel
+from engine.model_runner import ModelRunner
 from engine.tensor_parallel import TensorParallelGroup
 from kv_transfer.rank_pool import RankPool
 from kv_transfer.worker_pools import WorkerPools
+from telemetry.scheduling import ask_for_long_slices
 from worker.config import WorkerConfig
 
 STOP_TIMEOUT_S = 1.5
@@ -41,8 +43,13 @@ class EngineHost:
         self.grammars = grammars
 
     @classmethod
-    async def load(cls, config: WorkerConfig, on_grammar: Callable[[], None], *, with_vision: bool) -> EngineHost:
-        """on_grammar: called on the loop when one has been compiled. Raises ConfigError, InternalError."""
+    async def load(
+        cls, config: WorkerConfig, on_grammar: Callable[[], None], *, with_vision: bool, has_long_steps: bool
+    ) -> EngineHost:
+        """on_grammar: called on the loop when one has been compiled. Raises ConfigError, InternalError.
+
+        has_long_steps: whoever else wakes on this CPU goes before one.
+        """
         loop = asyncio.get_running_loop()
         ranks = TensorParallelGroup(config.worker_id, config.engine, config.host, config.log_level)
         loaded: LoadedModel = await loop.run_in_executor(None, ranks.load)
@@ -50,9 +57,13 @@ class EngineHost:
             loaded = loaded.without_vision()
         grammars = Grammars(config.engine.model, loaded.vocab_size, lambda: loop.call_soon_threadsafe(on_grammar))
         pool = KVPool(loaded, config.engine)
-        engine = EngineThread(
-            lambda: ranks.make_runner(loaded, pool), loop.call_soon_threadsafe, config.engine.num_threads
-        )
+
+        def make_runner() -> ModelRunner:
+            if has_long_steps and loaded.device.type == "cpu":
+                ask_for_long_slices()
+            return ranks.make_runner(loaded, pool)
+
+        engine = EngineThread(make_runner, loop.call_soon_threadsafe, config.engine.num_threads)
         ready: asyncio.Future[None] = loop.create_future()
         engine.start(lambda error: ready.set_exception(error) if error else ready.set_result(None))
         await ready

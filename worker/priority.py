@@ -7,7 +7,7 @@ import os
 import torch
 
 from engine.config import EngineConfig
-from telemetry.scheduling import leave_session
+from telemetry.scheduling import ask_for_short_slices, leave_session
 
 DECODE_NICENESS = 10
 """A tenth of what a process at 0 gets beside it. The proxy's loop needs little, but soon."""
@@ -23,3 +23,4 @@ def step_back(config: EngineConfig, niceness: int) -> None:
     if config.device == "cpu" or not torch.cuda.is_available():
         os.nice(niceness)
         leave_session(niceness)
+        ask_for_short_slices()  # but for the thread that computes
