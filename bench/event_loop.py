@@ -49,7 +49,7 @@ _START_TIMEOUT_S = 120.0
 class BurstFigures(msgspec.Struct, frozen=True):
     """poll_ms: by path, and of the control. duration_s: from the first byte of a burst to its last answer, on average.
 
-    loop_ran_s, loop_starved_s: the proxy's main thread on a core, and ready to run but without one.
+    loop_ran_s, loop_starved_s: the proxy's main thread on a core, and ready to run but without one, in that time.
     """
 
     statuses: dict[str, int]
@@ -137,7 +137,8 @@ async def poll_through(
     expected = {"200": num_served, "400": num_rounds * len(bodies) - num_served}
     if statuses != {status: number for status, number in expected.items() if number}:
         raise SystemExit(f"{burst}: answers are {statuses}, expected {expected}: {answers[0][1]}")
-    return BurstFigures(statuses, duration_s, polled, rss_mib(proxy_pid), ran - ran_before, starved - starved_before)
+    ran_s, starved_s = (ran - ran_before) / num_rounds, (starved - starved_before) / num_rounds
+    return BurstFigures(statuses, duration_s, polled, rss_mib(proxy_pid), ran_s, starved_s)
 
 
 @contextlib.asynccontextmanager

@@ -62,7 +62,7 @@ class Reader:
                 self._head += buffer[: min(num_bytes, 200)]
                 if b"\r\n" in self._head and b" 200 " not in self._head.split(b"\r\n")[0]:
                     raise RuntimeError(f"a stream was refused: {self._head!r}")
-            self.has_begun |= b"data: " in self._tail
+            self.has_begun |= buffer.find(b"data: ", 0, num_bytes) >= 0
 
     def _end(self) -> None:
         if _DONE not in self._tail:

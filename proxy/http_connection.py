@@ -139,12 +139,24 @@ def make_protocol(timeout_s: float, connections: Connections) -> Callable[..., a
             if self._head_watch is not None:  # also where one header never ends, of which the parser tells nothing yet
                 self._num_head_bytes += len(data)
             super().data_received(data)
+            self._watch_rest_of_body()
             if self._head_watch is not None and self._num_head_bytes > MAX_HEAD_BYTES:
                 self._refuse_head(HeadTooLarge(f"The request's head is larger than {MAX_HEAD_BYTES} bytes."))
 
+        def _watch_rest_of_body(self) -> None:
+            """Of a request that was answered before its body had come: uvicorn waits for that without a limit."""
+            has_answered = self.cycle is not None and self.cycle.response_complete and self._head_watch is None
+            if has_answered and self.timeout_keep_alive_task is None and not self.transport.is_closing():
+                self.timeout_keep_alive_task = self.loop.call_later(
+                    self.timeout_keep_alive, self.timeout_keep_alive_handler
+                )
+
         @property
         def expects_head(self) -> bool:
-            return self._head_watch is not None
+            cycle = self.cycle
+            return self._head_watch is not None or (
+                cycle is not None and cycle.response_complete and not cycle.more_body
+            )
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
@@ -188,7 +200,8 @@ def make_protocol(timeout_s: float, connections: Connections) -> Callable[..., a
             if self.transport.is_closing() or self._num_unheard_bytes is not None:
                 return
             self.transport.write(_refusal(error))
-            if not self.transport.can_write_eof():  # TLS
+            is_answering = self.cycle is not None and not self.cycle.response_complete
+            if is_answering or not self.transport.can_write_eof():  # as with TLS
                 self.transport.close()
                 return
             self._num_unheard_bytes = 0

@@ -16,10 +16,10 @@ from protocol.membership import PrefixUpdate
 from protocol.prefix_hash import unpack_short_hashes
 
 _RESOLUTION = 32
-"""Depths are found to this part of the prompt, less than what routing takes for equal."""
-MAX_SINGLED_OUT = 16
-"""Workers. Where more hold parts of many lengths, the longest are told apart, and the others taken for as short as the
-shortest of them."""
+"""Depths but the greatest are found to this part of the prompt."""
+MAX_SINGLED_OUT = 6
+"""Workers. Where more hold parts of many lengths, at least so many of the longest are told apart, and the others taken
+for as short as the shortest of them."""
 MAX_BLOCKS_PER_WORKER = 4_000_000
 _BITS_OF_BYTE = tuple(tuple(bit for bit in range(8) if byte >> bit & 1) for byte in range(256))
 
@@ -90,7 +90,7 @@ class PrefixIndex:
 
     def depths(self, hashes: Sequence[int]) -> Depths:
         """For the short hashes of a prompt's full blocks, in order. Of each worker `depth` is the exact one."""
-        workers, resolution = self._workers, len(hashes) // _RESOLUTION
+        workers = self._workers
         here = workers.get(hashes[0], 0) if hashes else 0
         if not here:
             return NO_DEPTHS
@@ -98,12 +98,13 @@ class PrefixIndex:
         if here != self._all:
             groups.append((0, self._all & ~here))
         unsettled = [(1, len(hashes), here)]
-        num_told_apart = 0
-        while unsettled:
+        resolution = num_told_apart = 0  # the longest prefix is found exactly
+        while unsettled and num_told_apart <= MAX_SINGLED_OUT:
             low, high, mask = unsettled.pop()  # they hold `low` blocks and at most `high`
-            if high - low <= resolution or num_told_apart > MAX_SINGLED_OUT:
+            if high - low <= resolution:
                 groups.append((low, mask))
                 num_told_apart += mask.bit_count()
+                resolution = len(hashes) // _RESOLUTION
                 continue
             middle = (low + high + 1) // 2
             deeper = workers.get(hashes[middle - 1], 0) & mask
@@ -111,15 +112,11 @@ class PrefixIndex:
                 unsettled.append((low, middle - 1, mask & ~deeper))
             if deeper:  # taken up next: the longest prefixes matter most
                 unsettled.append((middle, high, deeper))
-        # To take bits out of their sets costs most: that is done for all but one group, or for the deepest ones alone.
-        sizes = [mask.bit_count() for _, mask in groups]
-        num_others = sum(sizes) - max(sizes)
-        if num_others > MAX_SINGLED_OUT and len(groups) > 2:
-            groups.sort(reverse=True)
-            common, num_others = groups[-1][0], 0
-            groups = [group for group in groups if (num_others := num_others + group[1].bit_count()) <= MAX_SINGLED_OUT]
-        else:
-            common, _ = groups.pop(sizes.index(max(sizes)))
+        if unsettled:
+            groups.append(self._held_by_all(hashes, unsettled, resolution))
+        # Bits are taken out of their sets for all groups but the largest, since that costs most.
+        largest = max(range(len(groups)), key=lambda i: groups[i][1].bit_count())
+        common, _ = groups.pop(largest)
         other: dict[int, int] = {}
         for depth, mask in groups:
             first_bit = 0
@@ -129,9 +126,27 @@ class PrefixIndex:
                 first_bit += 8
         return Depths(common, other)
 
+    def _held_by_all(
+        self, hashes: Sequence[int], unsettled: list[tuple[int, int, int]], resolution: int
+    ) -> tuple[int, int]:
+        """What all of these workers hold, and which they are."""
+        mask = 0
+        for _, _, some in unsettled:
+            mask |= some
+        low, high = min(low for low, _, _ in unsettled), min(high for _, high, _ in unsettled)
+        while high - low > resolution:
+            middle = (low + high + 1) // 2
+            if mask & ~self._workers.get(hashes[middle - 1], 0):
+                high = middle - 1
+            else:
+                low = middle
+        return low, mask
+
     def depth(self, hashes: Sequence[int], bit: int, at_least: int) -> int:
         """How many leading blocks this one worker holds; at_least: as `depths` says."""
         workers, low, high = self._workers, at_least, len(hashes)
+        if not workers.get(hashes[0], 0) >> bit & 1:
+            return 0  # its beginning was evicted, if it holds more of it
         while low < high:
             middle = (low + high + 1) // 2
             if workers.get(hashes[middle - 1], 0) >> bit & 1:

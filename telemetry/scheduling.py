@@ -22,8 +22,8 @@ _SCHED_OTHER = 0
 _SYSCALLS = {"x86_64": (314, 315), "aarch64": (274, 275)}
 """sched_setattr, sched_getattr."""
 _SHORT_SLICE_NS = 1_000_000
-"""Less than anybody has who asks for none (1.4 ms on two cores, 2.8 on eight and more), so that whoever wakes goes
-before these. Not the least that Linux takes, a tenth of it: a slice that has begun is not cut short, and one that is
+"""Less than they have who ask for none (1.4 ms on two cores, 2.8 on eight and more), so that whoever wakes goes before
+these. Not the least that Linux takes, a tenth of it: a slice that has begun is not cut short, and one that is
 over may be followed by somebody else's, who then has the core until the next tick, mostly for 4 ms."""
 _LONG_SLICE_NS = 10_000_000
 _AUTOGROUP = Path("/proc/self/autogroup")

@@ -23,4 +23,4 @@ def step_back(config: EngineConfig, niceness: int) -> None:
     if config.device == "cpu" or not torch.cuda.is_available():
         os.nice(niceness)
         leave_session(niceness)
-        ask_for_short_slices()  # but for the thread that computes
+    ask_for_short_slices()  # but for threads that compute for long

@@ -7,6 +7,7 @@ import json
 import socket
 import ssl
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,6 +83,28 @@ def test_a_head_or_body_that_does_not_come(proxy: Proxy) -> None:
     for num_sent in (0, 10, 20_000):
         status, body = send(proxy, HEAD + b"content-length: 90000\r\n\r\n" + b" " * num_sent)
         assert b" 408 " in status and error_code(body) == "client_too_slow"
+
+
+def test_a_connection_that_was_answered_before_its_body_came_is_closed_when_idle(folder: Path) -> None:
+    with Proxy(folder, name="proxy-1", client_timeout_s=30.0, keep_alive_s=0.5) as proxy:
+        proxy.wait_for(503)
+        for path in (b"/nowhere", b"/v1/models"):
+            for size in (9_000, 20_000):
+                head = b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path, size)
+                status, _ = send(proxy, head + b" " * size)
+                assert status.startswith(b"HTTP/1.1 40"), (path, size)
+
+
+def test_garbage_behind_a_request_that_is_being_served(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Proxy(folder, name="proxy-2", worker_wait_s=0.4) as proxy:  # without workers it waits so long
+        proxy.wait_for(503)
+        body = b'{"model": "echo", "prompt": "hello"}'
+        with socket.create_connection(("127.0.0.1", proxy.port), timeout=20) as client:
+            client.sendall(HEAD + b"content-length: %d\r\n\r\n%s}}}}}} x\r\n\r\n" % (len(body), body))
+            assert client.recv(65536).startswith(b"HTTP/1.1 400 ")
+            time.sleep(0.8)  # it is answered while the connection is there, or was given up with it
+        assert proxy.stop() == 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_second_request_on_a_connection_has_its_time_too(proxy: Proxy) -> None:

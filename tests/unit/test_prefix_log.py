@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule
 from engine.prefix_log import PrefixLog
 from protocol.prefix_hash import BlockHasher, pack_short_hashes, unpack_short_hashes
 from protocol.token_ids import pack_token_ids
-from proxy.prefix_index import PrefixIndex
+from proxy.prefix_index import MAX_SINGLED_OUT, PrefixIndex
 
 
 def name(number: int) -> bytes:
@@ -74,7 +74,7 @@ TestLossyUpdates = LossyUpdates.TestCase
 TestLossyUpdates.settings = settings(max_examples=80, deadline=None)
 
 
-@given(st.lists(st.integers(0, 12), min_size=1, max_size=9))
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=MAX_SINGLED_OUT))
 def test_the_longest_prefix_of_every_worker_is_found(held: list[int]) -> None:
     index = PrefixIndex()
     hashes = list(range(100, 112))
@@ -102,8 +102,31 @@ def test_of_many_workers_and_long_prompts_the_longest_prefixes_are_told_apart(he
     for number, depth in enumerate(held):
         assert depths.of(number) <= depth
         assert index.depth(hashes, number, depths.of(number)) == depth
-    for depth in sorted(held)[-8:]:
-        assert max(depths.of(number) for number, other in enumerate(held) if other == depth) >= depth - 300 // 32
+    told_apart = sorted(range(len(held)), key=held.__getitem__)[-MAX_SINGLED_OUT:]
+    for number in told_apart:
+        assert depths.of(number) >= held[number] - 300 // 32
+    assert all(depths.of(number) == max(held) for number in told_apart if held[number] == max(held))
+
+
+@given(st.data())
+def test_of_prefixes_that_many_workers_share_none_goes_unseen(data: st.DataObject) -> None:
+    index = PrefixIndex()
+    hashes = list(range(1000, 1300))
+    levels = data.draw(st.lists(st.integers(0, 300), min_size=2, max_size=5))
+    held = data.draw(st.lists(st.sampled_from(levels), min_size=60, max_size=128))
+    for number, depth in enumerate(held):
+        index.join(str(number))
+        log = PrefixLog()
+        for block_hash in hashes[:depth]:
+            log.add(name(block_hash))
+        index.apply(str(number), log.take())
+    depths = index.depths(hashes)
+    least = min((depth for depth in held if depth), default=0)
+    for number, depth in enumerate(held):
+        assert depths.of(number) <= depth
+        assert depths.of(number) >= min(depth, least) - 300 // 32
+        if depth == max(held):
+            assert depths.of(number) == depth
 
 
 def test_a_bit_is_used_again_and_begins_empty() -> None:
