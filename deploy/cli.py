@@ -7,6 +7,7 @@ import argparse
 import asyncio
 import json
 import logging
+import os
 import sys
 import typing
 from collections.abc import Sequence
@@ -26,7 +27,12 @@ from protocol.network_keys import make_keys
 def main() -> None:
     arguments = _parser().parse_args()
     try:
-        sys.exit(arguments.run(arguments))
+        exit_code = arguments.run(arguments)
+        sys.stdout.flush()
+        sys.exit(exit_code)
+    except BrokenPipeError:  # whoever read what is printed, `head` for one, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
+        sys.exit(1)  # as rich, which prints tables, does
     except TandemError as error:
         print(f"tandem: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -74,30 +74,30 @@ TestLossyUpdates = LossyUpdates.TestCase
 TestLossyUpdates.settings = settings(max_examples=80, deadline=None)
 
 
-@given(st.lists(st.integers(0, 12), min_size=1, max_size=MAX_SINGLED_OUT))
-def test_the_longest_prefix_of_every_worker_is_found(held: list[int]) -> None:
+def index_of(hashes: list[int], held: list[int]) -> PrefixIndex:
+    """Of workers whose bits are their places in `held`: leading blocks of the prompt."""
     index = PrefixIndex()
-    hashes = list(range(100, 112))
     for number, depth in enumerate(held):
         assert index.join(str(number)) == number
         log = PrefixLog()
         for block_hash in hashes[:depth]:
             log.add(name(block_hash))
         index.apply(str(number), log.take())
+    return index
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=MAX_SINGLED_OUT))
+def test_the_longest_prefix_of_every_worker_is_found(held: list[int]) -> None:
+    hashes = list(range(100, 112))
+    index = index_of(hashes, held)
     depths = index.depths(hashes)
     assert [depths.of(number) for number in range(len(held))] == held
 
 
 @given(st.lists(st.integers(0, 300), min_size=1, max_size=60))
 def test_of_many_workers_and_long_prompts_the_longest_prefixes_are_told_apart(held: list[int]) -> None:
-    index = PrefixIndex()
     hashes = list(range(1000, 1300))
-    for number, depth in enumerate(held):
-        index.join(str(number))
-        log = PrefixLog()
-        for block_hash in hashes[:depth]:
-            log.add(name(block_hash))
-        index.apply(str(number), log.take())
+    index = index_of(hashes, held)
     depths = index.depths(hashes)
     for number, depth in enumerate(held):
         assert depths.of(number) <= depth
@@ -110,16 +110,10 @@ def test_of_many_workers_and_long_prompts_the_longest_prefixes_are_told_apart(he
 
 @given(st.data())
 def test_of_prefixes_that_many_workers_share_none_goes_unseen(data: st.DataObject) -> None:
-    index = PrefixIndex()
     hashes = list(range(1000, 1300))
     levels = data.draw(st.lists(st.integers(0, 300), min_size=2, max_size=5))
     held = data.draw(st.lists(st.sampled_from(levels), min_size=60, max_size=128))
-    for number, depth in enumerate(held):
-        index.join(str(number))
-        log = PrefixLog()
-        for block_hash in hashes[:depth]:
-            log.add(name(block_hash))
-        index.apply(str(number), log.take())
+    index = index_of(hashes, held)
     depths = index.depths(hashes)
     least = min((depth for depth in held if depth), default=0)
     for number, depth in enumerate(held):
