@@ -93,14 +93,10 @@ def test_options_reach_the_cluster(tmp_path: Path) -> None:
         for _ in range(8):  # each connection may land on either proxy
             answer = httpx.post(url, json={**body, "prompt": "open"}, headers=headers, timeout=30)
             assert answer.status_code == 200, answer.text
-        reader_gone = subprocess.Popen(
-            tandem("status", "--json", "--port", str(cluster.port)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        assert reader_gone.stdout is not None and reader_gone.stderr is not None
-        reader_gone.stdout.close()  # as `head` does when it has enough
-        assert (reader_gone.stderr.read(), reader_gone.wait(90)) == ("", 1)
+        command = tandem("status", "--json", "--port", str(cluster.port))
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as unread:
+            assert unread.stdout is not None and unread.stderr is not None
+            unread.stdout.close()  # as `head` does when it has enough
+            assert (unread.stderr.read(), unread.wait(90)) == ("", 1)
         done = run("status", "--port", str(cluster.port))
         assert done.returncode == 0 and "decode-0" in done.stdout and "2 proxies" in done.stdout
