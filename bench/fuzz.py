@@ -31,6 +31,7 @@ from bench.fuzz_http import HttpFuzzer
 from bench.fuzz_messages import MessageFuzzer, sender
 from bench.fuzz_replay import ReplayingProxy
 from bench.ports import free_port
+from bench.process_memory import process_memory
 from bench.report import Aim, Report, add_common_options, finish
 from deploy.runtime_dir import runtime_dir
 from deploy.status import fetch_status
@@ -140,11 +141,11 @@ class Fuzz:
         while self.inputs.total() < num_inputs:
             size = min(_ROUND, num_inputs - self.inputs.total())
             for name in self._fuzzers:
-                self._to_router(name, size * (1 if name == "launcher" else 2) // 10)
-            self._as_member(size * 2 // 10)
+                self._to_router(name, size * (1 if name == "launcher" else 3) // 20)
+            self._as_member(size * 3 // 20)
             self._replay(size // 20)
             self._bytes_to_sockets(max(1, size // 20))
-            for _ in range(max(1, size - size * 2 // 10 * 4 - size // 10 - 2 * (size // 20))):
+            for _ in range(size // 4):
                 self.http.send_one()
                 self.inputs["http"] += 1
             self.settle()
@@ -224,10 +225,6 @@ def num_descriptors(pid: int) -> int:
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
-def memory_mib(pid: int) -> float:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
 def refusals(metrics: str) -> dict[str, int]:
     """Label sets of the refusal metrics to their values."""
     lines = [line for line in metrics.splitlines() if "refusals" in line and not line.startswith("#")]
@@ -247,7 +244,7 @@ def run(port: int, admin_url: str, num_inputs: int, seed: int) -> dict[str, Any]
     fuzz = Fuzz(port, seed)
     pids = fuzz.pids()
     fuzz.run(min(_ROUND, num_inputs) // 4)  # caches and buffers find their size
-    before = {name: (num_descriptors(pid), memory_mib(pid)) for name, pid in pids.items()}
+    before = {name: (num_descriptors(pid), process_memory(pid).own_mib) for name, pid in pids.items()}
     started = time.monotonic()
     cache = fuzz_cache(random.Random(seed), num_inputs // 10)
     fuzz.run(num_inputs)
@@ -264,7 +261,9 @@ def run(port: int, admin_url: str, num_inputs: int, seed: int) -> dict[str, Any]
         "num_internal_errors": fuzz.http.outcomes["500"],
         "refusals": refusals(httpx.get(f"{admin_url}/metrics", headers={"Cache-Control": "no-cache"}, timeout=30).text),
         "descriptors": {name: num_descriptors(pid) for name, pid in pids.items()},
-        "memory_growth_mib": {name: round(memory_mib(pid) - before[name][1], 1) for name, pid in pids.items()},
+        "memory_growth_mib": {
+            name: round(process_memory(pid).own_mib - before[name][1], 1) for name, pid in pids.items()
+        },
         "seconds": round(took_s, 1),
     }
 

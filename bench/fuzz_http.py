@@ -1,10 +1,15 @@
-"""Requests to fuzz the HTTP endpoint with: bytes, heads, bodies, and clients that go away in the middle."""
+"""Requests to fuzz the HTTP endpoint with: bytes, heads, bodies, and clients that go away in the middle.
+
+A whole request must be answered. What may be but a part of one is followed by the end of the connection, or the proxy
+would rightly wait for the rest.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import random
+import re
 import socket
 from collections import Counter
 from typing import Any
@@ -24,7 +29,7 @@ _FIELDS = (
 
 
 class HttpFuzzer:
-    """outcomes: how many requests ended with which status, "closed" where the proxy hung up without one."""
+    """outcomes: how many ended with which status, "closed" where the proxy hung up on a part of a request."""
 
     def __init__(self, rng: random.Random, port: int, model: str) -> None:
         self._rng = rng
@@ -33,15 +38,17 @@ class HttpFuzzer:
         self.outcomes: Counter[str] = Counter()
 
     def send_one(self) -> None:
-        """Send one and wait for what comes of it. Raises TimeoutError when nothing does: a hang."""
+        """Send one and wait for what comes of it. Raises TimeoutError when nothing does, a hang, and ValueError when a
+        whole request has no answer.
+        """
         rng = self._rng
         match rng.choices(("bytes", "head", "body", "leave"), weights=(20, 20, 50, 10))[0]:
             case "bytes":
-                self._exchange(rng.randbytes(rng.randrange(1, 300)) + b"\r\n\r\n")
+                self._exchange(rng.randbytes(rng.randrange(1, 300)) + b"\r\n\r\n", is_whole=False)
             case "head":
-                self._exchange(self._head())
+                self._exchange(self._head(), is_whole=False)
             case "body":
-                self._exchange(self._request(self._body()))
+                self._exchange(self._request(self._body()), is_whole=True)
             case "leave":
                 self._leave()
 
@@ -76,7 +83,7 @@ class HttpFuzzer:
 
     def _body(self) -> bytes:
         rng = self._rng
-        fields: dict[str, Any] = {"model": self._model, "max_tokens": 2}
+        fields: dict[str, Any] = {"model": self._model, "max_tokens": 2, "stream": rng.random() < 0.2}
         fields |= {"prompt": "hello"} if rng.random() < 0.5 else {"messages": [{"role": "user", "content": "hello"}]}
         for _ in range(rng.choice((0, 1, 1, 2, 3))):
             fields[rng.choice(_FIELDS)] = rng.choice(_VALUES)
@@ -91,17 +98,21 @@ class HttpFuzzer:
         head = f"POST {path or self._rng.choice(_PATHS)} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
         return head.encode() + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
-    def _exchange(self, data: bytes) -> None:
-        with socket.create_connection(("127.0.0.1", self._port), timeout=_TIMEOUT_S) as connection:
-            try:
-                connection.sendall(data)
+    def _exchange(self, data: bytes, is_whole: bool) -> None:
+        received = b""
+        with (
+            socket.create_connection(("127.0.0.1", self._port), timeout=_TIMEOUT_S) as connection,
+            contextlib.suppress(ConnectionResetError, BrokenPipeError),
+        ):
+            connection.sendall(data)
+            if not is_whole:
                 connection.shutdown(socket.SHUT_WR)
-                received = b""
-                while chunk := connection.recv(65536):
-                    received += chunk
-            except (ConnectionResetError, BrokenPipeError):
-                received = b""
-        self.outcomes[received[9:12].decode(errors="replace") if received.startswith(b"HTTP/1.1 ") else "closed"] += 1
+            while chunk := connection.recv(65536):
+                received += chunk
+        is_answered = received.startswith(b"HTTP/1.1 ")
+        if is_whole and not (is_answered and _has_end(received)):
+            raise ValueError(f"no answer to {data[:2000]!r}, or one without an end: {received[-500:]!r}")
+        self.outcomes[received[9:12].decode() if is_answered else "closed"] += 1
 
     def _leave(self) -> None:
         """A stream whose client reads a little, or nothing, and goes."""
@@ -114,3 +125,12 @@ class HttpFuzzer:
                 with contextlib.suppress(TimeoutError):
                     connection.recv(self._rng.choice((1, 100, 4096)))
         self.outcomes["left"] += 1
+
+
+def _has_end(answer: bytes) -> bool:
+    """A stream says how it ends; the length of all else is in its head."""
+    head, _, body = answer.partition(b"\r\n\r\n")
+    if b"text/event-stream" not in head.lower():
+        length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
+        return length is not None and len(body) == int(length[1])
+    return body.endswith(b"0\r\n\r\n") and (b"data: [DONE]" in body or b'data: {"error"' in body)
