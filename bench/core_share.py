@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 PERIOD_US = 5000
@@ -47,6 +47,11 @@ def core_shares(cores: dict[int, float]) -> Iterator[None]:
     finally:
         for folder in folders:
             _remove(root, folder)
+
+
+def same_shares(pids: Iterable[int], share: float) -> AbstractContextManager[None]:
+    """As `core_shares`, the same for each; 0 sets no limit."""
+    return core_shares(dict.fromkeys(pids, share)) if share else nullcontext()
 
 
 def _is_ours(root: Path) -> bool:

@@ -25,7 +25,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.core_share import NoCoreShares, core_shares
+from bench.core_share import NoCoreShares, same_shares
 from bench.latency import SLO, RequestTrace, goodput, summarise
 from bench.pd_figures import verdicts
 from bench.report import Report, add_common_options, finish
@@ -132,10 +132,7 @@ def limited_cluster(configuration: Configuration, model: list[str], share: float
     with Cluster(*model, *options) as cluster:
         pids = [report.worker.pid for report in cluster.status().workers]
         assert len(pids) == configuration.num_workers
-        if not share:
-            yield cluster.url
-            return
-        with core_shares(dict.fromkeys(pids, share)):
+        with same_shares(pids, share):
             yield cluster.url
 
 

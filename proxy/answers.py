@@ -12,6 +12,7 @@ from msgspec import UNSET, UnsetType
 
 from protocol.errors import InternalError, TandemError
 from protocol.generation import FinishReason, SampledToken
+from proxy.event_stream import DONE
 from proxy.generation import Generation, TextDelta, ToldPrompt
 from proxy.http_errors import error_body, log
 from proxy.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
@@ -35,7 +36,6 @@ from proxy.token_text import TokensAsIds, TokenText
 from proxy.validation import GenerationRequest
 
 _encode = msgspec.json.Encoder().encode
-_DONE = b"data: [DONE]\n\n"
 _MARK = secrets.token_hex(16)  # occurs nowhere else
 
 
@@ -247,7 +247,7 @@ async def stream_events(
         log.exception("a stream failed")
         yield _event_of(error_body(InternalError("the server failed in mid-stream")))
         return
-    yield (answers.usage_chunk() + _DONE) if request.include_usage else _DONE
+    yield (answers.usage_chunk() + DONE) if request.include_usage else DONE
 
 
 def _token_text(generation: Generation, request: GenerationRequest) -> TokenText:

@@ -19,6 +19,8 @@ from proxy.http_errors import ClientDisconnected
 from proxy.request_id import HEADER
 
 T = TypeVar("T")
+DONE = b"data: [DONE]\n\n"
+"""Ends the last event of a stream that ended well."""
 _HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -52,9 +54,13 @@ class _AsgiStream(ASGIResponse):
         async with aclosing(self._events) as events:
             await send({"type": "http.response.start", "status": 200, "headers": self._headers})
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
+            last = b""
             async for event in events:
-                await send({"type": "http.response.body", "body": event, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+                if event.endswith(DONE):
+                    last = event  # it goes out with the end of the answer, in one packet
+                else:
+                    await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
 async def first_of(events: AsyncGenerator[bytes, None]) -> bytes:

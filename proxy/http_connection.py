@@ -15,13 +15,14 @@ import logging
 import socket
 import termios
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from protocol.errors import InvalidRequest, TandemError
 from proxy.connections import Connections
 from proxy.http_errors import ClientTooSlow, HeadTooLarge, error_body, status_of
+from proxy.http_transport import JoinedHeads
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class _BoundedReads(asyncio.BufferedProtocol):
         self._protocol = protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._protocol.connection_made(transport)
+        self._protocol.connection_made(JoinedHeads(cast(asyncio.Transport, transport), self._protocol.loop))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._protocol.connection_lost(exc)
