@@ -36,6 +36,8 @@ NUM_AT_ONCE = 12
 MAX_WAITING = 64
 BURST = 3 * MAX_WAITING
 BURST_EVERY_S = 45.0
+NUM_FIRST_BURSTS = 2
+"""Before memory is first looked at: what as many at once need grows to its size at the first."""
 MAX_GROWTH = 1.1
 OPTIONS = (
     *CLUSTER_OPTIONS, "--proxies", "2", "--dtype", "float32", "--threads-per-worker", "1",
@@ -56,6 +58,8 @@ async def soak(
             await clients.check_each()
             progress.update(task, description="measuring the capacity")
             capacity_per_s = await clients.capacity_per_s(min(20.0, seconds / 6), NUM_AT_ONCE)
+            for _ in range(NUM_FIRST_BURSTS):
+                await clients.first_burst(BURST)
             await asyncio.to_thread(cluster.wait_for, cluster.all_blocks_free, 60)
             memory = cluster_memory(cluster.port)
             footprint = Footprint.of(cluster, shared_before)

@@ -124,6 +124,15 @@ class Clients:
         for _ in range(num_requests):
             self._begin(may_leave=False)
 
+    async def first_burst(self, num_requests: int) -> None:
+        """Undisturbed, and before anything counts. Raises RuntimeError where one is answered wrongly, or not at all."""
+        tally, self.tally = self.tally, Tally()
+        self.burst(num_requests)
+        await self.wait()
+        first, self.tally = self.tally, tally
+        if first.right + first.refused.total() != num_requests:
+            raise RuntimeError(f"an undisturbed burst: {first}")
+
     async def wait(self) -> None:
         """Until all have their answers."""
         while self._asking:
