@@ -108,7 +108,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_waiting_requests: Annotated[
         int, Meta(ge=1, description="sequences per proxy that wait for a first token; more are refused with 503")
     ] = 1024
-    max_waiting_tokens: Annotated[int, Meta(ge=0, description="the same for their prompt tokens; 0 sets no bound")] = 0
+    max_waiting_tokens: Annotated[int, Meta(ge=0, description="the same for their prompt tokens; 0 sets no bound")] = (
+        16_000_000
+    )
+    later_priorities_part: Annotated[
+        float,
+        Meta(gt=0, le=1, description="of both, that requests of a priority over 0, later than the default, may take"),
+    ] = 1.0
     max_queue_s: Annotated[
         float,
         Meta(

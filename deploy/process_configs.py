@@ -91,6 +91,7 @@ class ProcessConfigs:
             max_body_bytes=cluster.max_body_mib << 20,
             max_waiting_requests=cluster.max_waiting_requests,
             max_waiting_tokens=cluster.max_waiting_tokens,
+            later_priorities_part=cluster.later_priorities_part,
             max_queue_s=cluster.max_queue_s,
             max_requests_per_client=cluster.max_requests_per_client,
             max_connections=cluster.max_connections,

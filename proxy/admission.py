@@ -6,8 +6,9 @@ again when they are answered. Where clearly more comes than is served, no more m
 that time: the queue would be full whatever its length. (A standing queue is what is bad, not a queue; it may be much
 shorter than the time that shows that it stands: Nichols and Jacobson, Controlling Queue Delay, ACM Queue 2012.)
 
-The bounds hold over all priorities. Where they are reached, a request of a sooner priority displaces waiting ones of
-the latest, the newest first: those are refused as if they came now.
+The bounds hold over all priorities; requests later than the default may be held to a part of them, so that what can
+wait does not fill the queue. Where a bound is reached, a request of a sooner priority displaces waiting ones of the
+latest, the newest first: those are refused as if they came now.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from protocol.errors import InvalidRequest, Overloaded
 
@@ -31,6 +33,7 @@ _SLO_PART = 0.8
 """With `--ttft-slo-ms`: as many may always wait, and for this part of it. The router predicts what prefill takes; where
 decode is the narrow part, this is what keeps first tokens in time."""
 _MAX_RETRY_AFTER_S = 60
+DEFAULT_PRIORITY = 0
 _DURATION_WEIGHT = 0.1
 """Of a request that has ended, in the mean of how long requests take."""
 
@@ -102,9 +105,22 @@ def queue_bounds(max_queue_s: float, ttft_slo_s: float | None) -> tuple[float, i
     return min(max_queue_s or ttft_slo_s, _SLO_PART * ttft_slo_s), _SLO_CROWD
 
 
+@dataclass
+class Waiting:
+    """Sequences, and their prompt tokens."""
+
+    sequences: int = 0
+    tokens: int = 0
+
+    def add(self, sequences: int, tokens: int) -> None:
+        self.sequences += sequences
+        self.tokens += tokens
+        assert self.sequences >= 0 and self.tokens >= 0
+
+
 class Admission:
     """clock: seconds, monotonic. max_per_client: sequences under way. It, max_waiting_tokens and max_queue_s: 0 sets no
-    bound. crowd: sequences that may always wait.
+    bound. crowd: sequences that may always wait. later_part: of both bounds, for all later than DEFAULT_PRIORITY.
     """
 
     def __init__(
@@ -115,6 +131,7 @@ class Admission:
         max_per_client: int = 0,
         max_queue_s: float = 0.0,
         crowd: int = CROWD,
+        later_part: float = 1.0,
     ) -> None:
         self._max_waiting = max_waiting
         self._crowd = crowd
@@ -131,8 +148,16 @@ class Admission:
         self._levels: Counter[int] = Counter()  # waiting sequences, by priority
         self._served: deque[tuple[float, int]] = deque()  # when, and prompt tokens, within the window
         self._duration_s = 0.0  # of requests of late, from admission to end
-        self.num_waiting = 0
-        self.num_waiting_tokens = 0
+        self._later_part = later_part
+        self._waiting, self._waiting_later = Waiting(), Waiting()
+
+    @property
+    def num_waiting(self) -> int:
+        return self._waiting.sequences
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        return self._waiting.tokens
 
     def check(self, client: str, num_sequences: int = 1, num_tokens: int = 0, priority: int = 0) -> None:
         """Raises QueueFull, ClientLimitExceeded, or InvalidRequest for more sequences than could ever be admitted."""
@@ -149,10 +174,9 @@ class Admission:
         for ticket in self._to_displace(client, len(prompt_tokens), sum(prompt_tokens), priority):
             ticket.give_up_waiting()
             ticket.on_displaced(self._full("Requests of a sooner priority came"))
-        self.num_waiting += len(prompt_tokens)
+        self._count_waiting(priority, len(prompt_tokens), sum(prompt_tokens))
         self._watch_crowd()
         self._count_arrivals(len(prompt_tokens))
-        self.num_waiting_tokens += sum(prompt_tokens)
         self._running[client] += len(prompt_tokens)
         self._levels[priority] += len(prompt_tokens)
         ticket = Ticket(self, client, prompt_tokens, priority, self._clock(), on_displaced)
@@ -170,7 +194,7 @@ class Admission:
 
     def _to_displace(self, client: str, num_sequences: int, num_tokens: int, priority: int) -> list[Ticket]:
         """Who must go so that these can come."""
-        most = min(self._max_waiting, self._max_per_client or self._max_waiting)
+        most = min(self._limit_for(priority), self._max_per_client or self._max_waiting)
         if num_sequences > most:
             raise InvalidRequest(
                 f"The request asks for {num_sequences} sequences (prompts times n); the limit is {most}.", "n"
@@ -181,25 +205,10 @@ class Admission:
                 f"{running} of your sequences are under way; the limit is {self._max_per_client} for each client.",
                 self._client_retry_after_s(client),
             )
-        max_waiting = self._present_limit()
         displaced: list[Ticket] = []
-        num_waiting, num_waiting_tokens = self.num_waiting, self.num_waiting_tokens
+        gone = Waiting()
         later: list[Ticket] | None = None  # the first to go comes last
-        while True:
-            if num_waiting + num_sequences > max_waiting:
-                reason = f"{self.num_waiting} requests are waiting already; the limit is {max_waiting}"
-                if max_waiting < self._max_waiting:
-                    reason += f" at present, for too many have waited for {self._max_queue_s:g} s and more"
-            # One that is larger than the bound by itself may go when nothing else waits.
-            elif (
-                self._max_waiting_tokens and num_waiting and num_waiting_tokens + num_tokens > self._max_waiting_tokens
-            ):
-                reason = (
-                    f"{self.num_waiting_tokens} prompt tokens are waiting already; the limit is "
-                    f"{self._max_waiting_tokens}"
-                )
-            else:
-                return displaced
+        while (reason := self._no_room(num_sequences, num_tokens, priority, gone)) is not None:
             if later is None:
                 later = self._later_than(priority)
             if not later:
@@ -207,8 +216,47 @@ class Admission:
                 raise self._full(reason)
             ticket = later.pop()
             displaced.append(ticket)
-            num_waiting -= ticket.num_sequences
-            num_waiting_tokens -= sum(ticket.waiting.values())
+            gone.add(ticket.num_sequences, sum(ticket.waiting.values()))
+        return displaced
+
+    def _no_room(self, num_sequences: int, num_tokens: int, priority: int, gone: Waiting) -> str | None:
+        """Why these cannot wait, too, when those that are later than they have gone."""
+        limit = self._present_limit()
+        if self._waiting.sequences - gone.sequences + num_sequences > limit:
+            reason = f"{self._waiting.sequences} requests are waiting already; the limit is {limit}"
+            if limit < self._max_waiting:
+                reason += f" at present, for too many have waited for {self._max_queue_s:g} s and more"
+            return reason
+        if self._is_over(self._waiting, gone, num_tokens, self._max_waiting_tokens):
+            return f"{self._waiting.tokens} prompt tokens are waiting already; the limit is {self._max_waiting_tokens}"
+        if priority <= DEFAULT_PRIORITY or self._later_part == 1.0:
+            return None
+        later, limit, tokens = self._waiting_later, self._part(limit), self._part(self._max_waiting_tokens)
+        if later.sequences - gone.sequences + num_sequences > limit or self._is_over(later, gone, num_tokens, tokens):
+            return (
+                f"{later.sequences} requests with {later.tokens} prompt tokens and a priority over {DEFAULT_PRIORITY} "
+                f"are waiting already; the limit for these is {limit}" + (f" with {tokens}" if tokens else "")
+            )
+        return None
+
+    @staticmethod
+    def _is_over(waiting: Waiting, gone: Waiting, num_tokens: int, limit: int) -> bool:
+        """One that is larger than the bound by itself may go when nothing else waits."""
+        num_others = waiting.sequences - gone.sequences
+        return bool(limit and num_others) and waiting.tokens - gone.tokens + num_tokens > limit
+
+    def _limit_for(self, priority: int) -> int:
+        """Of waiting sequences, in the best of times."""
+        return self._part(self._max_waiting) if priority > DEFAULT_PRIORITY else self._max_waiting
+
+    def _part(self, limit: int) -> int:
+        """For what is later; at least one of what is bounded at all."""
+        return max(1, int(self._later_part * limit)) if limit else 0
+
+    def _count_waiting(self, priority: int, sequences: int, tokens: int) -> None:
+        self._waiting.add(sequences, tokens)
+        if priority > DEFAULT_PRIORITY:
+            self._waiting_later.add(sequences, tokens)
 
     def _present_limit(self) -> int:
         """Of waiting sequences."""
@@ -260,12 +308,10 @@ class Admission:
         return _whole_seconds(oldest + self._duration_s - self._clock())
 
     def _leave(self, ticket: Ticket, num_tokens: int, is_served: bool) -> None:
-        self.num_waiting -= 1
+        self._count_waiting(ticket.priority, -1, -num_tokens)
         if is_served and self._max_queue_s and self._crowded_since is not None:
             self._first_tokens.append(self._clock())
         self._watch_crowd()
-        self.num_waiting_tokens -= num_tokens
-        assert self.num_waiting >= 0 and self.num_waiting_tokens >= 0
         self._levels[ticket.priority] -= 1
         if not self._levels[ticket.priority]:
             del self._levels[ticket.priority]

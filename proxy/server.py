@@ -92,6 +92,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         config.max_waiting_tokens,
         config.max_requests_per_client,
         *queue_bounds(config.max_queue_s, ttft_slo_s),
+        config.later_priorities_part,
     )
     tracer = make_tracer(config.otlp_endpoint, config.proxy_id) if config.otlp_endpoint else None
     requests = RequestLog(tracer.on_end if tracer is not None else ignore)

@@ -269,6 +269,27 @@ def test_a_request_has_as_long_as_its_client_gives_it(proxy: Proxy, workers: Fak
         assert refused.status_code == 400 and "X-Request-Timeout" in refused.json()["error"]["message"]
 
 
+def test_what_is_later_than_the_default_priority_takes_a_part_of_the_queue(tmp_path: Path) -> None:
+    hold = make_tokenizer(tmp_path).encode_batch_fast(["hold"])[0].ids
+    proxy = Proxy(tmp_path, max_waiting_requests=4, later_priorities_part=0.25)
+    workers = FakeWorkers(tmp_path, [proxy.control], hold, [-1])
+    try:
+        proxy.wait_for(200)
+        waiting = threading.Thread(target=lambda: post(proxy, prompt="hold", priority=5, timeout=3))
+        waiting.start()
+        wait_until(lambda: bool(workers.seen))
+        refused = post(proxy, prompt="abc", priority=5)
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        assert "the limit for these is 1" in refused.json()["error"]["message"]
+        assert post(proxy, prompt="abc", max_tokens=3).json()["choices"][0]["text"] == "abc"
+        waiting.join(10)
+        assert post(proxy, prompt="abc", max_tokens=3, priority=5).status_code == 200
+    finally:
+        workers.stop()
+        proxy.process.kill()
+        proxy.process.wait()
+
+
 def test_a_worker_that_was_counted_as_lost_begins_another_epoch(proxy: Proxy, workers: FakeWorkers) -> None:
     """It is silent, as if frozen, and speaks again: under its old epoch nobody knows it any more."""
     before = workers.epoch("decode-0")

@@ -100,6 +100,29 @@ def test_sooner_priorities_displace_later_ones_the_newest_first() -> None:
     assert (admission.num_waiting, admission.num_waiting_tokens) == (3, 95)
 
 
+def test_later_priorities_have_a_part_of_the_queue() -> None:
+    admission = Admission(8, Clock(), max_waiting_tokens=100, later_part=0.25)
+    tickets = [admission.admit("a", [5], priority) for priority in (3, 1)]
+    with pytest.raises(QueueFull, match=r"2 requests with 10 .* over 0 .* limit for these is 2 with 25"):
+        admission.check("a", priority=3)
+    displaced: list[QueueFull] = []
+    tickets[0].on_displaced = displaced.append
+    tickets.append(admission.admit("a", [5], 2))
+    assert len(displaced) == 1, "the latest gives way to a sooner one, of those that share the part"
+    for _ in range(6):
+        tickets.append(admission.admit("a", [10]))
+    assert admission.num_waiting == 8, "whose priority is the default finds the rest free"
+    for ticket in tickets:
+        ticket.close()
+    with pytest.raises(InvalidRequest, match="the limit is 2"):
+        admission.check("a", 3, priority=1)
+    large = admission.admit("a", [60], 1)
+    with pytest.raises(QueueFull, match="1 requests with 60"):
+        admission.admit("a", [1], 1)
+    large.on_first_token(0)
+    admission.admit("a", [1, 1], 1)
+
+
 def test_a_client_over_its_limit_may_come_back_when_its_oldest_request_should_have_ended() -> None:
     clock = Clock()
     admission = Admission(10, clock, max_per_client=1)
@@ -140,8 +163,9 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.admission = Admission(6, self.clock, max_waiting_tokens=50, max_per_client=4)
+        self.admission = Admission(6, self.clock, max_waiting_tokens=50, max_per_client=4, later_part=0.5)
         self.open: list[tuple[Ticket, str, dict[int, int], int]] = []
+        self.num_allowed_tokens = 0  # of later priorities: the part, or one larger request by itself
 
     @rule(
         client=st.sampled_from("ab"),
@@ -155,6 +179,8 @@ class AnyOrder(RuleBasedStateMachine):
         except QueueFull as refused:
             assert 1 <= refused.retry_after_s <= 60
             return
+        if priority > 0:
+            self.num_allowed_tokens = max(25, sum(tokens))
         self.open.append((ticket, client, waiting, len(tokens)))
 
     @precondition(lambda self: self.open)
@@ -177,6 +203,8 @@ class AnyOrder(RuleBasedStateMachine):
         waiting = [tokens for _, _, left, _ in self.open for tokens in left.values()]
         assert (self.admission.num_waiting, self.admission.num_waiting_tokens) == (len(waiting), sum(waiting))
         assert len(waiting) <= 6
+        later = [tokens for ticket, _, left, _ in self.open if ticket.priority > 0 for tokens in left.values()]
+        assert len(later) <= 3 and sum(later) <= self.num_allowed_tokens
         for client in "ab":
             running = sum(number for _, whose, _, number in self.open if whose == client)
             assert self.admission._running.get(client, 0) == running <= 4
