@@ -1,10 +1,6 @@
 """Who may wait for a first token, and how many. Pure. Beyond the bounds requests are refused at once, not queued.
 
-A burst may wait, up to these bounds. Where a crowd has waited for `max_queue_s` without a break, no more may wait than
-were served in that time: who is admitted has his first token after about as long. That leaves clients alone who ask
-again when they are answered. Where clearly more comes than is served, no more may wait than were served in a fifth of
-that time: the queue would be full whatever its length. (A standing queue is what is bad, not a queue; it may be much
-shorter than the time that shows that it stands: Nichols and Jacobson, Controlling Queue Delay, ACM Queue 2012.)
+A burst may wait, up to these bounds; a crowd that does not get smaller has closer ones (`proxy.standing_queue`).
 
 The bounds hold over all priorities; requests later than the default may be held to a part of them, so that what can
 wait does not fill the queue. Where a bound is reached, a request of a sooner priority displaces waiting ones of the
@@ -19,19 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from protocol.errors import InvalidRequest, Overloaded
+from proxy.standing_queue import StandingQueue
 
 _SPEED_WINDOW_S = 10.0
 """Prompt tokens per second are those of so long."""
-CROWD = 64
-"""So many sequences may always wait: a few clients, each with some requests at a time, are no overload."""
-OVERLOAD = 1.25
-"""Arrivals over first tokens, within `max_queue_s`: beyond that more comes than is served."""
-STANDING_PART = 0.2
-"""Of `max_queue_s`: so much may wait then. Enough to keep every worker busy."""
-_SLO_CROWD = 8
-_SLO_PART = 0.8
-"""With `--ttft-slo-ms`: as many may always wait, and for this part of it. The router predicts what prefill takes; where
-decode is the narrow part, this is what keeps first tokens in time."""
 _MAX_RETRY_AFTER_S = 60
 DEFAULT_PRIORITY = 0
 _DURATION_WEIGHT = 0.1
@@ -98,13 +85,6 @@ class Ticket:
             self._admission._forget(self)
 
 
-def queue_bounds(max_queue_s: float, ttft_slo_s: float | None) -> tuple[float, int]:
-    """(max_queue_s, crowd) of an Admission."""
-    if ttft_slo_s is None:
-        return max_queue_s, CROWD
-    return min(max_queue_s or ttft_slo_s, _SLO_PART * ttft_slo_s), _SLO_CROWD
-
-
 @dataclass
 class Waiting:
     """Sequences, and their prompt tokens."""
@@ -119,8 +99,8 @@ class Waiting:
 
 
 class Admission:
-    """clock: seconds, monotonic. max_per_client: sequences under way. It, max_waiting_tokens and max_queue_s: 0 sets no
-    bound. crowd: sequences that may always wait. later_part: of both bounds, for all later than DEFAULT_PRIORITY.
+    """clock: seconds, monotonic. max_per_client: sequences under way; it and max_waiting_tokens: 0 sets no bound.
+    later_part: of both bounds on what waits, for all later than DEFAULT_PRIORITY.
     """
 
     def __init__(
@@ -129,17 +109,11 @@ class Admission:
         clock: Callable[[], float],
         max_waiting_tokens: int = 0,
         max_per_client: int = 0,
-        max_queue_s: float = 0.0,
-        crowd: int = CROWD,
+        standing: StandingQueue | None = None,
         later_part: float = 1.0,
     ) -> None:
         self._max_waiting = max_waiting
-        self._crowd = crowd
-        self._max_queue_s = max_queue_s
-        self._crowded_since: float | None = None
-        self._calm_since: float | None = None  # few have waited since then
-        self._first_tokens: deque[float] = deque()  # when, within max_queue_s; while there is a crowd
-        self._arrivals: deque[float] = deque()  # of sequences, also of refused ones; likewise
+        self._standing = standing or StandingQueue(clock)
         self._max_waiting_tokens = max_waiting_tokens
         self._max_per_client = max_per_client
         self._clock = clock
@@ -175,8 +149,8 @@ class Admission:
             ticket.give_up_waiting()
             ticket.on_displaced(self._full("Requests of a sooner priority came"))
         self._count_waiting(priority, len(prompt_tokens), sum(prompt_tokens))
-        self._watch_crowd()
-        self._count_arrivals(len(prompt_tokens))
+        self._standing.on_waiting(self.num_waiting)
+        self._standing.on_arrivals(len(prompt_tokens))
         self._running[client] += len(prompt_tokens)
         self._levels[priority] += len(prompt_tokens)
         ticket = Ticket(self, client, prompt_tokens, priority, self._clock(), on_displaced)
@@ -212,7 +186,7 @@ class Admission:
             if later is None:
                 later = self._later_than(priority)
             if not later:
-                self._count_arrivals(num_sequences)
+                self._standing.on_arrivals(num_sequences)
                 raise self._full(reason)
             ticket = later.pop()
             displaced.append(ticket)
@@ -221,11 +195,11 @@ class Admission:
 
     def _no_room(self, num_sequences: int, num_tokens: int, priority: int, gone: Waiting) -> str | None:
         """Why these cannot wait, too, when those that are later than they have gone."""
-        limit = self._present_limit()
+        limit = min(self._max_waiting, self._standing.limit(self.num_waiting) or self._max_waiting)
         if self._waiting.sequences - gone.sequences + num_sequences > limit:
             reason = f"{self._waiting.sequences} requests are waiting already; the limit is {limit}"
             if limit < self._max_waiting:
-                reason += f" at present, for too many have waited for {self._max_queue_s:g} s and more"
+                reason += f" at present, for too many have waited for {self._standing.max_queue_s:g} s and more"
             return reason
         if self._is_over(self._waiting, gone, num_tokens, self._max_waiting_tokens):
             return f"{self._waiting.tokens} prompt tokens are waiting already; the limit is {self._max_waiting_tokens}"
@@ -258,40 +232,6 @@ class Admission:
         if priority > DEFAULT_PRIORITY:
             self._waiting_later.add(sequences, tokens)
 
-    def _present_limit(self) -> int:
-        """Of waiting sequences."""
-        if not self._max_queue_s or self._crowded_since is None:
-            return self._max_waiting
-        self._watch_crowd()
-        now = self._clock()
-        if self._crowded_since is None or now - self._crowded_since < self._max_queue_s:
-            return self._max_waiting
-        for times in (self._first_tokens, self._arrivals):
-            while times and now - times[0] > self._max_queue_s:
-                times.popleft()
-        num_served = len(self._first_tokens)
-        part = STANDING_PART if len(self._arrivals) > OVERLOAD * num_served else 1.0
-        return min(self._max_waiting, max(self._crowd, int(part * num_served)))
-
-    def _count_arrivals(self, num_sequences: int) -> None:
-        if self._max_queue_s and self._crowded_since is not None:
-            self._arrivals.extend([self._clock()] * num_sequences)
-
-    def _watch_crowd(self) -> None:
-        """It is gone when few have waited for a while: decode takes on many at once, and for a moment none wait."""
-        now = self._clock()
-        if self.num_waiting >= self._crowd // 2:  # well below the least limit, at which it may stay for long
-            self._calm_since = None
-            if self._crowded_since is None:
-                self._crowded_since = now
-        elif self._crowded_since is not None:
-            if self._calm_since is None:
-                self._calm_since = now
-            if now - self._calm_since >= STANDING_PART * self._max_queue_s:
-                self._crowded_since = self._calm_since = None
-                self._first_tokens.clear()
-                self._arrivals.clear()
-
     def _later_than(self, priority: int) -> list[Ticket]:
         """Waiting requests that may be displaced; of the latest priority the newest comes last."""
         if not any(level > priority for level in self._levels):
@@ -309,9 +249,9 @@ class Admission:
 
     def _leave(self, ticket: Ticket, num_tokens: int, is_served: bool) -> None:
         self._count_waiting(ticket.priority, -1, -num_tokens)
-        if is_served and self._max_queue_s and self._crowded_since is not None:
-            self._first_tokens.append(self._clock())
-        self._watch_crowd()
+        if is_served:
+            self._standing.on_first_token()
+        self._standing.on_waiting(self.num_waiting)
         self._levels[ticket.priority] -= 1
         if not self._levels[ticket.priority]:
             del self._levels[ticket.priority]

@@ -31,7 +31,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker_silence_s: a worker that has sent no status for so long is lost.
     max_waiting_requests: sequences that may wait for their first token; beyond that requests are refused.
     max_waiting_tokens: the same for prompt tokens. later_priorities_part: of both, for requests that are later than the
-    default. max_queue_s: see `proxy.admission`. max_requests_per_client:
+    default. max_queue_s: see `proxy.standing_queue`. max_requests_per_client:
     sequences that one client (a key, or an address where there are no keys) may have under way. 0 sets no bound.
     max_connections: of HTTP, at most what the system's limit of descriptors allows; max_connections_per_client: from
     one address, 0 takes half of them.

@@ -18,7 +18,7 @@ from protocol.media_client import MediaCacheClient
 from protocol.membership import WorkerInfo
 from protocol.proxy_endpoints import write_whole
 from protocol.sockets import new_context
-from proxy.admission import Admission, queue_bounds
+from proxy.admission import Admission
 from proxy.app import make_admin_app, make_app
 from proxy.arrivals import Arrivals
 from proxy.config import ProxyConfig
@@ -38,6 +38,7 @@ from proxy.registry import Registry
 from proxy.request_body import RequestBodies
 from proxy.router import Router
 from proxy.scrapes import Scrapes
+from proxy.standing_queue import StandingQueue, queue_bounds
 from proxy.timelines import Timelines
 from proxy.token_text import TokenText
 from proxy.tracing import make_tracer
@@ -91,7 +92,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         time.monotonic,
         config.max_waiting_tokens,
         config.max_requests_per_client,
-        *queue_bounds(config.max_queue_s, ttft_slo_s),
+        StandingQueue(time.monotonic, *queue_bounds(config.max_queue_s, ttft_slo_s)),
         config.later_priorities_part,
     )
     tracer = make_tracer(config.otlp_endpoint, config.proxy_id) if config.otlp_endpoint else None
