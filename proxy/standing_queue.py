@@ -61,7 +61,7 @@ class StandingQueue:
             self._first_tokens.append(self._clock())
 
     def on_waiting(self, num_waiting: int) -> None:
-        """A crowd is gone when few have waited for a while: decode takes on many at once, and none wait for a moment."""
+        """A crowd is gone when few have waited for a while: decode takes many at once, and none wait for a moment."""
         now = self._clock()
         if num_waiting >= self._crowd // 2:  # well below the least limit, at which it may stay for long
             self._calm_since = None
