@@ -21,7 +21,6 @@ MAX_SINGLED_OUT = 6
 """Workers. Where more hold parts of many lengths, at least so many of the longest are told apart, and the others taken
 for as short as the shortest of them."""
 MAX_BLOCKS_PER_WORKER = 4_000_000
-_BITS_OF_BYTE = tuple(tuple(bit for bit in range(8) if byte >> bit & 1) for byte in range(256))
 
 
 @dataclass(slots=True)
@@ -94,36 +93,38 @@ class PrefixIndex:
         here = workers.get(hashes[0], 0) if hashes else 0
         if not here:
             return NO_DEPTHS
-        groups: list[tuple[int, int]] = []  # depth, and the workers of that depth
+        groups: list[tuple[int, int, int]] = []  # how many workers, their depth, and which they are
         if here != self._all:
-            groups.append((0, self._all & ~here))
+            others = self._all & ~here
+            groups.append((others.bit_count(), 0, others))
         unsettled = [(1, len(hashes), here)]
         resolution = num_told_apart = 0  # the longest prefix is found exactly
         while unsettled and num_told_apart <= MAX_SINGLED_OUT:
             low, high, mask = unsettled.pop()  # they hold `low` blocks and at most `high`
-            if high - low <= resolution:
-                groups.append((low, mask))
-                num_told_apart += mask.bit_count()
-                resolution = len(hashes) // _RESOLUTION
-                continue
-            middle = (low + high + 1) // 2
-            deeper = workers.get(hashes[middle - 1], 0) & mask
-            if deeper != mask:
-                unsettled.append((low, middle - 1, mask & ~deeper))
-            if deeper:  # taken up next: the longest prefixes matter most
-                unsettled.append((middle, high, deeper))
+            while high - low > resolution:
+                middle = (low + high + 1) // 2
+                deeper = workers.get(hashes[middle - 1], 0) & mask
+                if not deeper:
+                    high = middle - 1
+                    continue
+                if deeper != mask:  # the others wait: the longest prefixes matter most
+                    unsettled.append((low, middle - 1, mask & ~deeper))
+                low, mask = middle, deeper
+            num_told_apart += mask.bit_count()
+            groups.append((mask.bit_count(), low, mask))
+            resolution = len(hashes) // _RESOLUTION
         if unsettled:
-            groups.append(self._held_by_all(hashes, unsettled, resolution))
+            depth, mask = self._held_by_all(hashes, unsettled, resolution)
+            groups.append((mask.bit_count(), depth, mask))
         # Bits are taken out of their sets for all groups but the largest, since that costs most.
-        largest = max(range(len(groups)), key=lambda i: groups[i][1].bit_count())
-        common, _ = groups.pop(largest)
+        groups.sort()
+        _, common, _ = groups.pop()
         other: dict[int, int] = {}
-        for depth, mask in groups:
-            first_bit = 0
-            for byte in mask.to_bytes(-(-mask.bit_length() // 8), "little"):
-                for bit in _BITS_OF_BYTE[byte]:
-                    other[first_bit + bit] = depth
-                first_bit += 8
+        for _, depth, mask in groups:
+            while mask:
+                bit = mask.bit_length() - 1
+                other[bit] = depth
+                mask ^= 1 << bit
         return Depths(common, other)
 
     def _held_by_all(

@@ -208,9 +208,10 @@ class Router:
             ((queue.total if priority >= queue.latest else queue.ahead_of(priority)) + work) * queue.s_per_token
             for queue in queues
         ]
+        by_bit, num_counted = candidates.by_bit, min(depths.common, most_cached)
         for bit, depth in depths.other.items():
-            if (number := candidates.by_bit.get(bit)) is not None:
-                saved = work - prompt.num_tokens + block_size * min(depth, most_cached)
+            if (number := by_bit.get(bit)) is not None:
+                saved = block_size * ((depth if depth < most_cached else most_cached) - num_counted)
                 predicted[number] -= saved * queues[number].s_per_token
         costs = _shun(candidates, predicted, prompt.avoid)
         best = min(costs)
@@ -226,8 +227,9 @@ class Router:
         costs = [
             use.busy + needed * use.block_weight + (0.0 if use.num_free_blocks >= needed else _NO_ROOM) for use in uses
         ]
+        by_bit = candidates.by_bit
         for bit, depth in depths.other.items():
-            if (number := candidates.by_bit.get(bit)) is not None:
+            if (number := by_bit.get(bit)) is not None:
                 use, deeper = uses[number], depth - depths.common
                 costs[number] -= deeper * (worth + use.block_weight)
                 if needed > use.num_free_blocks >= needed - deeper:

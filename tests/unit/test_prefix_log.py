@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
@@ -121,6 +122,13 @@ def test_of_prefixes_that_many_workers_share_none_goes_unseen(data: st.DataObjec
         assert depths.of(number) >= min(depth, least) - 300 // 32
         if depth == max(held):
             assert depths.of(number) == depth
+
+
+@pytest.mark.parametrize("num_holders", [3, 7])
+def test_only_the_few_are_told_apart_from_the_many(num_holders: int) -> None:
+    depths = index_of([1, 2], [2] * num_holders + [0] * (10 - num_holders)).depths([1, 2])
+    assert depths.common == (2 if num_holders == 7 else 0)
+    assert len(depths.other) == 3
 
 
 def test_a_bit_is_used_again_and_begins_empty() -> None:

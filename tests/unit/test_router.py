@@ -150,6 +150,19 @@ def test_the_last_token_is_always_computed() -> None:
     assert world.router.pick(shape(list(range(8)))).num_uncached_tokens == 4
 
 
+@pytest.mark.parametrize("num_holders", [1, 3])
+def test_no_worker_is_chosen_as_if_it_had_the_last_token(num_holders: int) -> None:
+    world = World(4, 1)
+    prompt = list(range(16))
+    holders, others = world.prefills[:num_holders], world.prefills[num_holders:]
+    for waiting, best in ((10, holders), (14, others)):  # and a block to compute; 16 elsewhere
+        for info in holders:
+            world.cache(info, prompt)
+            world.report(info, waiting_tokens=[(0, waiting)])
+        chosen = {prefill_of(world.router.pick(shape(prompt))) for _ in best}
+        assert chosen == {info.worker_id for info in best}
+
+
 def test_decode_goes_where_there_is_room_and_then_few_sequences() -> None:
     world = World(1, 3)
     full, busy, free = world.decodes
