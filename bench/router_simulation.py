@@ -153,6 +153,7 @@ class Worker:
     blocks: BlockManager
     queue: deque[tuple[Turn, Policy, Any, str]] = field(default_factory=deque)
     busy: bool = False
+    ends_at: float = 0.0  # of the prompt that is computed
     num_computed_tokens: int = 0
     num_sequences: int = 0
     most_sequences: int = 0
@@ -247,6 +248,8 @@ class Simulation:
 
     def _report(self, worker: Worker) -> None:
         waiting = sum(turn.num_tokens for turn, *_ in worker.queue)
+        if worker.busy:  # as a worker does: the whole of what has not begun, and the rest of what has
+            waiting += int(self._speed * (worker.ends_at - self._now)) - worker.queue[0][0].num_tokens
         load = WorkerLoad(
             num_running=worker.num_sequences,
             num_waiting_tokens=waiting,
@@ -299,7 +302,8 @@ class Simulation:
             self._decode(self._by_id[decode_id], turn, policy, picked)
             self._start(prefill)
 
-        self._at(self._now + DISPATCH_S + num_computed / self._speed, done)
+        prefill.ends_at = self._now + DISPATCH_S + num_computed / self._speed
+        self._at(prefill.ends_at, done)
 
     def _decode(self, decode: Worker, turn: Turn, policy: Policy, picked: Any) -> None:
         held, _ = self._hold(decode.blocks, turn.hashes, len(turn.hashes))

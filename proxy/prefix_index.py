@@ -31,16 +31,20 @@ class _Holder:
 
 
 class Depths(msgspec.Struct, frozen=True):
-    """Leading blocks of a prompt that each worker holds, at least. common: of all whose bit is not in `other`."""
+    """Leading blocks of a prompt that each worker holds, at least. common: of all whose bit is not in `other`.
+
+    groups: how many workers, their blocks, and which they are; those with the most blocks first.
+    """
 
     common: int
     other: dict[int, int]
+    groups: list[tuple[int, int, int]]
 
     def of(self, bit: int) -> int:
         return self.other.get(bit, self.common)
 
 
-NO_DEPTHS = Depths(0, {})
+NO_DEPTHS = Depths(0, {}, [(0, 0, 0)])
 
 
 class PrefixIndex:
@@ -93,13 +97,10 @@ class PrefixIndex:
         here = workers.get(hashes[0], 0) if hashes else 0
         if not here:
             return NO_DEPTHS
-        groups: list[tuple[int, int, int]] = []  # how many workers, their depth, and which they are
-        if here != self._all:
-            others = self._all & ~here
-            groups.append((others.bit_count(), 0, others))
+        groups: list[tuple[int, int, int]] = []
         unsettled = [(1, len(hashes), here)]
         resolution = num_told_apart = 0  # the longest prefix is found exactly
-        while unsettled and num_told_apart <= MAX_SINGLED_OUT:
+        while unsettled and num_told_apart < MAX_SINGLED_OUT:
             low, high, mask = unsettled.pop()  # they hold `low` blocks and at most `high`
             while high - low > resolution:
                 middle = (low + high + 1) // 2
@@ -116,16 +117,21 @@ class PrefixIndex:
         if unsettled:
             depth, mask = self._held_by_all(hashes, unsettled, resolution)
             groups.append((mask.bit_count(), depth, mask))
+        if here != self._all:
+            mask = self._all & ~here
+            groups.append((mask.bit_count(), 0, mask))
         # Bits are taken out of their sets for all groups but the largest, since that costs most.
-        groups.sort()
-        _, common, _ = groups.pop()
+        largest = max(groups)
         other: dict[int, int] = {}
-        for _, depth, mask in groups:
+        for group in groups:
+            if group is largest:
+                continue
+            _, depth, mask = group
             while mask:
                 bit = mask.bit_length() - 1
                 other[bit] = depth
                 mask ^= 1 << bit
-        return Depths(common, other)
+        return Depths(largest[1], other, groups)
 
     def _held_by_all(
         self, hashes: Sequence[int], unsettled: list[tuple[int, int, int]], resolution: int

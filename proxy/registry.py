@@ -72,7 +72,7 @@ class WorkerRecord:
 class Candidates:
     """Workers to choose from, laid out for the router: it reads `uses` and `queues` of all for each request.
 
-    by_bit: place in these lists, by the worker's bit in the prefix index.
+    by_bit: place in these lists, by the worker's bit in the prefix index. bits: all of these.
     """
 
     def __init__(self, records: list[WorkerRecord]) -> None:
@@ -80,6 +80,7 @@ class Candidates:
         self.uses = [record.use for record in records]
         self.queues = [record.use.prompts for record in records]
         self.by_bit = {record.bit: number for number, record in enumerate(records)}
+        self.bits = sum(1 << bit for bit in self.by_bit)
 
     def __bool__(self) -> bool:
         return bool(self.records)

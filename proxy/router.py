@@ -23,6 +23,8 @@ from proxy.worker_load import WorkerUse
 _SLACK_S = 0.001
 _SLACK = 0.05
 """Prefill workers whose prediction is the best one's, to this time and part, are as good: one is drawn."""
+_ENOUGH_COPIES = 0.25
+"""Of a prefix that more than this part of the prefill workers hold no more copies are made on purpose."""
 _DECODE_SLACK = 0.5
 """The same for decode workers, in sequences."""
 _CACHED_WEIGHT = 2.0
@@ -118,11 +120,11 @@ class Router:
         self._rng = rng or random.Random()
         self._correction = 1.0  # what first tokens took, over what was predicted
 
-    def pick(self, prompt: PromptShape, max_ttft_s: float | None = None) -> Route:
+    def pick(self, prompt: PromptShape, max_ttft_s: float | None = None, may_copy: bool = True) -> Route:
         """Raises NoWorkerReady, which says what is missing, when nobody can take the request.
 
         max_ttft_s: raises SLOUnreachable when the first token is predicted later (early rejection: Qin et al.,
-        Mooncake, FAST 2025, section 7).
+        Mooncake, FAST 2025, section 7). may_copy: may wait longer, by computing what is shared where it is missing.
         """
         registry = self._registry
         depths = NO_DEPTHS
@@ -136,7 +138,7 @@ class Router:
         decode: WorkerRecord | None = None
         num_on_decode = 0
         if prefills:
-            prefill = self._pick_prefill(prefills, prompt, depths, block_size)
+            prefill = self._pick_prefill(prefills, prompt, depths, block_size, may_copy)
             if prompt.needs_decode:
                 decode = self._pick_decode(prefill.decode_peers, prompt, depths, block_size)
                 num_on_decode = self._num_held(decode, prompt, depths)
@@ -160,6 +162,8 @@ class Router:
         if max_ttft_s is not None:
             expected_s = (predicted_s + _MIN_TTFT_S) * self._correction
             if expected_s > max_ttft_s:
+                if may_copy and depths.other:
+                    return self.pick(prompt, max_ttft_s, may_copy=False)
                 raise SLOUnreachable(expected_s, max_ttft_s)
         computing.use.prompts.add(prompt.priority, num_uncached, self._num_proxies)
         num_blocks = 0
@@ -199,20 +203,19 @@ class Router:
     # ---- who
 
     def _pick_prefill(
-        self, candidates: Candidates, prompt: PromptShape, depths: Depths, block_size: int
+        self, candidates: Candidates, prompt: PromptShape, depths: Depths, block_size: int, may_copy: bool
     ) -> WorkerRecord:
-        priority, most_cached = prompt.priority, _num_usable_blocks(prompt, block_size)
-        work = prompt.num_tokens - block_size * min(depths.common, most_cached)
-        queues = candidates.queues
+        priority, queues = prompt.priority, candidates.queues
+        charged = _charged_tokens(prompt, depths, block_size, candidates, may_copy)
+        work = charged[depths.common]
         predicted = [
             ((queue.total if priority >= queue.latest else queue.ahead_of(priority)) + work) * queue.s_per_token
             for queue in queues
         ]
-        by_bit, num_counted = candidates.by_bit, min(depths.common, most_cached)
+        by_bit = candidates.by_bit
         for bit, depth in depths.other.items():
             if (number := by_bit.get(bit)) is not None:
-                saved = block_size * ((depth if depth < most_cached else most_cached) - num_counted)
-                predicted[number] -= saved * queues[number].s_per_token
+                predicted[number] += (charged[depth] - work) * queues[number].s_per_token
         costs = _shun(candidates, predicted, prompt.avoid)
         best = min(costs)
         return candidates.records[self._draw(costs, best + _SLACK_S + _SLACK * best)]
@@ -267,6 +270,28 @@ def _shun(candidates: Candidates, costs: list[float], avoid: frozenset[str]) -> 
         cost + (_AVOIDED if record.worker.epoch in avoid else 0.0)
         for cost, record in zip(costs, candidates.records, strict=True)
     ]
+
+
+def _charged_tokens(
+    prompt: PromptShape, depths: Depths, block_size: int, candidates: Candidates, may_copy: bool
+) -> dict[int, float]:
+    """What a worker is charged for computing the prompt, by the leading blocks that it holds.
+
+    may_copy: blocks that n workers hold, but not yet enough of them, are charged at an nth: many prompts begin with
+    these, and those that come for the new copy repay the rest.
+    """
+    max_holders = int(_ENOUGH_COPIES * len(candidates.records)) if may_copy else 0
+    end = _num_usable_blocks(prompt, block_size)
+    tokens, num_holders, bits = float(prompt.num_tokens - block_size * end), 0, candidates.bits
+    charged = {}
+    for _, depth, mask in depths.groups:
+        if depth < end:
+            tokens += block_size * (end - depth) / (num_holders if 0 < num_holders <= max_holders else 1)
+            end = depth
+        charged[depth] = tokens
+        if num_holders <= max_holders:
+            num_holders += (mask & bits).bit_count()
+    return charged
 
 
 def _num_usable_blocks(prompt: PromptShape, block_size: int) -> int:

@@ -103,6 +103,12 @@ def test_of_many_workers_and_long_prompts_the_longest_prefixes_are_told_apart(he
     for number, depth in enumerate(held):
         assert depths.of(number) <= depth
         assert index.depth(hashes, number, depths.of(number)) == depth
+    blocks = [depth for _, depth, _ in depths.groups]
+    assert blocks == sorted(blocks, reverse=True)
+    for num_workers, depth, mask in depths.groups:
+        assert [number for number in range(len(held)) if mask >> number & 1 and depths.of(number) != depth] == []
+        assert mask.bit_count() == num_workers
+    assert sum(num_workers for num_workers, _, _ in depths.groups) == (len(held) if any(held) else 0)
     told_apart = sorted(range(len(held)), key=held.__getitem__)[-MAX_SINGLED_OUT:]
     for number in told_apart:
         assert depths.of(number) >= held[number] - 300 // 32

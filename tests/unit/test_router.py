@@ -163,6 +163,54 @@ def test_no_worker_is_chosen_as_if_it_had_the_last_token(num_holders: int) -> No
         assert chosen == {info.worker_id for info in best}
 
 
+@pytest.mark.parametrize(("num_holders", "is_copied"), [(1, False), (2, True), (4, True), (5, False)])
+def test_a_prefix_that_some_hold_is_copied_when_these_are_busy(num_holders: int, is_copied: bool) -> None:
+    world = World(16, 8)
+    prompt = list(range(120))
+    for info in world.decodes:  # they do not count
+        world.cache(info, prompt[:100])
+    holders = {info.worker_id for info in world.prefills[:num_holders]}
+    for info in world.prefills[:num_holders]:
+        world.cache(info, prompt[:100])
+        world.report(info, waiting_tokens=[(0, 60)])  # computing it takes 100 ms; an nth of that is charged
+    route = world.router.pick(shape(prompt))
+    assert (prefill_of(route) not in holders) == is_copied
+    assert route.predicted_s == pytest.approx(0.12 if is_copied else 0.08), "nobody is told of the part that is charged"
+
+
+def test_nothing_is_copied_while_holders_are_idle() -> None:
+    world = World(16, 1)
+    prompt = list(range(120))
+    for info in world.prefills[:4]:
+        world.cache(info, prompt[:100])
+    assert {prefill_of(world.router.pick(shape(prompt))) for _ in range(4)} == {f"prefill-{i}" for i in range(4)}
+
+
+def test_a_conversation_stays_where_it_is_while_its_beginning_is_copied() -> None:
+    world = World(16, 1)
+    prompt = list(range(400))
+    for info in world.prefills[:4]:
+        world.cache(info, prompt[:100])
+    home = world.prefills[5]
+    world.cache(home, prompt[:380])
+    world.report(home, waiting_tokens=[(0, 250)])
+    assert prefill_of(world.router.pick(shape(prompt))) == home.worker_id, "270 ms, and 300 with the system prompt"
+    world.report(home, waiting_tokens=[(0, 400)])
+    assert prefill_of(world.router.pick(shape(prompt))) != home.worker_id
+
+
+def test_whoever_would_be_late_for_a_copy_goes_to_a_holder() -> None:
+    world = World(16, 1)
+    prompt = list(range(120))
+    for info in world.prefills[:4]:
+        world.cache(info, prompt[:100])
+        world.report(info, waiting_tokens=[(0, 60)])
+    assert world.router.pick(shape(prompt), max_ttft_s=0.1).predicted_s == pytest.approx(0.08)
+    assert world.router.pick(shape(prompt), max_ttft_s=0.2).predicted_s == pytest.approx(0.12)
+    with pytest.raises(SLOUnreachable):
+        world.router.pick(shape(prompt), max_ttft_s=0.05)
+
+
 def test_decode_goes_where_there_is_room_and_then_few_sequences() -> None:
     world = World(1, 3)
     full, busy, free = world.decodes
