@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 
 from prefill_worker.config import PrefillConfig
-from prefill_worker.worker import PrefillWorker
 from protocol.process import run_process
 from worker.priority import PREFILL_NICENESS, step_back
 
@@ -17,6 +16,8 @@ def main() -> None:
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=PrefillConfig)
     own = config.worker
     step_back(own.engine, PREFILL_NICENESS)
+    from prefill_worker.worker import PrefillWorker  # torch with it, after the step back
+
     run_process(own.worker_id, own.log_level, lambda: PrefillWorker(config), own.log_format)
 
 
