@@ -155,15 +155,15 @@ async def poll_through(
     answers, duration_s = await post_all()
     ran, starved = scheduled_s(proxy_pid)
     polled = poller.end()
-    statuses = check(burst, answers)
+    statuses = check(burst, answers, num_rounds)
     ran_s, starved_s = (ran - ran_before) / num_rounds, (starved - starved_before) / num_rounds
     return BurstFigures(statuses, duration_s, polled, rss_mib(proxy_pid), ran_s, starved_s)
 
 
-def check(burst: str, answers: list[tuple[int, str]]) -> dict[str, int]:
+def check(burst: str, answers: list[tuple[int, str]], num_rounds: int) -> dict[str, int]:
     """Number of answers by status. Ends the benchmark where they are not what they should be."""
     statuses = dict(sorted(Counter(str(status) for status, _ in answers).items()))
-    num_served = {"truncated": len(answers), "mixed": len(answers) // 2}.get(burst, 0)
+    num_served = {"truncated": len(answers), "mixed": num_rounds * -(-len(answers) // num_rounds // 2)}.get(burst, 0)
     expected = {"200": num_served, "400": len(answers) - num_served}
     if statuses != {status: number for status, number in expected.items() if number}:
         raise SystemExit(f"{burst}: answers are {statuses}, expected {expected}: {answers[0][1]}")
@@ -188,7 +188,7 @@ def times_with_own_cores(options: argparse.Namespace, num_threads: int) -> dict[
                 if burst in (options.only or BURSTS):
                     bodies = make_bodies(burst, options.num_prompts, options.num_tokens)
                     answers, times_s[burst] = asyncio.run(post_at_once(port, _path(burst), bodies, options.rounds))
-                    check(burst, answers)
+                    check(burst, answers, options.rounds)
     return times_s
 
 

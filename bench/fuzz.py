@@ -145,7 +145,7 @@ class Fuzz:
             self._as_member(size * 3 // 20)
             self._replay(size // 20)
             self._bytes_to_sockets(max(1, size // 20))
-            for _ in range(size // 4):
+            for _ in range(size if size < _ROUND // 10 else size // 4):  # the last few all at once
                 self.http.send_one()
                 self.inputs["http"] += 1
             self.settle()

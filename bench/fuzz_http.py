@@ -23,8 +23,7 @@ _PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
 _FIELDS = (
     "prompt", "messages", "model", "max_tokens", "temperature", "top_p", "n", "stop", "stream", "seed", "logprobs",
     "logit_bias", "tools", "response_format", "structured_outputs", "chat_template", "priority", "user", "tokens",
-    "echo",
-    "unknown_field", "stream_options", "min_p", "bad_words", "cache_salt", "timeout",
+    "echo", "unknown_field", "stream_options", "min_p", "bad_words", "cache_salt", "timeout",
 )  # fmt: skip
 
 
@@ -133,4 +132,6 @@ def _has_end(answer: bytes) -> bool:
     if b"text/event-stream" not in head.lower():
         length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
         return length is not None and len(body) == int(length[1])
-    return body.endswith(b"0\r\n\r\n") and (b"data: [DONE]" in body or b'data: {"error"' in body)
+    return body.endswith((b"data: [DONE]\n\n\r\n0\r\n\r\n", b"}\n\n\r\n0\r\n\r\n")) and (
+        b"data: [DONE]" in body or b'data: {"error"' in body
+    )

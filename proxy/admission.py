@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from protocol.errors import InvalidRequest, Overloaded
 from proxy.standing_queue import StandingQueue
 
+DEFAULT_PRIORITY = 0
+"""What is over it is later."""
 _SPEED_WINDOW_S = 10.0
 """Prompt tokens per second are those of so long."""
 _MAX_RETRY_AFTER_S = 60
-DEFAULT_PRIORITY = 0
 _DURATION_WEIGHT = 0.1
 """Of a request that has ended, in the mean of how long requests take."""
 
@@ -89,13 +90,13 @@ class Ticket:
 class Waiting:
     """Sequences, and their prompt tokens."""
 
-    sequences: int = 0
-    tokens: int = 0
+    num_sequences: int = 0
+    num_tokens: int = 0
 
-    def add(self, sequences: int, tokens: int) -> None:
-        self.sequences += sequences
-        self.tokens += tokens
-        assert self.sequences >= 0 and self.tokens >= 0
+    def add(self, num_sequences: int, num_tokens: int) -> None:
+        self.num_sequences += num_sequences
+        self.num_tokens += num_tokens
+        assert self.num_sequences >= 0 and self.num_tokens >= 0
 
 
 class Admission:
@@ -127,13 +128,13 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        return self._waiting.sequences
+        return self._waiting.num_sequences
 
     @property
     def num_waiting_tokens(self) -> int:
-        return self._waiting.tokens
+        return self._waiting.num_tokens
 
-    def check(self, client: str, num_sequences: int = 1, num_tokens: int = 0, priority: int = 0) -> None:
+    def check(self, client: str, num_sequences: int = 1, num_tokens: int = 0, priority: int = DEFAULT_PRIORITY) -> None:
         """Raises QueueFull, ClientLimitExceeded, or InvalidRequest for more sequences than could ever be admitted."""
         self._to_displace(client, num_sequences, num_tokens, priority)
 
@@ -141,7 +142,7 @@ class Admission:
         self,
         client: str,
         prompt_tokens: Sequence[int],
-        priority: int = 0,
+        priority: int = DEFAULT_PRIORITY,
         on_displaced: Callable[[QueueFull], None] = lambda error: None,
     ) -> Ticket:
         """For one request; prompt_tokens: to be computed for each of its sequences. Raises as `check` does."""
@@ -168,10 +169,12 @@ class Admission:
 
     def _to_displace(self, client: str, num_sequences: int, num_tokens: int, priority: int) -> list[Ticket]:
         """Who must go so that these can come."""
-        most = min(self._limit_for(priority), self._max_per_client or self._max_waiting)
-        if num_sequences > most:
+        most, whose = self._max_waiting, ""
+        if priority > DEFAULT_PRIORITY and self._later_part < 1.0:
+            most, whose = self._part(most), f" for a priority over {DEFAULT_PRIORITY}"
+        if num_sequences > (most := min(most, self._max_per_client or most)):
             raise InvalidRequest(
-                f"The request asks for {num_sequences} sequences (prompts times n); the limit is {most}.", "n"
+                f"The request asks for {num_sequences} sequences (prompts times n); the limit is {most}{whose}.", "n"
             )
         running = self._running.get(client, 0)
         if self._max_per_client and running + num_sequences > self._max_per_client:
@@ -179,10 +182,11 @@ class Admission:
                 f"{running} of your sequences are under way; the limit is {self._max_per_client} for each client.",
                 self._client_retry_after_s(client),
             )
+        limit = self._standing.limit(self.num_waiting) or self._max_waiting
         displaced: list[Ticket] = []
         gone = Waiting()
         later: list[Ticket] | None = None  # the first to go comes last
-        while (reason := self._no_room(num_sequences, num_tokens, priority, gone)) is not None:
+        while (reason := self._no_room(num_sequences, num_tokens, priority, limit, gone)) is not None:
             if later is None:
                 later = self._later_than(priority)
             if not later:
@@ -193,44 +197,36 @@ class Admission:
             gone.add(ticket.num_sequences, sum(ticket.waiting.values()))
         return displaced
 
-    def _no_room(self, num_sequences: int, num_tokens: int, priority: int, gone: Waiting) -> str | None:
-        """Why these cannot wait, too, when those that are later than they have gone."""
-        limit = min(self._max_waiting, self._standing.limit(self.num_waiting) or self._max_waiting)
-        if self._waiting.sequences - gone.sequences + num_sequences > limit:
-            reason = f"{self._waiting.sequences} requests are waiting already; the limit is {limit}"
-            if limit < self._max_waiting:
-                reason += f" at present, for too many have waited for {self._standing.max_queue_s:g} s and more"
-            return reason
-        if self._is_over(self._waiting, gone, num_tokens, self._max_waiting_tokens):
-            return f"{self._waiting.tokens} prompt tokens are waiting already; the limit is {self._max_waiting_tokens}"
-        if priority <= DEFAULT_PRIORITY or self._later_part == 1.0:
-            return None
-        later, limit, tokens = self._waiting_later, self._part(limit), self._part(self._max_waiting_tokens)
-        if later.sequences - gone.sequences + num_sequences > limit or self._is_over(later, gone, num_tokens, tokens):
-            return (
-                f"{later.sequences} requests with {later.tokens} prompt tokens and a priority over {DEFAULT_PRIORITY} "
-                f"are waiting already; the limit for these is {limit}" + (f" with {tokens}" if tokens else "")
-            )
+    def _no_room(self, num_sequences: int, num_tokens: int, priority: int, limit: int, gone: Waiting) -> str | None:
+        """Why these cannot wait, too, when those that are later than they have gone. limit: of sequences at present."""
+        bounds = [(self._waiting, min(limit, self._max_waiting), self._max_waiting_tokens, "")]
+        if priority > DEFAULT_PRIORITY and self._later_part < 1.0:
+            whose = f" with a priority over {DEFAULT_PRIORITY}"
+            bounds.append((self._waiting_later, self._part(bounds[0][1]), self._part(self._max_waiting_tokens), whose))
+        for waiting, most, most_tokens, whose in bounds:
+            if waiting.num_sequences - gone.num_sequences + num_sequences > most:
+                reason = f"{waiting.num_sequences} requests{whose} are waiting already; the limit is {most}"
+                if limit < self._max_waiting:
+                    reason += f" at present, for too many have waited for {self._standing.max_queue_s:g} s and more"
+                return reason
+            if self._is_over(waiting, gone, num_tokens, most_tokens):
+                return f"{waiting.num_tokens} prompt tokens{whose} are waiting already; the limit is {most_tokens}"
         return None
 
     @staticmethod
     def _is_over(waiting: Waiting, gone: Waiting, num_tokens: int, limit: int) -> bool:
         """One that is larger than the bound by itself may go when nothing else waits."""
-        num_others = waiting.sequences - gone.sequences
-        return bool(limit and num_others) and waiting.tokens - gone.tokens + num_tokens > limit
-
-    def _limit_for(self, priority: int) -> int:
-        """Of waiting sequences, in the best of times."""
-        return self._part(self._max_waiting) if priority > DEFAULT_PRIORITY else self._max_waiting
+        num_others = waiting.num_sequences - gone.num_sequences
+        return bool(limit and num_others) and waiting.num_tokens - gone.num_tokens + num_tokens > limit
 
     def _part(self, limit: int) -> int:
         """For what is later; at least one of what is bounded at all."""
-        return max(1, int(self._later_part * limit)) if limit else 0
+        return max(1, round(self._later_part * limit)) if limit else 0
 
-    def _count_waiting(self, priority: int, sequences: int, tokens: int) -> None:
-        self._waiting.add(sequences, tokens)
+    def _count_waiting(self, priority: int, num_sequences: int, num_tokens: int) -> None:
+        self._waiting.add(num_sequences, num_tokens)
         if priority > DEFAULT_PRIORITY:
-            self._waiting_later.add(sequences, tokens)
+            self._waiting_later.add(num_sequences, num_tokens)
 
     def _later_than(self, priority: int) -> list[Ticket]:
         """Waiting requests that may be displaced; of the latest priority the newest comes last."""

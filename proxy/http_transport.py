@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -26,6 +27,9 @@ class JoinedHeads:
             self._loop.call_soon(self._let_go)
             return
         self._transport.write(data)
+
+    def writelines(self, pieces: Iterable[bytes]) -> None:
+        self.write(b"".join(pieces))
 
     def write_eof(self) -> None:
         self._let_go()

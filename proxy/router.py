@@ -1,9 +1,10 @@
 """Chooses the workers of each request. Pure policy: knows the registry and what this proxy has under way.
 
 Prefill goes where the first token is predicted soonest: prompt tokens ahead plus those of this prompt that the worker
-has not cached, over its measured speed. Decode goes where there are few sequences, room for the blocks, and much of the
-prompt already. A short rest of a prompt is computed by the decode worker itself, and so is every prompt when no prefill
-worker is left. docs/routing.md has the formulas and their reasons.
+has not cached, over its measured speed; what several hold spreads a little before it must. Decode goes where there are
+few sequences, room for the blocks, and much of the prompt already. A short rest of a prompt is computed by the decode
+worker itself, and so is every prompt when no prefill worker is left. docs/routing.md has the formulas and their
+reasons.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ _SLACK = 0.05
 """Prefill workers whose prediction is the best one's, to this time and part, are as good: one is drawn."""
 _ENOUGH_COPIES = 0.25
 """Of a prefix that more than this part of the prefill workers hold no more copies are made on purpose."""
+_SHARED_BY = 3
+"""Prefill workers that hold a prefix which many prompts begin with. A conversation that had to move once has two."""
 _DECODE_SLACK = 0.5
 """The same for decode workers, in sequences."""
 _CACHED_WEIGHT = 2.0
@@ -162,7 +165,7 @@ class Router:
         if max_ttft_s is not None:
             expected_s = (predicted_s + _MIN_TTFT_S) * self._correction
             if expected_s > max_ttft_s:
-                if may_copy and depths.other:
+                if may_copy and int(_ENOUGH_COPIES * len(prefills.records)) >= _SHARED_BY:
                     return self.pick(prompt, max_ttft_s, may_copy=False)
                 raise SLOUnreachable(expected_s, max_ttft_s)
         computing.use.prompts.add(prompt.priority, num_uncached, self._num_proxies)
@@ -208,15 +211,15 @@ class Router:
         priority, queues = prompt.priority, candidates.queues
         charged = _charged_tokens(prompt, depths, block_size, candidates, may_copy)
         work = charged[depths.common]
-        predicted = [
+        costs = [
             ((queue.total if priority >= queue.latest else queue.ahead_of(priority)) + work) * queue.s_per_token
             for queue in queues
         ]
         by_bit = candidates.by_bit
         for bit, depth in depths.other.items():
             if (number := by_bit.get(bit)) is not None:
-                predicted[number] += (charged[depth] - work) * queues[number].s_per_token
-        costs = _shun(candidates, predicted, prompt.avoid)
+                costs[number] += (charged[depth] - work) * queues[number].s_per_token
+        costs = _shun(candidates, costs, prompt.avoid)
         best = min(costs)
         return candidates.records[self._draw(costs, best + _SLACK_S + _SLACK * best)]
 
@@ -277,8 +280,8 @@ def _charged_tokens(
 ) -> dict[int, float]:
     """What a worker is charged for computing the prompt, by the leading blocks that it holds.
 
-    may_copy: blocks that n workers hold, but not yet enough of them, are charged at an nth: many prompts begin with
-    these, and those that come for the new copy repay the rest.
+    may_copy: blocks that n workers hold, several but not yet enough of them, are charged at an nth: many prompts begin
+    with these, and those that come for the new copy repay the rest.
     """
     max_holders = int(_ENOUGH_COPIES * len(candidates.records)) if may_copy else 0
     end = _num_usable_blocks(prompt, block_size)
@@ -286,7 +289,8 @@ def _charged_tokens(
     charged = {}
     for _, depth, mask in depths.groups:
         if depth < end:
-            tokens += block_size * (end - depth) / (num_holders if 0 < num_holders <= max_holders else 1)
+            is_to_spread = _SHARED_BY <= num_holders <= max_holders
+            tokens += block_size * (end - depth) / (num_holders if is_to_spread else 1)
             end = depth
         charged[depth] = tokens
         if num_holders <= max_holders:

@@ -79,6 +79,49 @@ def test_what_waits_at_another_socket_is_served(certificate: tuple[Path, Path], 
         socket.create_connection(("127.0.0.1", port))
 
 
+async def _exchange(port: int, *sent: bytes) -> bytes:
+    """All that comes until the server closes; each piece is sent when something has come of the one before."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    received = b""
+    for number, piece in enumerate(sent):
+        if number:
+            received += await asyncio.wait_for(reader.read(65536), 60)
+        writer.write(piece)
+    received += await asyncio.wait_for(reader.read(), 60)
+    writer.close()
+    return received
+
+
+def test_heads_and_bodies_come_in_order_whatever_is_asked() -> None:
+    port = free_port()
+
+    async def echo(scope: dict[str, Any], receive: Any, send: Any) -> None:
+        body = (await receive())["body"] or b"ok"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+        await send({"type": "http.response.body", "body": body})
+
+    config = uvicorn.Config(echo, http=make_protocol(30.0, Connections(9)), lifespan="off", ws="none", log_config=None)
+
+    async def run() -> None:
+        server = HttpServer(config, Doors(bind("127.0.0.1", port)))
+        serving = asyncio.create_task(server.serve())
+        await until(lambda: server.started)
+        head, last = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        told = await _exchange(port, head + last)
+        assert [part.partition(b"\r\n\r\n")[2] for part in told.split(b"HTTP/1.1 ")[1:]] == [b"ok", b"ok"]
+        told = await _exchange(port, head.replace(b"GET", b"HEAD"), last)
+        assert [part.partition(b"\r\n\r\n")[2] for part in told.split(b"HTTP/1.1 ")[1:]] == [b"", b"ok"]
+        expecting = (
+            b"POST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\nexpect: 100-continue\r\ncontent-length: 4\r\n\r\n"
+        )
+        told = await _exchange(port, expecting, b"body")
+        assert told.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n") and told.endswith(b"\r\n\r\nbody")
+        server.should_exit = True
+        await asyncio.wait_for(serving, 60)
+
+    uvloop.run(run())
+
+
 def test_a_request_on_its_way_is_answered_by_a_server_that_stops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proxy.http_connection, "_LAST_HEAD_S", 3.0)  # for machines that stand still now and then
     port = free_port()

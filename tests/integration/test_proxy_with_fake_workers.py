@@ -280,7 +280,7 @@ def test_what_is_later_than_the_default_priority_takes_a_part_of_the_queue(tmp_p
         wait_until(lambda: bool(workers.seen))
         refused = post(proxy, prompt="abc", priority=5)
         assert refused.status_code == 503 and "retry-after" in refused.headers
-        assert "the limit for these is 1" in refused.json()["error"]["message"]
+        assert "1 requests with a priority over 0" in refused.json()["error"]["message"]
         assert post(proxy, prompt="abc", max_tokens=3).json()["choices"][0]["text"] == "abc"
         waiting.join(10)
         assert post(proxy, prompt="abc", max_tokens=3, priority=5).status_code == 200

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from proxy.event_stream import DONE, EventStream
+from proxy.http_connection import _BoundedReads
 from proxy.http_transport import JoinedHeads
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n"
@@ -68,6 +69,21 @@ async def _told(*steps: Any) -> list[Any]:
 )
 def test_what_goes_out(steps: tuple[Any, ...], told: list[Any]) -> None:
     assert asyncio.run(_told(*steps)) == told
+
+
+def test_what_a_protocol_is_given_joins_heads() -> None:
+    recorder = Recorder()
+
+    class Protocol:
+        loop = asyncio.new_event_loop()
+
+        def connection_made(self, transport: Any) -> None:
+            transport.writelines([HEAD])
+            transport.write(b"ok")
+
+    _BoundedReads(Protocol()).connection_made(recorder)  # type: ignore[arg-type]
+    Protocol.loop.close()
+    assert recorder.calls == [HEAD + b"ok"]
 
 
 def test_the_end_of_a_stream_goes_out_with_its_last_event() -> None:

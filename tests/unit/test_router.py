@@ -163,7 +163,7 @@ def test_no_worker_is_chosen_as_if_it_had_the_last_token(num_holders: int) -> No
         assert chosen == {info.worker_id for info in best}
 
 
-@pytest.mark.parametrize(("num_holders", "is_copied"), [(1, False), (2, True), (4, True), (5, False)])
+@pytest.mark.parametrize(("num_holders", "is_copied"), [(1, False), (2, False), (3, True), (4, True), (5, False)])
 def test_a_prefix_that_some_hold_is_copied_when_these_are_busy(num_holders: int, is_copied: bool) -> None:
     world = World(16, 8)
     prompt = list(range(120))
