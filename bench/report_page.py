@@ -173,9 +173,10 @@ def draw(reports: dict[str, Report], folder: Path) -> dict[str, str]:
 
 
 def _draw_aims(plt: Any, report: Report) -> Any:
-    """How far each figure is from its aim; to the left of the line is better."""
-    aims = report.aims[:MAX_AIMS_PLOTTED]
-    ratios = [_badness(aim.value, aim.aim, aim.better) for aim in aims]
+    """How far figures are from their aims, of many those that are worst; to the left of the line is better."""
+    told = [(_badness(aim.value, aim.aim, aim.better), number) for number, aim in enumerate(report.aims)]
+    shown = sorted(number for _, number in sorted(told, reverse=True)[:MAX_AIMS_PLOTTED])
+    aims, ratios = [report.aims[number] for number in shown], [told[number][0] for number in shown]
     figure, axes = plt.subplots(figsize=(9, 0.6 + 0.3 * len(aims)))
     axes.barh([aim.name for aim in aims], ratios, color=["#0b7f6b" if aim.met else "#c3312b" for aim in aims])
     axes.axvline(1.0, color="#5d636f", linewidth=1)
