@@ -132,6 +132,5 @@ def _has_end(answer: bytes) -> bool:
     if b"text/event-stream" not in head.lower():
         length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
         return length is not None and len(body) == int(length[1])
-    return body.endswith((b"data: [DONE]\n\n\r\n0\r\n\r\n", b"}\n\n\r\n0\r\n\r\n")) and (
-        b"data: [DONE]" in body or b'data: {"error"' in body
-    )
+    last = body.removesuffix(b"\r\n0\r\n\r\n").removesuffix(b"\n\n").rpartition(b"data: ")[2]
+    return body.endswith(b"\r\n0\r\n\r\n") and (last == b"[DONE]" or last.startswith(b'{"error"'))

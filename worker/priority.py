@@ -31,8 +31,10 @@ def step_back(config: EngineConfig, niceness: int) -> None:
 
 
 def _computes_on_cpu(config: EngineConfig) -> bool:
-    if config.device == "cpu" or not any(Path(driver).exists() for driver in _GPU_DRIVERS):
+    if config.device != "auto":
+        return config.device == "cpu"
+    if not any(Path(driver).exists() for driver in _GPU_DRIVERS):
         return True
-    import torch
+    import torch  # for seconds, and only where there may be a GPU
 
     return not torch.cuda.is_available()
