@@ -33,6 +33,7 @@ from proxy.listening import BACKLOG, Doors
 from proxy.media_jobs import MediaSetup
 from proxy.media_pool import MediaPool
 from proxy.model_text import ModelText
+from proxy.pauses import Pauses
 from proxy.reader_pool import ReaderPool
 from proxy.registry import Registry
 from proxy.request_body import RequestBodies
@@ -72,7 +73,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     scrapes = Scrapes(metrics)
     registry = Registry(config.worker_silence_s, decode_may_prefill=config.decode_prefill_threshold > 0)
     router = Router(registry, config.decode_prefill_threshold, config.num_proxies)
-    turns = Turns(_STREAMS_PER_ITERATION)
+    turns = Turns(_STREAMS_PER_ITERATION, Pauses())
     dispatcher = Dispatcher(proxy_id, router, metrics, turns, config.worker_wait_s, config.media_cache_tcp_endpoint)
     arrivals = Arrivals(registry, config.max_waiting_requests, config.worker_wait_s)
     context = new_context("proxy", config.network)

@@ -9,12 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
+from proxy.pauses import Pauses
+
 
 class Turns:
     """At most `num_per_iteration` callers of `take` or waiters given to `wake` go on per iteration of the loop, in the
     order in which they came."""
 
-    def __init__(self, num_per_iteration: int) -> None:
+    def __init__(self, num_per_iteration: int, pauses: Pauses | None = None) -> None:
+        """pauses: of the loop, which takes them between two iterations that have work."""
+        self._pauses = pauses
         self._num_per_iteration = num_per_iteration
         self._num_left = num_per_iteration
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -44,6 +48,8 @@ class Turns:
 
     def _next_iteration(self) -> None:
         self._num_left = self._num_per_iteration
+        if self._waiting and self._pauses is not None:
+            self._pauses.pause_if_due()
         while self._waiting and self._num_left:
             turn = self._waiting.popleft()
             if not turn.done():  # else its caller was cancelled
