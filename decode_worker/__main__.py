@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from protocol.garbage import while_loading
 from protocol.process import run_process
 from worker.config import WorkerConfig
 from worker.priority import DECODE_NICENESS, step_back
@@ -15,7 +16,8 @@ from worker.priority import DECODE_NICENESS, step_back
 def main() -> None:
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerConfig)
     step_back(config.engine, DECODE_NICENESS)
-    from decode_worker.worker import DecodeWorker  # torch with it, after the step back
+    with while_loading():
+        from decode_worker.worker import DecodeWorker  # torch with it, after the step back
 
     run_process(config.worker_id, config.log_level, lambda: DecodeWorker(config), config.log_format)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from prefill_worker.config import PrefillConfig
+from protocol.garbage import while_loading
 from protocol.process import run_process
 from worker.priority import PREFILL_NICENESS, step_back
 
@@ -16,7 +17,8 @@ def main() -> None:
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=PrefillConfig)
     own = config.worker
     step_back(own.engine, PREFILL_NICENESS)
-    from prefill_worker.worker import PrefillWorker  # torch with it, after the step back
+    with while_loading():
+        from prefill_worker.worker import PrefillWorker  # torch with it, after the step back
 
     run_process(own.worker_id, own.log_level, lambda: PrefillWorker(config), own.log_format)
 

@@ -312,6 +312,8 @@ class Dispatcher:
         if attempt.times is not None:
             attempt.times.lost_at = time.monotonic()
         sequence.prefill.end(None)
+        sequence.prefill.leave(sequence)
+        attempt.leave()
         self._router.ended(attempt.route)
         for worker in attempt.workers_to_abort():
             self.pool.send(worker, attempt.connection_key, AbortRequest(self._proxy_id, attempt.request_id))

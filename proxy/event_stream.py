@@ -80,6 +80,7 @@ async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) ->
         worker.cancel()
         watcher.cancel()
         await asyncio.gather(worker, watcher, return_exceptions=True)
+        del worker, watcher  # an error of theirs refers to this frame, and would to itself
 
 
 async def _disconnect(receive: Receive) -> None:

@@ -89,6 +89,10 @@ class RunningRequest:
             self.error = error
             self._on_news()
 
+    def leave(self) -> None:
+        """Nobody waits for news any more."""
+        self._on_news = _tell_nobody
+
     # ---- state
 
     @property
@@ -143,3 +147,6 @@ class RunningRequest:
     def _forget(self, worker: WorkerInfo) -> None:
         if worker in self._unended:
             self._unended.remove(worker)
+
+
+def _tell_nobody() -> None: ...

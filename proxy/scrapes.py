@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 _TIMEOUT_S = 10.0
 _MAX_AGE_S = 1.0
 _RENEW_AFTER_S = 0.5
+_RENEW_IN_S = 0.02
+"""Not at once, where nobody waits for it: it would compete with whoever is just being answered."""
 
 
 class Scrapes:
@@ -51,14 +53,15 @@ class Scrapes:
             return await self._renew()
         age_s = time.monotonic() - self._rendered_at
         if age_s > _RENEW_AFTER_S and (self._renewing is None or self._renewing.done()):
-            self._renewing = asyncio.create_task(self._renew())
+            self._renewing = asyncio.create_task(self._renew(_RENEW_IN_S if age_s <= _MAX_AGE_S else 0.0))
             self._renewing.add_done_callback(_look_at)
         if age_s <= _MAX_AGE_S:
             return self._rendered
         assert self._renewing is not None
         return await asyncio.shield(self._renewing)  # of whoever waits for it beside this one
 
-    async def _renew(self) -> bytes:
+    async def _renew(self, in_s: float = 0.0) -> bytes:
+        await asyncio.sleep(in_s)
         read_at = time.monotonic()
         self._rendered = await self._render()
         self._rendered_at = read_at

@@ -66,7 +66,7 @@ class SharedPrefill:
         self._route = route
         self._started_at = started_at
         self.has_ended = False
-        self.sequences = sequences
+        self.sequences = list(sequences)  # that have not ended an attempt at it
         self.attempts: list[RunningRequest] = []
 
     def end(self, first_token_at: float | None) -> None:
@@ -77,6 +77,11 @@ class SharedPrefill:
         self._router.prefill_ended(self._route)
         if first_token_at is not None:
             self._router.on_first_token(self._route, first_token_at - self._started_at)
+
+    def leave(self, sequence: DispatchedSequence) -> None:
+        """Its attempt is over. What would go on to refer to itself is left to the collector of garbage, which stops
+        the loop for milliseconds."""
+        self.sequences.remove(sequence)
 
     def prompt_logprobs(self) -> list[TokenLogprobs] | None:
         """Prefill tells them once, with the first of its first tokens."""

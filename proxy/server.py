@@ -14,6 +14,7 @@ from typing import Any
 import uvicorn
 
 from protocol.errors import ConfigError, RequestAborted
+from protocol.garbage import keep_all_there_is
 from protocol.media_client import MediaCacheClient
 from protocol.membership import WorkerInfo
 from protocol.proxy_endpoints import write_whole
@@ -211,6 +212,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         await scrapes.start()
         if media is not None:
             await media.start()
+        keep_all_there_is()
         await asyncio.gather(*serving)
     finally:
         telling.cancel()

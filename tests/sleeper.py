@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import signal
 import time
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a background job of a shell ignores
     time.sleep(300)

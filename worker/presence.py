@@ -13,6 +13,7 @@ import msgspec
 
 from engine.block_manager import BlockManager
 from protocol.drain import Drain, Retired
+from protocol.garbage import keep_all_there_is
 from protocol.host import host_id
 from protocol.membership import (
     PROTOCOL_VERSION,
@@ -137,6 +138,7 @@ class Presence:
             lambda: self.drain(for_good=True),
             self._config.proxies_file,
         )
+        keep_all_there_is()
         registration.start()
         blocks = self._scheduler.blocks
         log.info("ready: %d KV blocks of %d tokens", blocks.num_blocks, blocks.block_size)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,14 @@ import pytest
 from deploy.log_file import LogFile
 from deploy.processes import ChildProcess
 from tests.cluster import is_alive
+
+
+@pytest.fixture(autouse=True)
+def sigint_is_handled() -> Iterator[None]:
+    """As in a launcher, so that a child has it from its first moment; a background job of a shell would ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def sleeper(folder: Path, pid_file: Path) -> ChildProcess:

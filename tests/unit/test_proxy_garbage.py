@@ -1,0 +1,99 @@
+"""What a request leaves behind goes with its last reference: a full collection of garbage would stop the loop."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any
+
+import pytest
+
+from protocol.errors import KVTransferFailed, Overloaded
+from protocol.generation import SamplingParams, StopConditions
+from proxy.event_stream import unless_disconnected
+from tests.unit.proxy_cluster import DECODE, PROMPT, Cluster, collect, play, turn
+
+
+async def completed(cluster: Cluster) -> None:
+    number = len(cluster.pool.sent)
+    reader = asyncio.create_task(collect(cluster.generate()))
+    await turn()
+    request_id = cluster.pool.sent[number][1].request_ids[0]
+    cluster.first(request_id, 5)
+    cluster.token(request_id, 6, "length")
+    assert await reader == ([5, 6], "length")
+
+
+async def given_up(cluster: Cluster) -> None:
+    stream = cluster.generate()
+    async with aclosing(stream):
+        waiting = asyncio.create_task(anext(stream))
+        await turn()
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def begun_again(cluster: Cluster) -> None:
+    number = len(cluster.pool.sent)
+    reader = asyncio.create_task(collect(cluster.generate()))
+    await turn()
+    cluster.failed(DECODE, cluster.pool.sent[number][1].request_ids[0], KVTransferFailed("lost"))
+    await turn()
+    request_id = cluster.pool.sent[-1][1].request_ids[0]
+    cluster.first(request_id, 5)
+    cluster.token(request_id, 6, "length")
+    assert await reader == ([5, 6], "length")
+
+
+async def several_of_one_prompt(cluster: Cluster) -> None:
+    samplings = [SamplingParams(), SamplingParams(seed=1)]
+    sequences = cluster.dispatcher.start(PROMPT, samplings, StopConditions(4), 60)
+    for request_id in cluster.pool.sent[-1][1].request_ids:
+        cluster.first(request_id, 5, "stop")
+    for sequence in sequences:
+        assert (await cluster.dispatcher.next_tokens(sequence)).finish_reason == "stop"
+        cluster.dispatcher.drop(sequence)
+
+
+async def refused(cluster: Cluster) -> None:
+    async def never() -> Any:
+        await asyncio.Event().wait()
+
+    async def work() -> None:
+        await asyncio.sleep(0)
+        raise Overloaded("no")
+
+    with pytest.raises(Overloaded):
+        await unless_disconnected(never, work())
+
+
+@pytest.mark.parametrize("request_life", [completed, given_up, begun_again, several_of_one_prompt, refused])
+def test_nothing_refers_to_itself(request_life: Callable[[Cluster], Coroutine[Any, Any, None]]) -> None:
+    async def test(cluster: Cluster) -> None:
+        await request_life(cluster)  # whatever is made once
+        with kept_garbage() as garbage:
+            await request_life(cluster)
+            await turn()
+        names = [f"{type(each).__module__}.{type(each).__qualname__}" for each in garbage]
+        assert not [name for name in names if name.startswith(("proxy.", "protocol.")) or name.endswith("Task")], names
+
+    play(test)
+
+
+@contextmanager
+def kept_garbage() -> Iterator[list[object]]:
+    """What only the collector would have found of what was made in this context; filled in at its end."""
+    found: list[object] = []
+    gc.collect()
+    gc.disable()
+    try:
+        yield found
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        found += gc.garbage
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
