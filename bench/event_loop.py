@@ -4,7 +4,8 @@ A real cluster of the noise model, stretched to a model length of 32,768. The pr
 texts per request, as a chat and as token ids, or are to be cut to their last tokens (`truncated`: these must be
 tokenised), or every other one is (`mixed`). Meanwhile another process polls /health, /v1/models and /metrics. Each
 burst comes several times in a row, or its p99 would be the worst of a hundred polls. Done with one tokenizer thread and
-two; and, without polls, with a fixed part of a core for each of these threads.
+two. How much sooner two are done is measured without polls, with both clusters there and bursts in turns; and again
+with a fixed part of a core for each of these threads.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ PATHS = ("/health", "/v1/models", "/metrics")
 BURSTS = ("completions", "two per request", "chat", "token ids", "truncated", "mixed")
 BURSTS_BESIDE_STREAMS = ("completions", "two per request", "chat")
 BURSTS_THAT_SCALE = ("completions", "chat", "truncated")
+IN_TURNS = "burst_s_in_turns"
 OWN_CORES = "burst_s_with_own_cores"
 READER_SHARE = 0.7
 """Two leave 0.6 of two cores to loop and senders, which use 0.1 to 0.2."""
@@ -74,18 +76,21 @@ def main() -> None:
     parser.add_argument("--num-prompts", type=int, default=60)
     parser.add_argument("--num-tokens", type=int, default=255_000, help="tokens of each prompt")
     parser.add_argument("--num-streams", type=int, default=256)
-    parser.add_argument("--rounds", type=int, default=3, help="how often each burst comes")
+    parser.add_argument(
+        "--rounds", type=int, default=6, help="how often each burst comes; half as often for the times of threads"
+    )
     parser.add_argument("--tokenizer-threads", default="1,2", help="comma-separated; the aims are those of the last")
     parser.add_argument("--only", choices=BURSTS, action="append", help="these bursts alone")
     add_common_options(parser)
     options = parser.parse_args()
     if options.quick:
         options.num_prompts, options.num_tokens, options.num_streams, options.rounds = 8, 70_000, 16, 1
-    figures: dict[str, dict[str, Any]] = {}
-    for num_threads in options.tokenizer_threads.split(","):
-        figures[num_threads] = asyncio.run(run(options, int(num_threads)))
+    numbers = [int(number) for number in options.tokenizer_threads.split(",")]
+    figures = {str(number): asyncio.run(run(options, number)) for number in numbers}
+    for name, share in ((IN_TURNS, 0.0), (OWN_CORES, READER_SHARE)):
         try:
-            figures[num_threads][OWN_CORES] = times_with_own_cores(options, int(num_threads))
+            for number, times_s in times_in_turns(options, numbers, share).items():
+                figures[str(number)][name] = times_s
         except NoCoreShares as error:
             print(f"{error}: what threads with cores of their own take is not measured")
     print_table(figures)
@@ -174,22 +179,39 @@ def _path(burst: str) -> str:
     return "/v1/chat/completions" if burst == "chat" else "/v1/completions"
 
 
-def times_with_own_cores(options: argparse.Namespace, num_threads: int) -> dict[str, float]:
-    """Seconds of each burst with READER_SHARE of a core for each reader, so that two have twice what one has.
+def times_in_turns(options: argparse.Namespace, numbers: list[int], share: float) -> dict[int, dict[str, float]]:
+    """By number of tokenizer threads, seconds of each burst, one after the other on a cluster for each number: the
+    machine is not as fast now as in a minute.
 
-    With the cores as they are, the second has what loop and senders leave of the other core. Raises NoCoreShares.
+    share: of a core for each reader, so that two have twice what one has; with 0 the second has what loop and senders
+    leave of the other core. Raises NoCoreShares.
     """
-    times_s = {}
-    with cluster(num_threads, 64) as (port, _, proxy_pid):
-        readers = [pid for pid in children(proxy_pid) if b"\0-m\0proxy\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-        assert len(readers) == num_threads
-        with same_shares(readers, READER_SHARE):
-            for burst in BURSTS_THAT_SCALE:
-                if burst in (options.only or BURSTS):
-                    bodies = make_bodies(burst, options.num_prompts, options.num_tokens)
-                    answers, times_s[burst] = asyncio.run(post_at_once(port, _path(burst), bodies, options.rounds))
-                    check(burst, answers, options.rounds)
+    times_s: dict[int, dict[str, float]] = {number: {} for number in numbers}
+    num_rounds = max(1, options.rounds // 2)
+    with contextlib.ExitStack() as stack:
+        ports = {}
+        for number in numbers:
+            ports[number], _, proxy_pid = stack.enter_context(cluster(number, 64))
+            readers = readers_of(proxy_pid)
+            assert len(readers) == number
+            stack.enter_context(same_shares(readers, share))
+        for burst in BURSTS_THAT_SCALE:
+            if burst not in (options.only or BURSTS):
+                continue
+            bodies = make_bodies(burst, options.num_prompts, options.num_tokens)
+            taken_s: dict[int, list[float]] = {number: [] for number in numbers}
+            for _ in range(num_rounds):
+                for number in numbers:
+                    answers, taken = asyncio.run(post_at_once(ports[number], _path(burst), bodies, 1))
+                    check(burst, answers, 1)
+                    taken_s[number].append(taken)
+            for number in numbers:
+                times_s[number][burst] = sum(taken_s[number]) / num_rounds
     return times_s
+
+
+def readers_of(proxy_pid: int) -> list[int]:
+    return [pid for pid in children(proxy_pid) if b"\0-m\0proxy\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @contextlib.asynccontextmanager
@@ -312,14 +334,11 @@ def aims(figures: dict[str, dict[str, Any]]) -> list[Aim]:
             where = f"of {path}, {name}, ms"
             wanted.append(Aim.of(f"p99 {where}", burst.poll_ms[path].p99, 3.0, "lower"))
             wanted.append(Aim.of(f"max {where}", burst.poll_ms[path].max, 20.0, "lower"))
-    if len(figures) > 1:
-        for name in BURSTS_THAT_SCALE:
-            if name in figures[last]:
-                ratio = figures[last][name].duration_s / figures[one][name].duration_s
-                wanted.append(Aim.of(f"time of {last} threads / time of {one}, {name}", ratio, HALF, "lower"))
-        for name, time_s in figures[last].get(OWN_CORES, {}).items():
-            what = f"time of {last} threads / time of {one}, {name}, {READER_SHARE} of a core each"
-            wanted.append(Aim.of(what, time_s / figures[one][OWN_CORES][name], HALF, "lower"))
+    for times, where in ((IN_TURNS, ""), (OWN_CORES, f", {READER_SHARE} of a core each")):
+        for name, time_s in figures[last].get(times, {}).items():
+            what = f"time of {last} threads / time of {one}, {name}{where}"
+            if one != last:
+                wanted.append(Aim.of(what, time_s / figures[one][times][name], HALF, "lower"))
     return wanted
 
 

@@ -20,8 +20,10 @@ class Node:
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
+    thresholds = gc.get_threshold()
     yield
     gc.enable()
+    gc.set_threshold(*thresholds)
     gc.unfreeze()
 
 
@@ -41,6 +43,7 @@ def test_it_goes_on_after_an_error() -> None:
 
 
 def test_garbage_of_before_goes_and_of_later_is_found() -> None:
+    thresholds = gc.get_threshold()
     before = weakref.ref(Node())
     keep_all_there_is()
     assert before() is None
@@ -48,3 +51,4 @@ def test_garbage_of_before_goes_and_of_later_is_found() -> None:
     assert later() is not None
     gc.collect()
     assert later() is None
+    assert gc.get_threshold()[:2] == thresholds[:2] and gc.get_threshold()[2] > thresholds[2]
