@@ -103,3 +103,21 @@ def test_what_the_system_tells_of_a_thread() -> None:
     before, after = told
     assert after.times_slept > before.times_slept
     assert after.ran_s - before.ran_s >= 0.019
+
+
+def test_its_time_is_of_now_and_not_of_the_last_tick() -> None:
+    """As `getrusage`'s is: none for most of these windows, and 4 ms, of those before, for one in which a tick falls."""
+    lost_s: list[float] = []
+
+    def work() -> None:
+        for _ in range(50):
+            begun, before = time.monotonic(), own_usage()
+            while time.monotonic() - begun < 0.001:
+                pass
+            ran_s = own_usage().ran_s - before.ran_s
+            lost_s.append((time.monotonic() - begun) - ran_s)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert min(lost_s) > -0.0005, "more than there was"
