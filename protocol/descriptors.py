@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import resource
+from pathlib import Path
 
 from protocol.errors import Overloaded
 
@@ -28,11 +30,8 @@ def take_all_descriptors() -> int:
 def _make_room(num_descriptors: int) -> None:
     """Have the kernel's table of this process's descriptors grow now. It doubles when it is full, and where there are
     threads, whoever opens a file or accepts a connection then waits for all cores to have noticed: 7 to 15 ms."""
-    descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.close(fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, num_descriptors - 1))
-    finally:
-        os.close(descriptor)
+    with contextlib.suppress(OSError), Path(os.devnull).open("rb") as file:  # it can grow later as well
+        os.close(fcntl.fcntl(file.fileno(), fcntl.F_DUPFD_CLOEXEC, num_descriptors - 1))
 
 
 def out_of_descriptors(error: OSError, what_for: str) -> Overloaded | None:

@@ -146,6 +146,7 @@ class Dispatcher:
                 self._start_over(sequence)
 
     def _on_prefilled(self, sequence: DispatchedSequence, first_token: FirstToken) -> None:
+        assert sequence.prefill is not None
         sequence.prefill.end(asyncio.get_running_loop().time())
         if not sequence.generated:
             self._metrics.cached_prompt_tokens.inc(first_token.num_cached_tokens)
@@ -158,20 +159,19 @@ class Dispatcher:
             del self._sequences[sequence]
             self._metrics.running.dec()
             self._end_attempt(sequence)
+            sequence.forget()
 
     # ---- attempts
 
     def _start_over(self, sequence: DispatchedSequence) -> None:
         """After a preemption or a loss. Sequences of one prompt stay together until it has a first token."""
-        together = [sequence]
+        together, shared = [sequence], sequence.prefill
+        assert shared is not None
         if not sequence.generated:
             together += [
                 other
-                for other in sequence.prefill.sequences
-                if other is not sequence
-                and other.prefill is sequence.prefill
-                and other.must_start_over
-                and not other.generated
+                for other in shared.sequences
+                if other is not sequence and other.prefill is shared and other.must_start_over and not other.generated
             ]
         delay_s = 0.0
         for each in together:
@@ -311,6 +311,7 @@ class Dispatcher:
         del self._running[attempt.request_id]
         if attempt.times is not None:
             attempt.times.lost_at = time.monotonic()
+        assert sequence.prefill is not None
         sequence.prefill.end(None)
         sequence.prefill.leave(sequence)
         attempt.leave()

@@ -295,7 +295,10 @@ class _Merged:
             case TextDelta() as delta:
                 return delta
             case error:
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # it would refer to this frame, and this frame to it
 
     async def _pump(self, text: _SequenceText) -> None:
         try:
@@ -311,3 +314,4 @@ class _Merged:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks.clear()  # what ended them refers to frames that refer to this

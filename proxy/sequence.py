@@ -66,7 +66,7 @@ class SharedPrefill:
         self._route = route
         self._started_at = started_at
         self.has_ended = False
-        self.sequences = list(sequences)  # that have not ended an attempt at it
+        self.sequences = list(sequences)  # whose attempt at it is not over
         self.attempts: list[RunningRequest] = []
 
     def end(self, first_token_at: float | None) -> None:
@@ -106,7 +106,7 @@ class DispatchedSequence:
         self.generated: list[int] = []  # token ids that were delivered
         self.times: list[AttemptTimes] = []  # one for each attempt
         self.attempt: RunningRequest | None = None
-        self.prefill: SharedPrefill
+        self.prefill: SharedPrefill | None = None  # of the attempt; none before the first, and after the last
         self.timer: asyncio.TimerHandle
         self.error: TandemError | None = None
         self.num_lost = 0
@@ -153,6 +153,11 @@ class DispatchedSequence:
             self._turns.wake(self._reader)
             self._reader = None
 
+    def forget(self) -> None:
+        """It was dropped. Its error has been raised, and through the frames that it came through it would refer to
+        itself, as would the errors of its attempts."""
+        self.error = self.prefill = None
+
     # ---- state
 
     @property
@@ -183,12 +188,13 @@ class DispatchedSequence:
         first_token = attempt.first_token
         if not is_first or first_token is None:
             return TokenDelta(tokens, attempt.finish_reason)
+        assert self.prefill is not None  # there is an attempt
         logprobs = self.prefill.prompt_logprobs()
         return TokenDelta(tokens, attempt.finish_reason, first_token.num_cached_tokens, logprobs)
 
     def new_first_token(self) -> FirstToken | None:
         """Told once for the prompt of each dispatch: its first token is here."""
         attempt = self.attempt
-        if attempt is None or attempt.first_token is None or self.prefill.has_ended:
+        if attempt is None or attempt.first_token is None or self.prefill is None or self.prefill.has_ended:
             return None
         return attempt.first_token

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import KVTransferFailed, Overloaded
+from protocol.errors import DeadlineExceeded, InvalidRequest, KVTransferFailed, Overloaded
 from protocol.generation import SamplingParams, StopConditions
 from proxy.event_stream import unless_disconnected
 from tests.unit.proxy_cluster import DECODE, PROMPT, Cluster, collect, play, turn
@@ -57,6 +57,25 @@ async def several_of_one_prompt(cluster: Cluster) -> None:
         cluster.dispatcher.drop(sequence)
 
 
+async def failed(cluster: Cluster) -> None:
+    [sequence] = cluster.dispatcher.start(PROMPT, [SamplingParams()], StopConditions(4), 60)
+    cluster.failed(DECODE, cluster.pool.sent[-1][1].request_ids[0], InvalidRequest("no"))
+    try:
+        with pytest.raises(InvalidRequest):
+            await cluster.dispatcher.next_tokens(sequence)
+    finally:
+        cluster.dispatcher.drop(sequence)
+
+
+async def late(cluster: Cluster) -> None:
+    [sequence] = cluster.dispatcher.start(PROMPT, [SamplingParams()], StopConditions(4), 0.001)
+    try:
+        with pytest.raises(DeadlineExceeded):
+            await cluster.dispatcher.next_tokens(sequence)
+    finally:
+        cluster.dispatcher.drop(sequence)
+
+
 async def refused(cluster: Cluster) -> None:
     async def never() -> Any:
         await asyncio.Event().wait()
@@ -69,7 +88,9 @@ async def refused(cluster: Cluster) -> None:
         await unless_disconnected(never, work())
 
 
-@pytest.mark.parametrize("request_life", [completed, given_up, begun_again, several_of_one_prompt, refused])
+@pytest.mark.parametrize(
+    "request_life", [completed, given_up, begun_again, several_of_one_prompt, failed, late, refused]
+)
 def test_nothing_refers_to_itself(request_life: Callable[[Cluster], Coroutine[Any, Any, None]]) -> None:
     async def test(cluster: Cluster) -> None:
         await request_life(cluster)  # whatever is made once
