@@ -13,6 +13,7 @@ from engine.model_runner import ModelRunner
 from engine.tensor_parallel import FollowerConfig, follow, join_as_follower
 from kv_transfer.rank_pool import RankPool
 from kv_transfer.remote_rank import TransferServer
+from protocol.garbage import keep_all_there_is
 from protocol.process import run_to_exit
 
 
@@ -28,7 +29,9 @@ def serve(config: FollowerConfig) -> None:
     pool = KVPool(loaded, config.engine)
     rank_pool = RankPool(config.rank, loaded.layout, pool.as_blocks(), config.host)
     TransferServer(Connection(config.transfers_fd), rank_pool, pool.location()).start()
-    follow(Connection(config.steps_fd), ModelRunner(loaded, pool))
+    runner = ModelRunner(loaded, pool)
+    keep_all_there_is()  # rank 0 waits for this one in each step
+    follow(Connection(config.steps_fd), runner)
 
 
 if __name__ == "__main__":

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
 
 import pytest
 
+from protocol.dispatch import StartPrefill
 from protocol.errors import DeadlineExceeded, InvalidRequest, KVTransferFailed, Overloaded
 from protocol.generation import SamplingParams, StopConditions
+from proxy.app import make_app
+from proxy.config import ProxyConfig
 from proxy.event_stream import unless_disconnected
 from tests.unit.proxy_cluster import DECODE, PROMPT, Cluster, collect, play, turn
+
+CONFIG = ProxyConfig(proxy_id="p", control_endpoint="ipc://x", model="m", served_model_name="m")
 
 
 async def completed(cluster: Cluster) -> None:
@@ -76,6 +82,38 @@ async def late(cluster: Cluster) -> None:
         cluster.dispatcher.drop(sequence)
 
 
+async def several_choices_given_up(cluster: Cluster) -> None:
+    app = make_app(CONFIG, cluster.door)
+    body = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 4, "n": 2, "stream": True}).encode()
+    pieces, gone = [body], asyncio.Event()
+
+    async def receive() -> Any:
+        if pieces:
+            return {"type": "http.request", "body": pieces.pop(), "more_body": False}
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        pass
+
+    scope: Any = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "root_path": "",
+        "headers": [(b"content-length", str(len(body)).encode())], "client": ("1.1.1.1", 1), "server": ("x", 80),
+    }  # fmt: skip
+    answering = asyncio.create_task(app(scope, receive, send))
+    while not cluster.pool.of(StartPrefill):
+        await turn()
+    for request_id in cluster.pool.of(StartPrefill)[-1][1].request_ids:
+        cluster.first(request_id, 5)
+        cluster.reserved(request_id)
+    for _ in range(10):
+        await turn()
+    gone.set()
+    await answering
+    cluster.pool.sent.clear()
+
+
 async def refused(cluster: Cluster) -> None:
     async def never() -> Any:
         await asyncio.Event().wait()
@@ -89,7 +127,8 @@ async def refused(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    "request_life", [completed, given_up, begun_again, several_of_one_prompt, failed, late, refused]
+    "request_life",
+    [completed, given_up, begun_again, several_of_one_prompt, several_choices_given_up, failed, late, refused],
 )
 def test_nothing_refers_to_itself(request_life: Callable[[Cluster], Coroutine[Any, Any, None]]) -> None:
     async def test(cluster: Cluster) -> None:
