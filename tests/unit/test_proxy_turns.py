@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from typing import cast
 
+from proxy.pauses import Pauses
 from proxy.turns import Turns
 
 
@@ -71,3 +73,23 @@ def test_waiters_are_woken_in_the_same_order_as_callers() -> None:
         await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     asyncio.run(run())
+
+
+def test_the_loop_may_pause_while_callers_wait_and_not_else() -> None:
+    class Counted:
+        num_calls = 0
+
+        def pause_if_due(self) -> None:
+            self.num_calls += 1
+
+    async def test() -> None:
+        pauses = Counted()
+        turns = Turns(1, cast(Pauses, pauses))
+        await turns.take()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert pauses.num_calls == 0
+        await asyncio.gather(*(turns.take() for _ in range(4)))
+        assert pauses.num_calls == 3  # once before each iteration that had one to let go on
+
+    asyncio.run(test())
