@@ -59,10 +59,9 @@ class EngineThread:
 
     def _run_step(self, runner: ModelRunner, batch: Batch, on_done: OnDone) -> None:
         started = time.perf_counter()
-        results: list[ItemOutput] | None = None
-        failure: BaseException | None = None
         try:
             results = runner.run(batch)
-        except Exception as error:
-            failure = error
-        self._post(on_done, results, failure, time.perf_counter() - started)
+        except Exception as error:  # in no variable that lasts: it holds this frame, and so the batch
+            self._post(on_done, None, error, time.perf_counter() - started)
+        else:
+            self._post(on_done, results, None, time.perf_counter() - started)

@@ -15,7 +15,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
-from protocol.errors import InvalidRequest
+from protocol.errors import ErrorInfo, InvalidRequest, TandemError
 from protocol.grammar import one_line, parser_limits
 
 _NUM_CACHED_GRAMMARS = 64
@@ -38,6 +38,9 @@ class Grammar:
 
     def matcher(self) -> tuple[LLMatcher, LLTokenizer]:
         """A matcher at the beginning. Raises InvalidRequest."""
+        error = self._compiled.exception()
+        if isinstance(error, TandemError):  # a new one: each time that one is raised, it holds more frames for good
+            raise ErrorInfo.of(error).to_error()
         return self._compiled.result().deep_copy(), self._tokenizer.result()
 
 

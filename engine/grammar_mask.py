@@ -12,7 +12,7 @@ import torch
 
 from engine.batch import Sample
 from engine.grammar import GrammarState
-from protocol.errors import InternalError, TandemError
+from protocol.errors import ErrorInfo, InternalError, TandemError
 
 log = logging.getLogger(__name__)
 
@@ -27,7 +27,7 @@ class StepMask:
     rows: list[int]
     mask_rows: list[int]
     bits: torch.Tensor
-    errors: dict[int, TandemError]
+    errors: dict[int, ErrorInfo]
 
     def apply(self, logits: torch.Tensor) -> None:
         """Put -inf where a token is not allowed, in place: logits [num_rows, vocab_size]."""
@@ -84,7 +84,7 @@ def compute_masks(samples: Sequence[Sample], rows: list[int]) -> StepMask:
     """Of the samples in `rows`. Those of sequences that begin together share a state, and one mask."""
     users: dict[int, list[int]] = {}
     states: dict[int, tuple[GrammarState, Sample]] = {}
-    errors: dict[int, TandemError] = {}
+    errors: dict[int, ErrorInfo] = {}
     for row in rows:
         state = samples[row].grammar
         assert state is not None
@@ -112,9 +112,9 @@ def compute_masks(samples: Sequence[Sample], rows: list[int]) -> StepMask:
     return StepMask(constrained, [mask_row_of[row] for row in constrained], torch.from_numpy(bits), errors)
 
 
-def _told(error: BaseException) -> TandemError:
+def _told(error: BaseException) -> ErrorInfo:
     """A panic of the library is no Exception; it must end the sequence alone, and not the engine's thread."""
     if isinstance(error, TandemError):
-        return error
+        return ErrorInfo.of(error)
     log.error("a grammar's mask failed", exc_info=error)
-    return InternalError(f"the grammar's mask failed: {type(error).__name__}")
+    return ErrorInfo.of(InternalError(f"the grammar's mask failed: {type(error).__name__}"))

@@ -12,7 +12,7 @@ import torch
 from engine.batch import Batch, BatchItem
 from engine.prompt_media import PromptMedia, placed
 from engine.vision_language import VisionTower
-from protocol.errors import TandemError
+from protocol.errors import ErrorInfo, TandemError
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ def _blamed_on(media: PromptMedia) -> Iterator[None]:
         yield
     except TandemError as error:
         log.warning("a prompt's media were refused: %s", error)
-        media.error = error
+        media.error = ErrorInfo.of(error)
 
 
 def positions_of(items: list[BatchItem]) -> list[int]:

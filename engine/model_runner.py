@@ -22,7 +22,7 @@ from engine.model_loader import LoadedModel
 from engine.packed_linear import pack_linears
 from engine.sampler import sample
 from engine.step_index import StepIndex
-from protocol.errors import ErrorInfo, InvalidRequest, TandemError
+from protocol.errors import ErrorInfo, InvalidRequest
 from protocol.generation import SamplingParams, TokenLogprobs
 
 log = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class ModelRunner:
             raise InvalidRequest("this model takes no images or video")
         self._media_input.prepare(batch)
         wrong = {
-            number: ItemOutput([], error=ErrorInfo.of(item.media.error))
+            number: ItemOutput([], error=item.media.error)
             for number, item in enumerate(batch.items)
             if item.media is not None and item.media.error is not None
         }
@@ -173,12 +173,12 @@ class ModelRunner:
         self._graphs = graphs
 
 
-def with_errors(outputs: list[ItemOutput], errors: dict[int, TandemError]) -> list[ItemOutput]:
+def with_errors(outputs: list[ItemOutput], errors: dict[int, ErrorInfo]) -> list[ItemOutput]:
     """errors: by sample, counted over all items; the samples of one item share their grammar."""
     told = []
     first = 0
     for output in outputs:
         error = errors.get(first) if output.tokens else None
-        told.append(output if error is None else msgspec.structs.replace(output, error=ErrorInfo.of(error)))
+        told.append(output if error is None else msgspec.structs.replace(output, error=error))
         first += len(output.tokens)
     return told

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from protocol.errors import TandemError
+from protocol.errors import ErrorInfo
 from protocol.media import MediaItem
 
 if TYPE_CHECKING:
@@ -43,7 +43,8 @@ class PromptMedia:
     token_ids: the prompt's. unit_tokens: how many tokens a unit of video should have at most. embeddings: of each item,
     [1 + num_deepstack, num_tokens, hidden_size]. positions: [3, num_prompt_tokens] where the model lays them in three
     dimensions. position_offset: what the positions of later tokens have over their numbers. is_ready: its tensors are
-    here, and others were asked for what they have encoded. error: why the prompt cannot be computed.
+    here, and others were asked for what they have encoded. error: why the prompt cannot be computed; no
+    exception, whose traceback would lead back to the media.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class PromptMedia:
         self._done: set[EncodeUnit] = set()
         self.positions: torch.Tensor | None = None
         self.position_offset = 0
-        self.error: TandemError | None = None
+        self.error: ErrorInfo | None = None
         self._units: list[EncodeUnit] = []
 
     def set_tensors(self, tensors: Sequence[Mapping[str, torch.Tensor]], num_frames: Sequence[int]) -> None:

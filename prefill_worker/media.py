@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from engine.embedding_cache import EmbeddingCache
@@ -14,8 +14,8 @@ from engine.media_tensors import open_tensors
 from engine.prompt_media import PromptMedia
 from prefill_worker.remote_media import RemoteMedia
 from protocol.dispatch import StartPrefill
-from protocol.errors import InternalError, InvalidRequest, TandemError
-from protocol.media import check_media
+from protocol.errors import ErrorInfo, InternalError, InvalidRequest, TandemError
+from protocol.media import MediaItem, check_media
 from protocol.token_ids import unpack_token_ids
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class MediaIntake:
         media = PromptMedia(token_ids, message.media, self._unit_tokens, self._cache)
         remote = self._remote if message.media_cache else None
         if remote is None:
-            self._take(media, [partial(open_tensors, item) for item in message.media])
+            self._take(media, [_open(number, item) for number, item in enumerate(message.media)])
         missing = list({item.digest for i, item in enumerate(message.media) if media.find(i) is None})
         if remote is None and not (missing and self._shared):
             media.is_ready = True
@@ -99,17 +99,14 @@ class MediaIntake:
         task.add_done_callback(self._waited_for.discard)
         return media
 
-    def _take(self, media: PromptMedia, opened: Sequence[Callable[[], Mapping[str, torch.Tensor]]]) -> None:
-        """opened: gives the tensors of each item. Raises InvalidRequest that names it, Overloaded, or WorkerLost."""
+    def _take(self, media: PromptMedia, tensors: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """tensors: of each item. Raises InvalidRequest."""
         assert self._vision is not None
-        tensors, num_frames = [], []
-        for number, (item, each) in enumerate(zip(media.items, opened, strict=True)):
-            try:
-                tensors.append(each())
-                self._vision.check(item, tensors[-1])
-                num_frames.append(self._vision.num_frames(item.kind, tensors[-1]))
-            except InvalidRequest as error:
-                raise InvalidRequest(f"media item {number}: {error}") from error
+        num_frames = []
+        for number, (item, each) in enumerate(zip(media.items, tensors, strict=True)):
+            with _named(number):
+                self._vision.check(item, each)
+                num_frames.append(self._vision.num_frames(item.kind, each))
         media.set_tensors(tensors, num_frames)
 
     async def _wait_for(
@@ -121,34 +118,41 @@ class MediaIntake:
             try:
                 await self._fetch(media, remote, endpoint)
             except TandemError as error:
-                media.error = error.with_traceback(None)  # which leads back here, and so to the media
+                media.error = ErrorInfo.of(error)
             except Exception as error:
                 log.exception("processed media could not be fetched")
-                media.error = InternalError(f"the media could not be fetched: {error}")
+                media.error = ErrorInfo.of(InternalError(f"the media could not be fetched: {error}"))
         media.is_ready = True
         self._on_ready()
 
     async def _look_up(self, media: PromptMedia, digests: list[bytes], shared: MediaEmbeddings) -> None:
         try:
-            found = await asyncio.wait_for(shared.get(digests), LOOKUP_TIMEOUT_S)
+            async with asyncio.timeout(LOOKUP_TIMEOUT_S):
+                found = await shared.get(digests)
             self.num_found += len(found)
             self._cache.put(found)
             for number in range(len(media.items)):
                 media.find(number)
         except Exception as error:
             # A cache that fails costs time, not the request.
-            log.warning("media embeddings could not be looked up: %s", error or type(error).__name__)
+            log.warning("media embeddings could not be looked up: %s", str(error) or type(error).__name__)
 
     async def _fetch(self, media: PromptMedia, remote: RemoteMedia, endpoint: str) -> None:
         """From another host. Not the pixels of what is encoded already, which are nearly all of it."""
         vision = self._vision
         assert vision is not None
         wanted = [vision.needed(item, media.find(i) is not None) for i, item in enumerate(media.items)]
-        outcomes = await asyncio.gather(
-            *(remote.fetch(endpoint, item, names) for item, names in zip(media.items, wanted, strict=True)),
-            return_exceptions=True,
+        # Without return_exceptions: a list of errors that have been raised here would keep this frame, and they it.
+        tensors = await asyncio.gather(
+            *(self._fetch_item(number, media, remote, endpoint, names) for number, names in enumerate(wanted))
         )
-        self._take(media, [partial(_result, outcome) for outcome in outcomes])
+        self._take(media, tensors)
+
+    async def _fetch_item(
+        self, number: int, media: PromptMedia, remote: RemoteMedia, endpoint: str, names: Collection[str]
+    ) -> dict[str, torch.Tensor]:
+        with _named(number):
+            return await remote.fetch(endpoint, media.items[number], names)
 
     def share_encoded(self) -> None:
         """After a step: tell the others what it has encoded."""
@@ -163,7 +167,15 @@ class MediaIntake:
             self._remote.close()
 
 
-def _result(outcome: Mapping[str, torch.Tensor] | BaseException) -> Mapping[str, torch.Tensor]:
-    if isinstance(outcome, BaseException):
-        raise outcome
-    return outcome
+@contextmanager
+def _named(number: int) -> Iterator[None]:
+    """Whoever sent several items is told which of them is wrong."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(f"media item {number}: {error}") from error
+
+
+def _open(number: int, item: MediaItem) -> dict[str, torch.Tensor]:
+    with _named(number):
+        return open_tensors(item)

@@ -7,6 +7,7 @@ beyond the prompts that use it: what the vision tower makes of it is (`prefill_w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mmap
 import weakref
 from collections import OrderedDict
@@ -71,7 +72,10 @@ class RemoteMedia:
             memory = self._room(wanted[2] - wanted[1])
             task = self._fetching[wanted] = asyncio.create_task(self._fetch(endpoint, wanted, memory))
             task.add_done_callback(lambda _: self._fetching.pop(wanted))
-        return await asyncio.shield(task)  # of whoever waits for it beside this one
+        try:
+            return await asyncio.shield(task)  # of whoever waits for it beside this one
+        finally:
+            del task  # with an error in it, it would keep this frame and all that call it, and they it
 
     def _room(self, num_bytes: int) -> mmap.mmap:
         """Given back when nobody uses the memory any more."""
@@ -95,14 +99,14 @@ class RemoteMedia:
 
     async def _fetch(self, endpoint: str, wanted: _Range, memory: mmap.mmap) -> mmap.mmap:
         digest, start, end = wanted
-        try:
+        with contextlib.suppress(TimeoutError, InternalError):
             async with asyncio.timeout(self._timeout_s):
                 await self._cache(endpoint).read(MediaKey(digest, "input"), start, end - start, memory)
-        except (TimeoutError, InternalError):
-            raise WorkerLost(f"the media cache at {endpoint} did not send an image or video in time") from None
-        self._in_use[wanted] = memory
-        self.num_fetched_bytes += end - start
-        return memory
+            self._in_use[wanted] = memory
+            self.num_fetched_bytes += end - start
+            return memory
+        # Here, where it has no context: a TimeoutError's frames lead to this task, which would keep it and the memory.
+        raise WorkerLost(f"the media cache at {endpoint} did not send an image or video in time")
 
     def _cache(self, endpoint: str) -> MediaCacheClient:
         cache = self._caches.get(endpoint)

@@ -186,7 +186,7 @@ class PrefillScheduler:
         """
         assert not self._step and not self._encoding, "one step at a time"
         broken = [p for p in self._waiting.values() if p.media is not None and p.media.error is not None]
-        actions = [action for p in broken for action in self._end(p, p.media.error if p.media is not None else None)]
+        actions = [action for p in broken for action in self._end_for_its_media(p)]
         candidates = self._candidates()
         if not candidates:
             return Batch([]), actions
@@ -278,8 +278,7 @@ class PrefillScheduler:
             if not prompt.ended:
                 actions += self._ship(prompt) + self._settle(prompt)
         for prompt in encoding:
-            if prompt.media is not None and prompt.media.error is not None:
-                actions += self._end(prompt, prompt.media.error)
+            actions += self._end_for_its_media(prompt)
         return actions
 
     def on_step_failed(self, error: BaseException) -> list[Action]:
@@ -360,6 +359,11 @@ class PrefillScheduler:
             )
             actions.append(SendToDecode(prompt.pair_id, finish))
         return actions
+
+    def _end_for_its_media(self, prompt: PrefillPrompt) -> list[Action]:
+        """Where they have an error."""
+        error = prompt.media.error if prompt.media is not None else None
+        return self._end(prompt, error.to_error()) if error is not None else []
 
     def _end(self, prompt: PrefillPrompt, error: TandemError | None = None) -> list[Action]:
         """Take the prompt out of everything at once; `error` is reported to the proxy (an abort is not)."""

@@ -1,10 +1,17 @@
 """When a process looks for garbage. Python's collector looks at all objects there are, and stops the interpreter for
 as long as that takes: 10 ms in a proxy, 0.2 s where torch is loaded. What was loaded is never garbage.
+
+So requests must leave none that refers to itself. It comes from errors: one that is raised holds the frames that it
+came through, and what they hold. Where a frame holds the error in turn, also by way of the task or future that ended
+with it, all that stays. Hence what is raised is kept in no variable that lasts, and kept errors are an `ErrorInfo`.
+A `TimeoutError` of `asyncio.timeout` leads to the task as well; what is raised in its place has no context.
+`tests/integration/test_garbage.py` looks for what there is all the same.
 """
 
 from __future__ import annotations
 
 import gc
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -32,3 +39,19 @@ def while_loading() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def forget_frames(error: BaseException) -> None:
+    """Where an error ends, once it has been told.
+
+    It holds all frames that it came through, and what they hold. Where one of these holds the error in turn, or a task
+    that ended with it, that stays until the collector comes by.
+    """
+    rest, seen = [error], set[int]()
+    while rest:
+        each = rest.pop()
+        if id(each) not in seen:
+            seen.add(id(each))
+            traceback.clear_frames(each.__traceback__)
+            each.__traceback__ = None
+            rest += [other for other in (each.__cause__, each.__context__) if other is not None]

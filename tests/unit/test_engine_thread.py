@@ -7,8 +7,11 @@ import time
 import weakref
 from typing import Any
 
-from engine.batch import Batch
+import pytest
+
+from engine.batch import Batch, BatchItem
 from engine.engine_thread import EngineThread
+from tests.unit.garbage import frames_in, kept_garbage
 
 
 class Runner:
@@ -24,17 +27,24 @@ class HeldBatch(Batch, frozen=True, weakref=True):
     """One that weak references may lead to."""
 
 
-def test_a_step_that_is_done_is_held_by_nobody() -> None:
+def a_batch(is_wrong: bool) -> HeldBatch:
+    return HeldBatch([BatchItem([1], 0, [0])] if is_wrong else [])
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_step_that_is_done_is_held_by_nobody(fails: bool) -> None:
     posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
     thread = EngineThread(Runner, lambda callback, *told: posted.put((callback, told)), 1)  # type: ignore[arg-type]
     thread.start(lambda error: None)
     posted.get(timeout=60)
-    batches = [HeldBatch([])]
-    held = weakref.ref(batches[0])
-    thread.submit(batches.pop(), lambda *told: None)
-    assert posted.get(timeout=60)[1][0] == []
-    deadline = time.monotonic() + 60
-    while held() is not None and time.monotonic() < deadline:
-        time.sleep(0.001)  # it tells of the end a moment before
-    assert held() is None
+    with kept_garbage() as garbage:
+        batches = [a_batch(fails)]
+        held = weakref.ref(batches[0])
+        thread.submit(batches.pop(), lambda *told: None)
+        assert posted.get(timeout=60)[1][0] == (None if fails else [])
+        deadline = time.monotonic() + 60
+        while held() is not None and time.monotonic() < deadline:
+            time.sleep(0.001)  # it tells of the end a moment before
+        assert held() is None
+    assert not frames_in("engine/", garbage)
     thread.stop(60)

@@ -24,6 +24,7 @@ from engine.sampler import sample
 from protocol.errors import InvalidRequest
 from protocol.generation import SampledToken, SamplingParams
 from protocol.grammar import MAX_GRAMMAR_BYTES, check_grammar
+from tests.unit.garbage import frames_in, kept_garbage
 
 VOCAB_SIZE = 333  # no multiple of 8 or 32
 END, OTHER_END = 0, 1
@@ -235,11 +236,23 @@ def test_one_that_fails_leaves_its_neighbours_alone() -> None:
         ItemOutput([SampledToken(1)]),
         ItemOutput([SampledToken(1)]),
     ]
+    with kept_garbage() as garbage:
+        compute_masks(samples[:2], [0, 1])
+    assert not frames_in("engine/", garbage)
     alone = compute_masks(samples[:1], [0])
     alone.apply(logits)
     assert set(alone.errors) == {0} and logits[:2].eq(0).all()
     told = with_errors(outputs, mask.errors)
     assert [output.error is not None for output in told] == [True, False, True, False]
+
+
+def test_a_grammar_that_cannot_be_compiled_holds_nothing_of_the_sequences_that_asked() -> None:
+    wrong = InvalidRequest("the grammar cannot be served: x")
+    state = Grammar(done(wrong), done(TOKENIZER)).new_state({END})
+    for _ in range(3):
+        with pytest.raises(InvalidRequest, match="cannot be served: x"):
+            state.begin()
+    assert wrong.__traceback__ is None
 
 
 def test_logits_beyond_the_tokenizer_are_not_allowed() -> None:

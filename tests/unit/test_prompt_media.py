@@ -24,7 +24,7 @@ from prefill_worker.actions import SendToProxy
 from prefill_worker.media import MediaIntake
 from prefill_worker.scheduler import PrefillScheduler
 from protocol.dispatch import FirstToken, PrepareDecode, RequestFailed, StartPrefill
-from protocol.errors import InvalidRequest, WorkerLost
+from protocol.errors import ErrorInfo, InvalidRequest, WorkerLost
 from protocol.generation import SampledToken, SamplingParams, StopConditions
 from protocol.media import SEGMENT_HEADER_BYTES, MediaItem, MediaTensor
 from protocol.token_ids import pack_token_ids
@@ -174,7 +174,7 @@ def test_a_prompt_whose_media_fail_ends_alone() -> None:
     assert not scheduler.on_start(0.0, a_request([], 20, "good"), None)
     batch, _ = scheduler.schedule(1.0)
     assert batch.encodes and not [i for i in batch.items if i.media is not None], "too large for a chunk beside it"
-    media.error = InvalidRequest("media item 0: not a picture")
+    media.error = ErrorInfo.of(InvalidRequest("media item 0: not a picture"))
     (action,) = scheduler.on_step(2.0, [ItemOutput([SampledToken(7)] * len(i.samples)) for i in batch.items])
     assert isinstance(action, SendToProxy) and isinstance(action.message, RequestFailed)
     assert action.message.request_id == "bad" and "not a picture" in action.message.error.message
@@ -190,7 +190,7 @@ def test_a_prompt_whose_media_did_not_come_ends_before_it_begins() -> None:
     media = PromptMedia(range(9), [item], BUDGET // 2, EmbeddingCache(1 << 20))
     scheduler.on_start(0.0, a_request([item], 9), None, None, media)
     assert scheduler.schedule(0.0) == (Batch([]), []), "it waits for them"
-    media.error, media.is_ready = WorkerLost("the media cache did not send it"), True
+    media.error, media.is_ready = ErrorInfo.of(WorkerLost("the media cache did not send it")), True
     batch, [action] = scheduler.schedule(0.0)
     assert not batch.items and isinstance(action, SendToProxy) and isinstance(action.message, RequestFailed)
     assert action.message.error.code == "worker_lost", "which has the proxy try again"

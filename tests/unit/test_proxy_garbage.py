@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import json
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import aclosing, contextmanager
+from collections.abc import Callable, Coroutine
+from contextlib import aclosing
 from typing import Any
 
 import pytest
 
+import proxy.app
 from protocol.dispatch import StartPrefill
 from protocol.errors import DeadlineExceeded, InvalidRequest, KVTransferFailed, Overloaded
 from protocol.generation import SamplingParams, StopConditions
-from proxy.app import make_app
 from proxy.config import ProxyConfig
 from proxy.event_stream import unless_disconnected
+from tests.unit.garbage import kept_garbage
 from tests.unit.proxy_cluster import DECODE, PROMPT, Cluster, collect, play, turn
 
 CONFIG = ProxyConfig(proxy_id="p", control_endpoint="ipc://x", model="m", served_model_name="m")
@@ -83,7 +83,7 @@ async def late(cluster: Cluster) -> None:
 
 
 async def several_choices_given_up(cluster: Cluster) -> None:
-    app = make_app(CONFIG, cluster.door)
+    app = proxy.app.make_app(CONFIG, cluster.door)
     body = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 4, "n": 2, "stream": True}).encode()
     pieces, gone = [body], asyncio.Event()
 
@@ -114,6 +114,17 @@ async def several_choices_given_up(cluster: Cluster) -> None:
     cluster.pool.sent.clear()
 
 
+async def read_too_late(cluster: Cluster) -> None:
+    async def forever(*_: object) -> Any:
+        await asyncio.Event().wait()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(proxy.app, "_read_by", forever)
+        reading = proxy.app._read(cluster.door, "completions", b"{}", "client", 0.001)
+        with pytest.raises(DeadlineExceeded):
+            await unless_disconnected(forever, reading)
+
+
 async def refused(cluster: Cluster) -> None:
     async def never() -> Any:
         await asyncio.Event().wait()
@@ -128,7 +139,17 @@ async def refused(cluster: Cluster) -> None:
 
 @pytest.mark.parametrize(
     "request_life",
-    [completed, given_up, begun_again, several_of_one_prompt, several_choices_given_up, failed, late, refused],
+    [
+        completed,
+        given_up,
+        begun_again,
+        several_of_one_prompt,
+        several_choices_given_up,
+        failed,
+        late,
+        read_too_late,
+        refused,
+    ],
 )
 def test_nothing_refers_to_itself(request_life: Callable[[Cluster], Coroutine[Any, Any, None]]) -> None:
     async def test(cluster: Cluster) -> None:
@@ -140,20 +161,3 @@ def test_nothing_refers_to_itself(request_life: Callable[[Cluster], Coroutine[An
         assert not [name for name in names if name.startswith(("proxy.", "protocol.")) or name.endswith("Task")], names
 
     play(test)
-
-
-@contextmanager
-def kept_garbage() -> Iterator[list[object]]:
-    """What only the collector would have found of what was made in this context; filled in at its end."""
-    found: list[object] = []
-    gc.collect()
-    gc.disable()
-    try:
-        yield found
-        gc.set_debug(gc.DEBUG_SAVEALL)
-        gc.collect()
-        found += gc.garbage
-    finally:
-        gc.set_debug(0)
-        gc.garbage.clear()
-        gc.enable()
