@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 
 _LARGE_BYTES = 128 * 1024
+_LIBC = ctypes.CDLL(None)
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 
 
@@ -13,7 +14,7 @@ def give_back_large_blocks() -> None:
 
     Left alone it raises that bound to the largest block it has seen, and a burst of large bodies stays resident.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    mallopt = getattr(_LIBC, "mallopt", None)
     if mallopt is not None:
         mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
         mallopt(_M_TRIM_THRESHOLD, _LARGE_BYTES)
@@ -21,6 +22,6 @@ def give_back_large_blocks() -> None:
 
 def trim() -> None:
     """Give back what is free. Takes milliseconds, in which other threads wait for the heap: not for a loop."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    malloc_trim = getattr(_LIBC, "malloc_trim", None)
     if malloc_trim is not None:
         malloc_trim(0)

@@ -149,19 +149,18 @@ class MediaPool:
         self._sent.add(lease_id)
         self._queue.add(lease_id, loop.time())
         try:
-            async with asyncio.timeout(slo_s) as limit:
-                return await asyncio.shield(done)
-        except (asyncio.CancelledError, TimeoutError):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(slo_s):
+                    return await asyncio.shield(done)
+        finally:
             if not done.done():
                 self._queue.remove(lease_id)
                 if self._writer is not None:
                     write_message(self._writer, CancelJob(lease_id))
                     loop.call_later(self._patience_s, self._expect_answer, lease_id)
-            if slo_s is not None and limit.expired():
-                raise SLOUnreachable(slo_s, 0.0) from None
-            raise
-        finally:
             del done  # with an error in it, it would keep this frame, and the body
+        assert slo_s is not None  # it is over
+        raise SLOUnreachable(slo_s, 0.0)  # with no context: a timeout's frames lead to the task that ends with this
 
     async def _watch(self, reader: asyncio.StreamReader, process: asyncio.subprocess.Process) -> None:
         """Until the process has ended."""

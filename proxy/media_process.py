@@ -25,6 +25,7 @@ import msgspec
 import uvloop
 
 from protocol.errors import ConfigError, InternalError, RequestAborted, TandemError
+from protocol.garbage import forget_frames
 from protocol.lifetime import die_with_parent
 from protocol.media import MediaKind
 from protocol.media_cache import CommittedMedia, GrantedMedia, MediaKey, WantedMedia
@@ -176,16 +177,13 @@ class MediaProcess:
         """However it ended: a task that is cancelled before it begins runs nothing of its own."""
         del self._running[job.lease_id]
         if reading.cancelled():
-            failed: TandemError = RequestAborted("nobody waits for the request any more")
+            gone = RequestAborted("nobody waits for the request any more")
+            self._tell(JobFailed.of(job.lease_id, gone))
         elif (error := reading.exception()) is None:
             self._tell(JobDone(job.lease_id, reading.result()))
-            return
-        elif isinstance(error, TandemError):
-            failed = error
         else:
-            log.error("a request with media failed", exc_info=error)
-            failed = InternalError("the request's images or video could not be processed; the server's log tells more")
-        self._tell(JobFailed.of(job.lease_id, failed))
+            self._tell(JobFailed.of(job.lease_id, _told(error)))
+            forget_frames(error)  # they hold the images' bytes
 
     async def _read(self, job: MediaJob) -> GenerationRequest:
         reader = await asyncio.shield(self._reader)
@@ -254,6 +252,8 @@ class MediaProcess:
             if not job.cancel():
                 await asyncio.wait([future])
             raise
+        finally:
+            del future, job  # with an error in them, they would keep this frame and its arguments
 
     async def _on_threads(self, calls: list[tuple[Callable[..., T], tuple[Any, ...]]]) -> list[T]:
         """All of them, side by side; the first error of the first item comes out when all have ended."""
@@ -271,6 +271,13 @@ class MediaProcess:
         await self._fetcher.close()
         self._cache.close()
         self._context.destroy(linger=0)
+
+
+def _told(error: BaseException) -> TandemError:
+    if isinstance(error, TandemError):
+        return error
+    log.error("a request with media failed", exc_info=error)
+    return InternalError("the request's images or video could not be processed; the server's log tells more")
 
 
 async def _alone(fetching: Coroutine[Any, Any, None]) -> TandemError | None:

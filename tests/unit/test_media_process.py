@@ -5,7 +5,6 @@ The process's loop and threads run here, beside a real media cache.
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 from collections.abc import Iterator
@@ -23,13 +22,13 @@ from proxy.media_jobs import CancelJob, JobDone, MediaJob
 from proxy.registry import ModelLimits
 from tests.media_proxy import data_url, image_part, video_part
 from tests.media_reader import MediaReader, prompt_of
+from tests.unit.garbage import frames_in, kept_garbage
 from tests.vision_model import clip, encoded, picture, save_processor
 
 
 @contextmanager
 def num_memfds_unchanged() -> Iterator[None]:
     def count() -> int:
-        gc.collect()
         links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
         # Those the cache keeps ready are empty.
         return sum("memfd:media" in str(link.readlink()) and link.stat().st_size > 0 for link in links)
@@ -164,9 +163,11 @@ def test_bad_ones_are_refused_with_index_and_reason(reader: MediaReader) -> None
     ]
     reader.run(reader.client.clear())
     with num_memfds_unchanged():
-        for reason, part in cases:
-            message = reader.refusal(good, part)
-            assert reason in message and "messages[0].content[1]" in message, (reason, message)
+        with kept_garbage() as garbage:
+            for reason, part in cases:
+                message = reader.refusal(good, part)
+                assert reason in message and "messages[0].content[1]" in message, (reason, message)
+        assert not frames_in("proxy/", garbage), "a refused request's bytes wait for the collector"
         assert "this one has 5" in reader.refusal(*[good] * 5)
         assert "takes parts of type" in reader.refusal(good, {"type": "input_audio"})
         assert "1 image placeholders" in reader.refusal("<|image_pad|>", video_part(data_url(clip(4), "video/mp4")))
