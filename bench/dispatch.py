@@ -57,7 +57,7 @@ def main() -> None:
         "--rounds",
         type=int,
         default=3,
-        help=f"each variant is loaded so often, and more often above {_LONG_RATE}/s; figures are medians",
+        help=f"each variant is loaded so often, from {2 * _LONG_RATE}/s on more often; figures are medians",
     )
     add_common_options(parser)
     options = parser.parse_args()

@@ -22,6 +22,8 @@ _PAUSE_S = 1e-6
 """Of the thread's own choice; with the time by which Linux may be late, 50 us, and the way back it is 60 to 100."""
 _LOST_S = 1e-3
 """What other work takes a core for at most where there are enough of them: a wake-up of the kernel's own threads."""
+_LOST_SHARE = 0.1
+"""Nor is what interrupts take of a long call, in which nobody asks for a pause."""
 CONTENDED_FOR_S = 10.0
 """A core that was lost once is contended for so long."""
 
@@ -61,8 +63,9 @@ class Pauses:
             return
         usage = self._usage()
         if usage.times_slept == self._begun.times_slept:
-            lost_s = (now - self._since) - (usage.ran_s - self._begun.ran_s)
-            if lost_s > _LOST_S:
+            since_s = now - self._since
+            lost_s = since_s - (usage.ran_s - self._begun.ran_s)
+            if lost_s > max(_LOST_S, since_s * _LOST_SHARE):
                 self._is_contended_until = now + CONTENDED_FOR_S
             elif now < self._is_contended_until:
                 self._sleep(_PAUSE_S)

@@ -71,6 +71,21 @@ def test_sleeping_is_not_taken_for_a_lost_core() -> None:
     assert not thread.pauses
 
 
+def test_a_long_call_is_not_taken_for_one() -> None:
+    """Interrupts and the kernel's own threads take some of any second."""
+    thread = Thread()
+    thread.lose_core(0.01)
+    thread.run(0.2)
+    for _ in range(100):
+        thread.run(RUN_S)
+    assert not thread.pauses
+    thread.lose_core(0.1)
+    thread.run(0.2)
+    for _ in range(100):
+        thread.run(RUN_S)
+    assert thread.pauses
+
+
 def test_they_end_when_nobody_competes_any_more() -> None:
     thread = Thread()
     thread.lose_core(0.004)
