@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from engine.embedding_cache import EmbeddingCache
@@ -104,9 +103,11 @@ class MediaIntake:
         assert self._vision is not None
         num_frames = []
         for number, (item, each) in enumerate(zip(media.items, tensors, strict=True)):
-            with _named(number):
+            try:
                 self._vision.check(item, each)
                 num_frames.append(self._vision.num_frames(item.kind, each))
+            except InvalidRequest as error:
+                raise _numbered(number, error) from error
         media.set_tensors(tensors, num_frames)
 
     async def _wait_for(
@@ -151,8 +152,10 @@ class MediaIntake:
     async def _fetch_item(
         self, number: int, media: PromptMedia, remote: RemoteMedia, endpoint: str, names: Collection[str]
     ) -> dict[str, torch.Tensor]:
-        with _named(number):
+        try:
             return await remote.fetch(endpoint, media.items[number], names)
+        except InvalidRequest as error:
+            raise _numbered(number, error) from error
 
     def share_encoded(self) -> None:
         """After a step: tell the others what it has encoded."""
@@ -167,15 +170,13 @@ class MediaIntake:
             self._remote.close()
 
 
-@contextmanager
-def _named(number: int) -> Iterator[None]:
+def _numbered(number: int, error: InvalidRequest) -> InvalidRequest:
     """Whoever sent several items is told which of them is wrong."""
-    try:
-        yield
-    except InvalidRequest as error:
-        raise InvalidRequest(f"media item {number}: {error}") from error
+    return InvalidRequest(f"media item {number}: {error}")
 
 
 def _open(number: int, item: MediaItem) -> dict[str, torch.Tensor]:
-    with _named(number):
+    try:
         return open_tensors(item)
+    except InvalidRequest as error:
+        raise _numbered(number, error) from error
