@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,12 +28,16 @@ class MediaInput:
         for encode in batch.encodes:
             # Another prompt of this very step may have had the same item.
             if not encode.media.is_encoded(encode.unit):
-                with _blamed_on(encode.media):
+                try:
                     self._vision.encode(encode.unit, encode.media)
+                except TandemError as error:
+                    _blame(encode.media, error)
         for item in batch.items:
             if item.media is not None and item.media.error is None:
-                with _blamed_on(item.media):
+                try:
                     self._vision.place(item.media)
+                except TandemError as error:
+                    _blame(item.media, error)
 
     def inputs(self, items: list[BatchItem]) -> dict[str, Any]:
         """The step's tokens [1, num_tokens] as the model takes them."""
@@ -75,14 +77,10 @@ class MediaInput:
         return torch.cat(parts, 1)[:, None].to(self._device)
 
 
-@contextmanager
-def _blamed_on(media: PromptMedia) -> Iterator[None]:
+def _blame(media: PromptMedia, error: TandemError) -> None:
     """What is wrong with one prompt's media must not fail the others of a step."""
-    try:
-        yield
-    except TandemError as error:
-        log.warning("a prompt's media were refused: %s", error)
-        media.error = ErrorInfo.of(error)
+    log.warning("a prompt's media were refused: %s", error)
+    media.error = ErrorInfo.of(error)
 
 
 def positions_of(items: list[BatchItem]) -> list[int]:

@@ -5,6 +5,7 @@ So requests must leave none that refers to itself. It comes from errors: one tha
 came through, and what they hold. Where a frame holds the error in turn, also by way of the task or future that ended
 with it, all that stays. Hence what is raised is kept in no variable that lasts, and kept errors are an `ErrorInfo`.
 A `TimeoutError` of `asyncio.timeout` leads to the task as well; what is raised in its place has no context.
+A context manager made of a generator, which ends an error, does too (Python 3.12 and newer).
 `tests/integration/test_garbage.py` looks for what there is all the same.
 """
 

@@ -14,7 +14,10 @@ import pytest
 import torch
 
 import prefill_worker.media
+from engine.batch import Batch, Encode
 from engine.embedding_cache import EmbeddingCache
+from engine.media_input import MediaInput
+from engine.prompt_media import EncodeUnit, PromptMedia
 from prefill_worker.media import MediaIntake
 from prefill_worker.shared_embeddings import SharedEmbeddings
 from protocol.errors import InvalidRequest, Overloaded, WorkerLost
@@ -48,6 +51,13 @@ class Failing:
     async def fetch(self, endpoint: str, item: MediaItem, names: Sequence[str]) -> Mapping[str, torch.Tensor]:
         await asyncio.sleep(0)
         raise self._error()
+
+
+class Picky:
+    """A vision tower that takes nothing."""
+
+    def encode(self, unit: EncodeUnit, media: PromptMedia) -> None:
+        raise InvalidRequest("not so")
 
 
 async def opened(shared: Any = None, remote: Any = None, on_waiting: Callable[[], None] = lambda: None) -> None:
@@ -90,6 +100,13 @@ async def fetched_by_a_defect(cache: SharedEmbeddings) -> None:
     await opened(remote=Failing(lambda: ValueError("a defect")))
 
 
+async def refused_by_a_step(cache: SharedEmbeddings) -> None:
+    media = PromptMedia([1] * 9, [stored(("pixel_values", torch.zeros(4, 1)))], 16, EmbeddingCache(0))
+    vision: Any = Picky()
+    MediaInput(vision, torch.nn.Linear(1, 1)).prepare(Batch([], encodes=[Encode(media, EncodeUnit(0, 1, 5, 0, 4))]))
+    assert media.error is not None and media.error.message == "not so"
+
+
 @pytest.mark.parametrize(
     "life",
     [
@@ -99,6 +116,7 @@ async def fetched_by_a_defect(cache: SharedEmbeddings) -> None:
         fetched_too_much,
         fetched_when_full,
         fetched_by_a_defect,
+        refused_by_a_step,
     ],
 )
 def test_nothing_refers_to_itself(
