@@ -16,6 +16,7 @@ from protocol.errors import DeadlineExceeded, InvalidRequest, KVTransferFailed, 
 from protocol.generation import SamplingParams, StopConditions
 from proxy.config import ProxyConfig
 from proxy.event_stream import unless_disconnected
+from proxy.sequence import DispatchedSequence
 from tests.unit.garbage import kept_garbage
 from tests.unit.proxy_cluster import DECODE, PROMPT, Cluster, collect, play, turn
 
@@ -66,17 +67,17 @@ async def several_of_one_prompt(cluster: Cluster) -> None:
 async def failed(cluster: Cluster) -> None:
     [sequence] = cluster.dispatcher.start(PROMPT, [SamplingParams()], StopConditions(4), 60)
     cluster.failed(DECODE, cluster.pool.sent[-1][1].request_ids[0], InvalidRequest("no"))
-    try:
-        with pytest.raises(InvalidRequest):
-            await cluster.dispatcher.next_tokens(sequence)
-    finally:
-        cluster.dispatcher.drop(sequence)
+    await ends_with(InvalidRequest, cluster, sequence)
 
 
 async def late(cluster: Cluster) -> None:
     [sequence] = cluster.dispatcher.start(PROMPT, [SamplingParams()], StopConditions(4), 0.001)
+    await ends_with(DeadlineExceeded, cluster, sequence)
+
+
+async def ends_with(error: type[Exception], cluster: Cluster, sequence: DispatchedSequence) -> None:
     try:
-        with pytest.raises(DeadlineExceeded):
+        with pytest.raises(error):
             await cluster.dispatcher.next_tokens(sequence)
     finally:
         cluster.dispatcher.drop(sequence)
