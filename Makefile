@@ -42,7 +42,7 @@ bench: setup
 # On a machine with a GPU, its own torch and perhaps no network: wheels of what it lacks are taken from .whl/.
 gpu-check:
 	@if ls .whl/*.whl >/dev/null 2>&1; then $(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade --target .gpu-site .whl/*.whl; fi
-	PYTHONPATH=$(CURDIR):$(CURDIR)/.gpu-site $(PYTHON) -m bench.gpu_check --json $(or $(OUT),bench/results)/gpu_check.json $(ARGS)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/.tree:$(CURDIR)/.gpu-site $(PYTHON) -m bench.gpu_check --json $(or $(OUT),bench/results)/gpu_check.json $(ARGS)
 
 format: setup
 	$(BIN)/ruff format .

@@ -21,11 +21,11 @@ from bench.report_page import draw, page, read_reports
 
 RESULTS = Path(__file__).parent / "results"
 BENCHMARKS = (
-    "router_decisions", "router_policies", "autoscale_simulation", "engine", "kv_transfer", "grammar", "dispatch",
+    "router_decisions", "router_policies", "autoscale_simulation", "engine", "kv_transfer", "grammar",
     "proxy_cpu", "decode_prefill", "disaggregation", "pd_study", "event_loop", "overload", "chaos", "fault_matrix",
     "exam", "media_alloc", "media_storm", "mixed_load", "fuzz",
 )  # fmt: skip
-QUICK = ("router_decisions", "autoscale_simulation", "kv_transfer", "grammar", "dispatch")
+QUICK = ("router_decisions", "autoscale_simulation", "kv_transfer", "grammar")
 """Those whose short runs tell something."""
 QUICK_BUDGET_S = 280.0
 QUICK_LIMIT_S = 120.0

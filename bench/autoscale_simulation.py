@@ -22,9 +22,9 @@ import msgspec
 from bench.cluster_simulation import ClusterSimulation, Request, Speeds
 from bench.foresight import Foresight
 from bench.report import Aim, Report, add_common_options, finish
-from deploy.autoscale.demand import Demand, DemandMeter
-from deploy.autoscale.planner import Planner, PlannerConfig, Proposal
-from protocol.membership import WorkerInfo, WorkerLoad
+from tandem.deploy.autoscale.demand import Demand, DemandMeter
+from tandem.deploy.autoscale.planner import Planner, PlannerConfig, Proposal
+from tandem.protocol.messages.membership import WorkerInfo, WorkerLoad
 
 TTFT_S = 1.0
 ITL_S = 0.05

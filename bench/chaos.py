@@ -26,9 +26,9 @@ from bench.noise_model import ensure_noise_model
 from bench.process_memory import ProcessMemory, cluster_memory
 from bench.reference_answers import ReferenceModel
 from bench.report import Aim, Report, add_common_options, finish
-from tests.cluster import Cluster
 from tests.faults.leaks import Footprint, shared_memory
 from tests.faults.streams import wait_until
+from tests.support.cluster import Cluster
 
 LOAD = 0.8
 NUM_AT_ONCE = 12

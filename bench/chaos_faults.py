@@ -10,9 +10,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from deploy.runtime_dir import runtime_dir
-from deploy.status import fetch_status
-from protocol.errors import Overloaded
+from tandem.deploy.commands.status import fetch_status
+from tandem.deploy.processes.runtime_dir import runtime_dir
+from tandem.runtime.errors import Overloaded
 
 RECOVERY_LIMIT_S = 300.0
 FAULTS = ("SIGKILL", "SIGSTOP for 1 s", "SIGSTOP for 5 s", "SIGTERM")

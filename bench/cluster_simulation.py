@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from protocol.membership import Role, WorkerInfo, WorkerLoad
+from tandem.protocol.messages.membership import Role, WorkerInfo, WorkerLoad
 
 BLOCK_SIZE = 64
 

@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 
 from bench.report import Report, add_common_options, finish
-from tests.cluster import Cluster
+from tests.support.cluster import Cluster
 
 LENGTHS = (16, 32, 64, 128, 256)
 NUM_STREAMS = 8

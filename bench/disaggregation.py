@@ -69,7 +69,7 @@ def cluster(connector: str) -> Iterator[str]:
         for file in ("tokenizer.json", "tokenizer_config.json"):
             (model / file).write_bytes((tokenizer / file).read_bytes())
         command = [
-            sys.executable, "-m", "deploy.cli", "up", "--model", str(model), "--load-format", "dummy", "--dtype",
+            sys.executable, "-m", "tandem.deploy.cli", "up", "--model", str(model), "--load-format", "dummy", "--dtype",
             "bfloat16", "--port", str(port), "--kv-cache-gib", str(KV_CACHE_GIB), "--kv-connector", connector,
             "--max-num-batched-tokens", str(CHUNK), "--served-model-name", "m", "--threads-per-worker", "1",
         ]  # fmt: skip

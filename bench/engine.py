@@ -22,13 +22,13 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from bench.report import Aim, Report, add_common_options, finish
-from engine.batch import Batch, BatchItem, Sample
-from engine.config import EngineConfig
-from engine.kv_pool import KVPool
-from engine.model_loader import LoadedModel, load_model
-from engine.model_runner import ModelRunner
-from engine.packed_linear import MergedLinear, PackedLinear
-from protocol.generation import SamplingParams
+from tandem.engine.batch import Batch, BatchItem, Sample
+from tandem.engine.config import EngineConfig
+from tandem.engine.cpu.packed_linear import MergedLinear, PackedLinear
+from tandem.engine.kv_pool import KVPool
+from tandem.engine.loading.model_loader import LoadedModel, load_model
+from tandem.engine.model_runner import ModelRunner
+from tandem.protocol.messages.generation import SamplingParams
 
 CONTEXT = 300  # tokens a decoding sequence has
 PROMPT = 1024

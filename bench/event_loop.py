@@ -211,7 +211,7 @@ def times_in_turns(options: argparse.Namespace, numbers: list[int], share: float
 
 
 def readers_of(proxy_pid: int) -> list[int]:
-    return [pid for pid in children(proxy_pid) if b"\0-m\0proxy\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [pid for pid in children(proxy_pid) if b"\0-m\0tandem.proxy\0" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 @contextlib.asynccontextmanager
@@ -271,7 +271,7 @@ def cluster(num_threads: int, num_streams: int) -> Iterator[tuple[int, int, int]
         model = stretched_noise_model(Path(scratch) / "model")
         port, admin_port = free_port(), free_port()
         command = [
-            sys.executable, "-m", "deploy.cli", "up", "--model", str(model), "--served-model-name", MODEL,
+            sys.executable, "-m", "tandem.deploy.cli", "up", "--model", str(model), "--served-model-name", MODEL,
             "--port", str(port), "--tokenizer-threads", str(num_threads), "--max-num-seqs", str(max(64, num_streams)),
             "--kv-cache-gib", "2", "--admin-port", str(admin_port),
         ]  # fmt: skip
@@ -308,7 +308,7 @@ def _is_up(port: int) -> bool:
 def _proxy_pid(launcher_pid: int) -> int:
     children = Path(f"/proc/{launcher_pid}/task/{launcher_pid}/children").read_text().split()
     for pid in children:
-        if b"\0-m\0proxy\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if b"\0-m\0tandem.proxy\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
             return int(pid)
     raise SystemExit("the cluster has no proxy process")
 

@@ -25,10 +25,10 @@ from rich.progress import track
 from rich.table import Table
 
 from bench.chaos_faults import CLUSTER_OPTIONS, WORKERS, Faults
+from bench.demo_model.exam import SEED, Question, exam, rows, score
 from bench.report import Aim, Report, add_common_options, finish
-from deploy.demo_model import DEMO_MODEL
-from deploy.demo_model.exam import SEED, Question, exam, rows, score
-from tests.cluster import Cluster
+from tandem.deploy.demo_model import DEMO_MODEL
+from tests.support.cluster import Cluster
 
 NUM_AT_ONCE, NUM_IN_CHAOS = 16, 6
 MIN_FAULTS = 10

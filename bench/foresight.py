@@ -6,8 +6,8 @@ import bisect
 from collections.abc import Sequence
 
 from bench.cluster_simulation import Request, Speeds
-from deploy.autoscale.demand import Demand
-from deploy.autoscale.planner import Need, PlannerConfig, Proposal, decode_needed, prefill_needed
+from tandem.deploy.autoscale.demand import Demand
+from tandem.deploy.autoscale.planner import Need, PlannerConfig, Proposal, decode_needed, prefill_needed
 
 MEAN_OVER_S = 10.0
 

@@ -33,10 +33,10 @@ from bench.fuzz_replay import ReplayingProxy
 from bench.ports import free_port
 from bench.process_memory import process_memory
 from bench.report import Aim, Report, add_common_options, finish
-from deploy.runtime_dir import runtime_dir
-from deploy.status import fetch_status
-from protocol.dispatch import ToDecode, ToPrefill, ToProxy
-from protocol.membership import (
+from tandem.deploy.commands.status import fetch_status
+from tandem.deploy.processes.runtime_dir import runtime_dir
+from tandem.protocol.messages.dispatch import ToDecode, ToPrefill, ToProxy
+from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     FromProxyControl,
     RegisterWorker,
@@ -47,8 +47,8 @@ from protocol.membership import (
     WorkerLoad,
     WorkerStatus,
 )
-from protocol.operations import FromLauncher, GetPlan, ListProcesses, RestartProcess
-from protocol.transfer import ToDecodePeer, ToPrefillPeer
+from tandem.protocol.messages.operations import FromLauncher, GetPlan, ListProcesses, RestartProcess
+from tandem.protocol.messages.transfer import ToDecodePeer, ToPrefillPeer
 
 MODEL = "tandem-demo"
 _ROUND = 2000
@@ -272,7 +272,7 @@ def run(port: int, admin_url: str, num_inputs: int, seed: int) -> dict[str, Any]
 def _cluster() -> Iterator[tuple[int, str]]:
     port, admin_port = free_port(), free_port()
     command = [
-        sys.executable, "-m", "deploy.cli", "up", "--port", str(port), "--admin-port", str(admin_port),
+        sys.executable, "-m", "tandem.deploy.cli", "up", "--port", str(port), "--admin-port", str(admin_port),
         "--kv-cache-gib", "0.05", "--decode-prefill-threshold", "0", "--device", "cpu",
     ]  # fmt: skip
     launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL)

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from bench.fuzz_messages import MessageFuzzer, sender
-from protocol.media_cache import (
+from tandem.protocol.media_client import MediaCacheClient
+from tandem.protocol.media_segment import write_segment
+from tandem.protocol.messages.media_cache import (
     CommittedMedia,
     FromMediaCache,
     MediaKey,
     ToMediaCache,
     WantedMedia,
 )
-from protocol.media_client import MediaCacheClient
-from protocol.media_segment import write_segment
-from protocol.sockets import new_context
+from tandem.protocol.sockets import new_context
 
 _ROUND = 500
 _CAPACITY_BYTES = 64 << 20
@@ -41,7 +41,7 @@ def fuzz_cache(rng: random.Random, num_inputs: int) -> dict[str, Any]:
         file, log = Path(folder) / "cache.json", Path(folder) / "log"
         file.write_text(json.dumps({"endpoint": endpoint, "capacity_bytes": _CAPACITY_BYTES}))
         with log.open("wb") as output:
-            process = subprocess.Popen([sys.executable, "-m", "media_cache", str(file)], stderr=output)
+            process = subprocess.Popen([sys.executable, "-m", "tandem.media_cache", str(file)], stderr=output)
         try:
             inputs: Counter[str] = Counter()
             expected, others = get_args(ToMediaCache), get_args(FromMediaCache)

@@ -10,8 +10,8 @@ from typing import Any, Literal, get_args
 import msgspec
 import zmq
 
-from protocol.codec import MAX_MESSAGE_BYTES
-from protocol.membership import PROTOCOL_VERSION
+from tandem.protocol.codec import MAX_MESSAGE_BYTES
+from tandem.protocol.messages.membership import PROTOCOL_VERSION
 
 Kind = Literal["random", "cut", "changed", "nonsense", "wrong_direction", "wrong_version", "replayed", "large", "huge"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

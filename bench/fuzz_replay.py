@@ -10,16 +10,24 @@ from typing import Any
 import msgspec
 import zmq
 
-from protocol.dispatch import AbortRequest, FirstToken, PrepareDecode, RequestFailed, StartPrefill, TokenBatch, ToProxy
-from protocol.errors import InternalError
-from protocol.generation import SamplingParams, StopConditions
-from protocol.membership import WorkerInfo
-from protocol.token_ids import pack_token_ids
+from tandem.protocol.messages.dispatch import (
+    AbortAttempt,
+    AttemptFailed,
+    FirstToken,
+    PrepareDecode,
+    StartPrefill,
+    TokenBatch,
+    ToProxy,
+)
+from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.runtime.errors import InternalError
 
 _PROXY = "replaying-proxy"
 _NUM_TOKENS = 3
 _ANSWER_TIMEOUT_S = 30.0
-Message = StartPrefill | PrepareDecode | AbortRequest
+Message = StartPrefill | PrepareDecode | AbortAttempt
 
 
 class ReplayingProxy:
@@ -46,7 +54,7 @@ class ReplayingProxy:
                 is_aborted = rng.random() < 0.3
                 if is_aborted:
                     for epoch in to:
-                        said.insert(rng.randrange(len(said) + 1), (epoch, AbortRequest(_PROXY, name)))
+                        said.insert(rng.randrange(len(said) + 1), (epoch, AbortAttempt(_PROXY, name)))
                 for epoch, message in said:
                     to[epoch].send(self._encoder.encode(message))
                 if not is_aborted:
@@ -54,7 +62,7 @@ class ReplayingProxy:
                 for epoch, message in said:  # when all is over; what that begins anew is ended
                     to[epoch].send(self._encoder.encode(message))
                 for epoch in to:
-                    to[epoch].send(self._encoder.encode(AbortRequest(_PROXY, name)))
+                    to[epoch].send(self._encoder.encode(AbortAttempt(_PROXY, name)))
                 num_sent += 2 * len(said) + len(to)
         finally:
             for socket in to.values():
@@ -74,7 +82,7 @@ class ReplayingProxy:
         tokens = pack_token_ids([self._rng.randrange(4, 200) for _ in range(self._rng.choice((1, 40, 200)))])
         stop = StopConditions(_NUM_TOKENS, frozenset())
         common: dict[str, Any] = {
-            "proxy_id": _PROXY, "request_ids": [name], "transfer_id": f"t-{name}", "token_ids": tokens,
+            "proxy_id": _PROXY, "attempt_ids": [name], "transfer_id": f"t-{name}", "token_ids": tokens,
             "sampling": SamplingParams(), "seeds": [1], "stop": stop, "deadline_s": 60.0,
         }  # fmt: skip
         prefill, decode = self._prefill, self._decode
@@ -99,11 +107,11 @@ class ReplayingProxy:
 
 def _ends(message: Any, name: str) -> list[str]:
     match message:
-        case RequestFailed(request_id=request_id, error=error) if request_id == name:
+        case AttemptFailed(attempt_id=attempt_id, error=error) if attempt_id == name:
             return [error.code]
-        case FirstToken(request_id=request_id, finish_reason=reason) if request_id == name and reason is not None:
+        case FirstToken(attempt_id=attempt_id, finish_reason=reason) if attempt_id == name and reason is not None:
             return [reason]
         case TokenBatch(tokens=tokens):
-            return [t.finish_reason for t in tokens if t.request_id == name and t.finish_reason is not None]
+            return [t.finish_reason for t in tokens if t.attempt_id == name and t.finish_reason is not None]
         case _:
             return []

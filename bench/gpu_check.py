@@ -75,7 +75,7 @@ def run_cluster(quick: bool, port: int = 8377) -> dict[str, Any]:
         for file in ("tokenizer.json", "tokenizer_config.json"):
             (model / file).write_bytes((tokenizer / file).read_bytes())
         command = [
-            sys.executable, "-m", "deploy.cli", "up", "--model", str(model), "--load-format", "dummy", "--dtype",
+            sys.executable, "-m", "tandem.deploy.cli", "up", "--model", str(model), "--load-format", "dummy", "--dtype",
             "bfloat16", "--device", "cuda", "--port", str(port), "--kv-cache-gib", "16", "--max-model-len", "8192",
             "--max-num-batched-tokens", "2048", "--served-model-name", "m",
         ]  # fmt: skip

@@ -19,12 +19,12 @@ from rich.table import Table
 from transformers import LlamaConfig
 
 from bench.report import Aim, Report, add_common_options, finish
-from engine.batch import Batch, BatchItem, Sample
-from engine.config import EngineConfig
-from engine.kv_pool import KVPool
-from engine.model_loader import load_model
-from engine.model_runner import ModelRunner
-from protocol.generation import SamplingParams
+from tandem.engine.batch import Batch, BatchItem, Sample
+from tandem.engine.config import EngineConfig
+from tandem.engine.kv_pool import KVPool
+from tandem.engine.loading.model_loader import load_model
+from tandem.engine.model_runner import ModelRunner
+from tandem.protocol.messages.generation import SamplingParams
 
 LLAMA_8B: dict[str, Any] = {
     "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,

@@ -26,12 +26,12 @@ from rich.table import Table
 from torch._C._distributed_c10d import HashStore
 
 from bench.report import Aim, Report, add_common_options, finish
-from kv_transfer.connector import Peer
-from kv_transfer.process_group import StoreServer
-from kv_transfer.rank_pool import RankPool
-from kv_transfer.registry import load_connector
-from protocol.errors import KVTransferFailed
-from protocol.transfer import ConnectorParams, KVLayout
+from tandem.kv_transfer.connector import Peer
+from tandem.kv_transfer.connectors.process_group import StoreServer
+from tandem.kv_transfer.ranks.rank_pool import RankPool
+from tandem.kv_transfer.registry import load_connector
+from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
+from tandem.runtime.errors import KVTransferFailed
 
 HOST = "127.0.0.1"
 MIB = 2**20

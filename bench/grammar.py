@@ -23,14 +23,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from bench.engine import CONTEXT, make_model
 from bench.report import Aim, Report, add_common_options, finish
-from engine.batch import Batch, BatchItem, Sample
-from engine.config import EngineConfig
-from engine.grammar import Grammar, GrammarState, compile_grammar, make_tokenizer
-from engine.kv_pool import KVPool
-from engine.model_loader import load_model
-from engine.model_runner import ModelRunner
-from protocol.generation import SamplingParams
-from proxy.structured_output import json_schema
+from tandem.engine.batch import Batch, BatchItem, Sample
+from tandem.engine.config import EngineConfig
+from tandem.engine.kv_pool import KVPool
+from tandem.engine.loading.model_loader import load_model
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.sampling.grammar import Grammar, GrammarState, compile_grammar, make_tokenizer
+from tandem.protocol.messages.generation import SamplingParams
+from tandem.proxy.api.structured_output import json_schema
 
 NUM_SEQS = (1, 8, 32)
 END = 0

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 
 from bench.report import Aim, Report, add_common_options, finish
-from tests.cluster import MODEL, Cluster
+from tests.support.cluster import MODEL, Cluster
 
 CONNECTORS = ("ipc", "gloo")
 IDLE_S = 100.0

@@ -38,12 +38,17 @@ from rich.table import Table
 from torch._C._distributed_c10d import HashStore
 
 from bench.report import Aim, Report, add_common_options, finish
-from kv_transfer.connector import Peer
-from kv_transfer.mapped_memory import map_peer_pool
-from kv_transfer.process_group import ProcessGroupReceiver, ProcessGroupSender, StoreServer, connect_store
-from kv_transfer.registry import load_connector
-from protocol.errors import KVTransferFailed
-from protocol.transfer import ConnectorParams
+from tandem.kv_transfer.connector import Peer
+from tandem.kv_transfer.connectors.mapped_memory import map_peer_pool
+from tandem.kv_transfer.connectors.process_group import (
+    ProcessGroupReceiver,
+    ProcessGroupSender,
+    StoreServer,
+    connect_store,
+)
+from tandem.kv_transfer.registry import load_connector
+from tandem.protocol.messages.transfer import ConnectorParams
+from tandem.runtime.errors import KVTransferFailed
 
 HOST = "127.0.0.1"
 KIB, MIB = 2**10, 2**20

@@ -30,7 +30,7 @@ from rich.table import Table
 from bench.latency import SLO, LoadFigures, RequestTrace, goodput, read_events, summarise
 from bench.noise_model import ensure_noise_model
 from bench.report import Aim, Report, add_common_options, finish
-from tests.cluster import MODEL, Cluster
+from tests.support.cluster import MODEL, Cluster
 
 MOST_APART = 0.02
 NUM_WORDS, NUM_OUTPUT_TOKENS, NUM_USERS = 100, 64, 4

@@ -1,7 +1,7 @@
 """Load from a process of its own, with the least part of the processor.
 
 It stands for other machines, but runs on the few cores of this one. A nice value alone does not give way where Linux
-gives each session an equal part (`telemetry.scheduling`), so the process has a session of its own.
+gives each session an equal part (`runtime.scheduling`), so the process has a session of its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, ParamSpec, Self, TypeVar
 
-from telemetry.scheduling import leave_session
+from tandem.runtime.scheduling import leave_session
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -31,10 +31,10 @@ from rich.table import Table
 from bench.latency import Distribution
 from bench.media_load import jpeg
 from bench.report import Aim, Report, add_common_options, finish
-from protocol.media_cache import HEADER_BYTES, CommittedMedia, GrantedMedia, MediaKey, WantedMedia
-from protocol.media_client import MediaCacheClient
-from protocol.media_segment import write_segment
-from protocol.sockets import new_context
+from tandem.protocol.media_client import MediaCacheClient
+from tandem.protocol.media_segment import write_segment
+from tandem.protocol.messages.media_cache import HEADER_BYTES, CommittedMedia, GrantedMedia, MediaKey, WantedMedia
+from tandem.protocol.sockets import new_context
 
 COUNTS = (4, 8, 16, 32, 64, 128)
 NUM_THREADS = 2
@@ -74,7 +74,7 @@ def cache(folder: Path) -> Iterator[str]:
     endpoint = f"ipc://{folder}/cache.sock"
     file = folder / "cache.json"
     file.write_text(json.dumps({"endpoint": endpoint, "capacity_bytes": _CAPACITY_BYTES, "log_level": "warning"}))
-    process = subprocess.Popen([sys.executable, "-m", "media_cache", str(file)])
+    process = subprocess.Popen([sys.executable, "-m", "tandem.media_cache", str(file)])
     try:
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not (folder / "cache.sock").exists():

@@ -120,7 +120,7 @@ def cluster(model: Path, *options: str) -> Iterator[str]:
     """The URL of a fresh cluster that has seen one image."""
     port = free_port()
     command = [
-        sys.executable, "-m", "deploy.cli", "up", "--port", str(port), "--model", str(model),
+        sys.executable, "-m", "tandem.deploy.cli", "up", "--port", str(port), "--model", str(model),
         "--served-model-name", MODEL, *options,
     ]  # fmt: skip
     launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL)

@@ -31,13 +31,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.utils import logging as transformers_logging
 
 from bench.tiny_models import NotBuiltError, make_tiny_config, randomize
-from engine.batch import BatchItem
-from engine.config import EngineConfig
-from engine.cpu_attention import CPUAttention
-from engine.kv_pool import KVPool
-from engine.model_loader import load_model
-from engine.model_runner import ModelRunner
-from protocol.errors import ConfigError
+from tandem.engine.batch import BatchItem
+from tandem.engine.config import EngineConfig
+from tandem.engine.cpu.attention import CPUAttention
+from tandem.engine.kv_pool import KVPool
+from tandem.engine.loading.model_loader import load_model
+from tandem.engine.model_runner import ModelRunner
+from tandem.runtime.errors import ConfigError
 
 SERVED, REFUSED, WRONG, UNKNOWN = "served", "refused", "WRONG", "not compared"
 TOLERANCE = 1e-3  # of log-probabilities, float32

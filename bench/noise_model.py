@@ -14,9 +14,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from deploy.demo_model.tokenizer import CHAT_TEMPLATE, MAX_MODEL_LEN, SPECIAL_TOKENS, VOCAB_SIZE
-from deploy.runtime_dir import cache_dir
-from protocol.errors import InternalError
+from bench.demo_model.tokenizer import CHAT_TEMPLATE, MAX_MODEL_LEN, SPECIAL_TOKENS, VOCAB_SIZE
+from tandem.deploy.processes.runtime_dir import cache_dir
+from tandem.runtime.errors import InternalError
 
 VERSION = 2
 """Part of the cache folder's name: raise it with every change to what is made."""

@@ -31,7 +31,7 @@ from bench.core_share import NoCoreShares, same_shares
 from bench.latency import Distribution, RequestTrace
 from bench.process_cpu import cpu_s_by_module
 from bench.report import Aim, Report, add_common_options, finish
-from tests.cluster import Cluster
+from tests.support.cluster import Cluster
 
 NUM_CLIENTS = 128
 """Of the measurement at capacity: as many as a decode worker runs at once, and as many as may always wait."""

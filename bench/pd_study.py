@@ -29,7 +29,7 @@ from bench.core_share import NoCoreShares, same_shares
 from bench.latency import SLO, RequestTrace, goodput, summarise
 from bench.pd_figures import verdicts
 from bench.report import Report, add_common_options, finish
-from tests.cluster import MODEL, Cluster
+from tests.support.cluster import MODEL, Cluster
 
 SHARE = 0.4
 """Of a core, for each worker: three of them leave 0.8 of two cores to the proxy and the clients."""

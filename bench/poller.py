@@ -15,7 +15,7 @@ from multiprocessing.process import BaseProcess
 from typing import Self
 
 from bench.latency import Distribution
-from telemetry.scheduling import ask_for_short_slices, leave_session
+from tandem.runtime.scheduling import ask_for_short_slices, leave_session
 
 CONTROL = "control"
 _PAUSE_S = 0.002

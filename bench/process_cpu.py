@@ -42,7 +42,7 @@ def cpu_s_by_module(pids: list[int]) -> dict[str, float]:
     told: dict[str, float] = {}
     for pid in pids:
         command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-        module = command[command.index("-m") + 1]
+        module = command[command.index("-m") + 1].removeprefix("tandem.")
         told[module] = told.get(module, 0.0) + family_cpu_s(pid)
     return told
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from deploy.runtime_dir import runtime_dir
+from tandem.deploy.processes.runtime_dir import runtime_dir
 
 
 class ProcessMemory(msgspec.Struct, frozen=True):

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 
-from deploy.autoscaler import freshest_loads
-from deploy.status import fetch_status
-from protocol.membership import WorkerInfo, WorkerLoad
+from tandem.deploy.autoscale.autoscaler import freshest_loads
+from tandem.deploy.commands.status import fetch_status
+from tandem.protocol.messages.membership import WorkerInfo, WorkerLoad
 
 
 class Observed(msgspec.Struct, frozen=True):

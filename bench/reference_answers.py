@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.noise import arrival_times, noise_keys
-from engine.sampler import part_ids, race_part_size
+from tandem.engine.sampling.noise import arrival_times, noise_keys
+from tandem.engine.sampling.sampler import part_ids, race_part_size
 
 
 class Answer(NamedTuple):
@@ -50,7 +50,7 @@ class ReferenceModel:
 
 
 def _race(weights: torch.Tensor, keys: torch.Tensor) -> tuple[int, float]:
-    """As `engine.sampler` does without a filter: of the parts of the vocabulary, then within one."""
+    """As `engine.sampling.sampler` does without a filter: of the parts of the vocabulary, then within one."""
     part_size = race_part_size(len(weights))
     parts = torch.split(weights, part_size)
     sums = torch.stack([part.sum() for part in parts])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,18 +26,6 @@ class Reported:
     measured: Callable[[dict[str, Any]], str] | None = None
 
 
-def _dispatch(figures: dict[str, Any]) -> str:
-    """Mean TTFT and ITL against those over HTTP."""
-    parts = []
-    for other in ("http fresh", "http pooled"):
-        ratios = []
-        for rate, kinds in figures.items():
-            ttft, itl = (kinds["zmq"][m]["mean"] / kinds[other][m]["mean"] - 1 for m in ("ttft_ms", "itl_ms"))
-            ratios.append(f"{rate}/s {100 * ttft:+.0f} % and {100 * itl:+.0f} %")
-        parts.append(f"against {other} connections, TTFT and ITL: {'; '.join(ratios)}")
-    return ". ".join(parts)
-
-
 def _event_loop(figures: dict[str, Any]) -> str:
     parts = []
     for threads, runs in figures.items():
@@ -52,13 +40,6 @@ def _event_loop(figures: dict[str, Any]) -> str:
 
 
 REPORTED = (
-    Reported(
-        'vLLM "Disaggregate prefill decode with zmq"',
-        "ZeroMQ with pooled sockets against HTTP; 1024 in, 6 out; 12 to 96 requests/s",
-        "TTFT 5-10 % and ITL 5-15 % lower",
-        "dispatch",
-        _dispatch,
-    ),
     Reported(
         "vLLM #10635",
         "/health while 60 prompts of some 300,000 tokens are tokenised",
@@ -149,7 +130,7 @@ def read_reports(folder: Path) -> dict[str, Report]:
 
 
 def draw(reports: dict[str, Report], folder: Path) -> dict[str, str]:
-    """Plots of what has aims, of dispatch and of pd_study. File names by benchmark, relative to folder's parent."""
+    """Plots of what has aims, and of pd_study. File names by benchmark, relative to folder's parent."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -158,9 +139,7 @@ def draw(reports: dict[str, Report], folder: Path) -> dict[str, str]:
     folder.mkdir(parents=True, exist_ok=True)
     drawn = {}
     for name, report in reports.items():
-        if name == "dispatch":
-            figure = _draw_dispatch(plt, report.figures)
-        elif name == "pd_study":
+        if name == "pd_study":
             figure = draw_pd_study(plt, report.figures)
         elif report.aims:
             figure = _draw_aims(plt, report)
@@ -189,18 +168,3 @@ def _draw_aims(plt: Any, report: Report) -> Any:
 def _badness(value: float, aim: float, better: str) -> float:
     over, under = (value, aim) if better == "lower" else (aim, value)
     return min(5.0, over / under) if under else 5.0
-
-
-def _draw_dispatch(plt: Any, figures: dict[str, Any]) -> Any:
-    figure, axes = plt.subplots(1, 2, figsize=(9, 3.2))
-    rates: Sequence[str] = list(figures)
-    colors = {"zmq": "#0b7f6b", "http pooled": "#2563c9", "http fresh": "#d08700"}
-    for panel, metric in zip(axes, ("ttft_ms", "itl_ms"), strict=True):
-        for kind, color in colors.items():
-            panel.plot(rates, [figures[rate][kind][metric]["mean"] for rate in rates], "o-", color=color, label=kind)
-        panel.set_title(f"mean {metric.removesuffix('_ms').upper()}, ms")
-        panel.set_xlabel("requests/s")
-        panel.set_ylim(bottom=0)
-        panel.spines[["top", "right"]].set_visible(False)
-    axes[0].legend(frameon=False)
-    return figure

@@ -15,8 +15,8 @@ from statistics import median
 from typing import Literal
 
 from bench.report import Aim, Report, add_common_options, finish
-from engine.prefix_log import PrefixLog
-from protocol.membership import (
+from tandem.engine.prefix_log import PrefixLog
+from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     PairStatus,
     RegisterWorker,
@@ -24,10 +24,10 @@ from protocol.membership import (
     WorkerLoad,
     WorkerStatus,
 )
-from protocol.prefix_hash import BlockHasher, pack_short_hashes, unpack_short_hashes
-from protocol.token_ids import pack_token_ids
-from proxy.registry import Registry
-from proxy.router import PromptShape, Router
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes, unpack_short_hashes
+from tandem.proxy.cluster.registry import Registry
+from tandem.proxy.cluster.router import PromptShape, Router
 
 NUM_WORKERS = 64
 BLOCK_SIZE = 64

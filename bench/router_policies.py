@@ -14,7 +14,7 @@ from typing import Any
 
 from bench.report import Report, add_common_options, finish
 from bench.router_simulation import MakePolicy, Routed, Simulation, Turn, chats, single_prompts
-from proxy.registry import Registry
+from tandem.proxy.cluster.registry import Registry
 
 Picked = tuple[int, int, int]
 """Place of the prefill worker, of the decode worker, and prompt tokens."""

@@ -17,9 +17,8 @@ from hashlib import blake2b
 from statistics import mean
 from typing import Any, Protocol
 
-from engine.block_manager import BlockManager
-from protocol.errors import Overloaded
-from protocol.membership import (
+from tandem.engine.block_manager import BlockManager
+from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     PairStatus,
     RegisterWorker,
@@ -28,9 +27,10 @@ from protocol.membership import (
     WorkerLoad,
     WorkerStatus,
 )
-from protocol.prefix_hash import pack_short_hashes, unpack_short_hashes
-from proxy.registry import Registry
-from proxy.router import PromptShape, Route, Router
+from tandem.protocol.prefix_hash import pack_short_hashes, unpack_short_hashes
+from tandem.proxy.cluster.registry import Registry
+from tandem.proxy.cluster.router import PromptShape, Route, Router
+from tandem.runtime.errors import Overloaded
 
 BLOCK_SIZE = 64
 REPORT_INTERVAL_S = 0.25
@@ -65,7 +65,7 @@ def chats(
 ) -> list[Turn]:
     """Synthetic conversations: each turn's prompt is all that was said before, after one of a few system prompts.
 
-    Arrivals do not depend on how fast answers come, so that every policy gets the same.
+    WorkerReadiness do not depend on how fast answers come, so that every policy gets the same.
     """
     found: list[Turn] = []
     start = 0.0

@@ -62,7 +62,7 @@ def main() -> None:
         "vllm_pd": [str(options.peers / "vllm_pd.sh"), *peer],
         "vllm_single": [str(options.peers / "vllm_single.sh"), *peer],
         "tandem": [
-            sys.executable, "-m", "deploy.cli", "up", "--model", str(options.model), "--served-model-name", "m",
+            sys.executable, "-m", "tandem.deploy.cli", "up", "--model", str(options.model), "--served-model-name", "m",
             "--port", str(options.port), "--dtype", "bfloat16", "--max-model-len", "4096", "--kv-cache-gib", "2",
         ],
     }  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Self
 
 from bench.latency import Distribution
 from bench.media_load import chat_body, text_of
-from telemetry.scheduling import ask_for_short_slices, leave_session
+from tandem.runtime.scheduling import ask_for_short_slices, leave_session
 
 _PAUSE_S = 0.1
 _TIMEOUT_S = 300.0

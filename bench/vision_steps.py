@@ -18,19 +18,19 @@ from typing import Any
 
 import torch
 
-from engine.block_manager import BlockManager
-from engine.config import EngineConfig
-from engine.embedding_cache import EmbeddingCache
-from engine.kv_pool import KVPool
-from engine.model_loader import load_model
-from engine.model_runner import ModelRunner
-from prefill_worker.actions import SendToProxy
-from prefill_worker.media import MediaIntake
-from prefill_worker.scheduler import PrefillScheduler
-from protocol.dispatch import FirstToken, StartPrefill
-from protocol.generation import SamplingParams, StopConditions
-from protocol.media import DIGEST_BYTES, SEGMENT_HEADER_BYTES, MediaItem, MediaKind, MediaTensor
-from protocol.token_ids import pack_token_ids
+from tandem.engine.block_manager import BlockManager
+from tandem.engine.config import EngineConfig
+from tandem.engine.kv_pool import KVPool
+from tandem.engine.loading.model_loader import load_model
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.vision.embedding_cache import EmbeddingCache
+from tandem.prefill_worker.actions import SendToProxy
+from tandem.prefill_worker.media import MediaIntake
+from tandem.prefill_worker.scheduler import PrefillScheduler
+from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
+from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.media import DIGEST_BYTES, SEGMENT_HEADER_BYTES, MediaItem, MediaKind, MediaTensor
+from tandem.protocol.messages.token_ids import pack_token_ids
 
 NUM_TEXT_TOKENS = 128
 BUDGET = 512
@@ -114,7 +114,7 @@ def measure(kind: str, config: EngineConfig, num_prompts: int) -> str:
         steps.append(now - started)
         for action in scheduler.on_step(now, outputs):
             assert isinstance(action, SendToProxy) and isinstance(action.message, FirstToken), action
-            name = action.message.request_id
+            name = action.message.attempt_id
             (waits if name.startswith("text") else beside_waits).append(now - sent.pop(name))
     pool.close()
     steps_ms, waits_ms = [sorted(1e3 * s for s in times) for times in (steps, waits)]

@@ -1,1 +1,1 @@
-"""Receives KV, runs continuous batching, streams tokens. `python -m decode_worker CONFIG.json`."""
+"""Receives KV, runs continuous batching, streams tokens. `python -m tandem.decode_worker CONFIG.json`."""

@@ -1,4 +1,4 @@
-"""Entry point: `python -m decode_worker CONFIG.json`."""
+"""Entry point: `python -m tandem.decode_worker CONFIG.json`."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.garbage import while_loading
-from protocol.process import run_process
-from worker.config import WorkerConfig
-from worker.priority import DECODE_NICENESS, step_back
+from tandem.runtime.collector import while_loading
+from tandem.runtime.process import run_process
+from tandem.worker.config import WorkerConfig
+from tandem.worker.priority import DECODE_NICENESS, step_back
 
 
 def main() -> None:
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerConfig)
     step_back(config.engine, DECODE_NICENESS)
     with while_loading():
-        from decode_worker.worker import DecodeWorker  # torch with it, after the step back
+        from tandem.decode_worker.worker import DecodeWorker  # torch with it, after the step back
 
     run_process(config.worker_id, config.log_level, lambda: DecodeWorker(config), config.log_format)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from protocol.dispatch import DecodeReserved, FirstToken, RequestFailed, RequestPreempted, TokenBatch
-from protocol.transfer import KVRefused, KVReserved
+from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, DecodeReserved, FirstToken, TokenBatch
+from tandem.protocol.messages.transfer import KVRefused, KVReserved
 
 
 class SendToProxy(msgspec.Struct, frozen=True):
     proxy_id: str
-    message: FirstToken | DecodeReserved | TokenBatch | RequestPreempted | RequestFailed
+    message: FirstToken | DecodeReserved | TokenBatch | AttemptPreempted | AttemptFailed
 
 
 class SendToPrefill(msgspec.Struct, frozen=True):

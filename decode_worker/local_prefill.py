@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from decode_worker.sequence import DecodePrompt
-from engine.batch import BatchItem, Sample
-from engine.grammar import Grammar, GrammarState
-from engine.prompt_chunks import chunk, first_samples
-from protocol.generation import TokenLogprobs
+from tandem.decode_worker.sequence import DecodePrompt
+from tandem.engine.batch import BatchItem, Sample
+from tandem.engine.prompt_chunks import chunk, first_samples
+from tandem.engine.sampling.grammar import Grammar, GrammarState
+from tandem.protocol.messages.generation import TokenLogprobs
 
 
 @dataclass(eq=False)

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kv_transfer.handshake import agree
-from protocol.errors import KVLayoutMismatch, KVTransferFailed
-from protocol.membership import WorkerInfo
-from protocol.plausibility import MAX_PAIRS
-from protocol.transfer import ClosePair, KVLayout, OpenPair, PairRefused, ShipKV
+from tandem.kv_transfer.handshake import agree
+from tandem.protocol.messages.checks import MAX_PAIRS
+from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.transfer import ClosePair, KVLayout, OpenPair, PairRefused, ShipKV
+from tandem.runtime.errors import KVLayoutMismatch, KVTransferFailed
 
 _NUM_REMEMBERED_PAIRS = 10_000
 
@@ -85,7 +85,7 @@ class IncomingPair:
 
 
 class IncomingPairTable:
-    """All pairs of one decode worker. host_id: see `protocol.host.host_id`.
+    """All pairs of one decode worker. host_id: see `runtime.host.host_id`.
 
     device_ids: GPUs of its ranks, as in ConnectorParams.
     """

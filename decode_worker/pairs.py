@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from torch._C._distributed_c10d import Store
 
-from decode_worker.pair_table import (
+from tandem.decode_worker.pair_table import (
     AcceptPair,
     CloseReceiver,
     IncomingPairTable,
@@ -23,13 +23,13 @@ from decode_worker.pair_table import (
     RefusePair,
     SendClose,
 )
-from kv_transfer.connector import KVReceiver, OnDone
-from kv_transfer.process_group import StoreServer
-from kv_transfer.registry import load_connector
-from kv_transfer.worker_pools import WorkerPools
-from protocol.errors import KVTransferFailed
-from protocol.membership import WorkerInfo
-from protocol.transfer import ClosePair, ConnectorParams, OpenPair, PairAccepted, PairRefused, ShipKV
+from tandem.kv_transfer.connector import KVReceiver, OnDone
+from tandem.kv_transfer.connectors.process_group import StoreServer
+from tandem.kv_transfer.ranks.worker_pools import WorkerPools
+from tandem.kv_transfer.registry import load_connector
+from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.transfer import ClosePair, ConnectorParams, OpenPair, PairAccepted, PairRefused, ShipKV
+from tandem.runtime.errors import KVTransferFailed
 
 log = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from decode_worker.actions import Action, SendToPrefill, SendToProxy
-from decode_worker.local_prefill import LocalPrefill
-from decode_worker.running import RunningBatch
-from decode_worker.sequence import DecodePrompt
-from decode_worker.transfer import IncomingTransfer
-from engine.block_manager import BlockManager
-from protocol.dispatch import DecodeReserved
-from protocol.transfer import KVReserved
+from tandem.decode_worker.actions import Action, SendToPrefill, SendToProxy
+from tandem.decode_worker.local_prefill import LocalPrefill
+from tandem.decode_worker.running import RunningBatch
+from tandem.decode_worker.sequence import DecodePrompt
+from tandem.decode_worker.transfer import IncomingTransfer
+from tandem.engine.block_manager import BlockManager
+from tandem.protocol.messages.dispatch import DecodeReserved
+from tandem.protocol.messages.transfer import KVReserved
 
 
 class _Blocks(NamedTuple):
@@ -86,7 +86,7 @@ class Reservations:
         transfer.reserve(*taken)
         answer = KVReserved(transfer.transfer_id, len(taken.cached), transfer.written_block_ids)
         proxy_id = prompt.request.proxy_id
-        told = [SendToProxy(proxy_id, DecodeReserved(request_id)) for request_id in prompt.sequences]
+        told = [SendToProxy(proxy_id, DecodeReserved(attempt_id)) for attempt_id in prompt.sequences]
         return [SendToPrefill(transfer.pair_id, answer), *told]
 
     def _serve_local(self, prefill: LocalPrefill) -> list[Action] | None:

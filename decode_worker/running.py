@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from decode_worker.local_prefill import LocalPrefill, share_out
-from decode_worker.sequence import DecodeSequence
-from engine.batch import Batch
-from engine.block_manager import BlockManager
+from tandem.decode_worker.local_prefill import LocalPrefill, share_out
+from tandem.decode_worker.sequence import DecodeSequence
+from tandem.engine.batch import Batch
+from tandem.engine.block_manager import BlockManager
 
 
 class RunningBatch:

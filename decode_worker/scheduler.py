@@ -17,25 +17,28 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 
-from decode_worker.actions import Action, Receive, SendToPrefill, SendToProxy
-from decode_worker.local_prefill import LocalPrefill
-from decode_worker.reservations import Reservations
-from decode_worker.running import RunningBatch
-from decode_worker.sequence import DecodePrompt, DecodeSequence
-from decode_worker.transfer import IncomingTransfer
-from engine.batch import Batch, ItemOutput
-from engine.block_manager import BlockManager
-from engine.grammar import Grammar
-from protocol.dispatch import (
+from tandem.decode_worker.actions import Action, Receive, SendToPrefill, SendToProxy
+from tandem.decode_worker.local_prefill import LocalPrefill
+from tandem.decode_worker.reservations import Reservations
+from tandem.decode_worker.running import RunningBatch
+from tandem.decode_worker.sequence import DecodePrompt, DecodeSequence
+from tandem.decode_worker.transfer import IncomingTransfer
+from tandem.engine.batch import Batch, ItemOutput
+from tandem.engine.block_manager import BlockManager
+from tandem.engine.sampling.grammar import Grammar
+from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
+from tandem.protocol.messages.dispatch import (
+    AttemptFailed,
+    AttemptPreempted,
     DecodeBegan,
     FirstToken,
     NewToken,
     PrepareDecode,
-    RequestFailed,
-    RequestPreempted,
     TokenBatch,
 )
-from protocol.errors import (
+from tandem.protocol.messages.generation import SampledToken
+from tandem.protocol.messages.transfer import FinishTransfer, KVRefused, ReserveKV, ShipKV
+from tandem.runtime.errors import (
     DeadlineExceeded,
     ErrorInfo,
     InternalError,
@@ -45,9 +48,6 @@ from protocol.errors import (
     TandemError,
     WorkerLost,
 )
-from protocol.generation import SampledToken
-from protocol.plausibility import MAX_HELD_SEQUENCES
-from protocol.transfer import FinishTransfer, KVRefused, ReserveKV, ShipKV
 
 UNCLAIMED_TIMEOUT_S = 10.0
 """How long a reservation waits for its request, which travels on another connection."""
@@ -151,8 +151,8 @@ class DecodeScheduler:
             )
         return None
 
-    def on_abort(self, proxy_id: str, request_id: str) -> list[Action]:
-        sequence = self._by_request.get((proxy_id, request_id))
+    def on_abort(self, proxy_id: str, attempt_id: str) -> list[Action]:
+        sequence = self._by_request.get((proxy_id, attempt_id))
         return self._end(sequence) if sequence is not None else []
 
     def on_proxy_lost(self, proxy_id: str) -> list[Action]:
@@ -262,7 +262,7 @@ class DecodeScheduler:
         actions: list[Action] = []
         for sequence in preempted:
             self._remove(sequence)
-            message = RequestPreempted(sequence.request_id)
+            message = AttemptPreempted(sequence.attempt_id)
             actions.append(SendToProxy(sequence.prompt.request.proxy_id, message))
         return batch, actions
 
@@ -287,7 +287,7 @@ class DecodeScheduler:
                 )
             request = sequence.prompt.request
             finish_reason = request.stop.check(token.token_id, len(sequence.output_token_ids))
-            batches.setdefault(request.proxy_id, []).append(NewToken(sequence.request_id, token, finish_reason))
+            batches.setdefault(request.proxy_id, []).append(NewToken(sequence.attempt_id, token, finish_reason))
             if len(sequence.output_token_ids) == request.num_generated + 2:
                 began.setdefault(request.proxy_id, []).append(_began(now, sequence))
             if finish_reason is not None:
@@ -314,13 +314,13 @@ class DecodeScheduler:
     def _on_first_tokens(self, now: float, prefill: LocalPrefill, tokens: list[SampledToken]) -> list[Action]:
         prompt, request = prefill.prompt, prefill.prompt.request
         actions: list[Action] = []
-        for number, (request_id, token) in enumerate(zip(request.request_ids, tokens, strict=True)):
-            if request_id not in prompt.sequences:
+        for number, (attempt_id, token) in enumerate(zip(request.attempt_ids, tokens, strict=True)):
+            if attempt_id not in prompt.sequences:
                 continue
             # Once is enough for sequences that share the prompt.
             tells_logprobs = request.num_prompt_logprobs is not None and number == 0
             message = FirstToken(
-                request_id=request_id,
+                attempt_id=attempt_id,
                 token=token,
                 finish_reason=request.stop.check(token.token_id, request.num_generated + 1),
                 queue_s=prefill.started_at - prompt.arrived_at,
@@ -365,9 +365,9 @@ class DecodeScheduler:
             if not transfer.is_complete:
                 return []
             assert transfer.first_token_ids is not None
-            if len(transfer.first_token_ids) != len(prompt.request.request_ids):
+            if len(transfer.first_token_ids) != len(prompt.request.attempt_ids):
                 wrong = (
-                    f"{len(transfer.first_token_ids)} first tokens came for {len(prompt.request.request_ids)} sequences"
+                    f"{len(transfer.first_token_ids)} first tokens came for {len(prompt.request.attempt_ids)} sequences"
                 )
                 return self._give_up(transfer, KVTransferFailed(wrong))
             self._forget(transfer)
@@ -402,8 +402,8 @@ class DecodeScheduler:
         num_own = self._reservations.num_own_blocks(prompt)
         request = prompt.request
         is_first = True
-        for request_id, token_id in zip(request.request_ids, first_token_ids, strict=True):
-            sequence = prompt.sequences.get(request_id)
+        for attempt_id, token_id in zip(request.attempt_ids, first_token_ids, strict=True):
+            sequence = prompt.sequences.get(attempt_id)
             if sequence is None:
                 continue
             if request.stop.check(token_id, request.num_generated + 1) is not None:  # the proxy has been told
@@ -481,14 +481,14 @@ class DecodeScheduler:
 
     def _remove(self, sequence: DecodeSequence) -> None:
         sequence.ended = True
-        del self._by_request[sequence.key], sequence.prompt.sequences[sequence.request_id]
+        del self._by_request[sequence.key], sequence.prompt.sequences[sequence.attempt_id]
 
 
 def _failure(sequence: DecodeSequence, error: TandemError) -> Action:
-    message = RequestFailed(sequence.request_id, ErrorInfo.of(error))
+    message = AttemptFailed(sequence.attempt_id, ErrorInfo.of(error))
     return SendToProxy(sequence.prompt.request.proxy_id, message)
 
 
 def _began(now: float, sequence: DecodeSequence) -> DecodeBegan:
     stepped_at = sequence.stepped_at if sequence.stepped_at is not None else now
-    return DecodeBegan(sequence.request_id, stepped_at - sequence.joined_at, now - stepped_at)
+    return DecodeBegan(sequence.attempt_id, stepped_at - sequence.joined_at, now - stepped_at)

@@ -6,19 +6,19 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from engine.batch import BatchItem, Sample
-from engine.grammar import Grammar, GrammarState
-from protocol.dispatch import PrepareDecode
-from protocol.generation import SamplingParams
-from protocol.prefix_hash import BlockHasher
-from protocol.token_ids import BYTES_PER_TOKEN, unpack_token_ids
+from tandem.engine.batch import BatchItem, Sample
+from tandem.engine.sampling.grammar import Grammar, GrammarState
+from tandem.protocol.messages.dispatch import PrepareDecode
+from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN, unpack_token_ids
+from tandem.protocol.prefix_hash import BlockHasher
 
 
 @dataclass(eq=False)
 class DecodePrompt:
     """What one PrepareDecode brings.
 
-    hashes: of the prompt's full blocks. sequences: those still wanted, by request_id.
+    hashes: of the prompt's full blocks. sequences: those still wanted, by attempt_id.
     """
 
     request: PrepareDecode
@@ -41,10 +41,10 @@ class DecodePrompt:
     ) -> DecodePrompt:
         hasher = BlockHasher(block_size, model_id, request.cache_salt, request.media)
         prompt = cls(request, number, now, hasher, hasher.prompt_hashes(request.token_ids))
-        for index, (request_id, seed) in enumerate(zip(request.request_ids, request.seeds, strict=True)):
+        for index, (attempt_id, seed) in enumerate(zip(request.attempt_ids, request.seeds, strict=True)):
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
             state = grammar.new_state(request.stop.stop_token_ids) if grammar is not None else None
-            prompt.sequences[request_id] = DecodeSequence(prompt, request_id, (number, index), sampling, state)
+            prompt.sequences[attempt_id] = DecodeSequence(prompt, attempt_id, (number, index), sampling, state)
         return prompt
 
     @property
@@ -73,7 +73,7 @@ class DecodeSequence:
     """
 
     prompt: DecodePrompt
-    request_id: str
+    attempt_id: str
     age: tuple[int, int]
     sampling: SamplingParams
     grammar: GrammarState | None = None
@@ -92,7 +92,7 @@ class DecodeSequence:
 
     @property
     def key(self) -> tuple[str, str]:
-        return self.prompt.request.proxy_id, self.request_id
+        return self.prompt.request.proxy_id, self.attempt_id
 
     @property
     def may_step(self) -> bool:

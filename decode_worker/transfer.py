@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from protocol.errors import KVTransferFailed
-from protocol.transfer import ShipKV
+from tandem.protocol.messages.transfer import ShipKV
+from tandem.runtime.errors import KVTransferFailed
 
 
 @dataclass(eq=False)

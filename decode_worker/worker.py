@@ -11,27 +11,31 @@ import logging
 
 import msgspec
 
-from decode_worker.actions import Action, Receive, SendToPrefill, SendToProxy
-from decode_worker.pair_table import IncomingPairTable
-from decode_worker.pairs import IncomingPairs
-from decode_worker.scheduler import DecodeScheduler
-from engine.batch import ItemOutput
-from engine.prompt_speed import PromptSpeed
-from kv_transfer.checksums import corrupt_blocks
-from kv_transfer.handshake import offered_connectors
-from protocol.codec import Codec
-from protocol.dispatch import AbortRequest, FirstToken, PrepareDecode, RequestFailed, ToDecode, TokenBatch
-from protocol.errors import ErrorInfo, ImplausibleMessage, InternalError, KVTransferFailed
-from protocol.host import host_id
-from protocol.membership import WorkerLoad
-from protocol.plausibility import (
+from tandem.decode_worker.actions import Action, Receive, SendToPrefill, SendToProxy
+from tandem.decode_worker.pair_table import IncomingPairTable
+from tandem.decode_worker.pairs import IncomingPairs
+from tandem.decode_worker.scheduler import DecodeScheduler
+from tandem.engine.batch import ItemOutput
+from tandem.engine.prompt_speed import PromptSpeed
+from tandem.kv_transfer.checksums import corrupt_blocks
+from tandem.kv_transfer.handshake import offered_connectors
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.checks import (
     MAX_SEQUENCES,
     check_first_tokens,
     check_open_pair,
     check_request,
 )
-from protocol.sockets import RouterSocket, new_context
-from protocol.transfer import (
+from tandem.protocol.messages.dispatch import (
+    AbortAttempt,
+    AttemptFailed,
+    FirstToken,
+    PrepareDecode,
+    ToDecode,
+    TokenBatch,
+)
+from tandem.protocol.messages.membership import WorkerLoad
+from tandem.protocol.messages.transfer import (
     ClosePair,
     CloseTransfer,
     FinishTransfer,
@@ -42,10 +46,13 @@ from protocol.transfer import (
     ShipKV,
     ToDecodePeer,
 )
-from telemetry.worker_metrics import WorkerMetrics
-from worker.config import WorkerConfig
-from worker.engine_host import EngineHost
-from worker.presence import Presence, common_load, new_worker_info
+from tandem.protocol.sockets import RouterSocket, new_context
+from tandem.runtime.errors import ErrorInfo, InternalError, InvalidMessage, KVTransferFailed
+from tandem.runtime.host import host_id
+from tandem.telemetry.worker_metrics import WorkerMetrics
+from tandem.worker.config import WorkerConfig
+from tandem.worker.engine_host import EngineHost
+from tandem.worker.presence import Presence, common_load, new_worker_info
 
 log = logging.getLogger(__name__)
 
@@ -135,8 +142,8 @@ class DecodeWorker:
                 self._check(message)
                 grammar = self._host.grammars.get(message.sampling.grammar)
                 self._perform(scheduler.on_prepare(now, message, grammar))
-            case AbortRequest():
-                self._perform(scheduler.on_abort(message.proxy_id, message.request_id))
+            case AbortAttempt():
+                self._perform(scheduler.on_abort(message.proxy_id, message.attempt_id))
             case OpenPair():
                 check_open_pair(message)
                 self._pairs.on_open(message)
@@ -155,10 +162,10 @@ class DecodeWorker:
     def _check(self, message: PrepareDecode) -> None:
         try:
             check_request(message, self._host.loaded.vocab_size, self._host.loaded.max_model_len)
-        except ImplausibleMessage as error:
+        except InvalidMessage as error:
             info = ErrorInfo.of(InternalError(error.message))
-            ids = message.request_ids[:MAX_SEQUENCES]
-            self._perform([SendToProxy(message.proxy_id, RequestFailed(each, info)) for each in ids])
+            ids = message.attempt_ids[:MAX_SEQUENCES]
+            self._perform([SendToProxy(message.proxy_id, AttemptFailed(each, info)) for each in ids])
             raise
 
     def _reserve(self, now: float, message: ReserveKV) -> None:

@@ -17,11 +17,11 @@ from typing import Any
 
 import msgspec
 
-from deploy.config import ClusterConfig, bracketed, field_descriptions, load_config
-from protocol.errors import ConfigError, TandemError
-from protocol.membership import Role
-from protocol.network import NetworkConfig
-from protocol.network_keys import make_keys
+from tandem.deploy.config import ClusterConfig, bracketed, field_descriptions, load_config
+from tandem.protocol.messages.membership import Role
+from tandem.protocol.network import NetworkConfig
+from tandem.protocol.network_keys import make_keys
+from tandem.runtime.errors import ConfigError, TandemError
 
 
 def main() -> None:
@@ -142,8 +142,8 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
-    from deploy.demo_model import DEMO_MODEL
-    from deploy.launcher import Launcher
+    from tandem.deploy.demo_model import DEMO_MODEL
+    from tandem.deploy.launch.launcher import Launcher
 
     overrides = {name: value for name, value in vars(arguments).items() if name in ClusterConfig.__struct_fields__}
     config = load_config(arguments.config, overrides)
@@ -196,7 +196,7 @@ def _print_ready(console: Any, config: ClusterConfig, served_name: str, logs: Pa
 
 
 def _status(arguments: argparse.Namespace) -> int:
-    from deploy.status import print_status, watch_status
+    from tandem.deploy.commands.status import print_status, watch_status
 
     network = NetworkConfig(arguments.network_keys, arguments.insecure_network)
     endpoints = [endpoint.strip() for endpoint in arguments.join.split(",") if endpoint.strip()]
@@ -206,14 +206,14 @@ def _status(arguments: argparse.Namespace) -> int:
 
 
 def _drain(arguments: argparse.Namespace) -> int:
-    from deploy.draining import drain
+    from tandem.deploy.commands.draining import drain
 
     drain(arguments.port, arguments.worker, arguments.timeout_s, _say)
     return 0
 
 
 def _restart(arguments: argparse.Namespace) -> int:
-    from deploy.draining import restart
+    from tandem.deploy.commands.draining import restart
 
     restart(arguments.port, arguments.names, arguments.timeout_s, _say)
     return 0
@@ -224,7 +224,7 @@ def _say(text: str) -> None:
 
 
 def _scale(arguments: argparse.Namespace) -> int:
-    from deploy.scale import run_scale
+    from tandem.deploy.commands.scale import run_scale
 
     return run_scale(arguments.port, arguments.counts, arguments.timeout_s)
 

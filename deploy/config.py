@@ -13,15 +13,15 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from engine.config import Device, Dtype, LoadFormat
-from kv_transfer.registry import check_name
-from protocol.errors import ConfigError
-from protocol.membership import Role
-from protocol.network import NetworkConfig
-from protocol.network_keys import load_keys
-from proxy.media_source import MediaLimits
-from proxy.tool_formats import ToolFormatName
-from telemetry.logs import LogFormat
+from tandem.engine.config import Device, Dtype, LoadFormat
+from tandem.kv_transfer.registry import check_name
+from tandem.protocol.messages.membership import Role
+from tandem.protocol.network import NetworkConfig
+from tandem.protocol.network_keys import load_keys
+from tandem.proxy.api.tool_formats import ToolFormatName
+from tandem.proxy.media.source import MediaLimits
+from tandem.runtime.errors import ConfigError
+from tandem.runtime.logs import LogFormat
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
@@ -111,7 +111,7 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_waiting_tokens: Annotated[int, Meta(ge=0, description="the same for their prompt tokens; 0 sets no bound")] = (
         16_000_000
     )
-    later_priorities_part: Annotated[
+    low_priority_share: Annotated[
         float,
         Meta(gt=0, le=1, description="of both, that requests of a priority over 0, later than the default, may take"),
     ] = 1.0

@@ -6,13 +6,13 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from engine.attention import NO_WINDOW, StepAttention
-from engine.batch import BatchItem
-from engine.cuda_attention import find_varlen_attn, varlen_attention, varlen_problem
-from engine.plain_attention import PlainAttention
+from tandem.engine.attention.interface import NO_WINDOW, StepAttention
+from tandem.engine.attention.plain import PlainAttention
+from tandem.engine.batch import BatchItem
+from tandem.engine.cuda.attention import find_varlen_attn, varlen_attention, varlen_problem
 
 if TYPE_CHECKING:
-    from engine.kv_pool import KVPool
+    from tandem.engine.kv_pool import KVPool
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +21,8 @@ def attention_maker(pool: KVPool, model_config: Any) -> Callable[[Sequence[Batch
     """What makes the attention of each step over this pool."""
     if pool.tensor.device.type == "cpu":
         # Loads a compiler, which workers with a GPU need not have.
-        from engine import cpu_attention, cpu_kernels
+        from tandem.engine.cpu import attention as cpu_attention
+        from tandem.engine.cpu import kernels as cpu_kernels
 
         if pool.tensor.dtype in cpu_kernels.DTYPES:
             return lambda items: cpu_attention.CPUAttention(pool, items)

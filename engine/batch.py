@@ -6,10 +6,10 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from engine.grammar import GrammarState
-from engine.prompt_media import EncodeUnit, PromptMedia
-from protocol.errors import ErrorInfo
-from protocol.generation import SampledToken, SamplingParams, TokenLogprobs
+from tandem.engine.sampling.grammar import GrammarState
+from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
+from tandem.protocol.messages.generation import SampledToken, SamplingParams, TokenLogprobs
+from tandem.runtime.errors import ErrorInfo
 
 
 class Sample(msgspec.Struct, frozen=True):

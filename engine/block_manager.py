@@ -13,7 +13,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from engine.prefix_log import PrefixLog
+from tandem.engine.prefix_log import PrefixLog
 
 
 class OutOfBlocks(Exception):

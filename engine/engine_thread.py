@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from engine.batch import Batch, ItemOutput
-from engine.model_runner import ModelRunner
-from telemetry.threads import show_thread_name
+from tandem.engine.batch import Batch, ItemOutput
+from tandem.engine.model_runner import ModelRunner
+from tandem.runtime.threads import show_thread_name
 
 OnDone = Callable[[list[ItemOutput] | None, BaseException | None, float], None]
 

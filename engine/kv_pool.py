@@ -1,7 +1,7 @@
 """The memory of a worker's KV cache: blocks of [num_layers, 2, num_kv_heads, block_size, head_dim], one after another.
 
 Block-major, so that one block is one contiguous run and cheap to ship. On CPU it lies in a memfd, which a peer may map
-(`kv_transfer.mapped_memory`) and which is gone with its last user. Pages are taken when first written.
+(`kv_transfer.connectors.mapped_memory`) and which is gone with its last user. Pages are taken when first written.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from math import prod
 
 import torch
 
-from engine.config import EngineConfig
-from engine.model_loader import LoadedModel
-from protocol.errors import ConfigError
-from protocol.transfer import ConnectorParams, KVLayout
+from tandem.engine.config import EngineConfig
+from tandem.engine.loading.model_loader import LoadedModel
+from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
+from tandem.runtime.errors import ConfigError
 
 
 class KVPool:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from engine.logprobs import token_logprobs
-from protocol.generation import TokenLogprobs
+from tandem.engine.sampling.logprobs import token_logprobs
+from tandem.protocol.messages.generation import TokenLogprobs
 
 _ROWS_PER_SLICE = 256
 """So many rows of logits are held at a time: 160 MB for a vocabulary of 150,000."""

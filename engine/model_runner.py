@@ -9,21 +9,21 @@ from typing import Any
 import msgspec
 import torch
 
-from engine.backends import attention_maker
-from engine.batch import Batch, BatchItem, ItemOutput, Sample
-from engine.cuda_attention import StepTensors, VarlenAttention, find_varlen_attn
-from engine.decode_graphs import Capture, DecodeGraphs, cuda_capture
-from engine.grammar_mask import GrammarMasks
-from engine.kv_pool import KVPool
-from engine.media_input import MediaInput, positions_of
-from engine.memory import keep_freed_memory
-from engine.model_head import ModelHead
-from engine.model_loader import LoadedModel
-from engine.packed_linear import pack_linears
-from engine.sampler import sample
-from engine.step_index import StepIndex
-from protocol.errors import ErrorInfo, InvalidRequest
-from protocol.generation import SamplingParams, TokenLogprobs
+from tandem.engine.attention.step_index import StepIndex
+from tandem.engine.backends import attention_maker
+from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
+from tandem.engine.cpu.heap import keep_freed_memory
+from tandem.engine.cpu.packed_linear import pack_linears
+from tandem.engine.cuda.attention import StepTensors, VarlenAttention, find_varlen_attn
+from tandem.engine.cuda.decode_graphs import Capture, DecodeGraphs, cuda_capture
+from tandem.engine.kv_pool import KVPool
+from tandem.engine.loading.model_loader import LoadedModel
+from tandem.engine.model_head import ModelHead
+from tandem.engine.sampling.grammar_mask import GrammarMasks
+from tandem.engine.sampling.sampler import sample
+from tandem.engine.vision.media_input import MediaInput, positions_of
+from tandem.protocol.messages.generation import SamplingParams, TokenLogprobs
+from tandem.runtime.errors import ErrorInfo, InvalidRequest
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class ModelRunner:
         self._is_whole = loaded.layout.tensor_parallel_size == 1
         if loaded.device.type == "cpu":
             # Loads a compiler, which workers with a GPU need not have.
-            from engine.fused_layers import fuse_layers
+            from tandem.engine.cpu.fused_layers import fuse_layers
 
             keep_freed_memory()
             with torch.inference_mode():

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import KeysView
 from itertools import islice
 
-from protocol.membership import PrefixUpdate
-from protocol.prefix_hash import pack_short_hashes
+from tandem.protocol.messages.membership import PrefixUpdate
+from tandem.protocol.prefix_hash import pack_short_hashes
 
 MAX_TOLD = 16_384
 """Blocks that proxies know of at one time, which bounds their memory. The first stay: prompts begin with them."""

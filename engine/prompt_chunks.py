@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from engine.batch import BatchItem, Sample
-from engine.grammar import GrammarState
-from engine.prompt_media import PromptMedia
-from protocol.generation import SamplingParams, StopConditions
+from tandem.engine.batch import BatchItem, Sample
+from tandem.engine.sampling.grammar import GrammarState
+from tandem.engine.vision.prompt_media import PromptMedia
+from tandem.protocol.messages.generation import SamplingParams, StopConditions
 
 
 def first_samples(

@@ -21,16 +21,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store, TCPStore  # typed here, not where it is exported
 
-from engine.batch import Batch, ItemOutput, Sample
-from engine.config import EngineConfig
-from engine.kv_pool import KVPool
-from engine.model_loader import LoadedModel, check_model, load_model
-from engine.model_runner import ModelRunner
-from protocol.codec import Codec
-from protocol.generation import SamplingParams
-from protocol.process import end_process
-from protocol.rank_channel import RankChannel, open_channel
-from protocol.sockets import listen_on_free_port
+from tandem.engine.batch import Batch, ItemOutput, Sample
+from tandem.engine.config import EngineConfig
+from tandem.engine.kv_pool import KVPool
+from tandem.engine.loading.model_loader import LoadedModel, check_model, load_model
+from tandem.engine.model_runner import ModelRunner
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.rank_channel import RankChannel, open_channel
+from tandem.protocol.sockets import listen_on_free_port
+from tandem.runtime.process import end_process
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class TensorParallelGroup:
         fds = (follower_steps.fileno(), follower_transfers.fileno())
         config = FollowerConfig(name, rank, self._engine, host, log_level, store_port, *fds)
         process = subprocess.Popen(
-            [sys.executable, "-m", "follower", msgspec.json.encode(config).decode()],
+            [sys.executable, "-m", "tandem.worker.follower", msgspec.json.encode(config).decode()],
             stdin=subprocess.DEVNULL,
             pass_fds=fds,
             env={**os.environ, "LOCAL_RANK": str(rank)},  # by which transformers chooses a rank's GPU

@@ -14,8 +14,8 @@ from operator import xor
 
 import torch
 
-from protocol.errors import KVTransferFailed
-from protocol.transfer import KVLayout
+from tandem.protocol.messages.transfer import KVLayout
+from tandem.runtime.errors import KVTransferFailed
 
 OnChecksums = Callable[[list[int] | KVTransferFailed], None]
 """One 64-bit number for each block, or why there are none; called once, on some thread."""

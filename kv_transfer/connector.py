@@ -1,4 +1,5 @@
-"""What a connector is: two ends of one pair's data path. The control messages travel apart (`protocol.transfer`).
+"""What a connector is: two ends of one pair's data path. The control messages travel apart
+(`protocol.messages.transfer`).
 
 Push, in order: the prefill side writes, the decode side is told. Both ends run their copies on a thread of their own,
 one per pair, so a slow or dead peer holds up nobody else. `on_done` callbacks run on that thread: callers post them
@@ -17,8 +18,8 @@ from typing import Protocol
 import torch
 from torch._C._distributed_c10d import Store
 
-from protocol.errors import KVTransferFailed
-from protocol.transfer import ConnectorParams
+from tandem.protocol.messages.transfer import ConnectorParams
+from tandem.runtime.errors import KVTransferFailed
 
 OnDone = Callable[[KVTransferFailed | None], None]
 OpenStore = Callable[[], Store]
@@ -31,7 +32,8 @@ PeerView = Callable[[torch.Tensor], torch.Tensor]
 class Peer:
     """The decode end of a path, as the prefill end finds it.
 
-    params: as its worker has told; where the ends meet in a store, `kv_transfer.process_group.connect_store` opens it.
+
+    params: as its worker has told; `kv_transfer.connectors.process_group.connect_store` opens a store.
     view: for connectors that map its pool.
     """
 

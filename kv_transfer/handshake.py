@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kv_transfer.head_slices import head_routes
-from kv_transfer.registry import AUTO, BUILT_IN, check_name, load_connector
-from protocol.errors import ConfigError, KVLayoutMismatch
-from protocol.membership import PROTOCOL_VERSION
-from protocol.transfer import KVLayout, OpenPair
+from tandem.kv_transfer.ranks.head_slices import head_routes
+from tandem.kv_transfer.registry import AUTO, BUILT_IN, check_name, load_connector
+from tandem.protocol.messages.membership import PROTOCOL_VERSION
+from tandem.protocol.messages.transfer import KVLayout, OpenPair
+from tandem.runtime.errors import ConfigError, KVLayoutMismatch
 
 
 def offered_connectors(wanted: str, device: str) -> list[str]:

@@ -16,10 +16,10 @@ import functools
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING
 
-from protocol.errors import ConfigError
+from tandem.runtime.errors import ConfigError
 
 if TYPE_CHECKING:
-    from kv_transfer.connector import KVConnector
+    from tandem.kv_transfer.connector import KVConnector
 
 GROUP = "tandem.kv_connectors"
 AUTO = "auto"

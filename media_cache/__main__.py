@@ -1,18 +1,18 @@
-"""`python -m media_cache CONFIG.json`. Exit code 2 for what the operator can mend, said in one line."""
+"""`python -m tandem.media_cache CONFIG.json`. Exit code 2 for what the operator can mend, said in one line."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from media_cache.config import read_config
-from media_cache.server import MediaCacheServer
-from protocol.errors import ConfigError
-from protocol.process import run_process
+from tandem.media_cache.config import read_config
+from tandem.media_cache.server import MediaCacheServer
+from tandem.runtime.errors import ConfigError
+from tandem.runtime.process import run_process
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        print("usage: python -m media_cache CONFIG.json", file=sys.stderr)
+        print("usage: python -m tandem.media_cache CONFIG.json", file=sys.stderr)
         sys.exit(2)
     try:
         config = read_config(Path(sys.argv[1]))

@@ -8,12 +8,12 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.errors import ConfigError
-from protocol.network import NetworkConfig
+from tandem.protocol.network import NetworkConfig
+from tandem.runtime.errors import ConfigError
 
 
 class MediaCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file that `python -m media_cache FILE` reads, as JSON.
+    """The file that `python -m tandem.media_cache FILE` reads, as JSON.
 
     endpoint: where its users reach it (ZeroMQ, bound here). capacity_bytes: of shared memory for all items.
     tcp_endpoint: where prefill workers of other hosts read items; "" where there are none. Its port may be 0: what it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from protocol.descriptors import take_all_descriptors
+from tandem.runtime.file_limits import take_all_descriptors
 
 _NUM_SPARE = 128
 """Segments that are kept ready, so that a call does not wait until they are made."""

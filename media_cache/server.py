@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
-from media_cache.config import MediaCacheConfig
-from media_cache.segments import Segments, max_segments
-from media_cache.store import Action, Drop, Entry, MediaStore
-from protocol.codec import MAX_MESSAGE_BYTES, Codec
-from protocol.errors import ConfigError, ErrorInfo, InvalidRequest, TandemError
-from protocol.media_cache import (
+from tandem.media_cache.config import MediaCacheConfig
+from tandem.media_cache.segments import Segments, max_segments
+from tandem.media_cache.store import Action, Drop, Entry, MediaStore
+from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
+from tandem.protocol.media_segment import write_segment
+from tandem.protocol.messages.media_cache import (
     HEADER_BYTES,
     MAX_DESCRIPTION_BYTES,
     MAX_ITEMS,
@@ -38,9 +38,9 @@ from protocol.media_cache import (
     ToMediaCache,
     WantedMedia,
 )
-from protocol.media_segment import write_segment
-from protocol.proxy_endpoints import write_whole
-from protocol.sockets import RouterSocket, new_context
+from tandem.protocol.proxy_endpoints import write_whole
+from tandem.protocol.sockets import RouterSocket, new_context
+from tandem.runtime.errors import ConfigError, ErrorInfo, InvalidRequest, TandemError
 
 log = logging.getLogger(__name__)
 

@@ -15,8 +15,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from protocol.errors import InvalidRequest, Overloaded, TandemError, WorkerLost
-from protocol.media_cache import CommittedMedia, MediaKey, WantedMedia
+from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey, WantedMedia
+from tandem.runtime.errors import InvalidRequest, Overloaded, TandemError, WorkerLost
 
 _MAX_ENDED_LEASES = 4096
 """Leases that were released before they were acquired, which happens when a process is lost in between."""

@@ -1,4 +1,4 @@
-"""Entry point: `python -m prefill_worker CONFIG.json`."""
+"""Entry point: `python -m tandem.prefill_worker CONFIG.json`."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from prefill_worker.config import PrefillConfig
-from protocol.garbage import while_loading
-from protocol.process import run_process
-from worker.priority import PREFILL_NICENESS, step_back
+from tandem.prefill_worker.config import PrefillConfig
+from tandem.runtime.collector import while_loading
+from tandem.runtime.process import run_process
+from tandem.worker.priority import PREFILL_NICENESS, step_back
 
 
 def main() -> None:
@@ -18,7 +18,7 @@ def main() -> None:
     own = config.worker
     step_back(own.engine, PREFILL_NICENESS)
     with while_loading():
-        from prefill_worker.worker import PrefillWorker  # torch with it, after the step back
+        from tandem.prefill_worker.worker import PrefillWorker  # torch with it, after the step back
 
     run_process(own.worker_id, own.log_level, lambda: PrefillWorker(config), own.log_format)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import msgspec
 
-from protocol.dispatch import FirstToken, RequestFailed
-from protocol.transfer import CloseTransfer, FinishTransfer, ReserveKV
+from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken
+from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, ReserveKV
 
 
 class SendToProxy(msgspec.Struct, frozen=True):
     proxy_id: str
-    message: FirstToken | RequestFailed
+    message: FirstToken | AttemptFailed
 
 
 class SendToDecode(msgspec.Struct, frozen=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from worker.config import WorkerConfig
+from tandem.worker.config import WorkerConfig
 
 
 class PrefillConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

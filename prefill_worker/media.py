@@ -8,19 +8,19 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from engine.embedding_cache import EmbeddingCache
-from engine.media_tensors import open_tensors
-from engine.prompt_media import PromptMedia
-from prefill_worker.remote_media import RemoteMedia
-from protocol.dispatch import StartPrefill
-from protocol.errors import ErrorInfo, InternalError, InvalidRequest, TandemError
-from protocol.media import MediaItem, check_media
-from protocol.token_ids import unpack_token_ids
+from tandem.engine.vision.embedding_cache import EmbeddingCache
+from tandem.engine.vision.media_tensors import open_tensors
+from tandem.engine.vision.prompt_media import PromptMedia
+from tandem.prefill_worker.remote_media import RemoteMedia
+from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.protocol.messages.media import MediaItem, check_media
+from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.runtime.errors import ErrorInfo, InternalError, InvalidRequest, TandemError
 
 if TYPE_CHECKING:
     import torch
 
-    from engine.vision_language import VisionTower
+    from tandem.engine.vision.models import VisionTower
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from protocol.errors import TandemError
-from protocol.membership import PROTOCOL_VERSION, PairStatus, PairTraffic, WorkerInfo
-from protocol.transfer import (
+from tandem.protocol.messages.membership import PROTOCOL_VERSION, PairStatus, PairTraffic, WorkerInfo
+from tandem.protocol.messages.transfer import (
     ClosePair,
     ConnectorParams,
     KVLayout,
@@ -25,6 +24,7 @@ from protocol.transfer import (
     PairRefused,
     ShipKV,
 )
+from tandem.runtime.errors import TandemError
 
 OPEN_TIMEOUT_S = 25.0
 RETRY_INTERVAL_S = 2.0
@@ -95,7 +95,7 @@ class Pair:
 
 
 class PairTable:
-    """All pairs of one prefill worker. pids: of all its ranks. host_id: see `protocol.host.host_id`.
+    """All pairs of one prefill worker. pids: of all its ranks. host_id: see `runtime.host.host_id`.
 
     device_ids: GPUs of its ranks, as in OpenPair. lease_s: see `prefill_worker.leases`; decode learns it by the
     handshake.

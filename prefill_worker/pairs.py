@@ -13,9 +13,9 @@ from typing import Any
 
 import msgspec
 
-from kv_transfer.connector import KVSender
-from kv_transfer.worker_pools import WorkerPools
-from prefill_worker.pair_table import (
+from tandem.kv_transfer.connector import KVSender
+from tandem.kv_transfer.ranks.worker_pools import WorkerPools
+from tandem.prefill_worker.pair_table import (
     CloseSender,
     Connect,
     Disconnect,
@@ -26,11 +26,11 @@ from prefill_worker.pair_table import (
     PairTable,
     SendClose,
 )
-from protocol.codec import Codec
-from protocol.errors import KVTransferFailed
-from protocol.membership import PairStatus, WorkerInfo
-from protocol.sockets import DealerSocket
-from protocol.transfer import KVRefused, KVReserved, PairRefused, RenewLeases, ToPrefillPeer
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.membership import PairStatus, WorkerInfo
+from tandem.protocol.messages.transfer import KVRefused, KVReserved, PairRefused, RenewLeases, ToPrefillPeer
+from tandem.protocol.sockets import DealerSocket
+from tandem.runtime.errors import KVTransferFailed
 
 log = logging.getLogger(__name__)
 

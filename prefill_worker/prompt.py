@@ -5,19 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from engine.batch import BatchItem, Sample
-from engine.grammar import Grammar, GrammarState
-from engine.prompt_chunks import chunk, first_samples
-from engine.prompt_media import EncodeUnit, PromptMedia
-from protocol.dispatch import StartPrefill
-from protocol.generation import TokenLogprobs
-from protocol.prefix_hash import BlockHasher
-from protocol.token_ids import unpack_token_ids
+from tandem.engine.batch import BatchItem, Sample
+from tandem.engine.prompt_chunks import chunk, first_samples
+from tandem.engine.sampling.grammar import Grammar, GrammarState
+from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
+from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.protocol.messages.generation import TokenLogprobs
+from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.protocol.prefix_hash import BlockHasher
 
 
 @dataclass(eq=False)
 class PrefillPrompt:
-    """`pair_id` is None when nothing is to be shipped. open_ids: the request_ids that somebody still waits for."""
+    """`pair_id` is None when nothing is to be shipped. open_ids: the attempt_ids that somebody still waits for."""
 
     request: StartPrefill
     pair_id: str | None
@@ -58,7 +58,7 @@ class PrefillPrompt:
         token_ids = unpack_token_ids(request.token_ids)
         state = grammar.new_state(request.stop.stop_token_ids) if grammar is not None else None
         samples = first_samples(request.sampling, request.seeds, request.stop, token_ids, request.num_generated, state)
-        return cls(request, pair_id, number, now, token_ids, set(request.request_ids), samples, state, media)
+        return cls(request, pair_id, number, now, token_ids, set(request.attempt_ids), samples, state, media)
 
     @property
     def num_prompt_tokens(self) -> int:

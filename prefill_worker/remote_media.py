@@ -14,12 +14,12 @@ from collections import OrderedDict
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from engine.media_tensors import view_tensor
-from protocol.errors import InternalError, InvalidRequest, Overloaded, WorkerLost
-from protocol.media import MediaItem
-from protocol.media_cache import HEADER_BYTES, MediaKey
-from protocol.media_client import MediaCacheClient
-from protocol.network import Context
+from tandem.engine.vision.media_tensors import view_tensor
+from tandem.protocol.media_client import MediaCacheClient
+from tandem.protocol.messages.media import MediaItem
+from tandem.protocol.messages.media_cache import HEADER_BYTES, MediaKey
+from tandem.protocol.network import Context
+from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, WorkerLost
 
 if TYPE_CHECKING:
     import torch

@@ -14,15 +14,18 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
-from engine.batch import Batch, Encode, ItemOutput
-from engine.block_manager import BlockManager
-from engine.grammar import Grammar
-from engine.prompt_media import EncodeUnit, PromptMedia
-from prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
-from prefill_worker.leases import Leases
-from prefill_worker.prompt import PrefillPrompt
-from protocol.dispatch import FirstToken, RequestFailed, StartPrefill
-from protocol.errors import (
+from tandem.engine.batch import Batch, Encode, ItemOutput
+from tandem.engine.block_manager import BlockManager
+from tandem.engine.sampling.grammar import Grammar
+from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
+from tandem.prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
+from tandem.prefill_worker.leases import Leases
+from tandem.prefill_worker.prompt import PrefillPrompt
+from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
+from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, StartPrefill
+from tandem.protocol.messages.generation import SampledToken
+from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVReserved, RenewLeases, ReserveKV
+from tandem.runtime.errors import (
     DeadlineExceeded,
     ErrorInfo,
     InternalError,
@@ -31,9 +34,6 @@ from protocol.errors import (
     TandemError,
     WorkerLost,
 )
-from protocol.generation import SampledToken
-from protocol.plausibility import MAX_HELD_SEQUENCES
-from protocol.transfer import CloseTransfer, FinishTransfer, KVReserved, RenewLeases, ReserveKV
 
 AGING_S = 2.0
 """A prompt that has waited so long goes before one of the next sooner priority that comes now, so that none starves."""
@@ -101,7 +101,7 @@ class PrefillScheduler:
         media: PromptMedia | None = None,
     ) -> list[Action]:
         prompt = PrefillPrompt.of(request, pair_id, self._num_arrived, now, grammar, media)
-        keys = [(request.proxy_id, request_id) for request_id in request.request_ids]
+        keys = [(request.proxy_id, attempt_id) for attempt_id in request.attempt_ids]
         if request.transfer_id in self._by_transfer or any(key in self._by_request for key in keys):
             return _failures(prompt, InternalError(f"transfer {request.transfer_id} is already here"))
         if len(self._by_request) >= MAX_HELD_SEQUENCES:
@@ -116,11 +116,11 @@ class PrefillScheduler:
         self._waiting[prompt.number] = prompt
         return []
 
-    def on_abort(self, proxy_id: str, request_id: str) -> list[Action]:
-        prompt = self._by_request.pop((proxy_id, request_id), None)
+    def on_abort(self, proxy_id: str, attempt_id: str) -> list[Action]:
+        prompt = self._by_request.pop((proxy_id, attempt_id), None)
         if prompt is None:
             return []
-        prompt.open_ids.discard(request_id)
+        prompt.open_ids.discard(attempt_id)
         return [] if prompt.open_ids else self._end(prompt)
 
     def on_proxy_lost(self, proxy_id: str) -> list[Action]:
@@ -306,11 +306,11 @@ class PrefillScheduler:
         request = prompt.request
         prompt.first_token_ids = [token.token_id for token in tokens]
         actions: list[Action] = []
-        for number, (request_id, token) in enumerate(zip(request.request_ids, tokens, strict=True)):
-            if request_id not in prompt.open_ids:
+        for number, (attempt_id, token) in enumerate(zip(request.attempt_ids, tokens, strict=True)):
+            if attempt_id not in prompt.open_ids:
                 continue
             message = FirstToken(
-                request_id=request_id,
+                attempt_id=attempt_id,
                 token=token,
                 finish_reason=request.stop.check(token.token_id, request.num_generated + 1),
                 queue_s=prompt.started_at - prompt.arrived_at,
@@ -324,8 +324,8 @@ class PrefillScheduler:
             actions.append(SendToProxy(request.proxy_id, message))
             if message.finish_reason is not None:
                 self.num_finished += 1
-                prompt.open_ids.remove(request_id)
-                del self._by_request[request.proxy_id, request_id]
+                prompt.open_ids.remove(attempt_id)
+                del self._by_request[request.proxy_id, attempt_id]
         return actions if prompt.open_ids else actions + self._end(prompt)
 
     # ---- shipping and release
@@ -380,8 +380,8 @@ class PrefillScheduler:
         all_shipped = prompt.finish_sent and prompt.num_shipped_blocks == len(prompt.block_table)
         if prompt.in_step or prompt.num_ships_in_flight or not (prompt.ended or all_shipped):
             return []
-        for request_id in prompt.open_ids:
-            self._by_request.pop((prompt.request.proxy_id, request_id), None)
+        for attempt_id in prompt.open_ids:
+            self._by_request.pop((prompt.request.proxy_id, attempt_id), None)
         del self._by_transfer[prompt.request.transfer_id]
         self._leases.end(prompt.request.transfer_id)
         self.blocks.release(prompt.block_table)
@@ -398,7 +398,7 @@ class PrefillScheduler:
 def _failures(prompt: PrefillPrompt, error: TandemError) -> list[Action]:
     info = ErrorInfo.of(error)
     return [
-        SendToProxy(prompt.request.proxy_id, RequestFailed(request_id, info))
-        for request_id in prompt.request.request_ids
-        if request_id in prompt.open_ids
+        SendToProxy(prompt.request.proxy_id, AttemptFailed(attempt_id, info))
+        for attempt_id in prompt.request.attempt_ids
+        if attempt_id in prompt.open_ids
     ]

@@ -11,10 +11,10 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import torch
 
-from protocol.errors import TandemError
-from protocol.media_cache import HEADER_BYTES, CommittedMedia, GrantedMedia, MediaKey, WantedMedia
-from protocol.media_client import MediaCacheClient
-from protocol.media_segment import map_segment, offsets_of, write_segment
+from tandem.protocol.media_client import MediaCacheClient
+from tandem.protocol.media_segment import map_segment, offsets_of, write_segment
+from tandem.protocol.messages.media_cache import HEADER_BYTES, CommittedMedia, GrantedMedia, MediaKey, WantedMedia
+from tandem.runtime.errors import TandemError
 
 log = logging.getLogger(__name__)
 

@@ -12,31 +12,38 @@ import time
 
 import msgspec
 
-from engine.batch import ItemOutput
-from engine.embedding_cache import EmbeddingCache
-from engine.prompt_speed import PromptSpeed
-from kv_transfer.handshake import offered_connectors
-from kv_transfer.registry import load_connector
-from prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
-from prefill_worker.config import PrefillConfig
-from prefill_worker.media import MediaIntake
-from prefill_worker.pair_table import PairTable
-from prefill_worker.pairs import Pairs
-from prefill_worker.remote_media import RemoteMedia
-from prefill_worker.scheduler import PrefillScheduler
-from prefill_worker.shared_embeddings import SharedEmbeddings
-from protocol.codec import Codec
-from protocol.dispatch import AbortRequest, FirstToken, RequestFailed, StartPrefill, ToPrefill
-from protocol.errors import ErrorInfo, ImplausibleMessage, InternalError, KVTransferFailed, TandemError, WorkerLost
-from protocol.host import host_id
-from protocol.media_client import MediaCacheClient
-from protocol.membership import WorkerLoad
-from protocol.plausibility import MAX_SEQUENCES, check_request, check_reserved
-from protocol.sockets import RouterSocket, new_context
-from protocol.transfer import KVRefused, KVReserved, RenewLeases, ShipKV
-from telemetry.worker_metrics import WorkerMetrics
-from worker.engine_host import EngineHost
-from worker.presence import Presence, common_load, new_worker_info
+from tandem.engine.batch import ItemOutput
+from tandem.engine.prompt_speed import PromptSpeed
+from tandem.engine.vision.embedding_cache import EmbeddingCache
+from tandem.kv_transfer.handshake import offered_connectors
+from tandem.kv_transfer.registry import load_connector
+from tandem.prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
+from tandem.prefill_worker.config import PrefillConfig
+from tandem.prefill_worker.media import MediaIntake
+from tandem.prefill_worker.pair_table import PairTable
+from tandem.prefill_worker.pairs import Pairs
+from tandem.prefill_worker.remote_media import RemoteMedia
+from tandem.prefill_worker.scheduler import PrefillScheduler
+from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
+from tandem.protocol.codec import Codec
+from tandem.protocol.media_client import MediaCacheClient
+from tandem.protocol.messages.checks import MAX_SEQUENCES, check_request, check_reserved
+from tandem.protocol.messages.dispatch import AbortAttempt, AttemptFailed, FirstToken, StartPrefill, ToPrefill
+from tandem.protocol.messages.membership import WorkerLoad
+from tandem.protocol.messages.transfer import KVRefused, KVReserved, RenewLeases, ShipKV
+from tandem.protocol.sockets import RouterSocket, new_context
+from tandem.runtime.errors import (
+    ErrorInfo,
+    InternalError,
+    InvalidMessage,
+    KVTransferFailed,
+    TandemError,
+    WorkerLost,
+)
+from tandem.runtime.host import host_id
+from tandem.telemetry.worker_metrics import WorkerMetrics
+from tandem.worker.engine_host import EngineHost
+from tandem.worker.presence import Presence, common_load, new_worker_info
 
 log = logging.getLogger(__name__)
 
@@ -147,13 +154,13 @@ class PrefillWorker:
         match message:
             case StartPrefill():
                 self._start(message)
-            case AbortRequest():
-                self._perform(self._scheduler.on_abort(message.proxy_id, message.request_id))
+            case AbortAttempt():
+                self._perform(self._scheduler.on_abort(message.proxy_id, message.attempt_id))
 
     def _start(self, message: StartPrefill) -> None:
         try:
             check_request(message, self._host.loaded.vocab_size, self._host.loaded.max_model_len)
-        except ImplausibleMessage as error:
+        except InvalidMessage as error:
             self._refuse(message, InternalError(error.message))
             raise
         try:
@@ -179,8 +186,8 @@ class PrefillWorker:
         return pair.pair_id
 
     def _refuse(self, message: StartPrefill, error: TandemError) -> None:
-        for request_id in message.request_ids[:MAX_SEQUENCES]:
-            self._send_to_proxy(message.proxy_id, RequestFailed(request_id, ErrorInfo.of(error)))
+        for attempt_id in message.attempt_ids[:MAX_SEQUENCES]:
+            self._send_to_proxy(message.proxy_id, AttemptFailed(attempt_id, ErrorInfo.of(error)))
 
     def _on_decode_answer(self, message: KVReserved | KVRefused | RenewLeases) -> None:
         match message:

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from protocol.errors import ProtocolError
+from tandem.runtime.errors import ProtocolError
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 """Bound on one message: 8 million token ids, far over any prompt."""

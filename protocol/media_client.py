@@ -15,9 +15,8 @@ from typing import TypeVar
 
 import msgspec
 
-from protocol.codec import MAX_MESSAGE_BYTES, Codec
-from protocol.errors import InternalError, InvalidRequest, Overloaded, WorkerLost
-from protocol.media_cache import (
+from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
+from tandem.protocol.messages.media_cache import (
     AcquireMedia,
     ClearMedia,
     CommitMedia,
@@ -38,9 +37,10 @@ from protocol.media_cache import (
     SetMedia,
     WantedMedia,
 )
-from protocol.network import Context
-from protocol.network_keys import Part
-from protocol.sockets import DealerSocket
+from tandem.protocol.network import Context
+from tandem.protocol.network_keys import Part
+from tandem.protocol.sockets import DealerSocket
+from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, WorkerLost
 
 R = TypeVar("R", bound=msgspec.Struct)
 

@@ -10,8 +10,8 @@ import mmap
 import os
 from collections.abc import Sequence
 
-from protocol.errors import InternalError, WorkerLost
-from protocol.media_cache import HEADER_BYTES, MediaKey, header_of
+from tandem.protocol.messages.media_cache import HEADER_BYTES, MediaKey, header_of
+from tandem.runtime.errors import InternalError, WorkerLost
 
 ALIGNMENT = HEADER_BYTES
 

@@ -14,9 +14,9 @@ import msgspec
 import zmq
 import zmq.auth.asyncio
 
-from protocol.errors import ConfigError
-from protocol.network_keys import HandedKeys, NetworkKeys, Part, load_keys
-from protocol.refusals import Refusals
+from tandem.protocol.network_keys import HandedKeys, NetworkKeys, Part, load_keys
+from tandem.protocol.refusals import Refusals
+from tandem.runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
 

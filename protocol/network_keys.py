@@ -14,7 +14,7 @@ from typing import Literal, get_args
 import msgspec
 import zmq.auth
 
-from protocol.errors import ConfigError
+from tandem.runtime.errors import ConfigError
 
 Part = Literal["proxy", "worker", "operator"]
 """Who speaks: proxies, workers of both roles (and the launcher beside them), and `tandem status` and the like."""

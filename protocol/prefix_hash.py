@@ -16,8 +16,8 @@ from hashlib import blake2b
 
 import msgspec
 
-from protocol.media import MediaItem
-from protocol.token_ids import BYTES_PER_TOKEN, pack_token_ids
+from tandem.protocol.messages.media import MediaItem
+from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN, pack_token_ids
 
 _DIGEST_BYTES = 16
 

@@ -13,7 +13,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from protocol.codec import MAX_MESSAGE_BYTES, Codec
+from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
 
 SEND_TIMEOUT_S = 5
 """A peer that leaves a full buffer unread for so long is frozen."""

@@ -21,11 +21,11 @@ import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from protocol.codec import MAX_MESSAGE_BYTES, Codec
-from protocol.errors import ImplausibleMessage, ProtocolError
-from protocol.network import Context, NetworkConfig
-from protocol.network_keys import Part
-from protocol.refusals import RefusalReason
+from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
+from tandem.protocol.network import Context, NetworkConfig
+from tandem.protocol.network_keys import Part
+from tandem.protocol.refusals import RefusalReason
+from tandem.runtime.errors import InvalidMessage, ProtocolError
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class _MessageSocket(Generic[M]):
             try:
                 self._handle(frames)
             except ProtocolError as error:
-                reason: RefusalReason = "not_possible" if isinstance(error, ImplausibleMessage) else "not_a_message"
+                reason: RefusalReason = "not_possible" if isinstance(error, InvalidMessage) else "not_a_message"
                 self._refusals.count(reason, error.message)
             except Exception:
                 log.exception("a message handler failed")

@@ -1,4 +1,4 @@
-"""`python -m proxy CONFIG.json`. Exit code 2 for what the operator can mend, said in one line."""
+"""`python -m tandem.proxy CONFIG.json`. Exit code 2 for what the operator can mend, said in one line."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import uvloop
 
-from protocol.errors import ConfigError
-from protocol.lifetime import die_with_parent
-from proxy.config import read_config
-from telemetry.logs import setup_logging
+from tandem.proxy.config import read_config
+from tandem.runtime.errors import ConfigError
+from tandem.runtime.lifetime import die_with_parent
+from tandem.runtime.logs import setup_logging
 
 _SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep the interpreter from the loop; Python's default is ten times that."""
@@ -22,19 +22,19 @@ _SWITCH_INTERVAL_S = 0.0005
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
-        print("usage: python -m proxy CONFIG.json", file=sys.stderr)
+        print("usage: python -m tandem.proxy CONFIG.json", file=sys.stderr)
         return 2
     die_with_parent(signal.SIGINT)
     try:
         config = read_config(Path(arguments[0]))
         setup_logging(config.proxy_id, config.log_level, config.log_format)
         # Imported late: they cost 2 s, and a wrong config should be told sooner.
-        from proxy.body_reader import BodyReader
-        from proxy.heap import give_back_large_blocks
-        from proxy.model_text import ModelText
-        from proxy.reader_pool import ReaderPool
-        from proxy.server import serve
-        from telemetry.scheduling import ask_for_short_slices
+        from tandem.proxy.reading.body_reader import BodyReader
+        from tandem.proxy.reading.reader_pool import ReaderPool
+        from tandem.proxy.server import serve
+        from tandem.proxy.text.heap import give_back_large_blocks
+        from tandem.proxy.text.model_text import ModelText
+        from tandem.runtime.scheduling import ask_for_short_slices
 
         text = ModelText(config.model)
         options = (config.served_model_name, config.trust_request_chat_template, config.tool_call_parser)

@@ -8,15 +8,15 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from protocol.errors import ConfigError
-from protocol.network import NetworkConfig
-from proxy.media_source import MediaLimits
-from proxy.tool_formats import ToolFormatName
-from telemetry.logs import LogFormat
+from tandem.protocol.network import NetworkConfig
+from tandem.proxy.api.tool_formats import ToolFormatName
+from tandem.proxy.media.source import MediaLimits
+from tandem.runtime.errors import ConfigError
+from tandem.runtime.logs import LogFormat
 
 
 class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file that `python -m proxy FILE` reads, as JSON.
+    """The file that `python -m tandem.proxy FILE` reads, as JSON.
 
     control_endpoint: where workers, the launcher and `tandem status` reach this proxy (ZeroMQ, bound here);
     control_endpoint_file: written with what was bound, which matters when that is tcp with port 0; empty: not written.
@@ -25,13 +25,14 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     in.
     listen_fds, admin_listen_fds: bound sockets that the process inherits, its own and then the other proxies' of this
     host; with none it binds for itself.
-    admin_host, admin_port: where what `proxy.admin_routes` has is served, without a key; 0 serves it beside the rest.
+    admin_host, admin_port: where what `proxy.http.admin_routes` has is served, without a key; 0 serves it beside the
+    rest.
     sockets_per_worker: connections to each worker; one request stays on one of them.
     worker_wait_s: how long requests wait while no worker of a role is there; then they are refused.
     worker_silence_s: a worker that has sent no status for so long is lost.
     max_waiting_requests: sequences that may wait for their first token; beyond that requests are refused.
-    max_waiting_tokens: the same for prompt tokens. later_priorities_part: of both, for requests that are later than the
-    default. max_queue_s: see `proxy.standing_queue`. max_requests_per_client:
+    max_waiting_tokens: the same for prompt tokens. low_priority_share: of both, for requests that are later than the
+    default. max_queue_s: see `proxy.admission.queue_delay`. max_requests_per_client:
     sequences that one client (a key, or an address where there are no keys) may have under way. 0 sets no bound.
     max_connections: of HTTP, at most what the system's limit of descriptors allows; max_connections_per_client: from
     one address, 0 takes half of them.
@@ -40,13 +41,14 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     client_timeout_s: for a request's head to arrive, for each 16 KiB of its body, and for the client to take as much of
     the answer when its buffer is full. ssl_certfile, ssl_keyfile: PEM files; then HTTPS alone is served.
     keep_alive_s: how long a connection may be idle between two requests.
-    tokenizer_threads: of execution, each a process of its own, see `proxy.reader_pool`.
+    tokenizer_threads: of execution, each a process of its own, see `proxy.reading.reader_pool`.
     trust_request_chat_template: requests may bring a chat template of their own.
-    tool_call_parser: how the model writes tool calls, see `proxy.tool_formats`.
+    tool_call_parser: how the model writes tool calls, see `proxy.api.tool_formats`.
     shutdown_grace_s, drain_timeout_s: how long running streams may go on after SIGINT, and after SIGTERM.
     media_cache_endpoint: of the host's media cache; "" where the model takes text only. media_cache_tcp_endpoint: where
-    prefill workers of other hosts reach it; "" where there are none. media_threads: of execution, in
-    a process of their own, see `proxy.media_process`. max_waiting_media: requests with images or video that are fetched
+    prefill workers of other hosts reach it; "" where there are none. media_threads: of execution,
+    in
+    a process of their own (`proxy.reading.media_process`). max_waiting_media: requests with media that are fetched
     and processed, or wait for it; more are refused. trust_remote_code: of the processor.
     peer_endpoints: control endpoints of the other proxies on this port. otlp_endpoint: URL that takes traces (OTLP over
     HTTP), empty for none.
@@ -75,7 +77,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_body_bytes: Annotated[int, Meta(ge=1024)] = 16 * 1024 * 1024
     max_waiting_requests: Annotated[int, Meta(ge=1)] = 1024
     max_waiting_tokens: Annotated[int, Meta(ge=0)] = 16_000_000
-    later_priorities_part: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    low_priority_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
     max_queue_s: Annotated[float, Meta(ge=0)] = 5.0
     max_requests_per_client: Annotated[int, Meta(ge=0)] = 0
     max_connections: Annotated[int, Meta(ge=1)] = 8192

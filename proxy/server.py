@@ -13,41 +13,41 @@ from typing import Any
 
 import uvicorn
 
-from protocol.errors import ConfigError, RequestAborted
-from protocol.garbage import keep_all_there_is
-from protocol.media_client import MediaCacheClient
-from protocol.membership import WorkerInfo
-from protocol.proxy_endpoints import write_whole
-from protocol.sockets import new_context
-from proxy.admission import Admission
-from proxy.app import make_admin_app, make_app
-from proxy.arrivals import Arrivals
-from proxy.config import ProxyConfig
-from proxy.connections import Connections, affordable_connections
-from proxy.control import Control
-from proxy.dispatcher import Dispatcher
-from proxy.figures import serving_figures
-from proxy.generation import FrontDoor
-from proxy.http_connection import make_protocol
-from proxy.http_server import HttpServer
-from proxy.listening import BACKLOG, Doors
-from proxy.media_jobs import MediaSetup
-from proxy.media_pool import MediaPool
-from proxy.model_text import ModelText
-from proxy.pauses import Pauses
-from proxy.reader_pool import ReaderPool
-from proxy.registry import Registry
-from proxy.request_body import RequestBodies
-from proxy.router import Router
-from proxy.scrapes import Scrapes
-from proxy.standing_queue import StandingQueue, queue_bounds
-from proxy.timelines import Timelines
-from proxy.token_text import TokenText
-from proxy.tracing import make_tracer
-from proxy.turns import Turns
-from proxy.worker_pool import WorkerPool
-from telemetry.metrics import ProxyMetrics
-from telemetry.request_log import RequestLog, ignore
+from tandem.protocol.media_client import MediaCacheClient
+from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.proxy_endpoints import write_whole
+from tandem.protocol.sockets import new_context
+from tandem.proxy.admission.admission import Admission
+from tandem.proxy.admission.queue_delay import QueueDelayController, queue_bounds
+from tandem.proxy.cluster.control import Control
+from tandem.proxy.cluster.readiness import WorkerReadiness
+from tandem.proxy.cluster.registry import Registry
+from tandem.proxy.cluster.router import Router
+from tandem.proxy.config import ProxyConfig
+from tandem.proxy.dispatch.dispatcher import Dispatcher
+from tandem.proxy.dispatch.generation import AppState
+from tandem.proxy.dispatch.pauses import Pauses
+from tandem.proxy.dispatch.turns import Turns
+from tandem.proxy.dispatch.worker_pool import WorkerPool
+from tandem.proxy.http.app import make_admin_app, make_app
+from tandem.proxy.http.bodies import RequestBodies
+from tandem.proxy.http.connection import make_protocol
+from tandem.proxy.http.connections import Connections, affordable_connections
+from tandem.proxy.http.listening import BACKLOG, ListenSockets
+from tandem.proxy.http.server import HttpServer
+from tandem.proxy.observe.figures import serving_figures
+from tandem.proxy.observe.scrapes import Scrapes
+from tandem.proxy.observe.timelines import Timelines
+from tandem.proxy.observe.tracing import make_tracer
+from tandem.proxy.reading.media_jobs import MediaSetup
+from tandem.proxy.reading.media_pool import MediaPool
+from tandem.proxy.reading.reader_pool import ReaderPool
+from tandem.proxy.text.model_text import ModelText
+from tandem.proxy.text.token_text import TokenText
+from tandem.runtime.collector import freeze_loaded_objects
+from tandem.runtime.errors import ConfigError, RequestAborted
+from tandem.telemetry.metrics import ProxyMetrics
+from tandem.telemetry.request_log import RequestLog, ignore
 
 log = logging.getLogger(__name__)
 
@@ -66,8 +66,10 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
 
     Raises ConfigError when an address cannot be bound.
     """
-    doors = Doors.of(config.listen_fds, config.host, config.port)
-    admin_doors = Doors.of(config.admin_listen_fds, config.admin_host, config.admin_port) if config.admin_port else None
+    doors = ListenSockets.of(config.listen_fds, config.host, config.port)
+    admin_doors = (
+        ListenSockets.of(config.admin_listen_fds, config.admin_host, config.admin_port) if config.admin_port else None
+    )
     # Unique for each start, so that workers tell a restarted proxy, whose requests are gone, from its predecessor.
     proxy_id = f"{config.proxy_id}-{secrets.token_hex(4)}"
     metrics = ProxyMetrics()
@@ -76,7 +78,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     router = Router(registry, config.decode_prefill_threshold, config.num_proxies)
     turns = Turns(_STREAMS_PER_ITERATION, Pauses())
     dispatcher = Dispatcher(proxy_id, router, metrics, turns, config.worker_wait_s, config.media_cache_tcp_endpoint)
-    arrivals = Arrivals(registry, config.max_waiting_requests, config.worker_wait_s)
+    arrivals = WorkerReadiness(registry, config.max_waiting_requests, config.worker_wait_s)
     context = new_context("proxy", config.network)
     pool = WorkerPool(
         context,
@@ -94,8 +96,8 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         time.monotonic,
         config.max_waiting_tokens,
         config.max_requests_per_client,
-        StandingQueue(time.monotonic, *queue_bounds(config.max_queue_s, ttft_slo_s)),
-        config.later_priorities_part,
+        QueueDelayController(time.monotonic, *queue_bounds(config.max_queue_s, ttft_slo_s)),
+        config.low_priority_share,
     )
     tracer = make_tracer(config.otlp_endpoint, config.proxy_id) if config.otlp_endpoint else None
     requests = RequestLog(tracer.on_end if tracer is not None else ignore)
@@ -146,7 +148,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         media = MediaPool(
             _media_setup(config), media_cache, config.max_waiting_media, config.ttft_slo_ms / 1000 or None
         )
-    door = FrontDoor(
+    door = AppState(
         text,
         TokenText(text.tokenizer),
         RequestBodies(config.max_body_bytes, config.client_timeout_s),
@@ -212,7 +214,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         await scrapes.start()
         if media is not None:
             await media.start()
-        keep_all_there_is()
+        freeze_loaded_objects()
         await asyncio.gather(*serving)
     finally:
         telling.cancel()

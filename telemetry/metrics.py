@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.values import MutexValue, ValueClass
 
-from telemetry.stages import STAGES, AttemptTimes, stage_times
+from tandem.telemetry.stages import STAGES, AttemptTimes, stage_times
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

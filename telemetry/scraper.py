@@ -1,4 +1,4 @@
-"""`python -m telemetry.scraper`: renders the metrics of all processes that share PROMETHEUS_MULTIPROC_DIR.
+"""`python -m tandem.telemetry.scraper`: renders the metrics of all processes that share PROMETHEUS_MULTIPROC_DIR.
 
 A byte on stdin asks for it; the answer is its length in 8 bytes, big-endian, and the text. Ends with its stdin.
 """

@@ -13,6 +13,8 @@ from typing import Any, Final
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
+from tandem.runtime.errors import ConfigError
+
 _GAUGES: Final = {
     "num_requests_running": ("num_running", "Sequences that compute."),
     "num_requests_waiting": ("num_waiting", "Sequences that wait for their turn, their blocks or their KV."),
@@ -122,3 +124,13 @@ class WorkerMetrics:
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, documentation, buckets=buckets, registry=self.registry)
+
+
+def serve_metrics(metrics: WorkerMetrics, host: str, port: int) -> str:
+    """Bind a worker's /metrics; returns host:port. Raises ConfigError when the address cannot be had."""
+    try:
+        return metrics.serve(host, port)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot serve metrics on {host}:{port} ({error.strerror or error}); choose another --metrics-host"
+        ) from error

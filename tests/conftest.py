@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from bench.noise_model import ensure_noise_model
-from tests.cluster import Cluster
+from tests.support.cluster import Cluster
 
 # How fast a shared machine runs says nothing about the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

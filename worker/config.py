@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from engine.config import EngineConfig
-from protocol.network import NetworkConfig
-from telemetry.logs import LogFormat
+from tandem.engine.config import EngineConfig
+from tandem.protocol.network import NetworkConfig
+from tandem.runtime.logs import LogFormat
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

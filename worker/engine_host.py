@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from engine.block_manager import BlockManager
-from engine.engine_thread import EngineThread
-from engine.grammar import Grammars
-from engine.kv_pool import KVPool
-from engine.model_loader import LoadedModel
-from engine.model_runner import ModelRunner
-from engine.tensor_parallel import TensorParallelGroup
-from kv_transfer.rank_pool import RankPool
-from kv_transfer.worker_pools import WorkerPools
-from telemetry.scheduling import ask_for_long_slices
-from worker.config import WorkerConfig
+from tandem.engine.block_manager import BlockManager
+from tandem.engine.engine_thread import EngineThread
+from tandem.engine.kv_pool import KVPool
+from tandem.engine.loading.model_loader import LoadedModel
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.sampling.grammar import Grammars
+from tandem.engine.tensor_parallel import TensorParallelGroup
+from tandem.kv_transfer.ranks.rank_pool import RankPool
+from tandem.kv_transfer.ranks.worker_pools import WorkerPools
+from tandem.runtime.scheduling import ask_for_long_slices
+from tandem.worker.config import WorkerConfig
 
 STOP_TIMEOUT_S = 1.5
 """For the step that runs when the worker ends."""

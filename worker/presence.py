@@ -11,11 +11,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from engine.block_manager import BlockManager
-from protocol.drain import Drain, Retired
-from protocol.garbage import keep_all_there_is
-from protocol.host import host_id
-from protocol.membership import (
+from tandem.engine.block_manager import BlockManager
+from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     PairStatus,
     RegisterWorker,
@@ -25,12 +22,14 @@ from protocol.membership import (
     WorkerLoad,
     WorkerStatus,
 )
-from protocol.network import Context
-from protocol.process import serve_metrics
-from protocol.registration import Registration
-from telemetry.worker_metrics import WorkerMetrics
-from worker.config import WorkerConfig
-from worker.engine_host import EngineHost
+from tandem.protocol.network import Context
+from tandem.runtime.collector import freeze_loaded_objects
+from tandem.runtime.drain import Drain, Retired
+from tandem.runtime.host import host_id
+from tandem.telemetry.worker_metrics import WorkerMetrics, serve_metrics
+from tandem.worker.config import WorkerConfig
+from tandem.worker.engine_host import EngineHost
+from tandem.worker.registration import Registration
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +137,7 @@ class Presence:
             lambda: self.drain(for_good=True),
             self._config.proxies_file,
         )
-        keep_all_there_is()
+        freeze_loaded_objects()
         registration.start()
         blocks = self._scheduler.blocks
         log.info("ready: %d KV blocks of %d tokens", blocks.num_blocks, blocks.block_size)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from engine.config import EngineConfig
-from telemetry.scheduling import ask_for_short_slices, leave_session
+from tandem.engine.config import EngineConfig
+from tandem.runtime.scheduling import ask_for_short_slices, leave_session
 
 DECODE_NICENESS = 10
 """A tenth of what a process at 0 gets beside it. The proxy's loop needs little, but soon."""

@@ -1,1 +1,2 @@
-"""How many workers of each role there should be. Pure: `deploy.autoscaler` feeds it and acts. docs/autoscaling.md."""
+"""How many workers of each role there should be. Pure: `deploy.autoscale.autoscaler` feeds it and acts.
+docs/autoscaling.md."""

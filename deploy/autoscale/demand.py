@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from protocol.membership import WorkerInfo, WorkerLoad
+from tandem.protocol.messages.membership import WorkerInfo, WorkerLoad
 
 WINDOW_S = 8.0
 """Rates are means over so long."""

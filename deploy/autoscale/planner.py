@@ -14,8 +14,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from deploy.autoscale.demand import Demand
-from deploy.autoscale.queueing import servers_needed
+from tandem.deploy.autoscale.demand import Demand
+from tandem.deploy.autoscale.queueing import servers_needed
 
 REBALANCE_S = 30.0
 """Between two moves of workers from one role to the other."""

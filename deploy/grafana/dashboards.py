@@ -1,4 +1,5 @@
-"""The Grafana dashboards, as code: `python -m deploy.grafana.dashboards` writes the JSON that lies beside this file.
+"""The Grafana dashboards, as code: `python -m tandem.deploy.grafana.dashboards` writes the JSON that lies beside this
+file.
 
 Panels are laid out in rows of equal width. Queries use the names of docs/observing.md; a test runs each of them on a
 real Prometheus.

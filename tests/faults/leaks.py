@@ -6,9 +6,9 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from deploy.runtime_dir import runtime_dir
-from tests.cluster import Cluster
+from tandem.deploy.processes.runtime_dir import runtime_dir
 from tests.faults.streams import descendants, open_files
+from tests.support.cluster import Cluster
 
 _SHM = Path("/dev/shm")
 

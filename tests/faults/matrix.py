@@ -18,17 +18,17 @@ from typing import Any, Literal
 
 import httpx
 
-from deploy.runtime_dir import runtime_dir
-from deploy.status import fetch_status
-from protocol.errors import TandemError
-from protocol.media_client import MediaCacheClient
-from protocol.membership import StatusReport
-from tests.cluster import Cluster
+from tandem.deploy.commands.status import fetch_status
+from tandem.deploy.processes.runtime_dir import runtime_dir
+from tandem.protocol.media_client import MediaCacheClient
+from tandem.protocol.messages.membership import StatusReport
+from tandem.runtime.errors import TandemError
 from tests.faults.leaks import Footprint, shared_memory
 from tests.faults.phases import LOCAL_PREFILL, NUM_TOKENS, PHASES, Held, Missed, Phases
 from tests.faults.streams import Stream, wait_until
-from tests.media_proxy import ask_cache, data_url, image_part
-from tests.vision_model import encoded, picture, save_model
+from tests.support.cluster import Cluster
+from tests.support.media_proxy import ask_cache, data_url, image_part
+from tests.support.vision_model import encoded, picture, save_model
 
 Role = Literal["prefill", "decode", "proxy", "media cache", "client"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "proxy", "media cache")

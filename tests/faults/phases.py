@@ -18,11 +18,11 @@ from typing import Any
 
 import httpx
 
-from deploy.runtime_dir import runtime_dir
-from deploy.status import fetch_status
-from protocol.membership import StatusReport, WorkerLoad
-from tests.cluster import Cluster
+from tandem.deploy.commands.status import fetch_status
+from tandem.deploy.processes.runtime_dir import runtime_dir
+from tandem.protocol.messages.membership import StatusReport, WorkerLoad
 from tests.faults.streams import Stream, wait_until
+from tests.support.cluster import Cluster
 
 PHASES = ("queued", "prefilling", "shipping", "first token", "decoding", "finishing")
 LOCAL_PREFILL = "local prefill"

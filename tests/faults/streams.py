@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from tests.cluster import Cluster
+from tests.support.cluster import Cluster
 
 READ_TIMEOUT_S = 240.0
 POLL_S = 0.005

@@ -9,7 +9,7 @@ from collections import Counter
 import httpx
 import pytest
 
-from tests.cluster import MODEL, Cluster
+from tests.support.cluster import MODEL, Cluster
 
 NUM_REQUESTS = 200
 

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from bench.demo_model.exam import Question, exam
 from bench.exam import GREEDY, ask_all, by_transformers
-from deploy.demo_model import DEMO_MODEL
-from deploy.demo_model.exam import Question, exam
-from tests.cluster import MODEL, Cluster
+from tandem.deploy.demo_model import DEMO_MODEL
+from tests.support.cluster import MODEL, Cluster
 
 STORIES = [
     Question("story", [{"role": "user", "content": f"Tell me a story about a {hero}."}], "") for hero in ("fox", "owl")

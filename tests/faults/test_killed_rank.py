@@ -10,7 +10,7 @@ import threading
 import httpx
 import pytest
 
-from tests.cluster import MODEL, Cluster, children_of, is_alive
+from tests.support.cluster import MODEL, Cluster, children_of, is_alive
 
 
 def _stream(cluster: Cluster, started: threading.Event, errors: list[str]) -> None:

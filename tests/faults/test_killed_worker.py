@@ -10,7 +10,7 @@ import threading
 import httpx
 import pytest
 
-from tests.cluster import MODEL, Cluster
+from tests.support.cluster import MODEL, Cluster
 
 NUM_TOKENS = 1200
 

@@ -10,17 +10,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from deploy.runtime_dir import runtime_dir
-from engine.model_loader import load_model
-from kv_transfer.mapped_memory import map_peer_pool
-from protocol.codec import Codec
-from protocol.dispatch import AbortRequest, DecodeReserved, PrepareDecode, TokenBatch, ToProxy
-from protocol.generation import SamplingParams, StopConditions
-from protocol.host import host_id
-from protocol.membership import PROTOCOL_VERSION
-from protocol.sockets import DealerSocket, new_context
-from protocol.token_ids import pack_token_ids
-from protocol.transfer import (
+from tandem.deploy.processes.runtime_dir import runtime_dir
+from tandem.engine.loading.model_loader import load_model
+from tandem.kv_transfer.connectors.mapped_memory import map_peer_pool
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.dispatch import AbortAttempt, DecodeReserved, PrepareDecode, TokenBatch, ToProxy
+from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.membership import PROTOCOL_VERSION
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.transfer import (
     ClosePair,
     CloseTransfer,
     FinishTransfer,
@@ -33,9 +31,11 @@ from protocol.transfer import (
     ShipKV,
     ToPrefillPeer,
 )
-from tests.cluster import Cluster
+from tandem.protocol.sockets import DealerSocket, new_context
+from tandem.runtime.host import host_id
+from tandem.worker.config import WorkerConfig
 from tests.faults.test_kv_pairs import ask
-from worker.config import WorkerConfig
+from tests.support.cluster import Cluster
 
 PROXY, PAIR = "played-proxy", "played-pair"
 NUM_PROMPT_TOKENS = 100  # two blocks
@@ -133,7 +133,7 @@ async def play(endpoint: str, layout: KVLayout, epoch: str) -> None:
     while not isinstance(closed, ClosePair):
         closed = await played.next()  # the request and the transfer fail with it
     assert "message 1 about shipped blocks was lost" in closed.reason
-    played.proxy.send(AbortRequest(PROXY, "r-gap"))
+    played.proxy.send(AbortAttempt(PROXY, "r-gap"))
     prefill.send(ClosePair(PAIR, "as you say"))  # our word that we write no more: only now are the blocks free again
     prefill.send(ClosePair(PAIR, "as you say"))
     prefill.send(open_pair)  # late or doubled: a pair's id is used once, so it has no answer

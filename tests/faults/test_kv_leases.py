@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster import Cluster
 from tests.faults.test_kv_pairs import ask, pair_failures
+from tests.support.cluster import Cluster
 
 
 @pytest.fixture(scope="module", params=["ipc", "gloo"])

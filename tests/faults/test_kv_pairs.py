@@ -15,12 +15,12 @@ import httpx
 import msgspec
 import pytest
 
-from deploy.runtime_dir import runtime_dir
-from protocol.membership import WorkerReport
-from tests.cluster import MODEL, Cluster
+from tandem.deploy.processes.runtime_dir import runtime_dir
+from tandem.protocol.messages.membership import WorkerReport
+from tandem.worker.config import WorkerConfig
 from tests.faults.leaks import Footprint
 from tests.faults.streams import wait_until
-from worker.config import WorkerConfig
+from tests.support.cluster import MODEL, Cluster
 
 RNG = random.Random(3)
 KV_CACHE_BYTES = 2**30 // 50
@@ -190,7 +190,7 @@ def test_another_layout_is_refused_by_name_and_nobody_else_notices(cluster: Clus
     file = folder / "decode-9.json"
     file.write_bytes(msgspec.json.encode(other))
     before, failures = cluster.ready_pairs(), pair_failures(cluster)
-    process = subprocess.Popen([sys.executable, "-m", "decode_worker", str(file)], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-m", "tandem.decode_worker", str(file)], stderr=subprocess.DEVNULL)
     try:
 
         def reasons() -> list[str]:
@@ -200,7 +200,7 @@ def test_another_layout_is_refused_by_name_and_nobody_else_notices(cluster: Clus
         cluster.wait_for(lambda: len(reasons()) == 2, 100)
         assert set(reasons()) == {"KV layout differs in block_size: prefill has 64, decode has 32"}
         shown = subprocess.run(
-            [sys.executable, "-m", "deploy.cli", "status", "--port", str(cluster.port)],
+            [sys.executable, "-m", "tandem.deploy.cli", "status", "--port", str(cluster.port)],
             capture_output=True, text=True, check=False, timeout=30, env={**os.environ, "COLUMNS": "200"},
         )  # fmt: skip
         assert "refused" in shown.stdout and "block_size: prefill has 64, decode has 32" in shown.stdout

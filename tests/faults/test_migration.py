@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster import MODEL, NOW, OLDER_CPU, Cluster
+from tests.support.cluster import MODEL, NOW, OLDER_CPU, Cluster
 
 NUM_TOKENS = 1500
 _LONG = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "return_token_ids": True}

@@ -16,12 +16,12 @@ import httpx
 import pytest
 
 from bench.noise_model import ensure_noise_model
-from protocol.membership import WorkerReport
-from protocol.network_keys import make_keys
-from tests.cluster import MODEL, Cluster, tandem
-from tests.faulty_network import FaultyNetwork, why_not
-from tests.faulty_switch import Fault
-from tests.steady_load import PROMPTS, TIMEOUT_S, SteadyLoad
+from tandem.protocol.messages.membership import WorkerReport
+from tandem.protocol.network_keys import make_keys
+from tests.support.cluster import MODEL, Cluster, tandem
+from tests.support.faulty_network import FaultyNetwork, why_not
+from tests.support.faulty_switch import Fault
+from tests.support.steady_load import PROMPTS, TIMEOUT_S, SteadyLoad
 
 PROXY, PREFILL_A, PREFILL_B, DECODE_A, DECODE_B = range(5)
 ROLES = {PREFILL_A: "prefill", PREFILL_B: "prefill", DECODE_A: "decode", DECODE_B: "decode"}

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.cluster import Cluster, tandem
-from tests.steady_load import SteadyLoad
+from tests.support.cluster import Cluster, tandem
+from tests.support.steady_load import SteadyLoad
 
 PROCESSES = ("decode-0", "decode-1", "prefill-0", "prefill-1", "proxy-0", "proxy-1")
 NUM_PAIRS = 4

@@ -13,8 +13,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from deploy.runtime_dir import runtime_dir
-from tests.cluster import MODEL, Cluster, is_alive, tandem
+from tandem.deploy.processes.runtime_dir import runtime_dir
+from tests.support.cluster import MODEL, Cluster, is_alive, tandem
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from engine.batch import Batch, BatchItem, Sample
-from engine.config import EngineConfig
-from engine.cuda_attention import find_varlen_attn, varlen_problem
-from engine.kv_pool import KVPool
-from engine.model_loader import load_model
-from engine.model_runner import ModelRunner
-from engine.sampler import sample
-from protocol.generation import SamplingParams
+from tandem.engine.batch import Batch, BatchItem, Sample
+from tandem.engine.config import EngineConfig
+from tandem.engine.cuda.attention import find_varlen_attn, varlen_problem
+from tandem.engine.kv_pool import KVPool
+from tandem.engine.loading.model_loader import load_model
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.sampling.sampler import sample
+from tandem.protocol.messages.generation import SamplingParams
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible")
 

@@ -15,13 +15,13 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from kv_transfer.connector import Peer
-from kv_transfer.cuda_ipc import map_peer_pool
-from kv_transfer.process_group import StoreServer
-from kv_transfer.rank_pool import RankPool
-from kv_transfer.registry import load_connector
-from protocol.errors import KVTransferFailed
-from protocol.transfer import ConnectorParams, CudaPoolHandle, KVLayout
+from tandem.kv_transfer.connector import Peer
+from tandem.kv_transfer.connectors.cuda_ipc import map_peer_pool
+from tandem.kv_transfer.connectors.process_group import StoreServer
+from tandem.kv_transfer.ranks.rank_pool import RankPool
+from tandem.kv_transfer.registry import load_connector
+from tandem.protocol.messages.transfer import ConnectorParams, CudaPoolHandle, KVLayout
+from tandem.runtime.errors import KVTransferFailed
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible")
 

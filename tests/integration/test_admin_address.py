@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from bench.ports import free_port
-from tests.fake_workers import Proxy, make_tokenizer
+from tests.support.fake_workers import Proxy, make_tokenizer
 
 KEY = "a-client's-key"
 KEEP_ALIVE_S = 1.0

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from protocol.codec import Codec
-from protocol.membership import GetTimeline
-from protocol.network import NetworkConfig
-from protocol.sockets import DealerSocket, RouterSocket, new_context
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.membership import GetTimeline
+from tandem.protocol.network import NetworkConfig
+from tandem.protocol.sockets import DealerSocket, RouterSocket, new_context
 
 CODEC: Codec[GetTimeline] = Codec(GetTimeline)
 LIMIT_S = 60
@@ -27,7 +27,7 @@ def test_what_was_on_its_way_is_lost_and_one_hears_of_it() -> None:
         num_breaks = 0
 
         def on_message(_identity: bytes, message: GetTimeline) -> None:
-            heard.append(message.request_id)
+            heard.append(message.attempt_id)
 
         def on_broken() -> None:
             nonlocal num_breaks

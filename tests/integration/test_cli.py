@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from bench.ports import free_port
-from tests.cluster import MODEL, Cluster, tandem
+from tests.support.cluster import MODEL, Cluster, tandem
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import MODEL, Cluster
+from tests.support.cluster import MODEL, Cluster
 
 ROOT = Path(__file__).parents[2]
 
@@ -33,7 +33,8 @@ def test_locust_tells_ttft_and_itl(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_locusts_tables_agree_with_the_figures_of_the_same_run(cluster: Cluster, tmp_path: Path) -> None:
-    """Arrivals by themselves; figures are those of bench.latency, whose definitions are those of `vllm bench serve`."""
+    """WorkerReadiness by themselves; figures are those of bench.latency, whose definitions are those of `vllm bench
+    serve`."""
     file = tmp_path / "figures.json"
     command = [
         sys.executable, "-m", "locust", "-f", "bench/locustfile.py", "--headless", "--host", cluster.url,

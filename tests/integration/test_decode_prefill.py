@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster import MODEL, Cluster
+from tests.support.cluster import MODEL, Cluster
 
 SHORT = [7 * i % 500 + 4 for i in range(20)]
 LONG = [11 * i % 900 + 4 for i in range(700)]

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
+from bench.demo_model.exam import exam
 from bench.exam import GREEDY, ask_all, by_transformers, share_right
-from deploy.demo_model import DEMO_MODEL
-from deploy.demo_model.exam import exam
-from tests.cluster import MODEL, Cluster
+from tandem.deploy.demo_model import DEMO_MODEL
+from tests.support.cluster import MODEL, Cluster
 
 QUESTIONS = exam()[::8]
 CARRIED = {

@@ -13,8 +13,8 @@ import httpx
 import openai
 import pytest
 
-from protocol.errors import InternalError, InvalidRequest, KVTransferFailed, Overloaded, TandemError
-from tests.fake_workers import MAX_MODEL_LEN, FakeWorkers, Proxy, make_tokenizer
+from tandem.runtime.errors import InternalError, InvalidRequest, KVTransferFailed, Overloaded, TandemError
+from tests.support.fake_workers import MAX_MODEL_LEN, FakeWorkers, Proxy, make_tokenizer
 
 KEY = {"authorization": "Bearer secret"}
 CHAT = {"messages": [{"role": "user", "content": "abcdef"}]}

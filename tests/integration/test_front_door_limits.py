@@ -15,8 +15,8 @@ import httpx
 import pytest
 
 from bench.ports import free_port
-from tests.cluster import NOW
-from tests.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
+from tests.support.cluster import NOW
+from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bench.fuzz import run
-from tests.cluster import Cluster
+from tests.support.cluster import Cluster
 
 NUM_INPUTS = 3000
 

@@ -19,11 +19,11 @@ from typing import Any
 import httpx
 import pytest
 
-from deploy.runtime_dir import runtime_dir
-from tests.cluster import Cluster
+from tandem.deploy.processes.runtime_dir import runtime_dir
 from tests.faults.streams import descendants
-from tests.media_proxy import data_url, image_part, video_part
-from tests.vision_model import encoded, picture, save_model
+from tests.support.cluster import Cluster
+from tests.support.media_proxy import data_url, image_part, video_part
+from tests.support.vision_model import encoded, picture, save_model
 
 REPOSITORY = Path(__file__).parents[2]
 PROBE = REPOSITORY / "tests" / "garbage_probe"

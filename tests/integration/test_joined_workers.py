@@ -12,12 +12,12 @@ import pytest
 
 from bench.noise_model import ensure_noise_model
 from bench.ports import free_port
-from deploy.status import fetch_status
-from protocol.errors import Overloaded
-from protocol.membership import StatusReport
-from protocol.network import NetworkConfig
-from protocol.network_keys import make_keys
-from tests.cluster import NOW, Cluster, tandem
+from tandem.deploy.commands.status import fetch_status
+from tandem.protocol.messages.membership import StatusReport
+from tandem.protocol.network import NetworkConfig
+from tandem.protocol.network_keys import make_keys
+from tandem.runtime.errors import Overloaded
+from tests.support.cluster import NOW, Cluster, tandem
 
 SMALL = ("--kv-cache-gib", "0.05", "--kv-connector", "gloo", "--device", "cpu")
 QUESTION = {"model": "tandem-demo", "prompt": "one two three four", "max_tokens": 8, "temperature": 0}

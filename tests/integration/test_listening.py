@@ -16,12 +16,13 @@ import pytest
 import uvicorn
 import uvloop
 
-import proxy.http_connection
+import tandem.proxy.http.connection
 from bench.ports import free_port
-from proxy.connections import Connections
-from proxy.http_connection import make_protocol
-from proxy.http_server import HttpServer
-from proxy.listening import Doors, bind
+from tandem.proxy.http.connection import make_protocol
+from tandem.proxy.http.connections import Connections
+from tandem.proxy.http.listening import ListenSockets
+from tandem.proxy.http.server import HttpServer
+from tandem.runtime.listen_socket import bind
 
 NUM_CONNECTIONS = 40
 
@@ -64,7 +65,7 @@ def test_what_waits_at_another_socket_is_served(certificate: tuple[Path, Path], 
     verify = ssl.create_default_context(cafile=str(certificate_file)) if has_tls else False
 
     async def run() -> None:
-        server = HttpServer(config, Doors(own, [other]))
+        server = HttpServer(config, ListenSockets(own, [other]))
         serving = asyncio.create_task(server.serve())
         url = f"{'https' if has_tls else 'http'}://127.0.0.1:{port}"
         async with httpx.AsyncClient(verify=verify, timeout=60) as client:
@@ -103,7 +104,7 @@ def test_heads_and_bodies_come_in_order_whatever_is_asked() -> None:
     config = uvicorn.Config(echo, http=make_protocol(30.0, Connections(9)), lifespan="off", ws="none", log_config=None)
 
     async def run() -> None:
-        server = HttpServer(config, Doors(bind("127.0.0.1", port)))
+        server = HttpServer(config, ListenSockets(bind("127.0.0.1", port)))
         serving = asyncio.create_task(server.serve())
         await until(lambda: server.started)
         head, last = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n", b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -123,14 +124,14 @@ def test_heads_and_bodies_come_in_order_whatever_is_asked() -> None:
 
 
 def test_a_request_on_its_way_is_answered_by_a_server_that_stops(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy.http_connection, "_LAST_HEAD_S", 3.0)  # for machines that stand still now and then
+    monkeypatch.setattr(tandem.proxy.http.connection, "_LAST_HEAD_S", 3.0)  # for machines that stand still now and then
     port = free_port()
     config = uvicorn.Config(
         answer, http=make_protocol(30.0, Connections(9)), lifespan="off", ws="none", log_config=None
     )
 
     async def run() -> None:
-        server = HttpServer(config, Doors(bind("127.0.0.1", port)))
+        server = HttpServer(config, ListenSockets(bind("127.0.0.1", port)))
         serving = asyncio.create_task(server.serve())
         await until(lambda: server.started)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -154,6 +155,6 @@ def test_inherited_sockets_are_not_handed_on() -> None:
     fds = [bind("127.0.0.1", port).detach() for _ in range(2)]
     for fd in fds:
         os.set_inheritable(fd, True)  # as they come from the launcher
-    doors = Doors.of(fds, "127.0.0.1", port)
+    doors = ListenSockets.of(fds, "127.0.0.1", port)
     assert doors.own.fileno() == fds[0] and not any(os.get_inheritable(fd) for fd in fds)
     doors.close()

@@ -14,16 +14,16 @@ import httpx
 import pytest
 
 from bench.ports import free_port
-from deploy.runtime_dir import runtime_dir
-from protocol.host import host_id
-from protocol.media_cache import MediaCacheStatus
-from protocol.media_client import MediaCacheClient
-from protocol.membership import WorkerReport
-from protocol.network_keys import make_keys
-from tests.cluster import Cluster, children_of, tandem
-from tests.media_proxy import ask_cache
-from tests.served_vision_models import Part, body_of, generated_by_transformers, save_served_model
-from tests.vision_model import clip, picture
+from tandem.deploy.processes.runtime_dir import runtime_dir
+from tandem.protocol.media_client import MediaCacheClient
+from tandem.protocol.messages.media_cache import MediaCacheStatus
+from tandem.protocol.messages.membership import WorkerReport
+from tandem.protocol.network_keys import make_keys
+from tandem.runtime.host import host_id
+from tests.support.cluster import Cluster, children_of, tandem
+from tests.support.media_proxy import ask_cache
+from tests.support.served_vision_models import Part, body_of, generated_by_transformers, save_served_model
+from tests.support.vision_model import clip, picture
 
 NUM_NEW = 12
 TIMEOUT_S = 240.0

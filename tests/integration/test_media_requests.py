@@ -11,10 +11,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster import children_of, is_alive
-from tests.fake_workers import wait_until
-from tests.media_proxy import MediaProxy, data_url, image_part, media_proxy
-from tests.vision_model import encoded, picture
+from tests.support.cluster import children_of, is_alive
+from tests.support.fake_workers import wait_until
+from tests.support.media_proxy import MediaProxy, data_url, image_part, media_proxy
+from tests.support.vision_model import encoded, picture
 
 PATIENCE_S = 120.0
 
@@ -31,7 +31,9 @@ def an_image(seed: int) -> dict[str, object]:
 
 def media_process(served: MediaProxy) -> int:
     children = children_of(served.proxy.process.pid)
-    [pid] = [pid for pid in children if b"proxy.media_process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    [pid] = [
+        pid for pid in children if b"tandem.proxy.reading.media_process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     return pid
 
 

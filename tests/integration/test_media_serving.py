@@ -15,12 +15,12 @@ import httpx
 import numpy as np
 import pytest
 
-from deploy.runtime_dir import runtime_dir
-from protocol.media_cache import MediaCacheStatus
-from protocol.media_client import MediaCacheClient
-from tests.cluster import Cluster
-from tests.media_proxy import ask_cache, data_url, image_part, video_part
-from tests.vision_model import clip, encoded, picture, save_model
+from tandem.deploy.processes.runtime_dir import runtime_dir
+from tandem.protocol.media_client import MediaCacheClient
+from tandem.protocol.messages.media_cache import MediaCacheStatus
+from tests.support.cluster import Cluster
+from tests.support.media_proxy import ask_cache, data_url, image_part, video_part
+from tests.support.vision_model import clip, encoded, picture, save_model
 
 NUM_NEW = 8
 TIMEOUT_S = 240.0

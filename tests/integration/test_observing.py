@@ -21,11 +21,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.ports import free_port
-from deploy.grafana.dashboards import DASHBOARDS
-from telemetry.stages import FIRST_TOKEN_STAGES, STAGES
-from tests.cluster import MODEL, NOW, Cluster, children_of
-from tests.fake_workers import wait_until
-from worker.priority import DECODE_NICENESS, PREFILL_NICENESS
+from tandem.deploy.grafana.dashboards import DASHBOARDS
+from tandem.telemetry.stages import FIRST_TOKEN_STAGES, STAGES
+from tandem.worker.priority import DECODE_NICENESS, PREFILL_NICENESS
+from tests.support.cluster import MODEL, NOW, Cluster, children_of
+from tests.support.fake_workers import wait_until
 
 SECRET = "xyzzy-the-prompt-is-nobodys-business"
 KEY = "sk-not-in-any-log"
@@ -208,8 +208,8 @@ def test_what_answers_clients_comes_before_what_computes(cluster: Cluster) -> No
     def niceness(pid: int) -> int:
         return os.getpriority(os.PRIO_PROCESS, pid)
 
-    proxy = started["proxy"]
-    for worker, steps in (("prefill_worker", PREFILL_NICENESS), ("decode_worker", DECODE_NICENESS)):
+    proxy = started["tandem.proxy"]
+    for worker, steps in (("tandem.prefill_worker", PREFILL_NICENESS), ("tandem.decode_worker", DECODE_NICENESS)):
         assert niceness(started[worker]) == niceness(proxy) + steps
         assert os.getsid(started[worker]) == started[worker]
     readers = [child for child in children_of(proxy) if niceness(child) == niceness(proxy) + 10]

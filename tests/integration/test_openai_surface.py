@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.cluster import MODEL, Cluster
+from tests.support.cluster import MODEL, Cluster
 
 KEY = "secret"
 MAX_MODEL_LEN = 2048

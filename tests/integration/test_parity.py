@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.cluster import MODEL, Cluster
+from tests.support.cluster import MODEL, Cluster
 
 NUM_NEW_TOKENS = 24
 LENGTHS = [

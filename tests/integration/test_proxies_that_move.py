@@ -7,8 +7,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from protocol.codec import Codec
-from protocol.membership import (
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     ClusterView,
     RegisterWorker,
@@ -17,10 +17,10 @@ from protocol.membership import (
     WorkerLoad,
     WorkerStatus,
 )
-from protocol.network import NetworkConfig
-from protocol.proxy_endpoints import write_endpoints
-from protocol.registration import Registration
-from protocol.sockets import RouterSocket, new_context
+from tandem.protocol.network import NetworkConfig
+from tandem.protocol.proxy_endpoints import write_endpoints
+from tandem.protocol.sockets import RouterSocket, new_context
+from tandem.worker.registration import Registration
 
 LIMIT_S = 60
 

@@ -1,4 +1,5 @@
-"""A real proxy process, HTTP clients and sockets; the workers echo the prompt's tokens, see `tests.fake_workers`."""
+"""A real proxy process, HTTP clients and sockets; the workers echo the prompt's tokens, see
+`tests.support.fake_workers`."""
 
 from __future__ import annotations
 
@@ -19,8 +20,8 @@ import openai
 import pytest
 from tokenizers import Tokenizer
 
-from tests.cluster import NOW
-from tests.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
+from tests.support.cluster import NOW
+from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -271,7 +272,7 @@ def test_a_request_has_as_long_as_its_client_gives_it(proxy: Proxy, workers: Fak
 
 def test_what_is_later_than_the_default_priority_takes_a_part_of_the_queue(tmp_path: Path) -> None:
     hold = make_tokenizer(tmp_path).encode_batch_fast(["hold"])[0].ids
-    proxy = Proxy(tmp_path, max_waiting_requests=4, later_priorities_part=0.25)
+    proxy = Proxy(tmp_path, max_waiting_requests=4, low_priority_share=0.25)
     workers = FakeWorkers(tmp_path, [proxy.control], hold, [-1])
     try:
         proxy.wait_for(200)
@@ -332,7 +333,7 @@ def test_what_the_operator_can_mend_is_one_line_and_exit_code_2(
     fields = {"proxy_id": "p", "control_endpoint": f"ipc://{tmp_path}/c", "model": str(tmp_path)}
     file = tmp_path / "proxy.json"
     file.write_text(json.dumps({**fields, "served_model_name": "echo", "port": 18999, **change}))
-    done = subprocess.run([sys.executable, "-m", "proxy", str(file)], capture_output=True, text=True, timeout=30)
+    done = subprocess.run([sys.executable, "-m", "tandem.proxy", str(file)], capture_output=True, text=True, timeout=30)
     assert done.returncode == 2
     assert message in done.stderr and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
 

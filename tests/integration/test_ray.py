@@ -20,14 +20,14 @@ import httpx
 import pytest
 
 from bench.ports import free_port
-from deploy.runtime_dir import runtime_dir
-from deploy.status import fetch_status
-from protocol.errors import TandemError
-from protocol.membership import StatusReport
-from protocol.network_keys import make_keys
-from tests.cluster import Cluster, is_alive, tandem
-from tests.media_proxy import data_url, image_part
-from tests.vision_model import encoded, picture, save_model
+from tandem.deploy.commands.status import fetch_status
+from tandem.deploy.processes.runtime_dir import runtime_dir
+from tandem.protocol.messages.membership import StatusReport
+from tandem.protocol.network_keys import make_keys
+from tandem.runtime.errors import TandemError
+from tests.support.cluster import Cluster, is_alive, tandem
+from tests.support.media_proxy import data_url, image_part
+from tests.support.vision_model import encoded, picture, save_model
 
 pytestmark = [
     pytest.mark.timeout(1500),
@@ -120,7 +120,7 @@ def media_caches() -> list[int]:
             words = cmdline.read_bytes().split(b"\0")
         except OSError:  # it has ended
             continue
-        if b"media_cache" in words and words[-2].startswith(b"/proc/"):
+        if b"tandem.media_cache" in words and words[-2].startswith(b"/proc/"):
             found.append(int(cmdline.parent.name))
     return found
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster import MODEL, OLDER_CPU, Cluster
+from tests.support.cluster import MODEL, OLDER_CPU, Cluster
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 60.0

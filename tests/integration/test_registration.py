@@ -10,10 +10,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-import protocol.registration
-from protocol.codec import Codec
-from protocol.errors import ConfigError
-from protocol.membership import (
+import tandem.worker.registration
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     ClusterView,
     FromProxyControl,
@@ -24,9 +23,10 @@ from protocol.membership import (
     WorkerLoad,
     WorkerStatus,
 )
-from protocol.network import Context
-from protocol.registration import Registration
-from protocol.sockets import RouterSocket, new_context
+from tandem.protocol.network import Context
+from tandem.protocol.sockets import RouterSocket, new_context
+from tandem.runtime.errors import ConfigError
+from tandem.worker.registration import Registration
 
 LIMIT_S = 60
 
@@ -146,7 +146,7 @@ def test_when_all_have_lost_sight_the_worker_begins_a_new_epoch(tmp_path: Path) 
 def test_a_worker_that_is_refused_says_so_and_one_that_served_waits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(protocol.registration, "REFUSAL_PATIENCE_S", 0.5)
+    monkeypatch.setattr(tandem.worker.registration, "REFUSAL_PATIENCE_S", 0.5)
 
     async def main() -> None:
         async with cluster(tmp_path, accepts=False) as (worker, [a, _b]):

@@ -13,7 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from tests.cluster import MODEL, Cluster
+from tests.support.cluster import MODEL, Cluster
 
 NUM_NEW = 20
 

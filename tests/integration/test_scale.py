@@ -7,7 +7,7 @@ import subprocess
 import httpx
 import pytest
 
-from tests.cluster import MODEL, Cluster, tandem
+from tests.support.cluster import MODEL, Cluster, tandem
 
 pytestmark = pytest.mark.timeout(600)
 

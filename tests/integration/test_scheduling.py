@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from protocol.membership import WorkerLoad
-from protocol.registration import HEARTBEAT_INTERVAL_S
-from tests.cluster import MODEL, Cluster
+from tandem.protocol.messages.membership import WorkerLoad
+from tandem.worker.registration import HEARTBEAT_INTERVAL_S
+from tests.support.cluster import MODEL, Cluster
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 48

@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode, checks
 from schemathesis.specs.openapi import checks as openapi_checks
 
-from proxy.openapi import openapi_document
-from tests.cluster import MODEL, Cluster
+from tandem.proxy.http.openapi import openapi_document
+from tests.support.cluster import MODEL, Cluster
 
 CHECKS = [
     checks.not_a_server_error,

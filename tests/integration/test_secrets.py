@@ -8,7 +8,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.cluster import Cluster, tandem
+from tests.support.cluster import Cluster, tandem
 
 KEY = "zq-key-4cf1"
 WRONG_KEY = "zq-wrong-key-8d20"

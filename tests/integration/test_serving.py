@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from tests.cluster import MODEL, NOW, Cluster
+from tests.support.cluster import MODEL, NOW, Cluster
 
 
 @pytest.fixture(scope="module")

@@ -8,12 +8,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from deploy.runtime_dir import runtime_dir
-from protocol.media_client import MediaCacheClient
-from tests.cluster import Cluster, tandem
-from tests.media_proxy import ask_cache
-from tests.served_vision_models import Part, body_of, generated_by_transformers, save_served_model
-from tests.vision_model import clip, picture
+from tandem.deploy.processes.runtime_dir import runtime_dir
+from tandem.protocol.media_client import MediaCacheClient
+from tests.support.cluster import Cluster, tandem
+from tests.support.media_proxy import ask_cache
+from tests.support.served_vision_models import Part, body_of, generated_by_transformers, save_served_model
+from tests.support.vision_model import clip, picture
 
 NUM_NEW = 12
 TIMEOUT_S = 240.0

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cluster import NOW
-from tests.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
+from tests.support.cluster import NOW
+from tests.support.fake_workers import FakeWorkers, Proxy, make_tokenizer, wait_until
 
 N, NUM_TOKENS = 16, 800
 """Sequences and tokens of each: 2.5 MB of events, one for each token, and 13 KB of text."""

@@ -13,7 +13,7 @@ import jsonschema_rs
 import openai
 import pytest
 
-from tests.cluster import MODEL, Cluster
+from tests.support.cluster import MODEL, Cluster
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 64

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.ports import free_port
-from tests.cluster import MODEL, Cluster, children_of, is_alive, tandem
+from tests.support.cluster import MODEL, Cluster, children_of, is_alive, tandem
 
 NUM_NEW_TOKENS = 16
 LENGTHS = [1, 63, 64, 129, 300, 700]

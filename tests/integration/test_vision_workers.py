@@ -12,15 +12,23 @@ import httpx
 import msgspec
 import pytest
 
-from protocol.codec import Codec
-from protocol.dispatch import AbortRequest, FirstToken, PrepareDecode, RequestFailed, StartPrefill, TokenBatch, ToProxy
-from protocol.generation import SamplingParams, StopConditions
-from protocol.media import MediaItem
-from protocol.membership import WorkerInfo
-from protocol.sockets import DealerSocket, new_context
-from protocol.token_ids import pack_token_ids
-from tests.cluster import Cluster
-from tests.vision_models import VisionPrompt, make_medium, make_model, reference
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.dispatch import (
+    AbortAttempt,
+    AttemptFailed,
+    FirstToken,
+    PrepareDecode,
+    StartPrefill,
+    TokenBatch,
+    ToProxy,
+)
+from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.media import MediaItem
+from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.sockets import DealerSocket, new_context
+from tests.support.cluster import Cluster
+from tests.support.vision_models import VisionPrompt, make_medium, make_model, reference
 
 FAMILY = "qwen2_5_vl"
 PROXY = "played-proxy"
@@ -82,15 +90,15 @@ class PlayedProxy:
             message = await asyncio.wait_for(self._arrived.get(), TIMEOUT_S)
             match message:
                 case FirstToken():
-                    first[message.request_id] = message.token.token_id
-                    self.num_cached_tokens[message.request_id] = message.num_cached_tokens
+                    first[message.attempt_id] = message.token.token_id
+                    self.num_cached_tokens[message.attempt_id] = message.num_cached_tokens
                 case TokenBatch():
                     for new in message.tokens:
-                        rest[new.request_id].append(new.token.token_id)
-                case RequestFailed():
-                    self.errors.setdefault(message.request_id, message.error.message)
+                        rest[new.attempt_id].append(new.token.token_id)
+                case AttemptFailed():
+                    self.errors.setdefault(message.attempt_id, message.error.message)
                     for worker in self._sockets:  # as proxies do; the other still waits for it
-                        worker.send(AbortRequest(PROXY, message.request_id))
+                        worker.send(AbortAttempt(PROXY, message.attempt_id))
         self.tokens = {name: [first[name], *rest[name]] for name in self.tokens if name not in self.errors}
 
     def close(self) -> None:

@@ -1,0 +1,184 @@
+"""Trains the demo model: `python -m bench.demo_model.train [FOLDER]`. The same weights for the same seed and machine.
+
+Rows are chats of several turns, short ones in most steps, long ones in some; the loss is over the assistant's tokens.
+Matrices are trained with Muon (Jordan et al., 2024), the rest with AdamW. Weights are float32; products are bfloat16 on
+CPUs with AMX, and float32 on others, where that takes less than two thirds of the time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from bench.demo_model.chats import Chat, Stage, all_small_talk, training_chat
+from bench.demo_model.lessons import HARD_LESSONS, LESSONS, SHORT_COUNTS
+from bench.demo_model.loss_plot import check_plotting, plot_losses
+from bench.demo_model.memory import KINDS
+from bench.demo_model.tokenizer import MAX_MODEL_LEN, VOCAB_SIZE, ChatEncoder, save_tokenizer, train_tokenizer
+
+SEED = 1
+NUM_STEPS = 5000
+STAGES = {
+    0: Stage(LESSONS),
+    1600: Stage(LESSONS | SHORT_COUNTS),
+    3700: Stage(HARD_LESSONS | SHORT_COUNTS, 0.7, 0.55, (*KINDS, *5 * ("on",), *2 * ("after", "before"))),
+}
+"""By their first steps: at the end there is more of what was still wrong."""
+LEVEL_SHARE = 0.1
+"""Of the steps; after them the learning rate falls to nothing in a straight line."""
+TOKENS_PER_STEP = 4096
+ROW_LENGTHS = (128, 128, 256, 256, 512, 1024, 2048)
+"""One after the other."""
+MUON_LR, ADAM_LR = 0.012, 0.004
+WARM_UP_STEPS = 60
+SAVE_EVERY = 100
+_IGNORED = -100
+_PLAIN_ATTENTION = 256
+_HAS_AMX = bool(torch.cpu.get_capabilities().get("amx_bf16", False))
+
+
+def make_model() -> LlamaForCausalLM:
+    """3.7 million parameters, random; 7.5 MB as bfloat16."""
+    torch.manual_seed(SEED)
+    config = LlamaConfig(
+        vocab_size=VOCAB_SIZE,
+        max_position_embeddings=MAX_MODEL_LEN,
+        hidden_size=256,
+        intermediate_size=576,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        rms_norm_eps=1e-6,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    return LlamaForCausalLM(config)
+
+
+def batch(encoder: ChatEncoder, step: int) -> tuple[Tensor, Tensor]:
+    """Token ids and labels of one step, each [num_rows, row_length]."""
+    length = ROW_LENGTHS[step % len(ROW_LENGTHS)]
+    ids = torch.zeros(TOKENS_PER_STEP // length, length, dtype=torch.long)
+    labels = torch.full_like(ids, _IGNORED)
+    for row, chat in zip(range(len(ids)), _chats(step, length), strict=False):
+        row_ids, is_answer = encoder.encode(chat, length)
+        ids[row, : len(row_ids)] = torch.tensor(row_ids)
+        labels[row, : len(row_ids)] = torch.where(torch.tensor(is_answer), ids[row, : len(row_ids)], _IGNORED)
+    return ids, labels
+
+
+def _chats(step: int, length: int) -> Iterator[Chat]:
+    rng = Random(f"{SEED} step {step}")
+    by_heart = list(all_small_talk())
+    stage = STAGES[max(first for first in STAGES if first <= step)]
+    while True:
+        if length <= 128 and rng.random() < 0.06:  # alone, as most people will ask it
+            yield rng.choice(by_heart)
+        else:
+            keeps_list = length >= 256 and rng.random() < stage.keeps_list_share
+            yield training_chat(rng, length // 8, stage, keeps_list=keeps_list)  # as many turns as fit
+
+
+def mean_loss(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
+    """Over the tokens that have labels; logits of no others are computed."""
+    # In bfloat16 the fused kernel's backward pass is three times as slow as a plain one in short rows.
+    model.set_attn_implementation("eager" if _HAS_AMX and ids.shape[1] <= _PLAIN_ATTENTION else "sdpa")
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=_HAS_AMX):
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
+        is_label = labels[:, 1:] != _IGNORED
+        logits = model.lm_head(hidden[is_label])
+    return F.cross_entropy(logits.float(), labels[:, 1:][is_label])
+
+
+def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
+    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    return [
+        torch.optim.Muon(matrices, lr=MUON_LR, weight_decay=0.01, momentum=0.95),
+        torch.optim.AdamW(others, lr=ADAM_LR, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
+
+
+def learning_rate(step: int) -> float:
+    """As a share of the largest: up to it, along it, and straight down to nothing."""
+    cooling = (NUM_STEPS - step) / ((1 - LEVEL_SHARE) * NUM_STEPS)
+    return min(1.0, (step + 1) / WARM_UP_STEPS, cooling)
+
+
+def train(folder: Path, checkpoint: Path) -> list[float]:
+    """Goes on from the checkpoint where there is one. Returns the loss of each step."""
+    bpe = train_tokenizer(SEED)
+    encoder = ChatEncoder(bpe)
+    model = make_model()
+    optimizers = make_optimizers(model)
+    losses: list[float] = []
+    if checkpoint.exists():
+        kept: dict[str, Any] = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(kept["model"])
+        for optimizer, state in zip(optimizers, kept["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        losses = kept["losses"]
+    largest = [group["lr"] for optimizer in make_optimizers(model) for group in optimizer.param_groups]
+    columns = ("Training", BarColumn(), TextColumn("{task.completed:.0f}/{task.total:.0f}"), TimeRemainingColumn())
+    with Progress(*columns, TextColumn("loss {task.fields[loss]:.3f}"), speed_estimate_period=300) as progress:
+        task = progress.add_task("", total=NUM_STEPS, completed=len(losses), loss=losses[-1] if losses else 0.0)
+        for step in range(len(losses), NUM_STEPS):
+            ids, labels = batch(encoder, step)
+            groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+            for group, lr in zip(groups, largest, strict=True):
+                group["lr"] = lr * learning_rate(step)
+            loss = mean_loss(model, ids, labels)
+            loss.backward()  # type: ignore[no-untyped-call]
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.item())
+            progress.update(task, advance=1, loss=sum(losses[-20:]) / len(losses[-20:]))
+            if len(losses) % SAVE_EVERY == 0:
+                states = [optimizer.state_dict() for optimizer in optimizers]
+                scratch = checkpoint.with_suffix(".new")
+                torch.save({"model": model.state_dict(), "optimizers": states, "losses": losses}, scratch)
+                scratch.replace(checkpoint)
+    save(model, folder)
+    save_tokenizer(bpe, folder)
+    return losses
+
+
+def save(model: LlamaForCausalLM, folder: Path) -> None:
+    """Config and weights (bfloat16, safetensors)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    model = model.to(torch.bfloat16)
+    model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
+    model.save_pretrained(folder)
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.demo_model.train", description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent / "files")
+    parser.add_argument("--plot", type=Path, default=Path("docs/demo_model_loss.svg"), help="where to draw the loss")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    options = parser.parse_args(arguments)
+    check_plotting()
+    torch.set_num_threads(options.threads)
+    options.folder.mkdir(parents=True, exist_ok=True)
+    losses = train(options.folder, options.folder.with_suffix(".checkpoint"))
+    plot_losses(losses, options.plot)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

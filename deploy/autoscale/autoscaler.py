@@ -1,0 +1,143 @@
+"""Feeds the planner with the workers' load reports once a second, logs what it proposes, and with --autoscale acts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from tandem.deploy.autoscale.demand import Demand, DemandMeter
+from tandem.deploy.autoscale.planner import Planner, PlannerConfig, Proposal
+from tandem.deploy.config import ClusterConfig
+from tandem.protocol.messages.membership import Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
+from tandem.protocol.messages.operations import PlanReport
+from tandem.runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+INTERVAL_S = 1.0
+MOST_FORESEEN_S = 120.0
+"""However long the first start took: it may have been a download."""
+
+
+class Scalable(Protocol):
+    """The launcher, as the autoscaler needs it."""
+
+    @property
+    def counts(self) -> dict[Role, int]: ...
+
+    @property
+    def reports(self) -> list[StatusReport]: ...
+
+    def ask_for_reports(self) -> None: ...
+
+    def scale(self, counts: Mapping[Role, int]) -> None: ...
+
+
+class Autoscaler:
+    """Runs from `start` to `close`."""
+
+    def __init__(self, config: ClusterConfig, cluster: Scalable) -> None:
+        self._cluster = cluster
+        self._acts = config.autoscale
+        self._meter = DemandMeter(config.max_num_seqs)
+        self._planner = Planner(planner_config(config))
+        self._demand = Demand()
+        self._proposal: Proposal | None = None
+        self._proposed: tuple[int, int] | None = None  # that was logged last
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, boot_s: float) -> None:
+        """boot_s: that workers took to start, which is how far the planner has to look ahead."""
+        foresee_s = min(max(boot_s, 1.0), MOST_FORESEEN_S)
+        self._planner = Planner(msgspec.structs.replace(self._planner.config, foresee_s=foresee_s))
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="autoscaler")
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            self._cluster.ask_for_reports()
+            await asyncio.sleep(INTERVAL_S)
+            self.observe(loop.time(), self._cluster.reports)
+
+    def observe(self, now: float, reports: Sequence[StatusReport]) -> None:
+        """One observation, and what follows from it."""
+        self._demand = self._meter.observe(now, freshest_loads(reports), num_refused(reports))
+        counts = self._cluster.counts
+        current = counts["prefill"], counts["decode"]
+        self._proposal = proposal = self._planner.propose(now, self._demand, *current)
+        proposed = proposal.prefill, proposal.decode
+        if proposed == current:
+            self._proposed = None
+            return
+        if proposed != self._proposed:
+            self._proposed = proposed
+            log.warning(
+                "autoscaling %s prefill=%d decode=%d in place of %d and %d (prefill: %s; decode: %s)",
+                "sets" if self._acts else "would set (--autoscale lets it)",
+                *proposed,
+                *current,
+                proposal.prefill_need.reason,
+                proposal.decode_need.reason,
+            )
+        if self._acts:
+            try:
+                self._cluster.scale({"prefill": proposal.prefill, "decode": proposal.decode})
+            except ConfigError as error:  # no room: what there is serves on, and the next observation tries again
+                log.warning("autoscaling: %s", error)
+
+    def report(self) -> PlanReport | None:
+        """None before the first observation."""
+        if self._proposal is None:
+            return None
+        counts = self._cluster.counts
+        return PlanReport(
+            acts=self._acts,
+            prefill=counts["prefill"],
+            decode=counts["decode"],
+            proposed_prefill=self._proposal.prefill,
+            proposed_decode=self._proposal.decode,
+            prefill_reason=self._proposal.prefill_need.reason,
+            decode_reason=self._proposal.decode_need.reason,
+            predicted_ttft_s=self._demand.predicted_ttft_s,
+        )
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+
+def planner_config(config: ClusterConfig) -> PlannerConfig:
+    """Where it only proposes, what the operator has started is within bounds whatever they say."""
+    most_workers = config.autoscale_max_workers
+    return PlannerConfig(
+        ttft_s=config.autoscale_ttft_ms / 1000,
+        itl_s=config.autoscale_itl_ms / 1000,
+        min_prefill=min(config.autoscale_min_prefill, config.prefill),
+        max_prefill=max(config.autoscale_max_prefill, config.prefill),
+        min_decode=min(config.autoscale_min_decode, config.decode),
+        max_decode=max(config.autoscale_max_decode, config.decode),
+        max_workers=max(most_workers, config.prefill + config.decode) if most_workers else 0,
+        max_num_seqs=config.max_num_seqs,
+        down_after_s=config.autoscale_down_after_s,
+    )
+
+
+def num_refused(reports: Sequence[StatusReport]) -> int | None:
+    """By all proxies since their start; None before any has told."""
+    told = [report.figures.num_refused for report in reports if report.figures is not None]
+    return sum(told) if told else None
+
+
+def freshest_loads(reports: Sequence[StatusReport]) -> list[tuple[WorkerInfo, WorkerLoad]]:
+    """Each worker once: from the proxy that heard of it last. Every proxy gets the same reports."""
+    best: dict[str, WorkerReport] = {}
+    for report in reports:
+        for worker in report.workers:
+            known = best.get(worker.worker.epoch)
+            if known is None or worker.silence_s < known.silence_s:
+                best[worker.worker.epoch] = worker
+    return [(worker.worker, worker.load) for worker in best.values()]

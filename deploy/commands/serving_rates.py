@@ -1,0 +1,107 @@
+"""From counts since the start to what happened between two moments: percentiles, rates, bandwidths. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from tandem.protocol.messages.membership import LatencyBuckets, ServingFigures, StatusReport
+from tandem.telemetry.quantile import histogram_quantile
+
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What all proxies said at one moment (seconds of a monotonic clock)."""
+
+    at: float
+    reports: Sequence[StatusReport]
+
+    def figures(self) -> dict[str, ServingFigures]:
+        return {report.proxy_id: report.figures for report in self.reports if report.figures is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class ServingRates:
+    """ttft_s, itl_s, e2e_s: at `QUANTILES`; None where nothing was counted. Rates are None without an earlier sample.
+
+    stages_s: mean of each stage. bandwidth: bytes per second by (prefill, decode) worker while blocks moved.
+    """
+
+    num_waiting: int
+    num_finished: int
+    ttft_s: list[float | None]
+    itl_s: list[float | None]
+    e2e_s: list[float | None]
+    output_tokens_per_s: float | None
+    prompt_tokens_per_s: float | None
+    finished_per_s: float | None
+    stages_s: dict[str, float]
+    bandwidth: dict[tuple[str, str], float] = field(default_factory=dict)
+
+
+def rates(now: Sample, then: Sample | None) -> ServingRates:
+    """then: an earlier sample, or None for all since the start. A proxy that was restarted since counts from there."""
+    before = then.figures() if then is not None else {}
+    pairs = [(figures, before.get(proxy_id)) for proxy_id, figures in now.figures().items()]
+    span_s = now.at - then.at if then is not None else 0.0
+
+    def grown(name: str) -> int:
+        return sum(getattr(new, name) - (getattr(old, name) if old is not None else 0) for new, old in pairs)
+
+    def per_s(name: str) -> float | None:
+        return grown(name) / span_s if span_s > 0 else None
+
+    def quantiles(name: str) -> list[float | None]:
+        return _quantiles([(getattr(new, name), getattr(old, name) if old is not None else None) for new, old in pairs])
+
+    num_finished = grown("num_finished")
+    stages_s: dict[str, float] = {}
+    for new, old in pairs:
+        for stage, seconds in new.stages_s.items():
+            since = seconds - (old.stages_s.get(stage, 0.0) if old is not None else 0.0)
+            stages_s[stage] = stages_s.get(stage, 0.0) + since / max(1, num_finished)
+    return ServingRates(
+        num_waiting=sum(new.num_waiting for new, _ in pairs),
+        num_finished=num_finished,
+        ttft_s=quantiles("ttft"),
+        itl_s=quantiles("itl"),
+        e2e_s=quantiles("e2e"),
+        output_tokens_per_s=per_s("num_output_tokens"),
+        prompt_tokens_per_s=per_s("num_prompt_tokens"),
+        finished_per_s=per_s("num_finished"),
+        stages_s=stages_s,
+        bandwidth=_bandwidth(now, then),
+    )
+
+
+def _quantiles(pairs: list[tuple[LatencyBuckets, LatencyBuckets | None]]) -> list[float | None]:
+    if not pairs:
+        return [None] * len(QUANTILES)
+    bounds = [*pairs[0][0].bounds_s, math.inf]
+    counts = [0] * len(bounds)
+    for new, old in pairs:
+        for i, count in enumerate(new.counts):
+            counts[i] += count - (old.counts[i] if old is not None else 0)
+    return [histogram_quantile(bounds, counts, q) for q in QUANTILES]
+
+
+def _bandwidth(now: Sample, then: Sample | None) -> dict[tuple[str, str], float]:
+    found = {}
+    old = _traffic(then) if then is not None else {}
+    for key, (num_bytes, seconds) in _traffic(now).items():
+        old_bytes, old_s = old.get(key, (0, 0.0))
+        if seconds > old_s:
+            found[key[0], key[2]] = (num_bytes - old_bytes) / (seconds - old_s)
+    return found
+
+
+def _traffic(sample: Sample) -> dict[tuple[str, str, str], tuple[int, float]]:
+    """(bytes, seconds) by prefill worker, its epoch, and decode worker; every proxy knows of all workers."""
+    return {
+        (report.worker.worker_id, report.worker.epoch, each.decode_worker_id): (each.num_bytes, each.shipping_s)
+        for report in (sample.reports[0].workers if sample.reports else [])
+        for each in report.load.traffic
+    }

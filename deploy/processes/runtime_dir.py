@@ -1,0 +1,73 @@
+"""The private folder of a running cluster: sockets and the processes' config files, gone when the cluster is.
+
+It is found by port, so that `tandem status` needs no more than that.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from tandem.runtime.errors import ConfigError
+
+PROXIES_FILE = "proxies"
+"""In the folder, when the proxies are on other hosts: their control endpoints."""
+NETWORK_FILE = "network.json"
+"""Beside it: how these are protected, a `protocol.network.NetworkConfig`."""
+
+
+def runtime_dir(port: int | str) -> Path:
+    """port: of the cluster, or the name of workers that have joined one."""
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    if base and Path(base).is_dir():
+        return Path(base) / f"tandem-{port}"
+    return Path(tempfile.gettempdir()) / f"tandem-{os.getuid()}-{port}"
+
+
+def create_runtime_dir(port: int | str) -> Path:
+    """Make it anew, mode 0700. Raises ConfigError while another launcher lives in it."""
+    folder = runtime_dir(port)
+    pid_file = folder / "launcher.pid"
+    if folder.exists():
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            raise ConfigError(f"{folder} belongs to somebody else; remove it or choose another --port")
+        pid = _read_pid(pid_file)
+        if pid is not None and _is_alive(pid):
+            if isinstance(port, str):
+                raise ConfigError(f"workers named {port} are running already (process {pid}); choose another --name")
+            raise ConfigError(f"a cluster is already running on port {port} (process {pid}); choose another --port")
+        shutil.rmtree(folder)
+    folder.mkdir(mode=0o700)
+    pid_file.write_text(str(os.getpid()))
+    return folder
+
+
+def _read_pid(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def cache_dir() -> Path:
+    """The user's cache folder for what can be made again: the demo model, and logs."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "tandem"
+
+
+def log_dir(port: int | str) -> Path:
+    folder = cache_dir() / "logs" / (f"port-{port}" if isinstance(port, int) else port)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -1,0 +1,221 @@
+"""Paged attention of torch's plain operations: right on every device, and what to fall back on.
+
+Sequences with one new token are batched; longer chunks run one by one, on their own fresh keys where the chunk begins
+the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from tandem.engine.attention.interface import NO_WINDOW, AttentionOptions
+from tandem.engine.batch import BatchItem
+
+if TYPE_CHECKING:
+    from tandem.engine.kv_pool import KVPool
+
+
+@dataclass
+class _SingleTokens:
+    """Sequences with one new token each, whose contexts are of similar length (in blocks)."""
+
+    token_rows: torch.Tensor  # [num_seqs]: which tokens of the step
+    block_tables: torch.Tensor  # [num_seqs, max_blocks]; a sequence's last entries repeat its first block
+    num_context_tokens: torch.Tensor  # [num_seqs], the new token included
+    views: dict[int, _ContextView] = field(default_factory=dict)  # by sliding window
+
+
+@dataclass
+class _ContextView:
+    """The blocks that single tokens may see some of, as rows of a layer's keys or values in the pool."""
+
+    rows: torch.Tensor  # [num_seqs * num_kv_heads * max_blocks]
+    bias: torch.Tensor  # [num_seqs, 1, 1, max_blocks * block_size]: 0 where a key may be seen, -inf elsewhere
+
+
+@dataclass
+class _Chunk:
+    """Several new tokens of one sequence."""
+
+    first_token: int
+    num_tokens: int
+    start: int
+    block_table: torch.Tensor | None  # [num_blocks]; None when the chunk begins the sequence
+    masks: dict[int, torch.Tensor] = field(default_factory=dict)  # by sliding window: [num_tokens, num_context_tokens]
+
+
+class PlainAttention:
+    """Everything that attention needs to know of one step, made once for all layers."""
+
+    def __init__(self, pool: KVPool, items: Sequence[BatchItem]) -> None:
+        self.pool = pool
+        device = pool.tensor.device
+        block_size = pool.layout.block_size
+        slots: list[torch.Tensor] = []  # block id * block_size + token of the block
+        singles: dict[int, list[tuple[int, BatchItem]]] = {}
+        self.chunks: list[_Chunk] = []
+        first_token = 0
+        for item in items:
+            num_tokens = len(item.token_ids)
+            end = item.start + num_tokens
+            num_blocks = -(-end // block_size)
+            if num_tokens == 1:
+                singles.setdefault((num_blocks - 1).bit_length(), []).append((first_token, item))
+                slots.append(torch.tensor([item.block_table[num_blocks - 1] * block_size + item.start % block_size]))
+            else:
+                table = torch.tensor(list(item.block_table[:num_blocks]))
+                positions = torch.arange(item.start, end)
+                slots.append(table[positions // block_size] * block_size + positions % block_size)
+                context = table.to(device) if item.start else None
+                self.chunks.append(_Chunk(first_token, num_tokens, item.start, context))
+            first_token += num_tokens
+        self.num_tokens = first_token
+        slot_mapping = torch.cat(slots).to(device)  # [num_tokens]
+        self.slots = [slot_mapping // block_size, slot_mapping % block_size]
+        self.singles = [self._single_tokens(group) for group in singles.values()]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """See `engine.attention.interface.StepAttention`."""
+        for tokens, new in zip(self.pool.layer_tokens[layer], (key, value), strict=True):
+            torch.ops.aten.index_put_(tokens, self.slots, new[0].transpose(0, 1))
+        # One group or chunk is all tokens, in the step's order.
+        if not self.chunks and len(self.singles) == 1:
+            return _attend_single(self.pool, layer, self.singles[0], query[0].transpose(0, 1), options)
+        if not self.singles and len(self.chunks) == 1:
+            return _attend_chunk(self.pool, layer, self.chunks[0], query, key, value, options)
+        output = torch.empty(self.num_tokens, query.shape[1], query.shape[-1], dtype=query.dtype, device=query.device)
+        for singles in self.singles:
+            heads = query[0].transpose(0, 1).index_select(0, singles.token_rows)
+            output.index_copy_(0, singles.token_rows, _attend_single(self.pool, layer, singles, heads, options))
+        for chunk in self.chunks:
+            rows = slice(chunk.first_token, chunk.first_token + chunk.num_tokens)
+            output[rows] = _attend_chunk(
+                self.pool, layer, chunk, query[:, :, rows], key[:, :, rows], value[:, :, rows], options
+            )
+        return output
+
+    def _single_tokens(self, group: list[tuple[int, BatchItem]]) -> _SingleTokens:
+        device, block_size = self.pool.tensor.device, self.pool.layout.block_size
+        num_blocks = [item.start // block_size + 1 for _, item in group]
+        max_blocks = max(num_blocks)
+        tables = [
+            [*item.block_table[:used], *[item.block_table[0]] * (max_blocks - used)]
+            for (_, item), used in zip(group, num_blocks, strict=True)
+        ]
+        return _SingleTokens(
+            token_rows=torch.tensor([row for row, _ in group], device=device),
+            block_tables=torch.tensor(tables, device=device),
+            num_context_tokens=torch.tensor([item.start + 1 for _, item in group], device=device),
+        )
+
+
+def _context_view(pool: KVPool, singles: _SingleTokens, window: int) -> _ContextView:
+    layout, device = pool.layout, pool.tensor.device
+    tables, num_tokens = singles.block_tables, singles.num_context_tokens[:, None]
+    max_blocks = tables.shape[1]
+    first_seen = (num_tokens - window).clamp_(min=0) if window != NO_WINDOW else torch.zeros_like(num_tokens)
+    first_block = first_seen // layout.block_size
+    if window != NO_WINDOW:
+        last_block = (num_tokens - 1) // layout.block_size
+        max_blocks = int((last_block - first_block).max()) + 1
+        columns = torch.minimum(first_block + torch.arange(max_blocks, device=device), last_block)
+        tables = tables.gather(1, columns)
+    positions = first_block * layout.block_size + torch.arange(max_blocks * layout.block_size, device=device)
+    seen = (positions >= first_seen) & (positions < num_tokens)
+    heads = torch.arange(layout.num_kv_heads, device=device)[:, None]
+    rows = tables[:, None, :] * (2 * layout.num_layers * layout.num_kv_heads) + heads
+    bias = torch.zeros(seen.shape, device=device).masked_fill_(~seen, float("-inf"))
+    return _ContextView(rows.reshape(-1), bias[:, None, None])
+
+
+def _chunk_mask(chunk: _Chunk, window: int, device: torch.device) -> torch.Tensor:
+    """True where a key may be seen: the causal triangle of the chunk's queries at the end of the context."""
+    if window not in chunk.masks:
+        end = chunk.start + chunk.num_tokens
+        queries = torch.arange(chunk.start, end, device=device)[:, None]
+        keys = torch.arange(end, device=device)
+        seen = keys <= queries
+        if window != NO_WINDOW:
+            seen &= keys > queries - window
+        chunk.masks[window] = seen
+    return chunk.masks[window]
+
+
+def _attend_single(
+    pool: KVPool, layer: int, singles: _SingleTokens, query: torch.Tensor, options: AttentionOptions
+) -> torch.Tensor:
+    """query: [num_seqs, num_heads, head_dim], and so the result."""
+    num_seqs, num_heads, head_dim = query.shape
+    view = singles.views.get(options.window)
+    if view is None:
+        view = singles.views[options.window] = _context_view(pool, singles, options.window)
+    num_kv_heads = pool.layout.num_kv_heads
+    key, value = (
+        blocks.index_select(0, view.rows).view(num_seqs, num_kv_heads, -1, head_dim)
+        for blocks in pool.layer_blocks[layer]
+    )
+    # Query heads of a group share one key head: [num_seqs, num_kv_heads, group, ...]
+    scores = torch.matmul(query.reshape(num_seqs, num_kv_heads, -1, head_dim), key.transpose(2, 3)).float()
+    sinks = None if options.sinks is None else options.sinks.view(1, num_kv_heads, -1, 1)
+    weights = _softmax(_capped(scores * options.scale, options) + view.bias, sinks).to(value.dtype)
+    return torch.matmul(weights, value).view(num_seqs, num_heads, head_dim)
+
+
+def _capped(scores: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
+    return torch.tanh(scores / options.softcap) * options.softcap if options.softcap else scores
+
+
+def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
+    """Over the last axis; sinks (same shape, last axis 1) take their share of the mass and are left out."""
+    if sinks is None:
+        return scores.softmax(-1)
+    with_sinks = torch.cat((scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)), -1)
+    return with_sinks.softmax(-1)[..., :-1]
+
+
+def _attend_chunk(
+    pool: KVPool,
+    layer: int,
+    chunk: _Chunk,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    options: AttentionOptions,
+) -> torch.Tensor:
+    num_heads, num_kv_heads = query.shape[1], key.shape[1]
+    group = num_heads // num_kv_heads
+    is_plain = not options.softcap and options.sinks is None
+    sees_all = options.window == NO_WINDOW or options.window >= chunk.num_tokens
+    if chunk.block_table is None and sees_all and is_plain:
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=options.scale)
+        return mixed[0].transpose(0, 1)
+    if chunk.block_table is not None:
+        key, value = (_context(pool, chunk, chunk.block_table, blocks) for blocks in pool.layer_blocks[layer])
+    mask = _chunk_mask(chunk, options.window, query.device)
+    # Query heads of a group are stacked along the query axis: SDPA's own enable_gqa is slow on CPU.
+    folded = query.reshape(1, num_kv_heads, group * chunk.num_tokens, -1)
+    if is_plain:
+        mixed = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask.repeat(group, 1), scale=options.scale)
+        return mixed.view(num_heads, chunk.num_tokens, -1).transpose(0, 1)
+    scores = _capped(torch.matmul(folded * options.scale, key.transpose(-1, -2)).float(), options)
+    scores = scores.view(num_kv_heads, group, chunk.num_tokens, -1).masked_fill(~mask, float("-inf"))
+    sinks = None if options.sinks is None else options.sinks.view(num_kv_heads, group, 1, 1)
+    weights = _softmax(scores, sinks).to(value.dtype).view((*folded.shape[:3], -1))
+    return torch.matmul(weights, value).view(num_heads, chunk.num_tokens, -1).transpose(0, 1)
+
+
+def _context(pool: KVPool, chunk: _Chunk, block_table: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Keys or values of the whole context: [1, num_kv_heads, num_context_tokens, head_dim]."""
+    layout = pool.layout
+    heads = torch.arange(layout.num_kv_heads, device=block_table.device)[:, None]
+    rows = block_table * (2 * layout.num_layers * layout.num_kv_heads) + heads  # [num_kv_heads, num_blocks]
+    flat = blocks.index_select(0, rows.view(-1)).view(1, layout.num_kv_heads, -1, layout.head_dim)
+    return flat[:, :, : chunk.start + chunk.num_tokens]

@@ -1,0 +1,238 @@
+"""Decoder layers of the common shape in few, large operations: what a small step costs is mostly their number.
+
+A layer is replaced only if it has the parts of that shape and nothing else, and if the replacement then computes the
+same, in float32, on what a run of the whole model fed the layer. All others stay as transformers made them.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from tandem.engine.attention.interface import AttentionOptions, LayerPlan, StepAttention
+from tandem.engine.cpu.kernels import DTYPES, as_array, rms_norm, rotation
+from tandem.engine.cpu.packed_linear import merge
+
+_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_TOLERANCE = 1e-4  # of the largest value, in float32
+_NUM_PROBE_TOKENS = 5
+
+
+class NotFusedError(Exception):
+    """The layer is not of the common shape; says in what."""
+
+
+class FusedLayer(nn.Module):
+    """Norm, merged q/k/v, rotation, attention, output and residual; norm, gated SiLU, output and residual.
+
+    Takes the arguments of the transformers layer that it replaces, of which only `hidden_states`
+    [1, num_tokens, hidden_size], `position_embeddings` (cosines and sines, [1, num_tokens, head_dim]) and `tandem`
+    count. options: what the replaced layer asked of its attention. Raises NotFusedError.
+    """
+
+    def __init__(self, layer: Any, options: AttentionOptions) -> None:
+        super().__init__()
+        attention, mlp = _of_known_parts(layer)
+        self.attention_type = getattr(layer, "attention_type", None)  # some models ask their layers
+        self._plan: LayerPlan = attention.tandem_plan
+        self._options = options
+        self._head_dim: int = attention.head_dim
+        if hasattr(attention, "qkv_proj"):
+            projections = [attention.qkv_proj]
+            num_kv_heads = attention.num_key_value_heads
+        else:
+            projections = [attention.q_proj, attention.k_proj, attention.v_proj]
+            num_kv_heads = attention.k_proj.out_features // self._head_dim
+        num_outputs = sum(linear.out_features for linear in projections)
+        self._num_kv_heads: int = num_kv_heads
+        if (num_kv_heads, self._head_dim) != (self._plan.num_kv_heads, self._plan.head_dim):
+            raise NotFusedError("its heads are fitted to the KV pool's")
+        self._num_heads: int = num_outputs // self._head_dim - 2 * num_kv_heads
+        self._input_norm = FusedRMSNorm(layer.input_layernorm)
+        self._qkv = merge(projections)
+        self._query_norm = FusedRMSNorm(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self._key_norm = FusedRMSNorm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self._output = merge([attention.o_proj])
+        self._mlp_norm = FusedRMSNorm(layer.post_attention_layernorm)
+        if hasattr(mlp, "gate_up_proj"):
+            gate, up = _halves(mlp.gate_up_proj)
+        else:
+            gate, up = mlp.gate_proj, mlp.up_proj
+        self._gate = merge([gate], "swish")
+        self._up = merge([up])
+        self._down = merge([mlp.down_proj])
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        *_: Any,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        tandem: StepAttention,
+        **__: Any,
+    ) -> torch.Tensor:
+        residual = hidden_states[0]
+        num_tokens, num_heads, num_rotated = len(residual), self._num_heads, self._num_heads + self._num_kv_heads
+        # [num_tokens, heads, head_dim]: the query's, the keys', the values'
+        heads = self._qkv(self._input_norm(residual)).view(num_tokens, -1, self._head_dim)
+        rotated = heads
+        if self._query_norm is not None and self._key_norm is not None:
+            rotated = torch.cat(
+                (self._query_norm(heads[:, :num_heads]), self._key_norm(heads[:, num_heads:num_rotated])), 1
+            )
+        rotated = _rotated(rotated, num_rotated, *position_embeddings)
+        attended = tandem.attend(
+            self._plan.layer,
+            rotated[:, :num_heads].transpose(0, 1)[None],
+            rotated[:, num_heads:].transpose(0, 1)[None],
+            heads[:, num_rotated:].transpose(0, 1)[None],
+            self._options,
+        )
+        residual = self._output.combined(attended.reshape(num_tokens, -1), residual, "add")
+        normed = self._mlp_norm(residual)
+        gated = self._up.combined(normed, self._gate(normed), "mul")
+        return self._down.combined(gated, residual, "add")[None]
+
+
+class FusedRMSNorm(nn.Module):
+    """RMSNorm (Zhang and Sennrich, NeurIPS 2019), rounded where transformers' Llama rounds. Raises NotFusedError."""
+
+    def __init__(self, norm: Any) -> None:
+        super().__init__()
+        epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
+        if epsilon is None or [name for name, _ in norm.named_parameters()] != ["weight"]:
+            raise NotFusedError(f"{type(norm).__name__} is no RMSNorm")
+        self.weight: torch.Tensor = norm.weight
+        self._epsilon = float(epsilon)
+        self._weight_array = as_array(norm.weight.detach())
+        self._normalise = rms_norm(norm.weight.dtype)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        rows = inputs.reshape(-1, len(self.weight))
+        output = torch.empty(rows.shape, dtype=rows.dtype)
+        self._normalise(as_array(rows), self._weight_array, self._epsilon, as_array(output))
+        return output.view(inputs.shape)
+
+
+def _rotated(heads: torch.Tensor, num_heads: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The first `num_heads` of heads [num_tokens, any, head_dim], rotated; cos and sin: [1, num_tokens, head_dim]."""
+    output = torch.empty(len(heads), num_heads, heads.shape[2], dtype=heads.dtype)
+    rotation(heads.dtype)(as_array(heads), as_array(cos[0]), as_array(sin[0]), as_array(output))
+    return output
+
+
+def _of_known_parts(layer: Any) -> tuple[Any, Any]:
+    """The attention and the MLP of a layer that has exactly the known parts."""
+    with_weights = {name for name, child in layer.named_children() if list(child.parameters())}
+    if with_weights != _PARTS or list(layer.parameters(recurse=False)):
+        raise NotFusedError("other parts than attention, MLP and two norms")
+    attention, mlp = layer.self_attn, layer.mlp
+    merged = {"qkv_proj", "o_proj"}, {"gate_up_proj", "down_proj"}
+    apart = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
+    for module, shapes in ((attention, (merged[0], apart[0])), (mlp, (merged[1], apart[1]))):
+        children = {name: child for name, child in module.named_children() if list(child.parameters())}
+        if set(children) - {"q_norm", "k_norm"} not in shapes or ("q_norm" in children) != ("k_norm" in children):
+            raise NotFusedError(f"other parts in {type(module).__name__}")
+        if list(module.parameters(recurse=False)):
+            raise NotFusedError(f"weights of its own in {type(module).__name__}")
+        for name, child in children.items():
+            if not name.endswith("_norm") and (type(child) is not nn.Linear or not _is_plain(child)):
+                raise NotFusedError(f"{name} is no plain linear layer")
+    return attention, mlp
+
+
+def _is_plain(linear: nn.Linear) -> bool:
+    """Whether nobody has put hooks or a tensor of another kind (a shard, a quantised one) into it."""
+    return not linear._forward_hooks and not linear._forward_pre_hooks and type(linear.weight.data) is torch.Tensor
+
+
+def _halves(linear: nn.Linear) -> tuple[nn.Linear, nn.Linear]:
+    parts = []
+    biases = (None, None) if linear.bias is None else linear.bias.chunk(2)
+    for weight, bias in zip(linear.weight.chunk(2), biases, strict=True):
+        part = nn.Linear(1, 1, bias=bias is not None, device="meta")
+        part.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            part.bias = nn.Parameter(bias, requires_grad=False)
+        parts.append(part)
+    return parts[0], parts[1]
+
+
+@dataclass
+class _Probe:
+    """A step's attention that keeps what it is asked, and answers with something that depends on all of it."""
+
+    options: dict[int, AttentionOptions] = field(default_factory=dict)
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        self.options[layer] = options
+        group = query.shape[1] // key.shape[1]
+        mixed = torch.tanh(query + 2 * key.repeat_interleave(group, 1)) + value.repeat_interleave(group, 1)
+        return mixed[0].transpose(0, 1).contiguous()
+
+
+def fuse_layers(model: Any) -> int:
+    """Replace the layers of `model` that can be; returns how many were."""
+    layers: nn.ModuleList | None = getattr(model.base_model, "layers", None)
+    if layers is None or model.dtype not in DTYPES:
+        return 0
+    inputs: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
+    hooks = []
+    for i, layer in enumerate(layers):
+
+        def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], i: int = i) -> None:
+            inputs[i] = args, kwargs
+
+        hooks.append(layer.register_forward_pre_hook(keep, with_kwargs=True))
+    probe = _Probe()
+    device = next(model.parameters()).device
+    tokens = torch.arange(_NUM_PROBE_TOKENS, device=device)[None]
+    try:
+        # Positions far apart, so that a wrong rotation shows.
+        model(input_ids=tokens, position_ids=tokens * 7, use_cache=False, tandem=probe)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    num_fused = 0
+    for i, layer in enumerate(layers):
+        if i not in inputs or i not in probe.options:
+            continue
+        try:
+            _check_equal(layer, probe.options[i], *inputs[i])
+            layers[i] = FusedLayer(layer, probe.options[i])
+        except NotFusedError:
+            continue
+        num_fused += 1
+    return num_fused
+
+
+def _check_equal(layer: nn.Module, options: AttentionOptions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _of_known_parts(layer)
+    reference = copy.deepcopy(layer).float()
+    fused = FusedLayer(reference, options)
+    args, kwargs = _as_float32(args), _as_float32({**kwargs, "tandem": _Probe()})
+    embeddings = kwargs.get("position_embeddings")
+    if not isinstance(embeddings, tuple) or embeddings[0].shape[-1] != fused._head_dim:
+        raise NotFusedError("its rotation is not of whole heads")
+    wanted = reference(*args, **kwargs)
+    if not isinstance(wanted, torch.Tensor):
+        raise NotFusedError("it gives more than hidden states")
+    hidden = args[0] if args else kwargs["hidden_states"]
+    change, wanted_change = fused(*args, **kwargs) - hidden, wanted - hidden
+    if not torch.allclose(change, wanted_change, rtol=0, atol=_TOLERANCE * float(wanted_change.abs().max())):
+        raise NotFusedError("its formula is another")
+
+
+def _as_float32(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, tuple):
+        return tuple(_as_float32(v) for v in value)
+    if isinstance(value, dict):
+        return {k: _as_float32(v) for k, v in value.items()}
+    return value

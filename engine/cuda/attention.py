@@ -1,0 +1,157 @@
+"""Paged attention on CUDA: torch's `varlen_attn`, which reads keys and values from the pool by block table.
+
+It needs torch 2.13 or newer and one of its backends that takes our pages (cuDNN 9.24 takes powers of two, Flash
+Attention 3 any, Flash Attention 2 multiples of 256). Whether it works here is found out by trying, once, when the
+worker starts (`varlen_problem`); where it does not, `engine.attention.plain.PlainAttention` is used, which is right on
+any device. So is it for layers with soft caps or sinks, which `varlen_attn` has no way to express.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from tandem.engine.attention.interface import NO_WINDOW, AttentionOptions
+from tandem.engine.attention.plain import PlainAttention
+from tandem.engine.attention.step_index import StepIndex
+from tandem.engine.batch import BatchItem
+
+if TYPE_CHECKING:
+    from tandem.engine.kv_pool import KVPool
+
+log = logging.getLogger(__name__)
+
+VarlenFunction = Callable[..., torch.Tensor]
+"""Has the signature of `torch.nn.attention.varlen.varlen_attn`."""
+
+
+def find_varlen_attn() -> VarlenFunction | None:
+    """torch's, if this one has it with `block_table`."""
+    try:
+        from torch.nn.attention import varlen
+    except ImportError:
+        return None
+    function = cast(VarlenFunction, varlen.varlen_attn)
+    return function if "block_table" in function.__code__.co_varnames else None
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """A `StepIndex` on the device."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    blocks: torch.Tensor
+    offsets: torch.Tensor
+    cu_seqlens: torch.Tensor
+    num_context: torch.Tensor
+    block_table: torch.Tensor
+    max_query_len: int
+    max_context_len: int
+
+    @classmethod
+    def of(cls, index: StepIndex, device: torch.device) -> StepTensors:
+        """By one copy: all arrays lie in one buffer, pinned where there is CUDA."""
+        arrays = (
+            index.token_ids, index.positions, index.blocks, index.offsets, index.cu_seqlens, index.num_context,
+            index.block_table.reshape(-1),
+        )  # fmt: skip
+        host = torch.from_numpy(np.concatenate(arrays))
+        if device.type == "cuda":
+            host = host.pin_memory()
+        parts = torch.split(host.to(device, non_blocking=True), [len(array) for array in arrays])
+        token_ids, positions, blocks, offsets, cu_seqlens, num_context, table = parts
+        return cls(
+            token_ids, positions, blocks, offsets, cu_seqlens, num_context, table.view(index.block_table.shape),
+            index.max_query_len, int(index.num_context.max()),
+        )  # fmt: skip
+
+
+class VarlenAttention:
+    """`engine.attention.interface.StepAttention` by `varlen_attn`. plain: for what it cannot do; made only where it
+    is needed."""
+
+    def __init__(
+        self, pool: KVPool, step: StepTensors, varlen: VarlenFunction, plain: Callable[[], PlainAttention]
+    ) -> None:
+        self._pool = pool
+        self._step = step
+        self._varlen = varlen
+        self._make_plain = plain
+        self._plain: PlainAttention | None = None
+        self._places = step.blocks.long(), step.offsets.long()
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
+    ) -> torch.Tensor:
+        """See `engine.attention.interface.StepAttention`."""
+        if options.softcap or options.sinks is not None:
+            self._plain = self._plain or self._make_plain()
+            return self._plain.attend(layer, query, key, value, options)
+        blocks, offsets = self._places
+        of_layer = self._pool.tensor[:, layer]  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+        for cache, new in ((of_layer[:, 0], key), (of_layer[:, 1], value)):
+            cache[blocks, :, offsets] = new[0].transpose(0, 1)
+        step = self._step
+        window = (-1, 0) if options.window == NO_WINDOW else (options.window - 1, 0)
+        return self._varlen(
+            query[0].transpose(0, 1),
+            of_layer[:, 0].transpose(1, 2),  # [num_blocks, block_size, num_kv_heads, head_dim], a view
+            of_layer[:, 1].transpose(1, 2),
+            step.cu_seqlens,
+            None,
+            step.max_query_len,
+            step.max_context_len,
+            scale=options.scale,
+            window_size=window,
+            enable_gqa=query.shape[1] != key.shape[1],
+            seqused_k=step.num_context,
+            block_table=step.block_table,
+        )
+
+
+def varlen_problem(pool: KVPool, varlen: VarlenFunction | None, num_heads: int, windows: Sequence[int]) -> str | None:
+    """Why `varlen_attn` cannot be used with this pool, or None if it can: it is tried, and compared with the plain way.
+
+    windows: of the model's layers.
+    """
+    if varlen is None:
+        return f"torch {torch.__version__} has no varlen_attn with block tables"
+    layout = pool.layout
+    generator = torch.Generator().manual_seed(0)
+    saved = pool.tensor[:2].clone()
+
+    def random(heads: int, num_tokens: int) -> torch.Tensor:
+        shape = (1, heads, num_tokens, layout.head_dim)
+        return torch.randn(shape, generator=generator).to(pool.tensor.dtype).to(pool.tensor.device)
+
+    try:
+        # A prompt that fills a block and begins another, then one more token.
+        first, second = layout.block_size + 3, 1
+        for window, (start, num_tokens) in product(windows, ((0, first), (first, second))):
+            items = [BatchItem([0] * num_tokens, start, [1, 0])]
+            query = random(num_heads, num_tokens)
+            key, value = random(layout.num_kv_heads, num_tokens), random(layout.num_kv_heads, num_tokens)
+            options = AttentionOptions(layout.head_dim**-0.5, window)
+            expected = PlainAttention(pool, items).attend(0, query, key, value, options)
+            got = varlen_attention(pool, items, varlen).attend(0, query, key, value, options)
+            error = float((got.float() - expected.float()).abs().max())
+            if not error < 0.05:
+                return f"varlen_attn is off by {error:.3g} from plain attention"
+    except Exception as problem:  # whichever backend refuses, in whatever way
+        return f"varlen_attn does not take this pool: {str(problem).strip().splitlines()[0]}"
+    finally:
+        pool.tensor[:2] = saved
+    return None
+
+
+def varlen_attention(pool: KVPool, items: Sequence[BatchItem], varlen: VarlenFunction) -> VarlenAttention:
+    """For one step, made from its items."""
+    step = StepTensors.of(StepIndex.of(items, pool.layout.block_size), pool.tensor.device)
+    return VarlenAttention(pool, step, varlen, lambda: PlainAttention(pool, items))

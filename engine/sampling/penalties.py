@@ -1,0 +1,99 @@
+"""What changes logits before they are sampled, greedy rows too: bans, what is allowed, bias, penalties, grammars."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from tandem.engine.batch import Sample
+from tandem.engine.sampling.grammar_mask import StepMask
+
+
+def adjusted(logits: torch.Tensor, samples: Sequence[Sample], mask: StepMask | None = None) -> torch.Tensor:
+    """`logits` [num_rows, vocab_size] where nothing is asked for, else a copy of them in float32, changed."""
+    if mask is None and not any(_is_changed(s) for s in samples):
+        return logits
+    logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
+    _ban_and_bias(logits, samples)
+    for row, s in enumerate(samples):
+        if s.params.allowed_token_ids:
+            _allow(logits[row], s.params.allowed_token_ids)
+    rows = [i for i, s in enumerate(samples) if s.params.has_penalties]
+    if rows:
+        index = torch.tensor(rows, device=logits.device)
+        logits.index_copy_(0, index, _penalised(logits.index_select(0, index), [samples[i] for i in rows]))
+    if mask is not None:
+        mask.apply(logits)
+    return logits
+
+
+def _is_changed(sample: Sample) -> bool:
+    params = sample.params
+    return bool(
+        sample.banned_token_ids
+        or params.logit_bias
+        or params.allowed_token_ids
+        or params.bad_words
+        or params.has_penalties
+    )
+
+
+def _bad_next(sample: Sample) -> list[int]:
+    """The tokens that would complete a bad word."""
+    output = sample.output_token_ids
+    return [
+        last
+        for *before, last in sample.params.bad_words
+        if not before or (len(output) >= len(before) and list(output[-len(before) :]) == before)
+    ]
+
+
+def _banned(sample: Sample) -> Collection[int]:
+    """With a grammar its mask has these, unless they are the only way to go on."""
+    return sample.banned_token_ids if sample.grammar is None else ()
+
+
+def _allow(row: torch.Tensor, token_ids: Sequence[int]) -> None:
+    """Changes `row` [vocab_size]: others become impossible."""
+    index = torch.tensor([i for i in token_ids if i < len(row)], device=row.device)
+    kept = row[index]
+    row.fill_(float("-inf"))
+    row[index] = kept
+
+
+def _ban_and_bias(logits: torch.Tensor, samples: Sequence[Sample]) -> None:
+    added: dict[tuple[int, int], float] = {}
+    for row, s in enumerate(samples):
+        added.update({(row, token_id): bias for token_id, bias in s.params.logit_bias})
+        added.update({(row, token_id): float("-inf") for token_id in (*_banned(s), *_bad_next(s))})
+    inside = [(row, token_id) for row, token_id in added if token_id < logits.shape[-1]]
+    if not inside:
+        return
+    index = torch.tensor(inside, device=logits.device)
+    values = torch.tensor([added[key] for key in inside], device=logits.device)
+    logits.index_put_((index[:, 0], index[:, 1]), values, accumulate=True)
+
+
+def _penalised(logits: torch.Tensor, samples: list[Sample]) -> torch.Tensor:
+    """Repetition (Keskar et al., CTRL, 2019) over prompt and output; frequency and presence over the output."""
+
+    def column(name: str) -> torch.Tensor:
+        return torch.tensor([getattr(s.params, name) for s in samples], device=logits.device)[:, None]
+
+    num_output = _counts(logits, [s.output_token_ids for s in samples])
+    seen = (num_output > 0) | (_counts(logits, [s.prompt_token_ids for s in samples]) > 0)
+    penalty = column("repetition_penalty")
+    logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    return logits - column("frequency_penalty") * num_output - column("presence_penalty") * (num_output > 0)
+
+
+def _counts(logits: torch.Tensor, token_ids: list[Sequence[int]]) -> torch.Tensor:
+    """How often each token of the vocabulary occurs in each row, [num_rows, vocab_size]."""
+    num_rows, vocab_size = logits.shape
+    ids = [torch.tensor(row, dtype=torch.long) for row in token_ids]
+    padded = pad_sequence(ids, batch_first=True, padding_value=vocab_size).to(logits.device)
+    counts = torch.zeros(num_rows, vocab_size + 1, device=logits.device)
+    counts.scatter_add_(1, padded, torch.ones(1, device=logits.device).expand(padded.shape))
+    return counts[:, :vocab_size]

@@ -1,0 +1,212 @@
+"""Models that take images and video: their decoder, as the engine runs decoders, and their vision tower.
+
+All of it is transformers' code. The model's own `forward` wants whole prompts, finds placeholders by their token id and
+remembers positions between calls; here prompts come in chunks of many sequences, so its parts are called one by one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
+from tandem.protocol.messages.media import MediaItem
+from tandem.runtime.errors import InvalidRequest
+
+FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
+"""What a model does with an image cannot be found out by running it on tokens, as the rest can. These were compared."""
+
+_TOKEN_TYPES = {"image": 1, "video": 2}
+"""As transformers' `mm_token_type_ids` has them."""
+
+
+def takes_media(model_config: Any) -> bool:
+    return getattr(model_config, "model_type", None) in FAMILIES
+
+
+class Decoder(nn.Module):
+    """The language model with its head, called as transformers' causal language models are.
+
+    base_model_prefix, base_model: as those have them.
+    """
+
+    base_model_prefix = "model"
+
+    def __init__(self, whole: Any) -> None:
+        super().__init__()
+        self.model = whole.model.language_model
+        self.lm_head = whole.lm_head
+        self.config = self.model.config
+
+    @property
+    def base_model(self) -> Any:
+        return self.model
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(self.parameters()).dtype
+
+    def get_input_embeddings(self) -> nn.Module:
+        embeddings: nn.Module = self.model.get_input_embeddings()
+        return embeddings
+
+    def forward(self, logits_to_keep: torch.Tensor | int = 0, **inputs: Any) -> CausalLMOutputWithPast:
+        """logits_to_keep: rows, as transformers takes them; 0 for all."""
+        hidden = self.model(**inputs).last_hidden_state
+        rows = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else slice(-logits_to_keep or None, None)
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden[:, rows]))
+
+
+class VisionTower:
+    """Encodes images and videos and says where tokens are. Holds the whole model.
+
+    `encode` and `place` are for the engine thread. config: transformers', of the tower.
+    """
+
+    def __init__(self, whole: Any) -> None:
+        self.config = whole.config.vision_config
+        self._features = {"image": whole.model.get_image_features, "video": whole.model.get_video_features}
+        self._arguments = {kind: _arguments(features) for kind, features in self._features.items()}
+        self._rope_index = getattr(whole.model, "get_rope_index", None)
+        self._rope_arguments = _arguments(self._rope_index) if self._rope_index is not None else set()
+        flatten_patch_embedding(whole.model.visual if hasattr(whole.model, "visual") else None)
+        parameter = next(whole.parameters())
+        self._device, self._dtype = parameter.device, parameter.dtype
+
+    def check(self, item: MediaItem, tensors: Mapping[str, torch.Tensor]) -> None:
+        """What can be said without running the tower. Raises InvalidRequest."""
+        known = self._arguments[item.kind] | self._rope_arguments
+        unknown = [tensor.name for tensor in item.tensors if tensor.name not in known]
+        if unknown:
+            raise InvalidRequest(f"this model takes no {unknown[0]}; the item comes from another model's processor")
+        grid_name = f"{item.kind}_grid_thw"
+        if grid_name not in known:
+            return
+        grid = tensors.get(grid_name)
+        if grid is None or grid.shape != (1, 3) or grid.dtype != torch.int64 or int(grid.min()) < 1:
+            raise InvalidRequest(f"an item of this model must have one {grid_name}, [1, 3] of positive int64")
+        num_tokens = int(grid.prod()) // self.config.spatial_merge_size**2
+        if num_tokens != item.num_tokens:
+            raise _misfit(item, num_tokens)
+
+    def needed(self, item: MediaItem, is_encoded: bool) -> list[str]:
+        """The tensors of the item without which a prompt cannot be computed: without the pixels once it is encoded."""
+        return [t.name for t in item.tensors if not is_encoded or t.name in self._rope_arguments]
+
+    def num_frames(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> int:
+        """Of which each can be encoded by itself: the vision towers with grids attend within frames only."""
+        grid = tensors.get("video_grid_thw") if kind == "video" else None
+        return 1 if grid is None else int(grid[0, 0])
+
+    @torch.inference_mode()
+    def encode(self, unit: EncodeUnit, media: PromptMedia) -> None:
+        """Into `media`. Raises InvalidRequest when what comes out does not fit the placeholders."""
+        item = media.items[unit.number]
+        tensors = _frames(unit, media.tensors[unit.number])
+        arguments = {
+            name: tensor.to(self._device) for name, tensor in tensors.items() if name in self._arguments[item.kind]
+        }
+        try:
+            features = self._features[item.kind](**arguments, return_dict=True)
+        except Exception as error:
+            # The tensors are the request's; what they are wrong about, only the model's code knows.
+            line = (str(error).strip().splitlines() or [""])[0]
+            reason = f"{type(error).__name__}: {line}"
+            raise InvalidRequest(
+                f"media item {unit.number}: the model cannot encode this {item.kind}: {reason}"
+            ) from error
+        layers = [_flat(features.pooler_output), *map(_flat, getattr(features, "deepstack_features", None) or [])]
+        if len(layers[0]) != unit.num_tokens:
+            raise _misfit(item, len(layers[0]), unit.number)
+        embedding = torch.stack(layers).to(self._dtype)
+        if unit.num_tokens == item.num_tokens:
+            media.partial[unit.number] = embedding
+        else:
+            if unit.number not in media.partial:
+                shape = (len(layers), item.num_tokens, embedding.shape[2])
+                media.partial[unit.number] = torch.empty(shape, dtype=self._dtype, device=self._device)
+            media.partial[unit.number][:, unit.offset : unit.offset + unit.num_tokens] = embedding
+        media.on_encoded(unit)
+
+    def place(self, media: PromptMedia) -> None:
+        """Set the positions of a prompt's tokens, by transformers' own `get_rope_index`. Raises InvalidRequest."""
+        if self._rope_index is None or media.positions is not None:
+            return
+        kinds = torch.zeros(1, len(media.token_ids), dtype=torch.int32)
+        for item in media.items:
+            for start, length in item.spans:
+                kinds[0, start : start + length] = _TOKEN_TYPES[item.kind]
+        order = sorted(range(len(media.items)), key=lambda number: media.items[number].spans[0][0])
+        arguments = {}
+        for name in self._rope_arguments:
+            parts = [media.tensors[number][name] for number in order if name in media.tensors[number]]
+            if parts:
+                arguments[name] = torch.cat(parts)
+        try:
+            positions, deltas = self._rope_index(torch.tensor([media.token_ids]), kinds, **arguments)
+        except Exception as error:
+            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise InvalidRequest(f"the media's sizes do not fit their placeholders in the prompt: {line}") from error
+        media.positions = positions[:, 0]
+        media.position_offset = int(deltas[0, 0])
+
+
+class PatchProjection(nn.Module):
+    """What a convolution does to patches of its own size: a product of matrices, which is several times as fast.
+
+    Takes [num_patches, *patch], gives [num_patches, num_channels].
+    """
+
+    def __init__(self, convolution: nn.Conv3d) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(convolution.weight.detach().flatten(1), requires_grad=False)
+        self.bias = convolution.bias
+
+    def forward(self, patches: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(patches.flatten(1), self.weight, self.bias)
+
+
+def flatten_patch_embedding(tower: nn.Module | None) -> None:
+    """In towers that get their images cut into patches, as Qwen's do."""
+    embedding = getattr(tower, "patch_embed", None)
+    projection = getattr(embedding, "proj", None)
+    if embedding is not None and isinstance(projection, nn.Conv3d) and projection.stride == projection.kernel_size:
+        embedding.proj = PatchProjection(projection)
+
+
+def _misfit(item: MediaItem, num_tokens: int, number: int | None = None) -> InvalidRequest:
+    which = "" if number is None else f"media item {number}: "
+    return InvalidRequest(
+        f"{which}this {item.kind} has {item.num_tokens} placeholder tokens in the prompt, "
+        f"and the model makes {num_tokens} of it"
+    )
+
+
+def _arguments(function: Any) -> set[str]:
+    """The tensors that one of the model's functions takes, by the names that processors give them."""
+    return set(inspect.signature(function).parameters) - {"input_ids", "mm_token_type_ids", "attention_mask", "kwargs"}
+
+
+def _frames(unit: EncodeUnit, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The unit's part of a video's tensors. Raises InvalidRequest."""
+    if not unit.num_frames:
+        return dict(tensors)
+    grid, pixels = tensors["video_grid_thw"], tensors.get("pixel_values_videos")
+    num_patches = int(grid[0, 1]) * int(grid[0, 2])
+    if pixels is None or len(pixels) != num_patches * int(grid[0, 0]):
+        raise InvalidRequest(f"media item {unit.number}: its pixel_values_videos do not fit its video_grid_thw")
+    part = grid.clone()
+    part[0, 0] = unit.num_frames
+    end = unit.first_frame + unit.num_frames
+    return {"pixel_values_videos": pixels[unit.first_frame * num_patches : end * num_patches], "video_grid_thw": part}
+
+
+def _flat(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """[num_tokens, hidden_size] of one item, which some models give as a list and some as a batch of one."""
+    joined = features if isinstance(features, torch.Tensor) else torch.cat(list(features))
+    return joined.flatten(0, -2)

@@ -1,0 +1,99 @@
+"""The `ipc` connector on GPUs: prefill maps the pool of a decode worker on the same GPU (CUDA IPC) and copies into it.
+
+As on CPU (`kv_transfer.connectors.mapped_memory`) prefill writes and decode is told afterwards. Copies run on a
+stream of their
+own behind what had been computed when they were ordered, so they neither wait for the next chunk nor hold it up. A
+transfer counts as done when the host has seen its event, so the job that is under way at `close` is over before
+`on_closed`, and nothing is written after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from tandem.kv_transfer.connector import OnDone, PeerView
+from tandem.kv_transfer.connectors.block_runs import paired_runs
+from tandem.kv_transfer.connectors.cuda_stream import SideStream
+from tandem.kv_transfer.connectors.job_thread import JobThread
+from tandem.kv_transfer.connectors.mapped_memory import same_heads
+from tandem.protocol.messages.transfer import ConnectorParams, CudaPoolHandle
+from tandem.runtime.errors import KVTransferFailed
+
+
+def device_id(device: torch.device) -> str:
+    """The GPU's UUID, which is the same in every process whatever CUDA_VISIBLE_DEVICES leaves visible; "" on CPU."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
+
+
+def export_pool(blocks: torch.Tensor) -> CudaPoolHandle:
+    """What a peer needs to map this pool. blocks: uint8 [num_blocks, block_bytes], the whole of its storage.
+
+    Called once, for a pool lives as long as its process: torch counts the users of each handle, but only to know when
+    the memory may be freed.
+    """
+    storage = blocks.untyped_storage()
+    # torch.multiprocessing.reductions.reduce_tensor pickles the same seven values; here they travel as a message.
+    _, handle, num_bytes, offset, counter_handle, counter_offset, event_handle, waits = storage._share_cuda_()  # type: ignore[no-untyped-call]
+    return CudaPoolHandle(handle, num_bytes, offset, counter_handle, counter_offset, event_handle, waits)
+
+
+def map_peer_pool(params: ConnectorParams, device: torch.device) -> torch.Tensor:
+    """The peer's pool as uint8 [num_blocks, block_bytes] on `device`. Raises KVTransferFailed."""
+    pool = params.cuda
+    if pool is None:
+        raise KVTransferFailed("the peer's KV pool is not on a GPU")
+    if pool.num_bytes < params.num_bytes:
+        raise KVTransferFailed(f"the peer's pool is smaller than the {params.num_bytes} bytes it announced")
+    try:
+        storage = torch.UntypedStorage._new_shared_cuda(
+            torch.cuda.current_device() if device.index is None else device.index,
+            pool.handle,
+            pool.num_bytes,
+            pool.offset_bytes,
+            pool.counter_handle,
+            pool.counter_offset,
+            pool.event_handle,
+            pool.event_sync_required,
+        )
+    except RuntimeError as error:
+        raise KVTransferFailed(f"cannot map the peer's KV pool: {str(error).splitlines()[0]}") from error
+    mapped = torch.empty(0, dtype=torch.uint8, device=device)
+    mapped.set_(storage, 0, (params.num_bytes,), (1,))
+    return mapped.view(params.num_blocks, -1)
+
+
+class CudaIpcSender:
+    """Prefill side, as `MappedMemorySender`; the peer's pool must be on the GPU of `blocks`."""
+
+    def __init__(self, name: str, blocks: torch.Tensor, params: ConnectorParams, peer_view: PeerView) -> None:
+        self._src = blocks
+        self._dst: torch.Tensor | None = same_heads(map_peer_pool(params, blocks.device), blocks, peer_view)
+        self._side_stream = SideStream(blocks.device)
+        self._thread = JobThread(name)
+
+    def prepare(self, dst_block_ids: Sequence[int]) -> None:
+        """A GPU's memory is there from the start."""
+
+    def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
+        src, dst = list(src_block_ids), list(dst_block_ids)
+        computed = self._side_stream.after_computed()
+        self._thread.submit(lambda: self._side_stream.run(lambda: self._copy(src, dst), computed), on_done)
+
+    def _copy(self, src: list[int], dst: list[int]) -> None:
+        assert self._dst is not None
+        copy_runs(self._src, src, self._dst, dst)
+
+    def close(self, on_closed: Callable[[], None]) -> None:
+        def closed() -> None:
+            self._dst = None  # the peer's memory is held for as long as anybody has it mapped, also after its end
+            on_closed()
+
+        self._thread.close(closed)
+
+
+def copy_runs(src: torch.Tensor, src_ids: Sequence[int], dst: torch.Tensor, dst_ids: Sequence[int]) -> None:
+    """One copy for each run of blocks that are adjacent on both sides, on the current stream. No staging memory."""
+    for src_start, dst_start, count in paired_runs(src_ids, dst_ids):
+        dst[dst_start : dst_start + count].copy_(src[src_start : src_start + count], non_blocking=True)

@@ -1,0 +1,35 @@
+"""The `ipc` connector: the prefill worker writes into memory of the decode worker's that it has mapped."""
+
+from __future__ import annotations
+
+import torch
+
+from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, OpenStore, Peer
+from tandem.kv_transfer.connectors.cuda_ipc import CudaIpcSender
+from tandem.kv_transfer.connectors.mapped_memory import MappedMemoryReceiver, MappedMemorySender
+
+
+class IpcConnector:
+    """See `kv_transfer.connector.KVConnector`. Between processes of one host, or on one GPU."""
+
+    devices = ("cpu", "cuda")
+    crosses_hosts = False
+    crosses_devices = False
+    one_sided = True
+    meets_in_store = False
+
+    def open_sender(self, peer: Peer, blocks: torch.Tensor, host: str, on_ready: OnDone) -> KVSender:
+        make = CudaIpcSender if blocks.device.type == "cuda" else MappedMemorySender
+        sender = make(f"ship-{peer.path_id}", blocks, peer.params, peer.view)
+        on_ready(None)
+        return sender
+
+    def open_receiver(
+        self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, host: str, on_ready: OnDone
+    ) -> KVReceiver:
+        receiver = MappedMemoryReceiver(f"take-{path_id}", blocks)
+        on_ready(None)
+        return receiver
+
+
+connector = IpcConnector()

@@ -1,0 +1,88 @@
+"""One rank's KV pool as the data paths see it: what it sends to, or takes from, each rank of a peer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+import torch
+from torch._C._distributed_c10d import Store
+
+from tandem.kv_transfer.checksums import rank_checksums
+from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, Peer
+from tandem.kv_transfer.connectors.cuda_ipc import device_id, export_pool
+from tandem.kv_transfer.ranks.fan_out import FanOutReceiver, FanOutSender, when_all
+from tandem.kv_transfer.ranks.head_slices import head_routes
+from tandem.kv_transfer.registry import load_connector
+from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
+from tandem.runtime.errors import KVTransferFailed
+
+
+@dataclass(frozen=True)
+class RankPool:
+    """blocks: uint8 [num_blocks, block_bytes]. host: own address on the network of the data paths."""
+
+    rank: int
+    layout: KVLayout
+    blocks: torch.Tensor
+    host: str
+
+    def open_sender(self, connector: str, pair_id: str, peers: list[ConnectorParams], on_ready: OnDone) -> KVSender:
+        """To the decode worker's ranks, one ConnectorParams each. Raises KVTransferFailed."""
+        layout = self.layout
+        routes = head_routes(layout.total_kv_heads, layout.tensor_parallel_size, len(peers))
+        routes = [route for route in routes if route.src_rank == self.rank]
+        ready = when_all(len(routes), on_ready)
+        senders: list[KVSender] = []
+        try:
+            for route in routes:
+                path_id, params = _path_id(pair_id, self.rank, route.dst_rank), peers[route.dst_rank]
+                view = partial(route.dst.of, num_layers=layout.num_layers)
+                peer = Peer(path_id, params, view)
+                blocks = route.src.of(self.blocks, layout.num_layers)
+                senders.append(load_connector(connector).open_sender(peer, blocks, self.host, ready))
+        except KVTransferFailed:
+            for sender in senders:
+                sender.close(lambda: None)
+            raise
+        return FanOutSender(senders)
+
+    def located(self, params: ConnectorParams) -> ConnectorParams:
+        """`params` with what a peer on this GPU needs to map the pool; on CPU they are complete."""
+        if self.blocks.device.type == "cpu":
+            return params
+        return msgspec.structs.replace(params, device_id=device_id(self.blocks.device), cuda=export_pool(self.blocks))
+
+    def checksums(self, block_ids: Sequence[int]) -> list[int]:
+        """Of this rank's heads of each block; see `kv_transfer.checksums`. Takes its time, so not on the loop."""
+        return rank_checksums(self.blocks, block_ids, self.layout, self.rank)
+
+    def open_receiver(
+        self, connector: str, pair_id: str, num_senders: int, open_store: Callable[[str], Store], on_ready: OnDone
+    ) -> KVReceiver:
+        """From the `num_senders` ranks of a prefill worker; open_store gives the store of a path.
+
+        Raises KVTransferFailed.
+        """
+        layout = self.layout
+        routes = head_routes(layout.total_kv_heads, num_senders, layout.tensor_parallel_size)
+        routes = [route for route in routes if route.dst_rank == self.rank]
+        ready = when_all(len(routes), on_ready)
+        receivers: list[KVReceiver] = []
+        open_one = load_connector(connector).open_receiver
+        try:
+            for route in routes:
+                path_id = _path_id(pair_id, route.src_rank, self.rank)
+                blocks = route.dst.of(self.blocks, layout.num_layers)
+                receivers.append(open_one(path_id, partial(open_store, path_id), blocks, self.host, ready))
+        except KVTransferFailed:
+            for receiver in receivers:
+                receiver.close()
+            raise
+        return FanOutReceiver(receivers)
+
+
+def _path_id(pair_id: str, src_rank: int, dst_rank: int) -> str:
+    return f"{pair_id}/{src_rank}-{dst_rank}"

@@ -1,0 +1,141 @@
+"""What a message's type cannot say: values that no well-behaved peer sends, refused before they reach a scheduler.
+
+A wrong token id fails the step of everybody in the batch, and a negative block id writes to another's block. So whoever
+receives such a message refuses it alone. Pure; raises InvalidMessage, which names the field.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+import msgspec
+import numpy as np
+
+from tandem.protocol.messages.dispatch import PrepareDecode, StartPrefill
+from tandem.protocol.messages.generation import SamplingParams
+from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
+from tandem.protocol.messages.membership import RegisterWorker, WorkerStatus
+from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
+from tandem.protocol.messages.transfer import KVReserved, OpenPair
+from tandem.runtime.errors import InvalidMessage
+
+MAX_SEQUENCES = 1024
+"""That share one prompt; clients may ask for 128."""
+MAX_DEADLINE_S = 30 * 86400.0
+MAX_HELD_SEQUENCES = 100_000
+"""By one worker, waiting and running; proxies bound what they have under way far below."""
+MAX_NAME_CHARACTERS = 1024
+MAX_RANKS = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_PAIRS = 4096
+"""Of one worker: as many as there may be workers of the other role."""
+_MAX_PID = 2**22
+_INT64 = range(-(2**63), 2**64)
+_ENDPOINT = re.compile(r"ipc:///[^\s\0]{1,100}|tcp://(?:\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):\d{1,5}")
+
+
+def check_request(message: StartPrefill | PrepareDecode, vocab_size: int, max_model_len: int) -> None:
+    """A prompt for a worker whose model has these bounds."""
+    kind = type(message).__name__
+    _require(1 <= len(message.attempt_ids) <= MAX_SEQUENCES, kind, "attempt_ids", "their number")
+    _require(len(set(message.attempt_ids)) == len(message.attempt_ids), kind, "attempt_ids", "one comes twice")
+    _require(len(message.seeds) == len(message.attempt_ids), kind, "seeds", "one for each request id is needed")
+    _require(all(seed in _INT64 for seed in message.seeds), kind, "seeds", "64 bits")
+    for name in (message.proxy_id, message.transfer_id, *message.attempt_ids):
+        _require(0 < len(name) <= MAX_NAME_CHARACTERS, kind, "ids", "empty or too long")
+    _require(abs(message.deadline_s) <= MAX_DEADLINE_S, kind, "deadline_s", "not finite, or too long")
+    num_tokens, rest = divmod(len(message.token_ids), BYTES_PER_TOKEN)
+    _require(rest == 0 and num_tokens > 0, kind, "token_ids", "not whole tokens")
+    _require(0 <= message.num_generated < num_tokens, kind, "num_generated", "out of range")
+    _require(message.stop.max_tokens >= 1 and message.stop.min_tokens >= 0, kind, "stop", "negative")
+    whole = num_tokens - message.num_generated + message.stop.max_tokens
+    _require(whole <= max_model_len + 1, kind, "stop.max_tokens", f"{whole} tokens, the model takes {max_model_len}")
+    ids = np.frombuffer(message.token_ids, np.int32)
+    _require(int(ids.min()) >= 0 and int(ids.max()) < vocab_size, kind, "token_ids", "not in the vocabulary")
+    _require(0 <= (message.num_prompt_logprobs or 0) <= MAX_TOP_LOGPROBS, kind, "num_prompt_logprobs", "out of range")
+    _require(abs(message.priority) < 2**31, kind, "priority", "out of range")
+    _check_sampling(kind, message.sampling)
+    if isinstance(message, StartPrefill):
+        is_endpoint = _ENDPOINT.fullmatch(message.media_cache) is not None
+        _require(not message.media_cache or is_endpoint, kind, "media_cache", "cannot be connected to")
+        is_whole = (message.decode_worker_id is None) == (message.decode_epoch is None)
+    else:
+        is_whole = (message.prefill_worker_id is None) == (message.prefill_epoch is None)
+    _require(is_whole, kind, "peer", "half named")
+
+
+def _check_sampling(kind: str, sampling: SamplingParams) -> None:
+    factors = (sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
+    added = (sampling.presence_penalty, sampling.frequency_penalty, *(bias for _, bias in sampling.logit_bias))
+    _require(all(math.isfinite(number) for number in (*factors, *added)), kind, "sampling", "not finite")
+    _require(sampling.temperature >= 0, kind, "temperature", "negative")
+    _require(0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1, kind, "top_p or min_p", "out of range")
+    _require(sampling.repetition_penalty > 0, kind, "repetition_penalty", "not positive")
+    _require(0 <= sampling.top_k < 2**31, kind, "top_k", "out of range")
+    _require(sampling.seed in _INT64, kind, "seed", "64 bits")
+    _require(0 <= (sampling.logprobs or 0) <= MAX_TOP_LOGPROBS, kind, "logprobs", "out of range")
+    biased = (token_id for token_id, _ in sampling.logit_bias)
+    banned = (token_id for word in sampling.bad_words for token_id in word)
+    named = (*biased, *sampling.allowed_token_ids, *banned)
+    _require(all(0 <= token_id < 2**31 for token_id in named), kind, "sampling", "a token id is out of range")
+    _require(len(sampling.grammar or "") <= MAX_GRAMMAR_BYTES, kind, "grammar", "too long")
+
+
+def check_first_tokens(first_token_ids: list[int], vocab_size: int) -> None:
+    """Those that a decode worker is to go on from."""
+    _require(1 <= len(first_token_ids) <= MAX_SEQUENCES, "FinishTransfer", "first_token_ids", "their number")
+    in_range = all(0 <= token_id < vocab_size for token_id in first_token_ids)
+    _require(in_range, "FinishTransfer", "first_token_ids", "not in the vocabulary")
+
+
+def check_reserved(message: KVReserved) -> None:
+    """Whether the ids exist on the peer is for the connector to say, which knows its pool."""
+    _require(message.num_cached_blocks >= 0, "KVReserved", "num_cached_blocks", "negative")
+    ids = message.block_ids
+    in_range = all(0 <= each < 2**31 for each in ids)
+    _require(in_range and len(set(ids)) == len(ids), "KVReserved", "block_ids", "negative, or one comes twice")
+
+
+def check_open_pair(message: OpenPair) -> None:
+    kind, layout = "OpenPair", message.layout
+    sizes = (layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.block_size, layout.tensor_parallel_size)
+    _require(all(0 < size < 2**31 for size in sizes), kind, "layout", "not positive")
+    _require(layout.tensor_parallel_size <= MAX_RANKS, kind, "layout", "too many ranks")
+    pids = message.prefill_pids
+    _require(len(pids) <= MAX_RANKS and all(0 < pid <= _MAX_PID for pid in pids), kind, "prefill_pids", "out of range")
+    _require(math.isfinite(message.lease_s) and message.lease_s >= 0.1, kind, "lease_s", "out of range")
+    _require(len(message.connectors) <= 64 and len(message.device_ids) <= MAX_RANKS, kind, "connectors", "too many")
+    _check_names(kind, (message.pair_id, message.prefill_worker_id, message.prefill_epoch))
+
+
+def check_register(message: RegisterWorker) -> None:
+    worker = message.worker
+    _check_names("RegisterWorker", (worker.worker_id, worker.epoch))
+    _require(len(worker.host_id) <= MAX_NAME_CHARACTERS, "RegisterWorker", "host_id", "too long")
+    _require(_ENDPOINT.fullmatch(worker.endpoint) is not None, "RegisterWorker", "endpoint", "cannot be connected to")
+    sizes = (worker.pid, worker.num_ranks, message.max_model_len, message.vocab_size, message.block_size)
+    _require(all(0 < size < 2**31 for size in sizes), "RegisterWorker", "a size", "not positive")
+
+
+def check_status(message: WorkerStatus) -> None:
+    kind, load = "WorkerStatus", message.load
+    numbers = [value for value in msgspec.structs.astuple(load) if isinstance(value, int | float)]
+    numbers += [number for _, number in (*load.waiting_tokens, *load.refusals)]
+    _require(all(math.isfinite(number) and 0 <= number < 2**63 for number in numbers), kind, "load", "out of range")
+    _require(len(load.waiting_tokens) <= 4096 and len(load.refusals) <= 64, kind, "load", "too many entries")
+    _require(all(abs(priority) < 2**31 for priority, _ in load.waiting_tokens), kind, "priority", "out of range")
+    _require(len(message.pairs) <= MAX_PAIRS, kind, "pairs", "too many")
+    if message.prefixes is not None:
+        for packed in (message.prefixes.added, message.prefixes.evicted):
+            _require(len(packed) % 8 == 0, kind, "prefixes", "not whole hashes")
+
+
+def _check_names(kind: str, names: Iterable[str]) -> None:
+    _require(all(0 < len(name) <= MAX_NAME_CHARACTERS for name in names), kind, "names", "empty or too long")
+
+
+def _require(holds: bool, kind: str, field: str, what: str) -> None:
+    if not holds:
+        raise InvalidMessage(f"{kind} with {field}: {what}")

@@ -1,0 +1,111 @@
+"""Images and video of a prompt on the wire: where their placeholder tokens are, and where their tensors lie.
+
+The tensors are what the model's Hugging Face processor made, under its names. They do not travel: they lie in shared
+memory that whoever makes the request keeps readable until the request has ended.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+from tandem.runtime.errors import InvalidRequest
+
+DIGEST_BYTES = 32
+SEGMENT_HEADER_BYTES = 64
+"""Before the first tensor of a segment. They begin with the item's digest."""
+MediaKind = Literal["image", "video"]
+
+BYTES_PER_ELEMENT = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "uint8": 1}
+"""Of the types that tensors may have."""
+
+_SEGMENT = re.compile(r"/dev/shm/[^/\0]+|/proc/\d+/fd/\d+")
+"""Nothing else is opened: a worker must not be led to other files, or to a pipe that blocks it."""
+
+
+class MediaTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor of an item: row-major elements of `shape`, `num_bytes` from `offset` of the segment on.
+
+    name: as the processor calls it: "pixel_values", "image_grid_thw". dtype: as torch calls it: "float32".
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One image or video of a prompt.
+
+    digest: DIGEST_BYTES over the source's bytes, the processing options and the model's identity: items with equal
+    digests are the same to the model, and share cached KV. spans: (start, length) of its placeholder tokens among the
+    prompt's, ascending; a video has several where the model sets times between its frames. segment: path of the file
+    in shared memory that holds the tensors.
+    """
+
+    digest: bytes
+    kind: MediaKind
+    spans: tuple[tuple[int, int], ...]
+    segment: str
+    tensors: tuple[MediaTensor, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Its placeholder tokens."""
+        return sum(length for _, length in self.spans)
+
+
+def check_media(media: Sequence[MediaItem], num_prompt_tokens: int) -> None:
+    """What can be said of items without opening their segments. Raises InvalidRequest that names the item."""
+    for number, item in enumerate(media):
+        problem = _problem(item, num_prompt_tokens)
+        if problem is not None:
+            raise InvalidRequest(f"media item {number}: {problem}")
+    spans = sorted((span, number) for number, item in enumerate(media) for span in item.spans)
+    for ((start, length), one), ((next_start, _), other) in itertools.pairwise(spans):
+        if start + length > next_start:
+            raise InvalidRequest(f"media items {one} and {other} overlap at token {next_start} of the prompt")
+
+
+def check_segment(item: MediaItem, segment_bytes: int) -> None:
+    """Raises InvalidRequest when the item's tensors do not lie inside a segment of that size."""
+    for tensor in item.tensors:
+        if tensor.offset + tensor.num_bytes > segment_bytes:
+            raise InvalidRequest(
+                f"{tensor.name} ends at byte {tensor.offset + tensor.num_bytes} of a segment of {segment_bytes} bytes"
+            )
+
+
+def _problem(item: MediaItem, num_prompt_tokens: int) -> str | None:
+    if len(item.digest) != DIGEST_BYTES:
+        return f"its digest has {len(item.digest)} bytes, not {DIGEST_BYTES}"
+    if not item.spans:
+        return "it has no placeholder tokens in the prompt"
+    end = 0
+    for start, length in item.spans:
+        if length < 1 or start < end:
+            return f"its span of {length} tokens at {start} is empty or out of order"
+        end = start + length
+    if end > num_prompt_tokens:
+        return f"its placeholders end at token {end} of a prompt of {num_prompt_tokens}"
+    if not _SEGMENT.fullmatch(item.segment):
+        return f"its segment {item.segment!r} is no file in /dev/shm and no /proc/PID/fd/N"
+    names = [tensor.name for tensor in item.tensors]
+    if len(set(names)) < len(names):
+        return "two of its tensors have one name"
+    for tensor in item.tensors:
+        size = BYTES_PER_ELEMENT.get(tensor.dtype)
+        if size is None:
+            return f"{tensor.name} has the type {tensor.dtype!r}, not one of {', '.join(BYTES_PER_ELEMENT)}"
+        if tensor.offset < 0 or tensor.offset % size or any(length < 0 for length in tensor.shape):
+            return f"{tensor.name} has a negative size or offset, or does not lie at a multiple of {size} bytes"
+        if math.prod(tensor.shape) * size != tensor.num_bytes:
+            return f"{tensor.name} of shape {list(tensor.shape)} has {tensor.num_bytes} bytes"
+    return None

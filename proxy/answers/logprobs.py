@@ -1,0 +1,71 @@
+"""Log-probabilities in the shapes that OpenAI and vLLM give them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
+from tandem.proxy.api.responses import (
+    ChatLogprob,
+    ChatLogprobs,
+    CompletionLogprobs,
+    PromptLogprob,
+    PromptLogprobs,
+    TopLogprob,
+)
+from tandem.proxy.text.token_text import TokenText
+
+_LOWEST = -9999.0
+"""Told for minus infinity, which JSON has no word for; as vLLM does."""
+
+
+def completion_logprobs(
+    text: TokenText, tokens: Sequence[SampledToken], num_top: int, first_offset: int
+) -> CompletionLogprobs:
+    """`first_offset`: characters of the text before these tokens. A token without logprobs (a prompt's first) has None.
+
+    The token's own is told beside the `num_top` most likely, as OpenAI does.
+    """
+    told = CompletionLogprobs([], [], [], [])
+    offset = first_offset
+    for token in tokens:
+        piece, logprobs = text.text(token.token_id), token.logprobs
+        told.tokens.append(piece)
+        told.text_offset.append(offset)
+        offset += len(text.plain(token.token_id))
+        if logprobs is None:
+            told.token_logprobs.append(None)
+            told.top_logprobs.append(None)
+            continue
+        own = max(logprobs.logprob, _LOWEST)
+        top = {text.text(token_id): max(logprob, _LOWEST) for token_id, logprob in logprobs.top[:num_top]}
+        told.token_logprobs.append(own)
+        told.top_logprobs.append({piece: own} | top if piece not in top else top)
+    return told
+
+
+def chat_logprobs(text: TokenText, tokens: Sequence[SampledToken], num_top: int) -> ChatLogprobs:
+    content = []
+    for token in tokens:
+        assert token.logprobs is not None
+        top = [
+            TopLogprob(text.text(token_id), max(logprob, _LOWEST), text.bytes(token_id))
+            for token_id, logprob in token.logprobs.top[:num_top]
+        ]
+        own = max(token.logprobs.logprob, _LOWEST)
+        content.append(ChatLogprob(text.text(token.token_id), own, text.bytes(token.token_id), top))
+    return ChatLogprobs(content)
+
+
+def prompt_logprobs(
+    text: TokenText, token_ids: Sequence[int], told: Sequence[TokenLogprobs], num_top: int
+) -> PromptLogprobs:
+    """Of a prompt, the `num_top` most likely tokens and its own; its first token follows on nothing and has None."""
+    result: PromptLogprobs = [None]
+    for token_id, logprobs in zip(token_ids[1:], told, strict=True):
+        ranked = {i: (logprob, rank) for rank, (i, logprob) in enumerate(logprobs.top[:num_top], start=1)}
+        ranked[token_id] = (logprobs.logprob, logprobs.rank)
+        result.append(
+            {str(i): PromptLogprob(max(logprob, _LOWEST), rank, text.text(i)) for i, (logprob, rank) in ranked.items()}
+        )
+    return result

@@ -1,0 +1,201 @@
+"""The bodies of answers as structs: OpenAI's, with vLLM's extensions. `/openapi.json` is made of them."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from tandem.protocol.messages.generation import FinishReason
+
+
+class PromptTokensDetails(msgspec.Struct, frozen=True):
+    """cached_tokens: those of the prompt that the prefill worker found in its prefix cache."""
+
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class CompletionLogprobs(msgspec.Struct, frozen=True):
+    """Of each token. The first of an echoed prompt has none. text_offset: in characters, from the text's beginning."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class TopLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(msgspec.Struct, frozen=True):
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct, frozen=True):
+    content: list[ChatLogprob]
+    refusal: None = None
+
+
+class PromptLogprob(msgspec.Struct, frozen=True):
+    """As vLLM tells it. rank: 1 is the most likely."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+"""By token id, as a string: the prompt's own token and the most likely ones. None for the first."""
+
+
+class CompletionChoice(msgspec.Struct, frozen=True):
+    """Whole or a piece, which OpenAI gives the same shape. token_ids: only when asked for by return_token_ids."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+
+
+class CompletionResponse(msgspec.Struct, frozen=True):
+    """usage: unset in streams that have not asked for it."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["text_completion"] = "text_completion"
+
+
+ChatFinishReason = FinishReason | Literal["tool_calls"]
+
+
+class CalledFunction(msgspec.Struct, frozen=True):
+    """arguments: JSON in a string. In a stream, what this chunk adds to it; the name comes once."""
+
+    arguments: str
+    name: str | UnsetType = UNSET
+
+
+class AnsweredToolCall(msgspec.Struct, frozen=True, kw_only=True):
+    """index: in streams. id and type: whole, or with the first chunk of a call."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: CalledFunction
+
+
+class AssistantMessage(msgspec.Struct, frozen=True):
+    """content: None where there are only calls."""
+
+    content: str | None
+    role: Literal["assistant"] = "assistant"
+    refusal: None = None
+    tool_calls: list[AnsweredToolCall] | UnsetType = UNSET
+
+
+class ChatChoice(msgspec.Struct, frozen=True):
+    index: int
+    message: AssistantMessage
+    finish_reason: ChatFinishReason | None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletionResponse(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    object: Literal["chat.completion"] = "chat.completion"
+
+
+class ChatDelta(msgspec.Struct, frozen=True):
+    role: Literal["assistant"] | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    tool_calls: list[AnsweredToolCall] | UnsetType = UNSET
+
+
+class ChatChunkChoice(msgspec.Struct, frozen=True):
+    index: int
+    delta: ChatDelta
+    finish_reason: ChatFinishReason | None = None
+    logprobs: ChatLogprobs | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatCompletionChunk(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """max_model_len: as vLLM tells it; None while no worker is there."""
+
+    id: str
+    created: int
+    max_model_len: int | None
+    object: Literal["model"] = "model"
+    owned_by: Literal["tandem"] = "tandem"
+
+
+class ModelList(msgspec.Struct, frozen=True):
+    data: list[ModelCard]
+    object: Literal["list"] = "list"
+
+
+class ErrorDetail(msgspec.Struct, frozen=True):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(msgspec.Struct, frozen=True):
+    error: ErrorDetail
+
+
+class VersionResponse(msgspec.Struct, frozen=True):
+    version: str
+
+
+class HealthResponse(msgspec.Struct, frozen=True, omit_defaults=True):
+    status: Literal["ok", "unavailable"]
+    reason: str | None = None
+
+
+class TokenizeResponse(msgspec.Struct, frozen=True):
+    """max_model_len: None while no worker is there. token_strs: as the vocabulary writes them."""
+
+    count: int
+    max_model_len: int | None
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeResponse(msgspec.Struct, frozen=True):
+    prompt: str

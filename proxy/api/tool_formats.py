@@ -1,0 +1,101 @@
+"""How models write tool calls: the grammar that holds them to it, and the parser that reads it back.
+
+hermes: `<tool_call>`, a line of JSON with name and arguments, `</tool_call>` (Hermes 2 Pro, Qwen 2.5 and 3).
+llama3_json: the answer is JSON with name and parameters, and nothing else (Llama 3.1 and later).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+from tokenizers import Tokenizer
+
+from tandem.proxy.api.tool_parser import ToolParser
+
+ToolFormatName = Literal["hermes", "llama3_json"]
+_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+
+
+class CalledTool(msgspec.Struct, frozen=True):
+    """parameters: the JSON schema of its arguments, as the grammar takes it."""
+
+    name: str
+    parameters: dict[str, Any]
+
+
+class ToolFormat(msgspec.Struct, frozen=True):
+    """One way, with one tokeniser.
+
+    opening, closing: as terms of a grammar: text, or the id where the tokeniser has a token for it.
+    text_tokens: ids of added tokens that are part of text (such as `<think>`), which a grammar must name to allow.
+    has_special_markers: detokenising must not skip special tokens, or the markers would be gone.
+    """
+
+    name: ToolFormatName = "hermes"
+    opening: str = json.dumps(_OPENING)
+    closing: str = json.dumps(_CLOSING)
+    text_tokens: tuple[int, ...] = ()
+    has_special_markers: bool = False
+
+    @classmethod
+    def of(cls, name: ToolFormatName, tokenizer: Tokenizer) -> ToolFormat:
+        added = tokenizer.get_added_tokens_decoder()
+        by_text = {token.content: token_id for token_id, token in added.items()}
+        markers = [by_text.get(marker) for marker in (_OPENING, _CLOSING)] if name == "hermes" else []
+        terms = [json.dumps(_OPENING), json.dumps(_CLOSING)]
+        for number, token_id in enumerate(markers):
+            if token_id is not None:
+                terms[number] = f"<[{token_id}]>"
+        text_tokens = sorted(i for i, token in added.items() if not token.special and i not in markers)
+        special = any(token_id is not None and added[token_id].special for token_id in markers)
+        return cls(name, terms[0], terms[1], tuple(text_tokens), special)
+
+    def grammar(
+        self, tools: Sequence[CalledTool], *, is_required: bool, is_parallel: bool, content: str | None = None
+    ) -> str:
+        """In llguidance's Lark. is_required: calls and nothing else. content: the rule for other answers."""
+        rules = self._calls(is_parallel)
+        if is_required:
+            start = "calls"
+        elif content is not None:
+            start = "calls | content"
+            rules.append(f"content: {content}")
+        else:
+            start, more = self._free_text(is_parallel)
+            rules += more
+        options = " | ".join(f"call_{number}" for number in range(len(tools)))
+        rules += [f"call: {options}", *(self._call(number, tool) for number, tool in enumerate(tools))]
+        return "\n".join(["%llguidance {}", f"start: {start}", *rules])
+
+    def _call(self, number: int, tool: CalledTool) -> str:
+        key = "arguments" if self.name == "hermes" else "parameters"
+        before = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{key}": ')
+        return f'call_{number}: {before} %json {json.dumps(tool.parameters, ensure_ascii=False)} "}}"'
+
+    def _calls(self, is_parallel: bool) -> list[str]:
+        if self.name == "llama3_json":
+            return ['calls: call ("; " call)*' if is_parallel else "calls: call"]
+        rest = f'rest: "\\n" call "\\n" {self.closing}'
+        marked = f"marked: {self.opening} rest"
+        return [r'calls: marked ("\n" marked)*' if is_parallel else "calls: marked", marked, rest]
+
+    def _free_text(self, is_parallel: bool) -> tuple[str, list[str]]:
+        """Any text; where it begins a call, one that is right."""
+        tokens = "".join(f" | <[{token_id}]>" for token_id in self.text_tokens)
+        if self.name == "llama3_json":
+            return "calls | text", [f"text: (TEXT{tokens})*", r'TEXT: /(.|\n)+/ & ~/\{"name": "(.|\n)*/']
+        if self.opening.startswith("<["):
+            begun = [f"begun: text {self.opening}"]
+        elif tokens:
+            token_set = ",".join(map(str, self.text_tokens))
+            begun = [f"begun: (TEXT? <[{token_set}]>)* last", f"last[lazy]: TEXT? {self.opening}"]
+        else:
+            begun = [f"begun[lazy]: TEXT? {self.opening}"]
+        rules = [*begun, f"text: (TEXT{tokens})*", r"TEXT: /(.|\n)+/"]
+        return ("(begun rest)* text" if is_parallel else "begun rest | text"), rules
+
+    def parser(self) -> ToolParser:
+        return ToolParser(_OPENING, _CLOSING) if self.name == "hermes" else ToolParser("", ";")

@@ -1,0 +1,172 @@
+"""The control socket: workers register and report on it, the launcher tells of exits, `tandem status` asks.
+
+A shell around the registry: it answers, and carries membership changes to whoever opens and closes connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.checks import check_register, check_status
+from tandem.protocol.messages.membership import (
+    ClusterView,
+    DrainAnswer,
+    DrainWorker,
+    GetStatus,
+    GetTimeline,
+    LeaveCluster,
+    RegisterWorker,
+    RegistrationRefused,
+    ServingFigures,
+    StatusReport,
+    TimelineReport,
+    ToProxyControl,
+    WorkerExited,
+    WorkerInfo,
+    WorkerLeft,
+    WorkerStatus,
+)
+from tandem.protocol.sockets import RouterSocket
+from tandem.proxy.cluster.registry import CHECK_INTERVAL_S, MembershipChange, Registry
+from tandem.runtime.errors import InvalidMessage, ProtocolError
+
+log = logging.getLogger(__name__)
+
+
+class Control:
+    """on_joined(worker), on_lost(worker, reason) and on_changed(), after every change of whom to choose, are called on
+    the loop.
+
+    tcp_endpoint: bound as well, for other hosts. num_requests() and figures() are asked for the status report,
+    timeline(request_id) for another proxy. Binding raises zmq's error when the endpoint is taken.
+    """
+
+    def __init__(
+        self,
+        context: Any,
+        endpoint: str,
+        tcp_endpoint: str,
+        proxy_id: str,
+        model: str,
+        registry: Registry,
+        on_joined: Callable[[WorkerInfo], None],
+        on_lost: Callable[[WorkerInfo, str], None],
+        on_changed: Callable[[], None],
+        num_requests: Callable[[], int],
+        on_refusals: Callable[[str, list[tuple[str, int]]], None],
+        timeline: Callable[[str], bytes],
+        figures: Callable[[], ServingFigures],
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._proxy_id = proxy_id
+        self._model = model
+        self._registry = registry
+        self._on_joined = on_joined
+        self._on_lost = on_lost
+        self._on_changed = on_changed
+        self._num_requests = num_requests
+        self._num_changes_told = 0
+        self._on_refusals = on_refusals
+        self._timeline = timeline
+        self._figures = figures
+        self._identities: dict[str, bytes] = {}  # of registered workers, by epoch
+        self._socket: RouterSocket[ToProxyControl] = RouterSocket(
+            context, endpoint, Codec(ToProxyControl), self._on_message, tcp_endpoint
+        )
+        self.endpoint = self._socket.endpoint
+        """As bound: with the port where `endpoint` had none."""
+        self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
+
+    def _on_message(self, identity: bytes, message: ToProxyControl) -> None:
+        now = self._loop.time()
+        match message:
+            case RegisterWorker():
+                self._register(now, identity, message)
+            case WorkerStatus():
+                check_status(message)
+                known = self._registry.on_status(now, message)
+                if known and message.load.refusals:
+                    self._on_refusals(message.worker_id, message.load.refusals)
+                self._socket.send(identity, self._view(known, self._registry.prefixes.has_missed(message.epoch)))
+            case WorkerLeft():
+                self._apply(self._registry.on_left(message.epoch))
+            case DrainWorker():
+                self._socket.send(identity, DrainAnswer(message.worker_id, self._drain(message.worker_id)))
+            case WorkerExited():
+                self._apply(self._registry.on_exited(message.worker_id, message.pid))
+            case GetStatus():
+                report = StatusReport(
+                    self._proxy_id,
+                    self._model,
+                    self._registry.why_not_ready() is None,
+                    self._num_requests(),
+                    self._registry.report(now),
+                    self._figures(),
+                )
+                self._socket.send(identity, report)
+            case GetTimeline():
+                self._socket.send(identity, TimelineReport(message.request_id, self._timeline(message.request_id)))
+        self._tell_changes()
+
+    def _drain(self, worker_id: str) -> str:
+        """Tell the worker; what is wrong, or ""."""
+        workers = {worker.worker_id: worker for worker in self._registry.workers()}
+        if (worker := workers.get(worker_id)) is None:
+            return f"no worker {worker_id} is registered; there are {', '.join(sorted(workers)) or 'none'}"
+        if not self._socket.send(self._identities[worker.epoch], LeaveCluster()):
+            return f"{worker_id} does not read its messages"
+        log.info("%s is told to leave", worker_id)
+        return ""
+
+    def _register(self, now: float, identity: bytes, message: RegisterWorker) -> None:
+        try:
+            check_register(message)
+            change = self._registry.on_register(now, message)
+        except ProtocolError as error:
+            self._socket.send(identity, RegistrationRefused(error.message))
+            raise InvalidMessage(error.message) from error  # to be counted, and logged now and then
+        self._identities[message.worker.epoch] = identity
+        if change:
+            self._apply(change)
+        else:
+            self._socket.send(identity, self._view(known=True))
+
+    def _check(self) -> None:
+        self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
+        self._apply(self._registry.check(self._loop.time()))
+        self._tell_changes()
+
+    def _tell_changes(self) -> None:
+        if self._num_changes_told != self._registry.num_changes:
+            self._num_changes_told = self._registry.num_changes
+            self._on_changed()
+
+    def _apply(self, change: MembershipChange) -> None:
+        if not change:
+            return
+        for gone in change.lost:
+            log.warning("lost %s (epoch %s): %s", gone.worker.worker_id, gone.worker.epoch, gone.reason)
+            self._identities.pop(gone.worker.epoch, None)
+            self._on_lost(gone.worker, gone.reason)
+        for worker in change.joined:
+            log.info("%s joined (epoch %s, pid %d)", worker.worker_id, worker.epoch, worker.pid)
+            try:
+                self._on_joined(worker)
+            except Exception as error:  # zmq's own, or a tcp endpoint without keys
+                log.error("cannot connect to %s at %s: %s", worker.worker_id, worker.endpoint, error)
+                self._apply(self._registry.on_exited(worker.worker_id, worker.pid))
+        # Told at once, not at their next status: a prefill worker begins to pair with a new decode worker right away.
+        view = self._view(known=True)
+        for identity in self._identities.values():
+            self._socket.send(identity, view)
+
+    def _view(self, known: bool, restart_prefixes: bool = False) -> ClusterView:
+        return ClusterView(self._proxy_id, known, self._registry.workers(), restart_prefixes)
+
+    def close(self) -> None:
+        self._timer.cancel()
+        self._socket.close()

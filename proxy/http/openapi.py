@@ -1,0 +1,309 @@
+"""The HTTP surface described: the OpenAPI document, made of the very types that bodies are decoded into, and a page of
+it that needs no network."""
+
+from __future__ import annotations
+
+import html
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
+
+import msgspec
+
+from tandem.proxy.api.responses import (
+    ChatCompletionChunk,
+    ChatCompletionResponse,
+    CompletionResponse,
+    DetokenizeResponse,
+    ErrorResponse,
+    HealthResponse,
+    ModelCard,
+    ModelList,
+    TokenizeResponse,
+    VersionResponse,
+)
+from tandem.proxy.api.schema import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    NotServed,
+    TokenizeChatRequest,
+    TokenizeTextRequest,
+)
+from tandem.proxy.api.validation import NEUTRAL_VALUES
+
+Json = dict[str, Any]
+
+ERRORS = {
+    400: "the request is wrong; param names the field",
+    401: "the API key is missing or wrong",
+    404: "there is no such model or path",
+    405: "the path does not take this method",
+    408: "the body arrived too slowly",
+    413: "the body is too large",
+    429: "this client has too many requests under way; see Retry-After",
+    431: "the headers are too large",
+    500: "the server failed",
+    503: "no worker could take the request in time, or it lost too many; see Retry-After",
+    504: "the request was not finished in time",
+}
+_TOGETHER: dict[str, Json] = {
+    "ContentPart": {
+        "anyOf": [
+            {"required": [kind], "properties": {"type": {"const": kind}, kind: {"type": "string"}}}
+            for kind in ("text", "refusal")
+        ]
+    },
+    "ChatMessage": {
+        "anyOf": [
+            {"required": ["content"], "properties": {"content": {"type": ["string", "array"]}}},
+            {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
+        ]
+    },
+}
+"""What fields must be beside each other, which their types cannot say."""
+_REPEAT = (429, 503)
+_BODY_ERRORS = (400, 401, 404, 405, 408, 413, 431, 500, 504)
+
+
+@dataclass(frozen=True)
+class RouteDoc:
+    """answer: what a 200 holds. chunk: of its stream, for routes that can. is_open: needs no API key."""
+
+    method: str
+    path: str
+    summary: str
+    answer: type | str
+    body: tuple[type, ...] = ()
+    chunk: type | None = None
+    errors: tuple[int, ...] = (401, 405, 431, 500)
+    is_open: bool = False
+
+
+ROUTES = [
+    RouteDoc("post", "/v1/completions", "Continue a prompt.", CompletionResponse, (CompletionRequest,),
+          CompletionResponse, (*_BODY_ERRORS, *_REPEAT)),
+    RouteDoc("post", "/v1/chat/completions", "Answer a chat.", ChatCompletionResponse, (ChatCompletionRequest,),
+          ChatCompletionChunk, (*_BODY_ERRORS, *_REPEAT)),
+    RouteDoc("get", "/v1/models", "The model that is served.", ModelList),
+    RouteDoc("get", "/v1/models/{model}", "The same, by its name.", ModelCard, errors=(401, 404, 405, 431, 500)),
+    RouteDoc("post", "/tokenize", "The tokens of a prompt or of a chat.", TokenizeResponse,
+          (TokenizeTextRequest, TokenizeChatRequest), errors=(*_BODY_ERRORS, 503)),
+    RouteDoc("post", "/detokenize", "The text of tokens.", DetokenizeResponse, (DetokenizeRequest,),
+          errors=(*_BODY_ERRORS, 503)),
+    RouteDoc("get", "/health", "200 while requests can be served.", HealthResponse, errors=(405, 431, 500, 503),
+          is_open=True),
+    RouteDoc("get", "/live", "200 while the process runs.", HealthResponse, errors=(405, 431, 500), is_open=True),
+    RouteDoc("get", "/version", "Tandem's version.", VersionResponse),
+    RouteDoc("get", "/openapi.json", "This description.", "application/json", errors=(405, 431, 500), is_open=True),
+    RouteDoc("get", "/docs", "This description as a page.", "text/html", errors=(405, 431, 500), is_open=True),
+]  # fmt: skip
+
+
+def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
+    """OpenAPI 3.1."""
+    types = {
+        kind
+        for route in ROUTES
+        for kind in (route.answer, route.chunk, *route.body, ErrorResponse)
+        if isinstance(kind, type)
+    }
+    ordered = sorted(types, key=lambda kind: kind.__name__)
+    references, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
+    schema_of = dict(zip(ordered, references, strict=True))
+    for name, component in components.items():
+        component.update(_TOGETHER.get(name, {}))
+        _describe_what_is_not_served(component.get("properties", {}), served_model_name)
+    paths: Json = {}
+    for route in ROUTES:
+        paths.setdefault(route.path, {})[route.method] = _operation(route, schema_of, has_api_key)
+    document: Json = {
+        "openapi": "3.1.0",
+        "info": {"title": "Tandem", "version": version("tandem-serve")},
+        "paths": paths,
+        "components": {"schemas": components},
+    }
+    if has_api_key:
+        document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
+    return document
+
+
+def _describe_what_is_not_served(properties: Json, served_model_name: str) -> None:
+    for field in properties.keys() & NotServed.__struct_fields__:
+        accepted = NEUTRAL_VALUES.get(field, ())
+        properties[field] = {"enum": [None, *accepted], "description": "not served: other values are refused"}
+    if {"type": "null"} in properties.get("model", {}).get("anyOf", ()):  # of a request
+        properties["model"] = {"enum": [None, served_model_name], "default": None} | {
+            key: value for key, value in properties["model"].items() if key == "description"
+        }
+
+
+def _operation(route: RouteDoc, schema_of: dict[type, Json], has_api_key: bool) -> Json:
+    answer = _content(route.answer, schema_of)
+    if route.chunk is not None:
+        chunk = schema_of[route.chunk]["$ref"].rsplit("/", 1)[1]
+        description = f"with stream: events whose data is a {chunk}, the last one [DONE], or an ErrorResponse"
+        answer["text/event-stream"] = {"schema": {"type": "string", "description": description}}
+    header = {"X-Request-Id": {"schema": {"type": "string"}, "description": "the request's own, or a new one"}}
+    responses: Json = {"200": {"description": "OK", "content": answer, "headers": header}}
+    for status in route.errors:
+        if status == 401 and not has_api_key:
+            continue
+        kind = HealthResponse if route.path == "/health" and status == 503 else ErrorResponse
+        headers = dict(header)
+        if status in _REPEAT and kind is ErrorResponse:
+            headers["Retry-After"] = {"schema": {"type": "string"}, "description": "seconds"}
+        responses[str(status)] = {
+            "description": ERRORS[status],
+            "content": _content(kind, schema_of),
+            "headers": headers,
+        }
+    operation: Json = {"summary": route.summary, "responses": responses}
+    if "{" in route.path:
+        name = route.path.partition("{")[2].rstrip("}")
+        operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
+    if route.body:
+        schemas = [schema_of[kind] for kind in route.body]
+        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
+        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if has_api_key and not route.is_open:
+        operation["security"] = [{"key": []}]
+    return operation
+
+
+def _content(answer: type | str, schema_of: dict[type, Json]) -> Json:
+    if not isinstance(answer, str):
+        return {"application/json": {"schema": schema_of[answer]}}
+    return {answer: {"schema": {} if answer == "application/json" else {"type": "string"}}}
+
+
+# ---- for people
+
+
+@dataclass(frozen=True)
+class FieldRow:
+    """One field of a body, in words. default: "" where the field is required."""
+
+    name: str
+    values: str
+    default: str
+    description: str
+
+
+def field_rows(document: Json, schema_name: str) -> list[FieldRow]:
+    schema = document["components"]["schemas"][schema_name]
+    required = schema.get("required", [])
+    return [
+        FieldRow(
+            name,
+            _in_words(field),
+            "required" if name in required else msgspec.json.encode(field.get("default")).decode(),
+            field.get("description", ""),
+        )
+        for name, field in schema.get("properties", {}).items()
+    ]
+
+
+def _in_words(schema: Json) -> str:
+    if "$ref" in schema:
+        return str(schema["$ref"]).rsplit("/", 1)[1]
+    if "anyOf" in schema:
+        return " or ".join(_in_words(s) for s in schema["anyOf"] if s.get("type") != "null")
+    if "enum" in schema:
+        return " or ".join(msgspec.json.encode(value).decode() for value in schema["enum"])
+    match schema.get("type"):
+        case "array":
+            return f"list of {_in_words(schema.get('items', {}))}" + _range(schema, "minItems", "maxItems", "items")
+        case "object":
+            if "additionalProperties" not in schema:
+                return "object"
+            return f"object of {_in_words(schema['additionalProperties'] or {})}" + _range(
+                schema, "minProperties", "maxProperties", "entries"
+            )
+        case "string":
+            pattern = f" matching {schema['pattern']}" if "pattern" in schema else ""
+            return "string" + _range(schema, "minLength", "maxLength", "characters") + pattern
+        case "integer" | "number" as kind:
+            return str(kind) + _number_range(schema)
+        case None:
+            return "anything"
+        case kind:
+            return str(kind)
+
+
+def _range(schema: Json, least: str, most: str, what: str) -> str:
+    match schema.get(least), schema.get(most):
+        case None, None:
+            return ""
+        case low, None:
+            return f" (at least {low} {what})"
+        case None, high:
+            return f" (at most {high} {what})"
+        case low, high:
+            return f" ({low} to {high} {what})"
+
+
+def _number_range(schema: Json) -> str:
+    low = f"above {schema['exclusiveMinimum']}" if "exclusiveMinimum" in schema else _least(schema)
+    if "exclusiveMaximum" in schema:
+        high = f"below {_large(schema['exclusiveMaximum'])}"
+    else:
+        high = f"at most {_large(schema['maximum'])}" if "maximum" in schema else ""
+    both = ", ".join(bound for bound in (low, high) if bound)
+    return f" ({both})" if both else ""
+
+
+def _least(schema: Json) -> str:
+    return f"at least {_large(schema['minimum'])}" if "minimum" in schema else ""
+
+
+def _large(number: float) -> str:
+    return {2**31: "2^31", 2**31 - 1: "2^31 - 1", -(2**63): "-2^63", 2**63 - 1: "2^63 - 1"}.get(
+        int(number), f"{number:g}"
+    )
+
+
+_STYLE = (
+    "body{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em}table{border-collapse:collapse}"
+    "td,th{border:1px solid #bbb;padding:.2em .6em;text-align:left;vertical-align:top}code{background:#eee}"
+)
+
+
+def docs_page(document: Json) -> str:
+    parts = [
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>Tandem</title><style>{_STYLE}</style>",
+        f"<h1>Tandem {html.escape(document['info']['version'])}</h1>",
+        "<p>For programs: <a href=openapi.json>openapi.json</a>.</p>",
+    ]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>")
+            parts.append(f"<p>{html.escape(operation['summary'])}</p><ul>")
+            for status, response in operation["responses"].items():
+                kinds = ", ".join(_in_words(c["schema"]) for c in response["content"].values())
+                parts.append(f"<li>{status}: {html.escape(response['description'])} ({_linked(document, kinds)})")
+            parts.append("</ul>")
+            if "requestBody" in operation:
+                body = _in_words(operation["requestBody"]["content"]["application/json"]["schema"])
+                parts.append(f"<p>Body: {_linked(document, body)}</p>")
+    parts.append("<h1>Bodies</h1>")
+    for name in document["components"]["schemas"]:
+        parts.append(f'<h2 id="{name}">{name}</h2>{_table(document, field_rows(document, name))}')
+    return "\n".join(parts)
+
+
+def _table(document: Json, rows: list[FieldRow]) -> str:
+    cells = "".join(
+        f"<tr><td><code>{html.escape(row.name)}</code><td>{_linked(document, row.values)}"
+        f"<td>{html.escape(row.default)}<td>{html.escape(row.description)}"
+        for row in rows
+    )
+    return f"<table><tr><th>field<th>values<th>default<th>meaning{cells}</table>"
+
+
+def _linked(document: Json, words: str) -> str:
+    names = document["components"]["schemas"]
+    return " ".join(
+        f'<a href="#{name}">{html.escape(word)}</a>' if (name := word.strip("(),")) in names else html.escape(word)
+        for word in words.split(" ")
+    )

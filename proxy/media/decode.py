@@ -1,0 +1,187 @@
+"""From bytes to pixels, for images (Pillow) and video (PyAV). What is too large is refused before it is decoded."""
+
+from __future__ import annotations
+
+import io
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import av
+import av.error
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from tandem.proxy.media.source import InvalidMedia, MediaLimits, MediaSource
+
+T = TypeVar("T")
+
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+VIDEO_FORMATS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
+_PROBE_BYTES = 5 << 20
+_WHOLE = 0.9
+"""A video of which fewer frames can be decoded, or which ends sooner than it says, is damaged."""
+
+Image.MAX_IMAGE_PIXELS = None  # our own limit is checked before anything is decoded
+
+
+class VideoInfo(msgspec.Struct, frozen=True):
+    """What a video's container says of it, and how many frames it really has. fps: on average."""
+
+    num_frames: int
+    fps: float
+    width: int
+    height: int
+
+    @property
+    def duration_s(self) -> float:
+        return self.num_frames / self.fps
+
+
+def image_size(source: MediaSource, data: bytes, limits: MediaLimits) -> tuple[int, int]:
+    """(width, height) by the header alone. Raises InvalidMedia for what is no image, or one of too many pixels."""
+    with _open(source, data) as image:
+        return _checked_size(source, image.size, limits)
+
+
+def decode_image(source: MediaSource, data: bytes, limits: MediaLimits) -> Image.Image:
+    """As RGB, upright, the first frame; transparent parts on white. Raises InvalidMedia."""
+    with _open(source, data) as image:
+        _checked_size(source, image.size, limits)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # about odd metadata
+                image.load()
+                upright = ImageOps.exif_transpose(image)
+        except (OSError, ValueError, SyntaxError, EOFError, MemoryError) as error:
+            raise source.refused(f"it is damaged or cut short: {_one_line(error)}") from None
+    if upright.has_transparency_data:
+        layers = upright.convert("RGBA")
+        white = Image.new("RGBA", layers.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, layers).convert("RGB")
+    return upright.convert("RGB")
+
+
+def _open(source: MediaSource, data: bytes) -> Image.Image:
+    if not data:
+        raise source.refused("it is empty")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+    except UnidentifiedImageError:
+        raise source.refused(f"it is no image of a known type ({', '.join(IMAGE_FORMATS)})") from None
+    except (OSError, ValueError, SyntaxError, EOFError, MemoryError) as error:
+        raise source.refused(f"it is damaged or cut short: {_one_line(error)}") from None
+
+
+def _checked_size(source: MediaSource, size: tuple[int, int], limits: MediaLimits) -> tuple[int, int]:
+    width, height = size
+    if width < 1 or height < 1:
+        raise source.refused("it has no pixels")
+    if width * height > limits.max_pixels:
+        raise source.refused(f"it has {width} x {height} pixels; the limit is {limits.max_pixels}")
+    return width, height
+
+
+def video_info(source: MediaSource, data: bytes, limits: MediaLimits) -> VideoInfo:
+    """Counts frames without decoding any. Raises InvalidMedia."""
+    return _with_video(source, data, lambda container: _info(source, container, limits))
+
+
+def decode_video(
+    source: MediaSource, data: bytes, info: VideoInfo, indices: Sequence[int], limits: MediaLimits
+) -> NDArray[np.uint8]:
+    """The frames of these numbers, ascending: uint8 [num_frames, height, width, 3]. Raises InvalidMedia."""
+    return _with_video(source, data, lambda container: _frames(source, container, info, indices, limits))
+
+
+def sampled(num_frames: int, most: int) -> list[int]:
+    """`most` frame numbers at equal distances, the first and the last among them; all where there are no more."""
+    if num_frames <= most:
+        return list(range(num_frames))
+    return [int(index) for index in np.linspace(0, num_frames - 1, most).astype(int)]
+
+
+def _with_video(source: MediaSource, data: bytes, use: Callable[[Any], T]) -> T:
+    if not data:
+        raise source.refused("it is empty")
+    try:
+        # Of the demuxers the named alone: others would read playlists, and with them files and addresses.
+        with av.open(
+            io.BytesIO(data),
+            options={
+                "protocol_whitelist": "",
+                "format_whitelist": ",".join(VIDEO_FORMATS),
+                "probesize": str(_PROBE_BYTES),
+            },
+        ) as container:
+            if container.format.name not in VIDEO_FORMATS:
+                raise source.refused("it is neither MP4 nor WebM")
+            if not container.streams.video:
+                raise source.refused("it has no video stream")
+            return use(container)
+    except InvalidMedia:
+        raise
+    except (av.error.FFmpegError, ValueError, OverflowError, MemoryError) as error:
+        raise source.refused(f"it is no MP4 or WebM video, or damaged: {_one_line(error)}") from None
+
+
+def _info(source: MediaSource, container: Any, limits: MediaLimits) -> VideoInfo:
+    stream = container.streams.video[0]
+    size = stream.codec_context.width, stream.codec_context.height
+    if size == (0, 0):  # not known before there is a frame
+        raise source.refused("it has no frames")
+    width, height = _checked_size(source, size, limits)
+    most = limits.max_video_pixels // (width * height)
+    rate = stream.average_rate or stream.guessed_rate
+    fps = float(rate) if rate else 24.0
+    num_frames, end_s = 0, 0.0
+    for packet in container.demux():  # sound too: it may go on after the last frame
+        if packet.pts is not None:
+            end_s = max(end_s, float(packet.pts * packet.time_base) + 1 / fps)
+        num_frames += packet.size > 0 and packet.stream is stream
+        if num_frames > most:
+            raise source.refused(
+                f"it has more than {most} frames of {width} x {height}; the limit is {limits.max_video_pixels} pixels"
+            )
+    if not num_frames:
+        raise source.refused("it has no frames")
+    told_s = (container.duration or 0) / av.time_base
+    if end_s - (container.start_time or 0) / av.time_base < _WHOLE * told_s:
+        raise source.refused(f"it is cut short: it says that it lasts {told_s:.3g} s, and ends after {end_s:.3g} s")
+    return VideoInfo(num_frames, fps, width, height)
+
+
+def _frames(
+    source: MediaSource, container: Any, info: VideoInfo, indices: Sequence[int], limits: MediaLimits
+) -> NDArray[np.uint8]:
+    wanted, number = set(indices), -1
+    found: dict[int, NDArray[np.uint8]] = {}
+    deadline = time.monotonic() + limits.decode_timeout_s
+    for number, frame in enumerate(container.decode(container.streams.video[0])):
+        if time.monotonic() > deadline:
+            raise source.refused(f"it takes more than {limits.decode_timeout_s:g} s to decode")
+        if (frame.width, frame.height) != (info.width, info.height):
+            raise source.refused("its frames change their size")
+        if number in wanted:
+            found[number] = frame.to_ndarray(format="rgb24")
+            if len(found) == len(wanted):
+                break
+    if not found:
+        raise source.refused("it has no frames that can be decoded")
+    if number + 1 < _WHOLE * info.num_frames and len(found) < len(wanted):
+        raise source.refused(f"it is damaged or cut short: {number + 1} of its {info.num_frames} frames can be decoded")
+    # A packet or two may hold no frame of their own: the model sees as many as were asked for.
+    frames, last = [], found[min(found)]
+    for index in indices:
+        last = found.get(index, last)
+        frames.append(last)
+    return np.stack(frames)
+
+
+def _one_line(error: BaseException) -> str:
+    return (" ".join(str(error).split()) or type(error).__name__)[:160]

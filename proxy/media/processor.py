@@ -1,0 +1,207 @@
+"""The model's Hugging Face processor, one for each thread, since it is changed by use: an item to tensors and to text.
+
+It runs in the media process alone (`proxy.reading.media_process`): the processor brings torch with it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from transformers import AutoProcessor
+from transformers.processing_utils import ProcessorMixin
+from transformers.video_utils import VideoMetadata
+
+from tandem.protocol.media_segment import offsets_of
+from tandem.protocol.messages.media import BYTES_PER_ELEMENT, MediaKind, MediaTensor
+from tandem.proxy.media.decode import decode_image, decode_video, image_size, sampled, video_info
+from tandem.proxy.media.source import MediaLimits, MediaSource
+from tandem.runtime.errors import ConfigError, InvalidRequest
+
+_IDENTITY_FILES = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
+_TEXT_FEATURES = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "text_replacement_offsets")
+_MAX_VIDEO_FRAME_PIXELS = 768 * 28 * 28
+"""Of a frame, for what is set aside before a video is processed; what it really takes is known after."""
+_BYTES_PER_PIXEL = 12
+_PROBE = Image.new("RGB", (224, 224))
+
+
+class PreparedMedia(msgspec.Struct, frozen=True):
+    """What the cache keeps beside an item's tensors.
+
+    replacement: what its placeholder in the prompt becomes; it holds num_tokens tokens that stand for the item.
+    """
+
+    replacement: str
+    num_tokens: int
+    tensors: tuple[MediaTensor, ...]
+
+
+class MediaSize(msgspec.Struct, frozen=True):
+    """Before anything is decoded. num_bytes: expected, of the segment. num_tokens: of the prompt, 0 if not known."""
+
+    num_bytes: int
+    num_tokens: int
+
+
+class MediaProcessor:
+    """Raises ConfigError for a model whose processor takes no media."""
+
+    def __init__(self, folder: Path, limits: MediaLimits, trust_remote_code: bool = False) -> None:
+        self._folder = folder
+        self._limits = limits
+        self._trust_remote_code = trust_remote_code
+        self._local = threading.local()
+        identity = sha256(f"{version('transformers')} {limits.max_video_frames}".encode())
+        for name in _IDENTITY_FILES:
+            file = folder / name
+            identity.update(name.encode() + (file.read_bytes() if file.is_file() else b""))
+        self._identity = identity.digest()
+        processor = self._processor
+        self.placeholders: dict[MediaKind, str] = {}
+        kinds: tuple[MediaKind, ...] = ("image", "video")
+        for kind in kinds:
+            token = getattr(processor, f"{kind}_token", None)
+            if token is not None and getattr(processor, f"{kind}_processor", None) is not None:
+                self.placeholders[kind] = token
+        if not self.placeholders or type(processor).replace_image_token is ProcessorMixin.replace_image_token:
+            raise ConfigError(f"the processor of {folder} ({type(processor).__name__}) takes no images that we can use")
+        self.token_ids: dict[MediaKind, int] = {
+            kind: int(getattr(processor, f"{kind}_token_ids")[0]) for kind in self.placeholders
+        }
+        self._bytes_per_patch = 0.0
+        if "image" in self.placeholders:
+            _, parts = self._prepare_image(_PROBE)
+            num_patches = self._num_patches(_PROBE.height, _PROBE.width)[0]
+            self._bytes_per_patch = sum(part.nbytes for part in parts) / max(1, num_patches)
+
+    @property
+    def _processor(self) -> Any:
+        """This thread's."""
+        processor = getattr(self._local, "processor", None)
+        if processor is None:
+            try:
+                processor = AutoProcessor.from_pretrained(
+                    str(self._folder), trust_remote_code=self._trust_remote_code, local_files_only=True
+                )
+            except Exception as error:
+                line = (str(error).splitlines() or [type(error).__name__])[0]
+                raise ConfigError(f"cannot read the processor of model {str(self._folder)!r}: {line}") from error
+            self._local.processor = processor
+        return processor
+
+    def warm(self) -> None:
+        """Load this thread's processor."""
+        assert self._processor is not None
+
+    def digest(self, source: MediaSource, data: bytes) -> bytes:
+        """Of what the model will see of it. Lets go of the interpreter's lock."""
+        digest = sha256(self._identity + source.kind.encode())
+        digest.update(data)
+        return digest.digest()
+
+    def size(self, source: MediaSource, data: bytes) -> MediaSize:
+        """By the header alone. Raises InvalidMedia."""
+        if source.kind not in self.placeholders:
+            raise source.refused(f"this model takes no {source.kind}s")
+        if source.kind == "image":
+            width, height = image_size(source, data, self._limits)
+            with _refusing(source):
+                num_patches, num_tokens = self._num_patches(height, width)
+            return MediaSize(_with_slack(num_patches * self._bytes_per_patch), num_tokens)
+        info = video_info(source, data, self._limits)
+        num_frames = min(info.num_frames, self._limits.max_video_frames)
+        num_pixels = min(info.width * info.height, _MAX_VIDEO_FRAME_PIXELS)
+        return MediaSize(_with_slack(num_frames * num_pixels * _BYTES_PER_PIXEL), 0)
+
+    def prepare(self, source: MediaSource, data: bytes) -> tuple[PreparedMedia, list[NDArray[Any]]]:
+        """The item decoded and processed, with its tensors in the order of `tensors`. Raises InvalidMedia."""
+        with _refusing(source):
+            if source.kind == "image":
+                return self._prepare_image(decode_image(source, data, self._limits))
+            return self._prepare_video(source, data)
+
+    def expand(self, text: str, replacements: dict[MediaKind, list[str]]) -> str:
+        """The rendered prompt with each item's placeholder replaced by what stands for it. Raises InvalidRequest."""
+        for kind, token in self.placeholders.items():
+            num_found, num_wanted = text.count(token), len(replacements.get(kind, []))
+            if num_found != num_wanted:
+                raise InvalidRequest(
+                    f"The rendered chat has {num_found} {kind} placeholders ({token}) for {num_wanted} {kind}s: send "
+                    "media as content parts, and write no placeholders into the text.",
+                    "messages",
+                )
+        [expanded], _ = self._processor.get_text_with_replacements(
+            [text], replacements.get("image", []), replacements.get("video", [])
+        )
+        assert isinstance(expanded, str)
+        return expanded
+
+    def _num_patches(self, height: int, width: int) -> tuple[int, int]:
+        """(patches, tokens) of an image of that size."""
+        found = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
+        return int(found["num_image_patches"][0]), int(found["num_image_tokens"][0])
+
+    def _prepare_image(self, image: Image.Image) -> tuple[PreparedMedia, list[NDArray[Any]]]:
+        return self._result("image", self._call("image", images=[image]))
+
+    def _prepare_video(self, source: MediaSource, data: bytes) -> tuple[PreparedMedia, list[NDArray[Any]]]:
+        limits, info = self._limits, video_info(source, data, self._limits)
+        metadata = VideoMetadata(
+            total_num_frames=info.num_frames,
+            fps=info.fps,
+            width=info.width,
+            height=info.height,
+            duration=info.duration_s,
+            video_backend="pyav",
+        )
+        video_processor = self._processor.video_processor
+        indices = sampled(info.num_frames, limits.max_video_frames)
+        if getattr(video_processor, "do_sample_frames", False):  # the model's own way
+            wanted = [int(index) for index in video_processor.sample_frames(metadata=metadata)]
+            indices = [wanted[index] for index in sampled(len(wanted), limits.max_video_frames)]
+        metadata.frames_indices = indices
+        frames = decode_video(source, data, info, indices, limits)
+        features = self._call("video", videos=[frames], video_metadata=[metadata], do_sample_frames=False)
+        return self._result("video", features)
+
+    def _call(self, kind: MediaKind, **media: Any) -> Any:
+        return self._processor(
+            text=[self.placeholders[kind]], return_tensors="pt", return_text_replacement_offsets=True, **media
+        )
+
+    def _result(self, kind: MediaKind, features: Any) -> tuple[PreparedMedia, list[NDArray[Any]]]:
+        [[replaced]] = features["text_replacement_offsets"]
+        num_tokens = int((features["input_ids"] == self.token_ids[kind]).sum())
+        names = [name for name in features if name not in _TEXT_FEATURES]
+        parts = [np.ascontiguousarray(np.asarray(features[name])) for name in names]
+        offsets, _ = offsets_of([part.nbytes for part in parts])
+        tensors = []
+        for name, part, offset in zip(names, parts, offsets, strict=True):
+            if part.dtype.name not in BYTES_PER_ELEMENT:
+                raise ConfigError(f"the model's processor makes {name} of type {part.dtype.name}, which is not served")
+            tensors.append(MediaTensor(name, part.dtype.name, part.shape, offset, part.nbytes))
+        return PreparedMedia(replaced["replacement"], num_tokens, tuple(tensors)), parts
+
+
+@contextmanager
+def _refusing(source: MediaSource) -> Iterator[None]:
+    """What the processor stumbles over is the item's fault: InvalidMedia."""
+    try:
+        yield
+    except (ValueError, TypeError, RuntimeError, IndexError, ZeroDivisionError) as error:
+        line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise source.refused(f"the model's processor cannot take it: {line[:160]}") from error
+
+
+def _with_slack(num_bytes: float) -> int:
+    return int(num_bytes) + 4096

@@ -1,0 +1,31 @@
+"""What a proxy tells `tandem status` of its serving: the metrics of this process as plain numbers, since its start."""
+
+from __future__ import annotations
+
+from prometheus_client import Histogram
+
+from tandem.protocol.messages.membership import LatencyBuckets, ServingFigures
+from tandem.proxy.admission.admission import Admission
+from tandem.proxy.admission.rejections import FOR_WANT_OF_ROOM
+from tandem.telemetry.metrics import ProxyMetrics
+
+
+def serving_figures(metrics: ProxyMetrics, admission: Admission) -> ServingFigures:
+    metrics.per_token.tell()
+    return ServingFigures(
+        num_waiting=admission.num_waiting,
+        num_prompt_tokens=int(metrics.prompt_tokens._value.get()),
+        num_output_tokens=int(metrics.generation_tokens._value.get()),
+        num_finished=int(sum(bucket.get() for bucket in metrics.e2e._buckets)),
+        ttft=_buckets(metrics.ttft),
+        itl=_buckets(metrics.per_token.itl),
+        e2e=_buckets(metrics.e2e),
+        stages_s={name: stage._sum.get() for name, stage in metrics.stages.items()},
+        num_refused=int(sum(metrics.rejected.labels(reason)._value.get() for reason in FOR_WANT_OF_ROOM)),
+    )
+
+
+def _buckets(histogram: Histogram) -> LatencyBuckets:
+    # prometheus_client has no public way to read single values; in a shared folder these are of this process alone.
+    *bounds, _ = histogram._upper_bounds
+    return LatencyBuckets(list(bounds), [int(bucket.get()) for bucket in histogram._buckets])

@@ -1,0 +1,36 @@
+"""What `/sd` tells Prometheus to scrape: the proxies' common port, and each worker's own endpoint. Pure.
+
+The format is that of `http_sd_configs`. Proxies that share a port answer for each other, so they are one target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+from tandem.protocol.messages.membership import WorkerInfo
+from tandem.proxy.config import ProxyConfig
+
+_EVERY_ADDRESS = ("0.0.0.0", "::", "")
+
+
+class TargetGroup(msgspec.Struct, frozen=True):
+    """Labels with two leading underscores are for Prometheus itself; the others are put on every series."""
+
+    targets: list[str]
+    labels: dict[str, str]
+
+
+def scrape_targets(config: ProxyConfig, asked_host: str, workers: Iterable[WorkerInfo]) -> list[TargetGroup]:
+    """asked_host: how the asker reaches this proxy (host:port); counts where every address is bound."""
+    host, port = (config.admin_host, config.admin_port) if config.admin_port else (config.host, config.port)
+    own = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    if host in _EVERY_ADDRESS and asked_host:
+        own = asked_host
+    scheme = {"__scheme__": "https"} if config.ssl_certfile and not config.admin_port else {}
+    groups = [TargetGroup([own], {"role": "proxy", **scheme})]
+    for worker in sorted(workers, key=lambda worker: (worker.role, worker.worker_id)):
+        if worker.metrics_address:
+            groups.append(TargetGroup([worker.metrics_address], {"role": worker.role, "worker": worker.worker_id}))
+    return groups

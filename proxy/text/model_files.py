@@ -1,0 +1,63 @@
+"""The files of the served model but for its weights: where they are, and what they say of images and video."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.runtime.errors import ConfigError
+
+_TEXT_FILES = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "additional_chat_templates/*",
+    "vocab.json",
+    "merges.txt",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
+]
+_PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+
+
+def find_model(model: str) -> Path:
+    """Its folder; from the hub the files named here are fetched. Raises ConfigError when there is no such model."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
+    if model.startswith(("/", ".", "~")) or model.count("/") > 1 or not model:
+        raise ConfigError(f"there is no model folder {model!r}: give a folder or a hub id such as org/name")
+    from huggingface_hub import snapshot_download  # half a second, which a folder need not cost
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_TEXT_FILES))
+    except Exception as error:
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"{model!r} is no folder here, and the hub does not give it: {first_line}") from error
+
+
+class _MediaConfig(msgspec.Struct):
+    vision_config: dict[str, Any] | None = None
+    image_token_id: int | None = None
+    image_token_index: int | None = None
+    video_token_id: int | None = None
+
+
+def takes_media(model: str) -> bool:
+    """Whether the model takes images or video, by its files. Raises ConfigError."""
+    folder = find_model(model)
+    if not any((folder / name).is_file() for name in _PROCESSOR_FILES):
+        return False
+    try:
+        config = msgspec.json.decode((folder / "config.json").read_bytes(), type=_MediaConfig)
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"cannot read {folder / 'config.json'}: {error}") from error
+    return any(getattr(config, field) is not None for field in config.__struct_fields__)

@@ -1,0 +1,111 @@
+"""The frame of every worker process: logging, one uvloop, SIGTERM to drain, SIGINT to stop, an exit code."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import NoReturn, Protocol
+
+import uvloop
+
+from tandem.runtime.drain import Retired
+from tandem.runtime.errors import ConfigError
+from tandem.runtime.file_limits import take_all_descriptors
+from tandem.runtime.lifetime import die_with_parent
+from tandem.runtime.logs import LogFormat, setup_logging
+
+EXIT_BAD_CONFIG = 2
+EXIT_RETIRED = 3
+"""Of a worker that was told to leave for good."""
+
+
+class Service(Protocol):
+    """What a process runs. drain: finish what is under way, then end; False where there is nothing to finish."""
+
+    async def run(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def drain(self) -> bool: ...
+
+
+def run_process(name: str, log_level: str, make: Callable[[], Service], log_format: LogFormat = "text") -> NoReturn:
+    """Run `make()`'s service until it ends, has drained after SIGTERM, or is stopped by SIGINT or a second SIGTERM;
+    `make` is called on the loop.
+
+    Leaves by os._exit: a thread that still waits for a dead peer must not hold up the end of the process.
+    """
+    run_to_exit(name, log_level, lambda: uvloop.run(_serve(make)), signal.SIGINT, log_format)
+
+
+def run_to_exit(
+    name: str,
+    log_level: str,
+    main: Callable[[], None],
+    orphaned: signal.Signals = signal.SIGTERM,
+    log_format: LogFormat = "text",
+) -> NoReturn:
+    """Run `main()` and leave by os._exit with 0, EXIT_BAD_CONFIG, EXIT_RETIRED, or 1 for any other error.
+
+    orphaned: the signal that comes when the parent is gone.
+    """
+    die_with_parent(orphaned)
+    take_all_descriptors()
+    setup_logging(name, log_level, log_format)
+    exit_code = 0
+    try:
+        main()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        exit_code = EXIT_BAD_CONFIG
+    except Retired:
+        exit_code = EXIT_RETIRED
+    except BaseException:
+        logging.getLogger(name).exception("the process fails")
+        exit_code = 1
+    _leave(exit_code)
+
+
+def end_process(reason: str, exit_code: int = 1) -> NoReturn:
+    """From any thread: say why and leave at once, when what the process stands on is gone."""
+    logging.getLogger(__name__).critical(reason)
+    _leave(exit_code)
+
+
+def _leave(exit_code: int) -> NoReturn:
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
+
+
+async def _serve(make: Callable[[], Service]) -> None:
+    service = make()
+    stopped_early = asyncio.Event()
+
+    def stop() -> None:
+        stopped_early.set()
+        service.stop()
+
+    is_draining = False
+
+    def drain() -> None:
+        nonlocal is_draining
+        if is_draining or not service.drain():
+            stop()
+        is_draining = True
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, drain)
+    loop.add_signal_handler(signal.SIGINT, stop)
+    running = asyncio.ensure_future(service.run())
+    early = asyncio.ensure_future(stopped_early.wait())
+    await asyncio.wait({running, early}, return_when=asyncio.FIRST_COMPLETED)
+    # Told to stop: a service that is still loading has nothing to wind up, the others get two seconds for it.
+    done, _ = await asyncio.wait({running}, timeout=2.0)
+    if done:
+        running.result()

@@ -1,0 +1,334 @@
+"""Both kinds of worker in memory: real schedulers and pair tables in shells that do as `worker.py` and `pairs.py` do.
+
+See `tests.simulation.transfer_world`, which holds them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
+
+import numpy as np
+import torch
+from torch.distributed import HashStore
+
+from tandem.decode_worker.actions import Receive, SendToPrefill
+from tandem.decode_worker.pair_table import AcceptPair, CloseReceiver, IncomingPairTable, PrefillLost, RefusePair
+from tandem.decode_worker.pair_table import PairLost as IncomingPairLost
+from tandem.decode_worker.pair_table import SendClose as SendCloseToPrefill
+from tandem.decode_worker.scheduler import DecodeScheduler
+from tandem.engine.batch import Batch
+from tandem.engine.block_manager import BlockManager
+from tandem.kv_transfer.checksums import corrupt_blocks
+from tandem.kv_transfer.connector import Peer
+from tandem.prefill_worker.actions import SendToDecode, Ship
+from tandem.prefill_worker.pair_table import (
+    CloseSender,
+    Connect,
+    Disconnect,
+    OpenSender,
+    PairLost,
+    PairTable,
+    SendClose,
+)
+from tandem.prefill_worker.scheduler import PrefillScheduler
+from tandem.protocol.messages.dispatch import (
+    AbortAttempt,
+    AttemptFailed,
+    PrepareDecode,
+    StartPrefill,
+)
+from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.transfer import (
+    ClosePair,
+    CloseTransfer,
+    ConnectorParams,
+    FinishTransfer,
+    KVLayout,
+    KVRefused,
+    KVReserved,
+    OpenPair,
+    PairAccepted,
+    PairRefused,
+    RenewLeases,
+    ReserveKV,
+    ShipKV,
+)
+from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
+from tests.support.fake_connector import FakeReceiver, FakeSender, Side
+
+if TYPE_CHECKING:
+    from tests.simulation.transfer_world import World
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 9
+LEASE_S = 9.0
+LAYOUT = KVLayout("model", "bfloat16", 2, 2, 16, BLOCK_SIZE)
+
+
+class Memory:
+    """A pool whose blocks hold one number each. pool: as connectors see it."""
+
+    def __init__(self) -> None:
+        self.pool = torch.zeros((NUM_BLOCKS, 8), dtype=torch.uint8)
+        self._numbers = self.pool.numpy().view(np.int64).reshape(-1)
+
+    def __getitem__(self, block_id: int) -> int:
+        return int(self._numbers[block_id])
+
+    def __setitem__(self, block_id: int, content: int) -> None:
+        self._numbers[block_id] = content
+
+
+class Process:
+    """later: what its loop has yet to call. path_ids: of all data paths that it has opened an end of."""
+
+    side: Side
+
+    def __init__(self, world: World, name: str, number: int) -> None:
+        self.world = world
+        self.name = name
+        self.epoch = f"{name}/{number}"
+        self.pid = 1000 + pid_of(self.epoch)
+        self.frozen = False
+        self.alive = True
+        self.inbox: dict[str, deque[Any]] = defaultdict(deque)  # by connection: "proxy", or a pair
+        self.view: set[str] = set()
+        self.memory = Memory()
+        self.step: Batch | None = None
+        self.later: deque[Callable[[], None]] = deque()
+        self.path_ids: set[str] = set()
+
+    @property
+    def runs(self) -> bool:
+        return self.alive and not self.frozen
+
+
+def pid_of(epoch: str) -> int:
+    return crc32(epoch.encode()) % 1_000_000
+
+
+class Prefill(Process):
+    side = "sender"
+
+    def __init__(self, world: World, name: str, number: int, layout: KVLayout = LAYOUT) -> None:
+        super().__init__(world, name, number)
+        self.info = WorkerInfo(name, self.epoch, "prefill", name, self.pid)
+        self.scheduler = PrefillScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 6, 4, LEASE_S)
+        self.table = PairTable(self.info, [self.pid], layout, "here", "cpu", [world.connector], True, LEASE_S, [])
+        self.senders: dict[str, FakeSender] = {}
+        self.sockets: set[str] = set()
+
+    def on_message(self, connection: str, message: Any) -> None:
+        now = self.world.now
+        match message:
+            case StartPrefill():
+                pair = self.table.ready_pair(message.decode_epoch or "")
+                if message.decode_epoch is not None and pair is None:
+                    error = ErrorInfo.of(WorkerLost("the pair is not ready"))
+                    self.world.to_proxy(self, AttemptFailed(message.attempt_ids[0], error))
+                else:
+                    self.perform(self.scheduler.on_start(now, message, pair.pair_id if pair else None))
+            case AbortAttempt():
+                self.perform(self.scheduler.on_abort(message.proxy_id, message.attempt_id))
+            case KVReserved():
+                self.perform(self.scheduler.on_reserved(message))
+            case KVRefused():
+                self.perform(self.scheduler.on_refused(message.transfer_id, message.error))
+            case RenewLeases():
+                self.scheduler.on_renewed(now, message)
+            case PairAccepted() | PairRefused() | ClosePair():
+                self.perform_pairs(self.table.on_message(now, message))
+
+    def on_tick(self) -> None:
+        num_expired = self.scheduler.num_expired_leases
+        self.perform(self.scheduler.on_tick(self.world.now))
+        self.world.num_expired_leases += self.scheduler.num_expired_leases - num_expired
+
+    def perform(self, actions: list[Any]) -> None:
+        for action in actions:
+            match action:
+                case SendToDecode():
+                    self.send(action.pair_id, action.message)
+                case Ship():
+                    self.ship(action)
+                case _:
+                    self.world.to_proxy(self, action.message)
+
+    def perform_pairs(self, actions: list[Any]) -> None:
+        for action in actions:
+            match action:
+                case Connect():
+                    self.sockets.add(action.pair_id)
+                    self.send(action.pair_id, action.message)
+                case OpenSender():
+                    self.open_sender(action)
+                case CloseSender():
+                    sender = self.senders.pop(action.pair_id, None)
+                    if sender is None:
+                        self.on_closed(action.pair_id)
+                    else:
+                        sender.close(partial(self.on_closed, action.pair_id))
+                case SendClose():
+                    self.send(action.message.pair_id, action.message)
+                case Disconnect():
+                    self.sockets.discard(action.pair_id)
+                    self.inbox.pop(action.pair_id, None)
+                case PairLost():
+                    self.perform(self.scheduler.on_pair_lost(action.pair_id, action.reason))
+
+    def send(self, pair_id: str, message: Any) -> None:
+        if pair_id in self.sockets:
+            self.world.decode.inbox[pair_id].append(message)
+
+    def open_sender(self, action: OpenSender) -> None:
+        pair_id = action.pair_id
+
+        def ready(error: KVTransferFailed | None) -> None:
+            self.perform_pairs(self.table.on_sender_ready(self.world.now, pair_id, error))
+
+        peer = Peer(pair_id, action.peers[0])
+        try:
+            self.senders[pair_id] = self.world.network.open_sender(peer, self.memory.pool, "", ready)
+        except KVTransferFailed as error:
+            self.perform_pairs(self.table.on_sender_impossible(self.world.now, pair_id, error))
+        else:
+            self.path_ids.add(pair_id)
+
+    def on_closed(self, pair_id: str) -> None:
+        self.perform_pairs(self.table.on_sender_closed(pair_id))
+
+    def ship(self, ship: Ship) -> None:
+        sender = self.senders.get(ship.pair_id)
+        if sender is None:
+            error = KVTransferFailed("the pair is closed")
+            self.later.append(lambda: self.perform(self.scheduler.on_shipped(ship.transfer_id, error)))
+            return
+        checksums = [self.memory[block_id] for block_id in ship.src_block_ids]
+        announcement = self.table.announcement(
+            ship.pair_id, ship.transfer_id, ship.first_block, len(ship.src_block_ids), checksums
+        )
+        if not self.world.one_sided:
+            self.send(ship.pair_id, announcement)
+        self.world.ships[ship.pair_id].append(ship)
+        told = announcement if self.world.one_sided else None
+        sender.send(ship.src_block_ids, ship.dst_block_ids, partial(self.on_sent, ship, told))
+
+    def on_sent(self, ship: Ship, announcement: ShipKV | None, error: KVTransferFailed | None) -> None:
+        self.world.ships[ship.pair_id].popleft()
+        if error is None and announcement is not None:
+            self.send(ship.pair_id, announcement)
+        self.perform(self.scheduler.on_shipped(ship.transfer_id, error))
+        if error is not None:
+            self.perform_pairs(self.table.fail(self.world.now, ship.pair_id, error.message))
+
+
+class Decode(Process):
+    side = "receiver"
+
+    def __init__(self, world: World, number: int) -> None:
+        super().__init__(world, "decode-0", number)
+        self.info = WorkerInfo(self.name, self.epoch, "decode", self.name, self.pid)
+        self.scheduler = DecodeScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 3)
+        self.table = IncomingPairTable(LAYOUT, "here", "cpu", [world.connector], False, [])
+        self.receivers: dict[str, FakeReceiver] = {}
+
+    def on_message(self, connection: str, message: Any) -> None:
+        match message:
+            case PrepareDecode():
+                self.perform(self.scheduler.on_prepare(self.world.now, message))
+            case AbortAttempt():
+                self.perform(self.scheduler.on_abort(message.proxy_id, message.attempt_id))
+            case OpenPair():
+                self.perform_pairs(self.table.on_open(message))
+            case ReserveKV() if self.table.is_open(message.pair_id):
+                self.perform(self.scheduler.on_reserve(self.world.now, message))
+            case ReserveKV():
+                error = ErrorInfo.of(KVTransferFailed("the pair is closed"))
+                self.send(message.pair_id, KVRefused(message.transfer_id, error))
+            case ShipKV():
+                try:
+                    if self.table.is_next(message):
+                        self.perform(self.scheduler.on_ship(message))
+                except KVTransferFailed as error:
+                    self.perform_pairs(self.table.fail(message.pair_id, error.message))
+            case FinishTransfer():
+                self.perform(self.scheduler.on_finish_transfer(message))
+            case CloseTransfer():
+                self.perform(self.scheduler.on_close_transfer(message.transfer_id))
+            case ClosePair():
+                self.perform_pairs(self.table.on_close(message.pair_id, message.reason))
+
+    def renew_leases(self) -> None:
+        for pair_id in self.table.due_for_renewal(self.world.now):
+            if wanted := self.scheduler.wanted_transfers(pair_id):
+                self.send(pair_id, RenewLeases(pair_id, wanted))
+
+    def perform(self, actions: list[Any]) -> None:
+        self.world.num_kept_blocks += self.scheduler.num_kept_blocks
+        self.scheduler.num_kept_blocks = 0
+        for action in actions:
+            match action:
+                case SendToPrefill():
+                    self.send(action.pair_id, action.message)
+                case Receive():
+                    self.receive(action)
+                case _:
+                    self.world.to_proxy(self, action.message)
+
+    def perform_pairs(self, actions: list[Any]) -> None:
+        for action in actions:
+            match action:
+                case RefusePair() | SendCloseToPrefill():
+                    self.send(action.message.pair_id, action.message)
+                case AcceptPair():
+                    self.accept(action)
+                case CloseReceiver():
+                    self.receivers.pop(action.pair_id).close()
+                case IncomingPairLost():
+                    self.perform(self.scheduler.on_pair_lost(action.pair_id, action.reason, action.peer_stopped))
+                case PrefillLost():
+                    self.perform(self.scheduler.on_prefill_lost(action.prefill_epoch))
+
+    def send(self, pair_id: str, message: Any) -> None:
+        for prefill in self.world.prefills:
+            if pair_id in prefill.sockets:
+                prefill.inbox[pair_id].append(message)
+
+    def accept(self, action: AcceptPair) -> None:
+        pair_id = action.pair_id
+
+        def ready(error: KVTransferFailed | None) -> None:
+            assert error is None
+
+        receiver = self.world.network.open_receiver(pair_id, HashStore, self.memory.pool, "", ready)
+        self.path_ids.add(pair_id)
+        self.receivers[pair_id] = receiver
+        self.table.on_opened(pair_id, self.world.one_sided)
+        params = [ConnectorParams(pid=self.pid)]
+        self.send(pair_id, PairAccepted(pair_id, self.epoch, action.connector, params, action.checksums))
+        for pid in action.pids:
+            if not self.world.is_running(pid):
+                self.perform_pairs(self.table.on_exit(pair_id, pid))
+
+    def receive(self, receive: Receive) -> None:
+        receiver = self.receivers.get(receive.pair_id)
+        if receiver is None:
+            self.later.append(lambda: self.on_received(receive, KVTransferFailed("the pair is closed")))
+        else:
+            receiver.receive(receive.block_ids, partial(self.on_received, receive))
+
+    def on_received(self, receive: Receive, error: KVTransferFailed | None) -> None:
+        if error is not None:
+            self.perform(self.scheduler.on_received(receive.transfer_id, error))
+            self.perform_pairs(self.table.fail(receive.pair_id, error.message))
+            return
+        arrived = [self.memory[block_id] for block_id in receive.block_ids]
+        if corrupt_blocks(receive.block_ids, receive.checksums, arrived):
+            self.world.num_found_corrupt += 1
+            self.perform(self.scheduler.on_corrupt(receive.transfer_id, KVTransferFailed("other bytes")))
+        else:
+            self.perform(self.scheduler.on_received(receive.transfer_id, None))

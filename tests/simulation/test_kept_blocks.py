@@ -1,0 +1,115 @@
+"""A prefill worker dies on the way: what has arrived on decode is used under the next transfer_id, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+
+from tandem.decode_worker.actions import Action, SendToPrefill
+from tandem.decode_worker.scheduler import DecodeScheduler
+from tandem.engine.block_manager import BlockManager
+from tandem.protocol.messages.dispatch import PrepareDecode
+from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVRefused, KVReserved, ReserveKV, ShipKV
+from tandem.runtime.errors import KVTransferFailed
+
+BLOCK_SIZE, NUM_BLOCKS = 4, 20
+PROMPT = list(range(1, 23))
+"""Five full blocks and a half."""
+
+
+def scheduler() -> DecodeScheduler:
+    return DecodeScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "m", max_num_seqs=8)
+
+
+def begin(decode: DecodeScheduler, name: str, prefill: str, salt: str = "") -> KVReserved:
+    decode.on_prepare(
+        0.0,
+        PrepareDecode(
+            "p", [f"r-{name}"], name, pack_token_ids(PROMPT), SamplingParams(), [0], StopConditions(4), prefill,
+            f"{prefill}/1", 9.0, cache_salt=salt,
+        ),
+    )  # fmt: skip
+    [answer] = to_prefill(decode.on_reserve(0.0, ReserveKV(f"pair-{prefill}", name, len(PROMPT))))
+    assert isinstance(answer, KVReserved)
+    return answer
+
+
+def to_prefill(actions: list[Action]) -> list[object]:
+    return [action.message for action in actions if isinstance(action, SendToPrefill)]
+
+
+def arrive(decode: DecodeScheduler, name: str, number: int, first: int, count: int, prefill: str = "a") -> None:
+    decode.on_ship(ShipKV(f"pair-{prefill}", number, name, first, count))
+    decode.on_received(name, None)
+
+
+@pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "frozen"])
+def test_the_next_attempt_gets_what_has_arrived(is_gone: bool) -> None:
+    decode = scheduler()
+    first = begin(decode, "t1", "a")
+    arrive(decode, "t1", 0, 0, 2)
+    arrive(decode, "t1", 1, 2, 1)
+    decode.on_ship(ShipKV("pair-a", 2, "t1", 3, 1))  # announced, and still under way
+    decode.on_pair_lost("pair-a", "exited", peer_stopped=is_gone)
+    decode.blocks.check()
+    assert decode.num_kept_blocks == 3
+    second = begin(decode, "t2", "b")
+    assert second.num_cached_blocks == 3 and len(second.block_ids) == 3
+    assert not set(second.block_ids) & set(first.block_ids), "these are still the old transfer's"
+    decode.on_received("t1", KVTransferFailed("the pair is closed"))
+    arrive(decode, "t2", 0, 3, 3, "b")
+    decode.on_finish_transfer(FinishTransfer("t2", len(PROMPT), [7]))
+    batch, _ = decode.schedule(0.0)
+    [item] = batch.items
+    assert item.block_table[:6] == first.block_ids[:3] + second.block_ids
+    decode.on_abort("p", "r-t2")
+    decode.on_step_failed(RuntimeError("over"))
+    decode.blocks.check()
+    assert decode.blocks.num_quarantined == 0 and decode.blocks.num_free == NUM_BLOCKS
+
+
+def test_a_frozen_peer_keeps_what_it_may_still_write_and_no_more() -> None:
+    decode = scheduler()
+    first = begin(decode, "t1", "a")
+    arrive(decode, "t1", 0, 0, 2)
+    decode.on_pair_lost("pair-a", "left the cluster", peer_stopped=False)
+    assert decode.blocks.num_quarantined == len(first.block_ids) - 2
+    assert decode.blocks.num_free == NUM_BLOCKS - len(first.block_ids) + 2
+    begin(decode, "t2", "b")
+    decode.on_abort("p", "r-t2")
+    decode.on_close_transfer(CloseTransfer("t2").transfer_id)
+    decode.on_close_transfer("t1")  # it has woken
+    decode.blocks.check()
+    assert decode.blocks.num_quarantined == 0 and decode.blocks.num_free == NUM_BLOCKS
+
+
+def test_what_comes_after_a_corrupt_block_is_not_kept() -> None:
+    decode = scheduler()
+    begin(decode, "t1", "a")
+    arrive(decode, "t1", 0, 0, 1)
+    decode.on_ship(ShipKV("pair-a", 1, "t1", 1, 1))
+    decode.on_ship(ShipKV("pair-a", 2, "t1", 2, 1))
+    [refusal] = to_prefill(decode.on_corrupt("t1", KVTransferFailed("other bytes")))
+    assert isinstance(refusal, KVRefused)
+    decode.on_received("t1", None)
+    assert decode.num_kept_blocks == 1
+    assert begin(decode, "t2", "b").num_cached_blocks == 1
+
+
+def test_the_last_block_is_not_kept_while_it_is_not_full() -> None:
+    """All has arrived, but for the first token."""
+    decode = scheduler()
+    begin(decode, "t1", "a")
+    arrive(decode, "t1", 0, 0, 6)
+    decode.on_pair_lost("pair-a", "exited", peer_stopped=True)
+    assert decode.num_kept_blocks == 5
+    assert begin(decode, "t2", "b").num_cached_blocks == 5
+
+
+def test_another_salt_finds_nothing() -> None:
+    decode = scheduler()
+    begin(decode, "t1", "a", salt="x")
+    arrive(decode, "t1", 0, 0, 3)
+    decode.on_pair_lost("pair-a", "exited", peer_stopped=True)
+    assert begin(decode, "t2", "b", salt="y").num_cached_blocks == 0

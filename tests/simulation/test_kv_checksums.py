@@ -1,0 +1,106 @@
+"""Checksums of KV blocks: equal for equal content however it is split, and what the network corrupts is found."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+
+from tandem.decode_worker.actions import Receive, SendToPrefill, SendToProxy
+from tandem.decode_worker.scheduler import DecodeScheduler
+from tandem.engine.block_manager import BlockManager
+from tandem.kv_transfer.checksums import combine, corrupt_blocks, rank_checksums
+from tandem.kv_transfer.connector import Peer
+from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode
+from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.transfer import ConnectorParams, KVLayout, KVRefused, ReserveKV, ShipKV
+from tandem.runtime.errors import KVTransferFailed
+from tests.support.fake_connector import FakeNetwork, Faults
+
+NUM_BLOCKS, NUM_HEADS, HEAD_BYTES = 6, 6, 16
+LAYOUT = KVLayout("model", "bfloat16", 2, NUM_HEADS, 2, 4)
+BLOCKS = torch.randint(0, 256, (NUM_BLOCKS, 4, NUM_HEADS, HEAD_BYTES), dtype=torch.uint8)
+
+
+def checksums(blocks: torch.Tensor, block_ids: list[int], num_ranks: int = 1) -> list[int]:
+    """blocks: all heads, [num_blocks, 4, NUM_HEADS, HEAD_BYTES]; each rank has its own copy of its share."""
+    num_heads = NUM_HEADS // num_ranks
+    layout = msgspec.structs.replace(LAYOUT, num_kv_heads=num_heads, tensor_parallel_size=num_ranks)
+    shares = [blocks[:, :, r * num_heads : (r + 1) * num_heads].reshape(len(blocks), -1) for r in range(num_ranks)]
+    return combine([rank_checksums(share, block_ids, layout, rank) for rank, share in enumerate(shares)])
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 6])
+def test_the_number_of_ranks_does_not_matter(num_ranks: int) -> None:
+    assert checksums(BLOCKS, [4, 1], num_ranks) == checksums(BLOCKS, [4, 1])
+
+
+@given(st.integers(0, NUM_BLOCKS - 1), st.integers(0, BLOCKS[0].numel() - 1), st.integers(1, 255))
+def test_one_changed_byte_is_seen(block_id: int, at: int, change: int) -> None:
+    changed = BLOCKS.clone()
+    changed[block_id].view(-1)[at] ^= change
+    everything = list(range(NUM_BLOCKS))
+    assert corrupt_blocks(everything, checksums(BLOCKS, everything), checksums(changed, everything)) == [block_id]
+
+
+def test_heads_in_another_place_are_seen() -> None:
+    swapped = BLOCKS.clone()
+    swapped[:, :, [0, 1]] = BLOCKS[:, :, [1, 0]]
+    assert all(a != b for a, b in zip(checksums(BLOCKS, [0, 1]), checksums(swapped, [0, 1]), strict=True))
+    swapped = BLOCKS[:, [1, 0, 2, 3]]
+    assert all(a != b for a, b in zip(checksums(BLOCKS, [0, 1]), checksums(swapped, [0, 1]), strict=True))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10_000), st.booleans(), st.permutations(range(NUM_BLOCKS)), st.permutations(range(NUM_BLOCKS)))
+def test_what_the_network_corrupts_is_found_and_nothing_else(
+    seed: int, one_sided: bool, src: list[int], dst: list[int]
+) -> None:
+    network = FakeNetwork(lambda: 0.0, seed, one_sided, Faults(corruption=0.3))
+    target = torch.zeros_like(BLOCKS)
+    outcomes: list[object] = []
+    receiver = network.open_receiver("path", HashStore, target, "", outcomes.append)
+    sender = network.open_sender(Peer("path", ConnectorParams()), BLOCKS, "", outcomes.append)
+    if not one_sided:
+        receiver.receive(dst, outcomes.append)
+    sender.send(src, dst, outcomes.append)
+    network.run_due()
+    assert not any(outcomes), "nobody is told of corruption"
+    corrupt = corrupt_blocks(dst, checksums(BLOCKS, src), checksums(target, dst))
+    assert corrupt == [d for s, d in zip(src, dst, strict=True) if not torch.equal(BLOCKS[s], target[d])]
+    assert len(corrupt) == network.num_corrupted_blocks
+
+
+def reserved(scheduler: DecodeScheduler) -> None:
+    request = PrepareDecode(
+        "proxy", ["r"], "t", pack_token_ids(list(range(14))), SamplingParams(), [1],
+        StopConditions(10, frozenset()), "prefill-0", "e", 60.0,
+    )  # fmt: skip
+    scheduler.on_prepare(0.0, request)
+    scheduler.on_reserve(0.0, ReserveKV("pair", "t", 14))
+
+
+def test_a_corrupt_block_fails_its_transfer_and_comes_back() -> None:
+    scheduler = DecodeScheduler(BlockManager(8, 4), "model", max_num_seqs=2)
+    reserved(scheduler)
+    (receive,) = scheduler.on_ship(ShipKV("pair", 0, "t", 0, 2, [17, 18]))
+    assert isinstance(receive, Receive) and receive.checksums == [17, 18]
+    actions = scheduler.on_corrupt("t", KVTransferFailed("other bytes"))
+    told, refused = actions
+    assert isinstance(told, SendToProxy) and isinstance(told.message, AttemptFailed)
+    assert told.message.error.code == "kv_transfer_failed"
+    assert isinstance(refused, SendToPrefill) and isinstance(refused.message, KVRefused)
+    assert scheduler.blocks.num_quarantined == 4, "the peer has not said yet that it writes no more"
+    scheduler.on_close_transfer("t")
+    assert scheduler.blocks.num_free == 8 and scheduler.blocks.num_cached == 0
+
+
+def test_checksums_must_be_as_many_as_blocks() -> None:
+    scheduler = DecodeScheduler(BlockManager(8, 4), "model", max_num_seqs=2)
+    reserved(scheduler)
+    with pytest.raises(KVTransferFailed, match="1 checksums came for 2 blocks"):
+        scheduler.on_ship(ShipKV("pair", 0, "t", 0, 2, [17]))

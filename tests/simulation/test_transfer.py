@@ -1,0 +1,157 @@
+"""Transfers under faults at any moment: frozen, woken, killed and restarted peers, loss, corruption, late writes,
+duplicated and reordered control messages, aborts, deadlines. `tests.simulation.transfer_world` says what is checked."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from tests.simulation.transfer_world import World
+
+PROCESSES = st.integers(0, 2)
+
+
+class Transfers(RuleBasedStateMachine):
+    """Hypothesis chooses what happens next, and shrinks what it finds."""
+
+    world: World
+
+    @initialize(seed=st.integers(0, 1000), one_sided=st.booleans())
+    def begin(self, seed: int, one_sided: bool) -> None:
+        self.world = World(seed, one_sided, loss=0.05, corruption=0.05)
+
+    @initialize(pairs_first=st.booleans())
+    def pairs(self, pairs_first: bool) -> None:
+        if pairs_first and hasattr(self, "world"):
+            self.world.run_to_rest()
+
+    @rule(which=st.integers(0, 100), times=st.integers(1, 8))
+    def go_on(self, which: int, times: int) -> None:
+        """Messages, blocks, callbacks, news of membership, exits: whichever is next."""
+        for _ in range(times):
+            if events := self.world.events():
+                events[which % len(events)][1]()
+
+    @rule(which=PROCESSES)
+    def step(self, which: int) -> None:
+        process = self.world.processes()[which]
+        if process.runs:
+            self.world.run_step(process)
+
+    @rule()
+    def start(self) -> None:
+        self.world.start()
+
+    @precondition(lambda self: self.world.wanted)
+    @rule(which=st.integers(0, 100))
+    def abort(self, which: int) -> None:
+        self.world.abort(self.world.wanted[which % len(self.world.wanted)])
+
+    @rule(which=PROCESSES)
+    def freeze(self, which: int) -> None:
+        self.world.freeze(self.world.processes()[which])
+
+    @rule(which=PROCESSES)
+    def thaw(self, which: int) -> None:
+        self.world.thaw(self.world.processes()[which])
+
+    @rule(which=PROCESSES)
+    def notice_silence(self, which: int) -> None:
+        process = self.world.processes()[which]
+        if process.frozen and process.epoch in self.world.visible:
+            self.world.notice_silence(process)
+
+    @rule(which=PROCESSES)
+    def restart(self, which: int) -> None:
+        self.world.restart(self.world.processes()[which])
+
+    @rule(which=PROCESSES)
+    def give_up_pair(self, which: int) -> None:
+        process = self.world.processes()[which]
+        if process.runs:
+            self.world.give_up_pair(process)
+
+    @rule(which=PROCESSES, connection=st.integers(0, 5), reorder=st.booleans())
+    def duplicate_or_reorder(self, which: int, connection: int, reorder: bool) -> None:
+        process = self.world.processes()[which]
+        pairs = [name for name, queue in process.inbox.items() if queue and name != "proxy"]
+        if pairs and reorder:
+            process.inbox[pairs[connection % len(pairs)]].rotate(1)
+        elif pairs:
+            self.world.duplicate(process, pairs[connection % len(pairs)])
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 15.0, 50.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.world.pass_time(seconds)
+
+    @invariant()
+    def every_block_has_one_owner(self) -> None:
+        if hasattr(self, "world"):
+            self.world.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "world"):
+            self.world.settle()
+
+
+TestTransfers = Transfers.TestCase
+TestTransfers.settings = settings(
+    max_examples=200, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def run(seed: int, one_sided: bool, num_events: int) -> World:
+    world = World(seed, one_sided, loss=0.05, corruption=0.2)
+    world.run_to_rest()  # pairs are made before traffic
+    rng = random.Random(seed)
+    for index in range(num_events):
+        world.random_event(rng)()
+        if index % 8 == 0:
+            world.check()
+    world.settle()
+    return world
+
+
+@pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
+@pytest.mark.parametrize("part", [0, 1])
+def test_ten_thousand_schedules(part: int, one_sided: bool) -> None:
+    """2,500 here, so that each part is short. No write reaches a block that is not its transfer's."""
+    ended: Counter[str | None] = Counter()
+    num_late = num_corrupted = num_found = num_duplicated = num_expired = num_kept = 0
+    for seed in range(2500 * part, 2500 * (part + 1)):
+        try:
+            world = run(seed, one_sided, 80)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        ended.update(sequence.ended for sequence in world.wanted)
+        num_late += world.num_late_writes
+        num_corrupted += world.network.num_corrupted_blocks
+        num_found += world.num_found_corrupt
+        num_duplicated += world.num_duplicated
+        num_expired += world.num_expired_leases
+        num_kept += world.num_kept_blocks
+    # The schedules must reach all of it, or the test would show nothing.
+    reasons = ("length", "aborted", "worker_lost", "kv_transfer_failed", "deadline_exceeded")
+    assert min(ended[reason] for reason in reasons) > 50, ended
+    assert num_late > 50 and num_found > 10 and num_duplicated > 200 and num_expired > 50 and num_kept > 10, (
+        num_late, num_found, num_duplicated, num_expired, num_kept,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
+def test_after_hours_of_idleness_requests_are_served(one_sided: bool) -> None:
+    """No lease, deadline or pair runs out of itself."""
+    world = World(3, one_sided)
+    world.run_to_rest()
+    for _ in range(3):
+        world.pass_time(5 * 3600.0)
+        for _ in range(4):
+            world.start()
+        assert len(world.wanted) % 4 == 0
+        world.settle()
+    assert [sequence.ended for sequence in world.wanted] == ["length"] * 12

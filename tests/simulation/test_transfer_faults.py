@@ -1,0 +1,256 @@
+"""Each fault in each state of a transfer, one at a time, over the fake connector.
+
+After each: the other pair never noticed, every request has its one end, and no block is lost. Random orders are in
+`tests.simulation.test_transfer`, real processes in `tests/faults`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import pytest
+
+from tandem.decode_worker.transfer import IncomingTransfer
+from tandem.protocol.messages.transfer import FinishTransfer, KVReserved, ReserveKV
+from tests.simulation.simulated_workers import LAYOUT, LEASE_S, NUM_BLOCKS, Prefill, Process
+from tests.simulation.transfer_world import Wanted, World
+from tests.support.fake_connector import Faults
+
+PROMPT, OTHER_PROMPT = [7] * 3 + [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13], [20, 21, 22]
+SIDES = pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
+
+
+@dataclass
+class Case:
+    """A world in which `victim` is on its way through the first prefill worker."""
+
+    world: World
+    victim: Wanted
+
+    @property
+    def prefill(self) -> Prefill:
+        assert self.victim.prefill is not None
+        return self.victim.prefill
+
+    @property
+    def transfer(self) -> IncomingTransfer | None:
+        return self.world.decode.scheduler._transfers.get(f"t-{self.victim.attempt_id}")
+
+    def waits(self, process: Process, kind: type) -> bool:
+        """A message of this kind is on its way to the process."""
+        return any(isinstance(message, kind) for queue in process.inbox.values() for message in queue)
+
+    def is_under_way(self) -> bool:
+        """A shipment has begun, and not all of it has been written."""
+        path = self.world.network._paths[next(iter(self.prefill.senders))]
+        return path.transfer is not None and bool(path.transfer.arrivals)
+
+
+STATES: dict[str, Callable[[Case], bool]] = {
+    "dispatched": lambda case: True,
+    "reserving": lambda case: case.waits(case.world.decode, ReserveKV),
+    "reserved": lambda case: case.waits(case.prefill, KVReserved),
+    "shipping": lambda case: case.is_under_way(),
+    "shipped in part": lambda case: case.transfer is not None and case.transfer.num_arrived_blocks > 0,
+    "finishing": lambda case: case.waits(case.world.decode, FinishTransfer),
+    "decoding": lambda case: len(case.victim.tokens) >= 3,
+}
+
+
+def notice(world: World, process: Process) -> None:
+    """It stands still until everybody has noticed, and wakes."""
+    world.freeze(process)
+    world.notice_silence(process)
+    world.run_to_rest()
+    world.thaw(process)
+
+
+def stand_still(world: World, process: Process, seconds: float) -> None:
+    """Not for long enough to be missed, but perhaps longer than a lease or a path's patience."""
+    world.freeze(process)
+    world.run_to_rest()
+    world.pass_time(seconds)
+    world.run_to_rest()
+    world.thaw(process)
+
+
+def lose_client(case: Case) -> None:
+    """Both workers forget its request at once, not when they are done with it."""
+    world = case.world
+    world.abort(case.victim)
+    world.deliver_all()
+    key = "proxy", case.victim.attempt_id
+    assert key not in case.prefill.scheduler._by_request and key not in world.decode.scheduler._by_request
+
+
+def disorder(case: Case) -> None:
+    """What the workers of its pair tell each other comes in any order, and again, until both have happened.
+
+    Three more prompts see to it that there is something to say in every state.
+    """
+    world = case.world
+    world.disordered = set(case.prefill.senders)
+    for number in range(3):
+        world.ask([number, *PROMPT[1:]], 3, case.prefill)
+    world.advance(lambda: min(world.num_reordered, world.num_duplicated) > 0)
+    world.disordered = set()
+
+
+FAULTS: dict[str, Callable[[Case], None]] = {
+    "prefill exits": lambda case: case.world.restart(case.prefill),
+    "decode exits": lambda case: case.world.restart(case.world.decode),
+    "prefill is frozen, missed and wakes": lambda case: notice(case.world, case.prefill),
+    "decode is frozen, missed and wakes": lambda case: notice(case.world, case.world.decode),
+    "prefill stands still": lambda case: stand_still(case.world, case.prefill, LEASE_S * 1.5),
+    "decode stands still": lambda case: stand_still(case.world, case.world.decode, LEASE_S * 1.5),
+    "its client goes": lose_client,
+    "prefill gives the pair up": lambda case: case.prefill.perform_pairs(
+        case.prefill.table.fail(case.world.now, next(iter(case.prefill.senders)), "clogged")
+    ),
+    "decode gives the pair up": lambda case: case.world.decode.perform_pairs(
+        case.world.decode.table.fail(next(iter(case.prefill.senders)), "broke the rules")
+    ),
+    "messages come twice and out of order": disorder,
+}
+LOSE_DECODE = ("decode exits", "decode is frozen, missed and wakes")
+STOP_DECODE = (*LOSE_DECODE, "decode stands still")
+"""It is the other pair's as well: what it asks for meanwhile may be lost, or its lease run out."""
+ENDS = {"length", "aborted", "worker_lost", "kv_transfer_failed"}
+
+
+@SIDES
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_each_state(fault: str, state: str, one_sided: bool) -> None:
+    case = begin(one_sided)
+    world, neighbour = case.world, case.world.prefills[1]
+    (path_id,) = neighbour.senders
+    case.world.advance(lambda: STATES[state](case))
+    beside = world.ask(OTHER_PROMPT, 6, neighbour)
+    FAULTS[fault](case)
+    if fault not in STOP_DECODE:  # without a second of time
+        world.advance(lambda: beside.ended is not None)
+        assert beside.ended == "length", "the other pair noticed"
+    world.settle()
+    assert case.victim.ended in ENDS
+    if "stands still" not in fault and "messages" not in fault:
+        assert (case.victim.ended == "aborted") == (fault == "its client goes")
+    if fault not in LOSE_DECODE:
+        assert list(neighbour.senders) == [path_id], "the other pair was made anew"
+    serves(world)
+
+
+def begin(one_sided: bool) -> Case:
+    world = World(1, one_sided)
+    world.network.faults = Faults()
+    world.run_to_rest()
+    return Case(world, world.ask(PROMPT, 6, world.prefills[0]))
+
+
+def serves(world: World) -> None:
+    asked = [world.ask(PROMPT, 6, prefill) for prefill in world.prefills]
+    world.settle()
+    assert [each.ended for each in asked] == ["length"] * len(asked)
+
+
+@SIDES
+def test_a_transfer_that_stops_on_its_way_costs_its_pair_alone(one_sided: bool) -> None:
+    case = begin(one_sided)
+    world, neighbour = case.world, case.world.prefills[1]
+    (path_id,) = neighbour.senders
+    world.network.faults = Faults(loss=1.0)
+    world.advance(lambda: world.network.num_lost_transfers == 1)
+    world.network.faults = Faults()
+    beside = world.ask(OTHER_PROMPT, 6, neighbour)
+    world.advance(lambda: beside.ended is not None)
+    world.settle()
+    assert (case.victim.ended, beside.ended, list(neighbour.senders)) == ("kv_transfer_failed", "length", [path_id])
+    serves(world)
+
+
+@SIDES
+def test_a_block_that_changes_on_its_way_costs_its_transfer_alone(one_sided: bool) -> None:
+    case = begin(one_sided)
+    world = case.world
+    paths = [list(prefill.senders) for prefill in world.prefills]
+    world.network.faults = Faults(corruption=1.0)
+    world.advance(lambda: world.network.num_corrupted_blocks == 1)
+    world.network.faults = Faults()
+    world.settle()
+    assert (case.victim.ended, world.num_found_corrupt) == ("kv_transfer_failed", 1)
+    assert [list(prefill.senders) for prefill in world.prefills] == paths, "the pairs go on"
+    serves(world)
+
+
+@SIDES
+def test_a_lease_that_runs_out_costs_its_transfer_alone(one_sided: bool) -> None:
+    """Decode stands still for longer than it leases, and nobody takes it for lost."""
+    case = begin(one_sided)
+    world = case.world
+    paths = [list(prefill.senders) for prefill in world.prefills]
+    world.advance(lambda: case.waits(world.decode, ReserveKV))
+    stand_still(world, world.decode, LEASE_S * 1.5)
+    assert world.num_expired_leases == 1
+    blocks = case.prefill.scheduler.blocks
+    assert blocks.num_free == blocks.num_blocks, "prefill has its blocks back before decode wakes"
+    world.settle()
+    assert case.victim.ended == "kv_transfer_failed"
+    assert [list(prefill.senders) for prefill in world.prefills] == paths, "the pairs go on"
+    serves(world)
+
+
+def test_what_a_sleeper_writes_after_its_request_has_gone_reaches_no_block_in_other_use() -> None:
+    """It is stopped amid a shipment; decode then fills all blocks that it has left, and the sleeper writes on."""
+    case = begin(one_sided=True)
+    world, neighbour = case.world, case.world.prefills[1]
+    world.advance(case.is_under_way)
+    world.freeze(case.prefill)
+    world.abort(case.victim)
+    world.notice_silence(case.prefill)
+    beside = [world.ask([20 + i, 21, 22], 6, neighbour) for i in range(4)]
+    for each in beside:
+        world.advance(lambda each=each: each.ended is not None)  # type: ignore[misc]
+    assert case.transfer is not None
+    assert NUM_BLOCKS - world.decode.scheduler.blocks.num_free == len(case.transfer.own_block_ids) > 0
+    world.thaw(case.prefill)
+    world.settle()
+    assert world.num_late_writes > 0, "it wrote nothing, so nothing is shown"
+    assert [each.ended for each in beside] == ["length"] * 4
+    serves(world)
+
+
+@SIDES
+def test_decode_without_blocks_makes_prompts_wait(one_sided: bool) -> None:
+    """Each takes five of its nine blocks."""
+    case = begin(one_sided)
+    world = case.world
+    asked = [case.victim, *(world.ask([i, *PROMPT[1:]], 5, world.prefills[i % 2]) for i in range(4))]
+
+    def must_wait() -> bool:
+        """Both its messages are here, and there are too few blocks for it."""
+        decode = world.decode.scheduler
+        waiting = [t for t in decode._transfers.values() if t.pair_id and not t.is_reserved]
+        return decode.blocks.num_free < 5 and any(t.transfer_id in decode._by_transfer for t in waiting)
+
+    world.advance(must_wait)
+    world.advance(lambda: all(each.ended for each in asked))
+    assert [each.ended for each in asked] == ["length"] * 5
+    world.settle()
+
+
+@SIDES
+def test_another_layout_is_refused_by_name_and_the_other_pair_serves(one_sided: bool) -> None:
+    world = World(1, one_sided)
+    other = msgspec.structs.replace(LAYOUT, num_kv_heads=4)
+    world.visible.discard(world.prefills[0].epoch)
+    world.prefills[0] = Prefill(world, "prefill-0", 9, other)
+    world.visible.add(world.prefills[0].epoch)
+    world.run_to_rest()
+    (refused,) = world.prefills[0].table.status()
+    assert refused.state == "refused"
+    assert refused.reason == "KV layout differs in total_kv_heads: prefill has 4, decode has 2"
+    asked = world.ask(PROMPT, 6, world.prefills[1])
+    world.advance(lambda: asked.ended is not None)
+    assert asked.ended == "length"

@@ -1,0 +1,180 @@
+"""The simulation of transfers can fail: each ownership rule is broken by itself, and the random schedules notice.
+
+A rule whose loss goes unnoticed here is either not needed or not tested. Seeds are those of
+`tests/simulation/test_transfer.py`, which pass with the rules as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from tandem.decode_worker.pair_table import IncomingPairTable
+from tandem.decode_worker.pair_table import PairLost as IncomingPairLost
+from tandem.decode_worker.scheduler import DecodeScheduler
+from tandem.decode_worker.transfer import IncomingTransfer
+from tandem.prefill_worker.pair_table import CloseSender, Connect, PairTable, SendClose
+from tandem.prefill_worker.prompt import PrefillPrompt
+from tandem.prefill_worker.scheduler import PrefillScheduler
+from tandem.protocol.messages.transfer import ClosePair
+from tandem.runtime.errors import TandemError
+from tests.simulation.test_transfer import run
+
+MAX_SEEDS, NUM_EVENTS = 5000, 100
+Mutation = Callable[[pytest.MonkeyPatch], None]
+
+
+def no_quarantine(patch: pytest.MonkeyPatch) -> None:
+    """Blocks of a request that has ended are used again at once."""
+    patch.setattr(IncomingTransfer, "may_still_be_written", property(lambda self: bool(self.receives)))
+
+
+def receives_under_way_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """Blocks are used again while the receiver still writes them."""
+
+    def may_still_be_written(self: IncomingTransfer) -> bool:
+        all_here = self.num_received_blocks == len(self.written_block_ids)
+        return self.is_reserved and not (self.peer_stopped or all_here)
+
+    patch.setattr(IncomingTransfer, "may_still_be_written", property(may_still_be_written))
+
+
+def announced_counts_as_arrived(patch: pytest.MonkeyPatch) -> None:
+    """Decoding begins while the receiver still writes."""
+
+    def is_complete(self: IncomingTransfer) -> bool:
+        all_announced = self.num_received_blocks == len(self.written_block_ids)
+        return self.is_reserved and not self.has_gap and all_announced and self.first_token_ids is not None
+
+    patch.setattr(IncomingTransfer, "is_complete", property(is_complete))
+
+
+def silence_is_proof(patch: pytest.MonkeyPatch) -> None:
+    """A prefill worker that no proxy knows any more counts as stopped."""
+    on_view = IncomingPairTable.on_view
+
+    def mutated(self: IncomingPairTable, workers: Any) -> list[Any]:
+        return [
+            msgspec.structs.replace(action, peer_stopped=True) if isinstance(action, IncomingPairLost) else action
+            for action in on_view(self, workers)
+        ]
+
+    patch.setattr(IncomingPairTable, "on_view", mutated)
+
+
+def a_broken_path_is_proof(patch: pytest.MonkeyPatch) -> None:
+    """A pair that fails here counts as one through which the peer writes no more, also where it writes by itself."""
+    on_opened = IncomingPairTable.on_opened
+    patch.setattr(IncomingPairTable, "on_opened", lambda self, pair_id, peer_writes: on_opened(self, pair_id, False))
+
+
+def the_peer_is_told_before_the_sender_has_stopped(patch: pytest.MonkeyPatch) -> None:
+    fail = PairTable.fail
+
+    def mutated(self: PairTable, now: float, pair_id: str, reason: str) -> list[Any]:
+        actions = fail(self, now, pair_id, reason)
+        closes = [SendClose(ClosePair(pair_id, reason)) for action in actions if isinstance(action, CloseSender)]
+        return [*actions, *closes]
+
+    patch.setattr(PairTable, "fail", mutated)
+
+
+def blocks_are_released_while_they_are_shipped(patch: pytest.MonkeyPatch) -> None:
+    """A prompt that ends, by its lease for one, gives its blocks back and lets decode have its own at once."""
+    settle = PrefillScheduler._settle
+    on_shipped = PrefillScheduler.on_shipped
+
+    def mutated(self: PrefillScheduler, prompt: PrefillPrompt) -> list[Any]:
+        if prompt.ended:
+            prompt.num_ships_in_flight = 0
+        return settle(self, prompt)
+
+    def shipped(self: PrefillScheduler, transfer_id: str, error: TandemError | None) -> list[Any]:
+        return on_shipped(self, transfer_id, error) if transfer_id in self._by_transfer else []
+
+    patch.setattr(PrefillScheduler, "_settle", mutated)
+    patch.setattr(PrefillScheduler, "on_shipped", shipped)
+
+
+def pair_ids_do_not_name_the_process(patch: pytest.MonkeyPatch) -> None:
+    """A prefill worker that restarts takes up the pair ids of its predecessor."""
+    open_pair = PairTable._open
+
+    def mutated(self: PairTable, now: float, peer: Any) -> Connect:
+        worker, self._worker = self._worker, msgspec.structs.replace(self._worker, epoch="same")
+        connect = open_pair(self, now, peer)
+        self._worker = worker
+        message = msgspec.structs.replace(connect.message, prefill_epoch=worker.epoch)
+        return msgspec.structs.replace(connect, message=message)
+
+    patch.setattr(PairTable, "_open", mutated)
+
+
+def pair_ids_are_used_again(patch: pytest.MonkeyPatch) -> None:
+    """An OpenPair that comes late, or twice, makes a pair that is gone anew."""
+    patch.setattr(IncomingPairTable, "_remember", lambda self, pair_id: None)
+
+
+def announced_blocks_are_kept(patch: pytest.MonkeyPatch) -> None:
+    """The next attempt at a prompt decodes from blocks that the receiver still writes."""
+
+    def keep_arrived(self: IncomingTransfer, num_full_blocks: int) -> list[int]:
+        self.num_kept_blocks = min(self.num_received_blocks, num_full_blocks - len(self.cached_block_ids))
+        return self.written_block_ids[: self.num_kept_blocks]
+
+    patch.setattr(IncomingTransfer, "keep_arrived", keep_arrived)
+
+
+def blocks_behind_corrupt_ones_are_kept(patch: pytest.MonkeyPatch) -> None:
+    def on_received(self: IncomingTransfer, is_whole: bool) -> None:
+        self.num_arrived_blocks += self.receives.popleft()
+        self.has_gap = self.has_gap or not is_whole
+
+    patch.setattr(IncomingTransfer, "on_received", on_received)
+
+
+def kept_blocks_still_count_as_written(patch: pytest.MonkeyPatch) -> None:
+    """What the prefix cache has is set free with the rest when the transfer is over."""
+    patch.setattr(IncomingTransfer, "own_block_ids", property(lambda self: self.written_block_ids))
+
+
+def corrupt_blocks_are_used(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(DecodeScheduler, "on_corrupt", lambda self, transfer_id, error: self.on_received(transfer_id, None))
+
+
+EITHER, ONE_SIDED, TWO_SIDED = (True, False), (True,), (False,)
+MUTATIONS: list[tuple[Mutation, tuple[bool, ...]]] = [
+    (no_quarantine, ONE_SIDED),
+    (receives_under_way_are_forgotten, TWO_SIDED),
+    (announced_counts_as_arrived, TWO_SIDED),
+    (silence_is_proof, ONE_SIDED),
+    (a_broken_path_is_proof, ONE_SIDED),
+    (the_peer_is_told_before_the_sender_has_stopped, ONE_SIDED),
+    (blocks_are_released_while_they_are_shipped, ONE_SIDED),
+    (pair_ids_do_not_name_the_process, EITHER),
+    (pair_ids_are_used_again, ONE_SIDED),  # with two sides the pairs' numbers refuse it as well
+    (announced_blocks_are_kept, TWO_SIDED),
+    (blocks_behind_corrupt_ones_are_kept, EITHER),
+    (kept_blocks_still_count_as_written, EITHER),
+    (corrupt_blocks_are_used, EITHER),
+]
+CASES = [
+    pytest.param(mutation, one_sided, id=f"{mutation.__name__}-{'one-sided' if one_sided else 'two-sided'}")
+    for mutation, kinds in MUTATIONS
+    for one_sided in kinds
+]
+
+
+@pytest.mark.parametrize(("mutation", "one_sided"), CASES)
+def test_a_broken_rule_is_noticed(mutation: Mutation, one_sided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    mutation(monkeypatch)
+    for seed in range(MAX_SEEDS):
+        try:
+            run(seed, one_sided, NUM_EVENTS)
+        except Exception as violation:  # an invariant, or the code that trips over what cannot be
+            print(f"noticed by seed {seed}: {type(violation).__name__}: {str(violation).splitlines()[:1]}")
+            return
+    pytest.fail(f"{MAX_SEEDS} schedules passed without this rule")

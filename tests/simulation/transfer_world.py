@@ -1,0 +1,508 @@
+"""Two prefill workers and a decode worker in memory: real schedulers and pair tables, simulated network and processes.
+
+The data paths are those of `tests.support.fake_connector`: one-sided (as `ipc`) or two-sided (as `gloo`), block by
+block, late,
+with loss and corruption. A frozen process does nothing until it wakes, and then goes on where it was; a killed one is
+followed by another at the same address. Control messages wait in a queue for each connection. Nothing happens by
+itself: whoever holds the world picks the next event.
+
+Checked at each write: the block belongs to the transfer that it is written for. At each decode step: every block holds
+what was computed for the sequence's own tokens. `check`, after each event: every block has one owner.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from zlib import crc32
+
+from tandem.engine.batch import ItemOutput
+from tandem.prefill_worker.actions import Ship
+from tandem.protocol.messages.dispatch import (
+    AbortAttempt,
+    AttemptFailed,
+    AttemptPreempted,
+    DecodeReserved,
+    FirstToken,
+    PrepareDecode,
+    StartPrefill,
+    TokenBatch,
+)
+from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tests.simulation.simulated_workers import BLOCK_SIZE, LEASE_S, Decode, Memory, Prefill, Process
+from tests.support.fake_connector import FakeNetwork, Faults
+
+DEADLINE_S = 40.0
+
+
+def next_token(token_ids: list[int]) -> int:
+    return crc32(bytes(token_ids), 5) % 20
+
+
+def block_content(token_ids: list[int], number: int, num_computed: int) -> int:
+    """Keys and values of block `number` depend on every token up to its last one that is computed."""
+    return crc32(bytes(token_ids[: min(num_computed, (number + 1) * BLOCK_SIZE)]), number)
+
+
+@dataclass(eq=False)
+class Wanted:
+    """One sequence as its client sees it."""
+
+    prompt: list[int]
+    stop: StopConditions
+    attempt_id: str = ""
+    prefill: Prefill | None = None
+    decode: Decode | None = None
+    tokens: list[int] = field(default_factory=list)
+    ended: str | None = None
+
+
+Event = tuple[float, Callable[[], None]]
+"""Weight and what happens."""
+
+
+class World:
+    """Holds the proxy too. visible: epochs of the workers that it knows."""
+
+    def __init__(self, seed: int, one_sided: bool, loss: float = 0.0, corruption: float = 0.0) -> None:
+        self.rng = random.Random(seed)
+        self.now = 0.0
+        self.one_sided = one_sided
+        self.connector = "ipc" if one_sided else "gloo"
+        faults = Faults(self.rng.choice([0.0, 0.0, 0.0, 0.5]), loss, corruption)
+        self.network = FakeNetwork(lambda: self.now, seed, one_sided, faults, self._check_write)
+        self.ships: dict[str, deque[Ship]] = defaultdict(deque)  # those handed to a path, by its id
+        self.data_pace, self.message_pace = self.rng.choice([0.3, 3.0]), self.rng.choice([0.8, 4.0])
+        self.disorder = self.rng.choice([0.02, 0.4])
+        self.num_started = 0
+        self.decode = self._new_decode()
+        self.prefills = [self._new_prefill(i) for i in range(2)]
+        self.visible = {process.epoch for process in self.processes()}
+        self.exits: deque[int] = deque()  # of processes that have ended, which the kernel has yet to report
+        self.wanted: list[Wanted] = []
+        self.lost_prompts: list[list[int]] = []
+        self.attempts: dict[str, Wanted] = {}
+        self.terminals: Counter[tuple[str, str]] = Counter()
+        self.num_found_corrupt = self.num_late_writes = self.num_duplicated = 0
+        self.num_expired_leases = self.num_kept_blocks = self.num_reordered = 0
+        self.disordered: set[str] = set()  # pairs whose control messages come late, out of order, and again
+
+    # ---- processes
+
+    def _new_decode(self) -> Decode:
+        self.num_started += 1
+        return Decode(self, self.num_started)
+
+    def _new_prefill(self, index: int) -> Prefill:
+        self.num_started += 1
+        return Prefill(self, f"prefill-{index}", self.num_started)
+
+    def processes(self) -> list[Process]:
+        return [self.decode, *self.prefills]
+
+    def is_running(self, pid: int) -> bool:
+        return any(process.pid == pid for process in self.processes())
+
+    def freeze(self, process: Process) -> None:
+        process.frozen = True
+        for path_id in process.path_ids:
+            self.network.freeze(path_id, process.side)
+
+    def thaw(self, process: Process) -> None:
+        """It goes on, and registers again if it was taken for lost."""
+        process.frozen = False
+        for path_id in process.path_ids:
+            self.network.thaw(path_id, process.side)
+        self.visible.add(process.epoch)
+
+    def notice_silence(self, process: Process) -> None:
+        """The proxy has not heard of a frozen worker for too long."""
+        self.visible.discard(process.epoch)
+        self._lose(process)
+
+    def restart(self, process: Process) -> None:
+        """It is killed, and another starts at its address. What it sent last may be lost on the way."""
+        process.alive = False
+        for path_id in process.path_ids:
+            self.network.kill(path_id, process.side)
+        self.exits.append(process.pid)
+        self.visible.discard(process.epoch)
+        if isinstance(process, Prefill):
+            for pair_id in process.sockets:
+                sent = self.decode.inbox[pair_id]
+                for _ in range(self.rng.randint(0, len(sent))):
+                    sent.pop()
+            self.prefills[self.prefills.index(process)] = new = self._new_prefill(int(process.name[-1]))
+            self.visible.add(new.epoch)
+        else:
+            self.decode = self._new_decode()
+            self.visible.add(self.decode.epoch)
+        self._lose(process)
+
+    def _lose(self, process: Process) -> None:
+        for sequence in self.wanted:
+            if sequence.ended is None and process in (sequence.prefill, sequence.decode):
+                self._end(sequence, "worker_lost")
+                self.lost_prompts.append(sequence.prompt)
+
+    # ---- the proxy
+
+    def start(self) -> None:
+        able = [p for p in self.prefills if p.epoch in self.visible and p.table.ready_pair(self.decode.epoch)]
+        if not able or self.decode.epoch not in self.visible:
+            return
+        length = self.rng.choice([1, 4, 9, 15])
+        if self.lost_prompts:
+            self._dispatch_again(self.rng.choice(able))
+            return
+        prompt = [self.rng.randrange(3)] * min(8, length) + [self.rng.randrange(23) for _ in range(length - 8)]
+        self.ask(prompt, self.rng.choice([2, 6]), self.rng.choice(able))
+
+    def _dispatch_again(self, prefill: Prefill) -> None:
+        """A prompt that lost a worker, under another transfer_id."""
+        self.ask(self.lost_prompts.pop(), 6, prefill)
+
+    def ask(self, prompt: list[int], num_tokens: int, prefill: Prefill) -> Wanted:
+        sequence = Wanted(prompt, StopConditions(num_tokens, frozenset()))
+        self.wanted.append(sequence)
+        self._dispatch(sequence, prefill)
+        return sequence
+
+    def _dispatch(self, sequence: Wanted, prefill: Prefill) -> None:
+        attempt_id = f"r{len(self.attempts)}"
+        self.attempts[attempt_id] = sequence
+        sequence.attempt_id, sequence.prefill, sequence.decode = attempt_id, prefill, self.decode
+        num_generated = len(sequence.tokens)
+        alone = sequence.stop.max_tokens - num_generated == 1
+        packed = pack_token_ids(sequence.prompt + sequence.tokens)
+        prefill.inbox["proxy"].append(
+            StartPrefill(
+                "proxy", [attempt_id], f"t-{attempt_id}", packed, SamplingParams(), [1], sequence.stop,
+                None if alone else self.decode.name, None if alone else self.decode.epoch, DEADLINE_S,
+                num_generated=num_generated,
+            )
+        )  # fmt: skip
+        if not alone:
+            self.decode.inbox["proxy"].append(
+                PrepareDecode(
+                    "proxy", [attempt_id], f"t-{attempt_id}", packed, SamplingParams(), [1], sequence.stop,
+                    prefill.name, prefill.epoch, DEADLINE_S, num_generated=num_generated,
+                )
+            )  # fmt: skip
+
+    def abort(self, sequence: Wanted) -> None:
+        if sequence.ended is None:
+            self._end(sequence, "aborted")
+
+    def _end(self, sequence: Wanted, reason: str) -> None:
+        assert sequence.ended is None
+        sequence.ended = reason
+        for process in (sequence.prefill, sequence.decode):
+            if process is not None and process.alive:
+                process.inbox["proxy"].append(AbortAttempt("proxy", sequence.attempt_id))
+
+    def to_proxy(self, process: Process, message: Any) -> None:
+        match message:
+            case FirstToken():
+                self._on_token(process, message.attempt_id, message.token, message.finish_reason)
+            case TokenBatch():
+                for token in message.tokens:
+                    self._on_token(process, token.attempt_id, token.token, token.finish_reason)
+            case AttemptPreempted():
+                self._count_terminal(process, message.attempt_id)
+                sequence = self.attempts[message.attempt_id]
+                if sequence.ended is None and sequence.attempt_id == message.attempt_id:
+                    assert sequence.prefill is not None
+                    able = [p for p in self.prefills if p.epoch in self.visible]
+                    if able:
+                        self._dispatch(sequence, self.rng.choice(able))
+                    else:
+                        self._end(sequence, "worker_lost")
+            case AttemptFailed():
+                self._count_terminal(process, message.attempt_id)
+                sequence = self.attempts[message.attempt_id]
+                if sequence.ended is None and sequence.attempt_id == message.attempt_id:
+                    self._end(sequence, message.error.code)
+            case DecodeReserved():
+                pass
+
+    def _count_terminal(self, process: Process, attempt_id: str) -> None:
+        self.terminals[process.epoch, attempt_id] += 1
+        assert self.terminals[process.epoch, attempt_id] == 1, f"{process.epoch} ended {attempt_id} twice"
+
+    def _on_token(self, process: Process, attempt_id: str, token: SampledToken, reason: str | None) -> None:
+        if reason is not None:
+            self._count_terminal(process, attempt_id)
+        sequence = self.attempts[attempt_id]
+        if sequence.ended is not None or sequence.attempt_id != attempt_id:
+            return  # the client has gone, or the proxy has given up the worker
+        assert token.token_id == next_token(sequence.prompt + sequence.tokens), "a token that is not the model's"
+        sequence.tokens.append(token.token_id)
+        if reason is not None:
+            assert len(sequence.tokens) == sequence.stop.max_tokens
+            sequence.ended = reason
+
+    # ---- what may happen next
+
+    def events(self) -> list[Event]:
+        """All that can happen of itself, that is without a further fault, but for steps."""
+        return [event for process in self.processes() for event in self.events_of(process)] + self._path_events()
+
+    def _path_events(self) -> list[Event]:
+        """Blocks that move, and what data paths have to tell their ends."""
+        return [(self.data_pace, act) for act in self.network.choices()]
+
+    def events_of(self, process: Process) -> list[Event]:
+        """Messages, callbacks, news of membership and exits."""
+        if not process.runs:
+            return []
+        events: list[Event] = [
+            (self.message_pace, partial(self.deliver, process, connection))
+            for connection, queue in process.inbox.items()
+            if queue
+        ]
+        if process.later:
+            events.append((3.0, lambda: process.later.popleft()()))
+        if process.view != self.visible:
+            events.append((1.0, partial(self.show_view, process)))
+        if isinstance(process, Decode) and self.exits:
+            events.append((1.0, self.report_exit))
+        return events
+
+    def random_event(self, rng: random.Random) -> Callable[[], None]:
+        """With faults, and clients that come and go."""
+        which = rng.randrange(4)
+        if which == 3:
+            events = self._outside_events()
+        else:
+            process = self.processes()[which]
+            events = self.events_of(process) + self._path_events() + self._faults_of(process)
+            if process.runs:
+                events.append((3.0, partial(self.run_step, process)))
+        return rng.choices([act for _, act in events], [weight for weight, _ in events])[0]
+
+    def _outside_events(self) -> list[Event]:
+        events: list[Event] = [(0.4, lambda: self.pass_time(self.rng.choice([0.1, 1.0, 3.0, 15.0, 45.0])))]
+        if len(self.wanted) < 12:
+            events.append((2.0, self.start))
+        open_ones = [sequence for sequence in self.wanted if sequence.ended is None]
+        if open_ones:
+            events.append((0.5, lambda: self.abort(self.rng.choice(open_ones))))
+        return events
+
+    def _faults_of(self, process: Process) -> list[Event]:
+        events: list[Event] = [(0.05, partial(self.restart, process))]
+        if process.frozen:
+            events.append((0.4, partial(self.thaw, process)))
+            if process.epoch in self.visible:
+                events.append((0.4, partial(self.notice_silence, process)))
+            return events
+        events += [(0.1, partial(self.freeze, process)), (0.1, partial(self.give_up_pair, process))]
+        for connection, queue in process.inbox.items():
+            if queue and connection != "proxy":
+                events.append((self.disorder, partial(self.duplicate, process, connection)))
+                if len(queue) > 1:
+                    events.append((self.disorder, partial(queue.rotate, 1)))
+        return events
+
+    def deliver(self, process: Process, connection: str) -> None:
+        queue = process.inbox[connection]
+        if connection in self.disordered:
+            number = self.rng.randrange(len(queue))
+            self.num_reordered += number > 0
+            queue.rotate(-number)
+            if self.rng.random() < 0.5:
+                self.num_duplicated += 1
+                queue.append(queue[0])  # again, when others have been heard
+        process.on_message(connection, queue.popleft())  # type: ignore[attr-defined]
+
+    def duplicate(self, process: Process, connection: str) -> None:
+        self.num_duplicated += 1
+        process.inbox[connection].appendleft(process.inbox[connection][0])
+
+    def give_up_pair(self, process: Process) -> None:
+        """For a reason of its own: a clogged connection, a message that breaks the rules."""
+        if isinstance(process, Prefill) and (pairs := list(process.table.pairs())):
+            process.perform_pairs(process.table.fail(self.now, self.rng.choice(pairs).pair_id, "clogged"))
+        elif isinstance(process, Decode) and (incoming := list(process.table.pairs())):
+            process.perform_pairs(process.table.fail(self.rng.choice(incoming).pair_id, "broke the rules"))
+
+    def show_view(self, process: Process) -> None:
+        process.view = set(self.visible)
+        workers = [p.info for p in self.processes() if p.epoch in self.visible]  # type: ignore[attr-defined]
+        if isinstance(process, Prefill):
+            process.perform_pairs(process.table.on_view(self.now, workers))
+        elif isinstance(process, Decode):
+            process.perform_pairs(process.table.on_view(workers))
+
+    def report_exit(self) -> None:
+        pid = self.exits.popleft()
+        for pair in list(self.decode.table.pairs()):
+            if pid in pair.live_pids:
+                self.decode.perform_pairs(self.decode.table.on_exit(pair.pair_id, pid))
+
+    def pass_time(self, seconds: float) -> None:
+        """No message arrives meanwhile, but every process that runs looks at its clock again and again."""
+        num_looks = math.ceil(seconds / LEASE_S * 5)
+        for _ in range(num_looks):
+            self.now += seconds / num_looks
+            self._tick()
+
+    def _tick(self) -> None:
+        for process in self.processes():
+            if process.runs and isinstance(process, Prefill):
+                process.perform_pairs(process.table.on_tick(self.now))
+                process.on_tick()
+            elif process.runs and isinstance(process, Decode):
+                process.perform(process.scheduler.on_tick(self.now))
+                process.renew_leases()
+
+    def _check_write(self, pair_id: str, block_id: int) -> None:
+        """Of the transfer whose turn it is on this path."""
+        if pair_id not in self.decode.path_ids:
+            return  # the memory of a process that is gone
+        transfer_id = self.ships[pair_id][0].transfer_id
+        transfer = self.decode.scheduler._transfers.get(transfer_id)
+        assert transfer is not None and block_id in transfer.own_block_ids, "a write to a block in other use"
+        self.num_late_writes += transfer_id not in self.decode.scheduler._by_transfer
+
+    # ---- steps
+
+    def run_step(self, process: Process) -> None:
+        """A step begins, or the one under way ends."""
+        if isinstance(process, Prefill):
+            self._prefill_step(process)
+        elif isinstance(process, Decode):
+            self._decode_step(process)
+
+    def _prefill_step(self, prefill: Prefill) -> None:
+        batch, prefill.step = prefill.step, None
+        if batch is None:
+            batch, actions = prefill.scheduler.schedule(self.now)
+            prefill.step = batch if batch.items else None
+            prefill.perform(actions)
+            return
+        outputs = []
+        for item, (prompt, _) in zip(batch.items, prefill.scheduler._step, strict=True):
+            end = item.start + len(item.token_ids)
+            self._check_memory(prefill.memory, prompt.token_ids, prompt.block_table, item.start)
+            self._compute(prefill.memory, prompt.token_ids, prompt.block_table, item.start, end)
+            outputs.append(ItemOutput([SampledToken(next_token(prompt.token_ids)) for _ in item.samples]))
+        prefill.perform(prefill.scheduler.on_step(self.now, outputs))
+
+    def _decode_step(self, decode: Decode) -> None:
+        batch, decode.step = decode.step, None
+        if batch is None:
+            batch, actions = decode.scheduler.schedule(self.now)
+            decode.step = batch if batch.items else None
+            decode.perform(actions)
+            return
+        outputs = []
+        for item, sequence in zip(batch.items, decode.scheduler._running.step, strict=True):
+            token_ids = self.attempts[sequence.attempt_id].prompt + sequence.output_token_ids
+            self._check_memory(decode.memory, token_ids, sequence.block_table, item.start)
+            self._compute(decode.memory, token_ids, sequence.block_table, item.start, item.start + 1)
+            outputs.append(ItemOutput([SampledToken(next_token(token_ids))]))
+        decode.perform(decode.scheduler.on_step(self.now, outputs))
+
+    @staticmethod
+    def _check_memory(memory: Memory, token_ids: list[int], block_table: list[int], num_computed: int) -> None:
+        for number in range(-(-num_computed // BLOCK_SIZE)):
+            expected = block_content(token_ids, number, num_computed)
+            assert memory[block_table[number]] == expected, f"block {number} holds what is not its own"
+
+    @staticmethod
+    def _compute(memory: Memory, token_ids: list[int], block_table: list[int], start: int, end: int) -> None:
+        for number in range(start // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
+            memory[block_table[number]] = block_content(token_ids, number, end)
+
+    # ---- what must hold
+
+    def check(self) -> None:
+        """Every block has one owner, and none is owned by two transfers or by a transfer and a sequence."""
+        for prefill in self.prefills:
+            prefill.scheduler.blocks.check()
+        self.decode.scheduler.blocks.check()
+        owners: Counter[int] = Counter()
+        for transfer in self.decode.scheduler._transfers.values():
+            owners.update(transfer.own_block_ids)
+        in_tables = {block_id for s in self.decode.scheduler._running.sequences for block_id in s.block_table}
+        assert all(count == 1 for count in owners.values()), "a block in two hands"
+        assert not in_tables & owners.keys(), "a block of a running sequence may still be written by a peer"
+
+    def settle(self) -> None:
+        """No more faults: everything comes to its end, every block comes back, every pair is ready again."""
+        self.network.faults = Faults()
+        self.disordered = set()
+        for process in self.processes():
+            if process.frozen:
+                self.thaw(process)
+        for _ in range(60):
+            self.run_to_rest()
+            if self._is_at_rest():
+                break
+            self.pass_time(3.0)  # retries of pairs, then deadlines
+        assert self._is_at_rest(), self._why_not_at_rest()
+
+    def advance(self, until: Callable[[], bool]) -> None:
+        """Without faults, one thing after the other, until it is so."""
+        for _ in range(500):
+            if until():
+                return
+            is_late = bool(self.disordered) and self.rng.random() < 0.8
+            if not is_late and (events := self.events()):
+                events[0][1]()
+                self.check()
+                continue
+            for process in self.processes():
+                if process.runs and not until():
+                    self.run_step(process)
+        raise AssertionError("it does not come so far")
+
+    def deliver_all(self) -> None:
+        """What is under way arrives, and nobody computes."""
+        for _ in range(2000):
+            events = self.events()
+            if not events:
+                return
+            events[0][1]()
+        raise AssertionError("messages without end")
+
+    def run_to_rest(self) -> None:
+        for _ in range(2000):
+            if events := self.events():
+                events[0][1]()
+                continue
+            for process in self.processes():
+                if process.runs:
+                    self.run_step(process)
+            if not self.events() and not any(process.runs and process.step for process in self.processes()):
+                return
+        raise AssertionError("it does not come to rest")
+
+    def _is_at_rest(self) -> bool:
+        return self._why_not_at_rest() is None
+
+    def _why_not_at_rest(self) -> str | None:
+        if hanging := [sequence for sequence in self.wanted if sequence.ended is None]:
+            return f"{hanging[0]} hangs"
+        for process in self.processes():
+            blocks = process.scheduler.blocks  # type: ignore[attr-defined]
+            if blocks.num_free != blocks.num_blocks:
+                return f"{blocks.num_blocks - blocks.num_free} blocks of {process.epoch} are lost"
+        decode = self.decode.scheduler
+        if decode._transfers or decode._by_request or decode._by_transfer:
+            return "decode remembers what has ended"
+        if any(prefill.scheduler._by_transfer for prefill in self.prefills):
+            return "prefill remembers what has ended"
+        if not all(prefill.table.ready_pair(self.decode.epoch) for prefill in self.prefills):
+            return "a pair is not ready"
+        if len(list(self.decode.table.pairs())) != len(self.prefills):
+            return "decode keeps pairs that are gone"
+        return None

@@ -1,0 +1,158 @@
+"""A cluster as its users start it: `tandem up` in a process, on a free port, stopped by SIGTERM."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Self
+
+import httpx
+
+from bench.noise_model import ensure_noise_model
+from bench.ports import free_port
+from tandem.deploy.commands.status import fetch_status
+from tandem.deploy.processes.runtime_dir import log_dir, runtime_dir
+from tandem.protocol.messages.membership import StatusReport, WorkerReport
+
+START_TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 5.0
+MODEL = "tandem-demo"
+
+NOW = {"Cache-Control": "no-cache"}
+"""Headers with which /metrics tells present figures, not those of within the last second."""
+
+OLDER_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+"""The environment of a cluster that is to use no AVX-512: its kernels round batches of other sizes otherwise."""
+
+
+def tandem(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "tandem.deploy.cli", *arguments]
+
+
+class Cluster:
+    """A context manager; `url` serves while it is open. Prompts go through prefill unless a test says else.
+
+    Without --model it is the noise model's, under MODEL's name.
+    """
+
+    def __init__(
+        self, *arguments: str, start_timeout_s: float = START_TIMEOUT_S, env: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        if "--model" not in arguments:
+            arguments = ("--model", str(ensure_noise_model()), "--served-model-name", MODEL, *arguments)
+        self._start_timeout_s = start_timeout_s
+        self._env = {**os.environ, **env}
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        admin_port = free_port()
+        self.admin_url = f"http://127.0.0.1:{admin_port}"
+        self._arguments = ("--admin-port", str(admin_port), *arguments)
+        self._process: subprocess.Popen[str] | None = None
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            tandem("up", "--port", str(self.port), "--decode-prefill-threshold", "0", *self._arguments),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=self._env,
+        )
+        try:
+            self.wait_for(self.is_healthy, self._start_timeout_s)
+            assert self._process.stdout is not None
+            self.first_line = self._process.stdout.readline()
+            while "Tandem serves" not in self.first_line:  # printed when every pair is open
+                assert self.first_line, "the launcher ended"
+                self.first_line = self._process.stdout.readline()
+        except BaseException:
+            self._process.kill()
+            self._process.communicate()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        assert self._process is not None
+        pids = self.pids()
+        assert pids
+        self._process.send_signal(signal.SIGTERM)
+        started = time.monotonic()
+        try:
+            self._process.communicate(timeout=STOP_TIMEOUT_S + 5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+            raise
+        assert time.monotonic() - started < STOP_TIMEOUT_S, "stopping took too long"
+        assert not [pid for pid in pids if is_alive(pid)], "a process was left behind"
+        assert not runtime_dir(self.port).exists(), "the runtime folder was left behind"
+
+    # ---- what the operator sees
+
+    def is_healthy(self) -> bool:
+        assert self._process is not None
+        if self._process.poll() is not None:
+            assert self._process.stdout is not None
+            raise AssertionError(f"tandem up ended with {self._process.returncode}: {self._process.stdout.read()}")
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def status(self) -> StatusReport:
+        return asyncio.run(fetch_status(self.port))[0]
+
+    def worker(self, worker_id: str) -> WorkerReport:
+        return next(report for report in self.status().workers if report.worker.worker_id == worker_id)
+
+    def pids(self) -> list[int]:
+        """Of the launcher's children."""
+        assert self._process is not None
+        return children_of(self._process.pid)
+
+    def all_blocks_free(self) -> bool:
+        report = self.status()
+        return report.num_requests == 0 and all(
+            r.load.num_free_blocks == r.load.num_blocks and not r.load.num_running and not r.load.num_waiting
+            for r in report.workers
+        )
+
+    def ready_pairs(self) -> set[tuple[str, str]]:
+        """(prefill epoch, decode epoch)."""
+        workers = self.status().workers
+        present = {report.worker.epoch for report in workers}
+        return {
+            (report.worker.epoch, pair.decode_epoch)
+            for report in workers
+            for pair in report.pairs
+            if pair.state == "ready" and pair.decode_epoch in present
+        }
+
+    def logs(self) -> str:
+        return "\n".join(file.read_text() for file in sorted(log_dir(self.port).glob("*.log")))
+
+    @staticmethod
+    def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, f"{condition} did not come true within {timeout_s} s"
+            time.sleep(0.1)
+
+
+def children_of(pid: int) -> list[int]:
+    """Processes that this one's main thread started."""
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True

@@ -1,0 +1,298 @@
+"""A real proxy process whose workers are loops in the test's own, which echo the prompt's tokens.
+
+What the fake workers hand each other in memory stands for the KV transfer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import httpx
+import msgspec
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from bench.ports import free_port
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.dispatch import (
+    AbortAttempt,
+    AttemptFailed,
+    DecodeReserved,
+    FirstToken,
+    NewToken,
+    PrepareDecode,
+    StartPrefill,
+    ToDecode,
+    TokenBatch,
+    ToPrefill,
+)
+from tandem.protocol.messages.generation import SampledToken
+from tandem.protocol.messages.membership import (
+    PROTOCOL_VERSION,
+    PairStatus,
+    RegisterWorker,
+    Role,
+    WorkerInfo,
+    WorkerLeft,
+    WorkerLoad,
+    WorkerStatus,
+)
+from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.protocol.sockets import RouterSocket, new_context
+from tandem.runtime.errors import ErrorInfo, TandemError
+from tandem.worker.registration import Registration
+
+MAX_MODEL_LEN = 256
+TEMPLATE = (
+    "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if m is defined %}{{ raise_exception('no') }}{% endif %}"
+)
+STEP_S = 0.002
+
+
+class FakeWorkers:
+    """One prefill and one decode worker on a thread with a loop. "hold" in a prompt: no answer; "stall": 3 tokens.
+
+    fail_at: where the first of the sequences that share a prompt fails, with which error: at "prefill", before decode
+    has reserved ("reserve"), or at the third token ("decode").
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        controls: list[str],
+        hold: list[int],
+        stall: list[int],
+        max_model_len: int = MAX_MODEL_LEN,
+        step_s: float = STEP_S,
+    ) -> None:
+        self._folder, self._controls, self._hold, self._stall = folder, controls, hold, stall
+        self._max_model_len, self._step_s = max_model_len, step_s
+        self.aborted: dict[str, set[str]] = {"prefill": set(), "decode": set()}
+        self.seen: list[str] = []
+        self.num_finished = 0
+        self.fail_at: tuple[str, TandemError] | None = None
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
+        self._ready = threading.Event()
+        self._thread.start()
+        if not self._ready.wait(180):
+            self.stop()  # or it would go on to register, under the names of the next test's
+            raise AssertionError("the workers were not seen by every proxy")
+
+    async def _run(self) -> None:
+        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        context = new_context()
+        self._prepared: dict[str, PrepareDecode] = {}
+        self._started: dict[str, StartPrefill] = {}
+        infos = {name: self._info(name, role) for name, role in (("prefill-0", "prefill"), ("decode-0", "decode"))}  # type: ignore[arg-type]
+        self._epochs = {info.epoch for info in infos.values()}
+        self._routers: dict[str, Any] = {
+            "prefill": RouterSocket(context, infos["prefill-0"].endpoint, Codec(ToPrefill), self._on_prefill),
+            "decode": RouterSocket(context, infos["decode-0"].endpoint, Codec(ToDecode), self._on_decode),
+        }
+        self._registrations: dict[str, Registration] = {}
+        self._infos, self._draining = infos, dict.fromkeys(infos, False)
+        for name in infos:
+            registration = Registration(
+                context,
+                self._controls,
+                self._register(name),
+                partial(self._status, name),
+                self._on_view,
+                lambda _proxy_id: None,
+                lambda: None,
+                partial(self._begin_epoch, name),
+                lambda: None,
+            )
+            registration.start()
+            self._registrations[name] = registration
+        await self._stopped.wait()
+        for thing in (*self._registrations.values(), *self._routers.values()):
+            thing.close()
+        context.destroy(linger=0)
+
+    def _register(self, name: str) -> RegisterWorker:
+        return RegisterWorker(PROTOCOL_VERSION, self._infos[name], self._max_model_len, 300, "echo", 64)
+
+    def _status(self, name: str) -> WorkerStatus:
+        info = self._infos[name]
+        pairs = [PairStatus("decode-0", self._infos["decode-0"].epoch, "ready", "fake")]
+        return WorkerStatus(
+            name, info.epoch, WorkerLoad(), pairs if info.role == "prefill" else [], draining=self._draining[name]
+        )
+
+    def _begin_epoch(self, name: str) -> None:
+        self._infos[name] = msgspec.structs.replace(self._infos[name], epoch=f"{name}/{os.urandom(4).hex()}")
+        self._registrations[name].begin_epoch(self._register(name))
+
+    def _on_view(self, view: list[WorkerInfo]) -> None:
+        if {info.epoch for info in view} == self._epochs:  # and not those of an earlier test
+            self._ready.set()
+
+    def _info(self, name: str, role: Role) -> WorkerInfo:
+        return WorkerInfo(name, f"{name}/{os.urandom(4).hex()}", role, f"ipc://{self._folder}/{name}", os.getpid())
+
+    def _on_prefill(self, _identity: bytes, message: Any) -> None:
+        match message:
+            case StartPrefill():
+                for attempt_id in message.attempt_ids:
+                    self.seen.append(attempt_id)
+                    self._started[attempt_id] = message
+                    self._advance(attempt_id)
+            case AbortAttempt():
+                self.aborted["prefill"].add(message.attempt_id)
+
+    def _on_decode(self, _identity: bytes, message: Any) -> None:
+        match message:
+            case PrepareDecode():
+                for attempt_id in message.attempt_ids:
+                    self._prepared[attempt_id] = message
+                    self._advance(attempt_id)
+            case AbortAttempt():
+                self.aborted["decode"].add(message.attempt_id)
+
+    def _advance(self, attempt_id: str) -> None:
+        start, prepare = self._started.get(attempt_id), self._prepared.get(attempt_id)
+        if start is None or (prepare is None and start.decode_worker_id is not None):
+            return
+        token_ids = unpack_token_ids(start.token_ids)
+        if token_ids[: len(self._hold)] == self._hold:
+            return
+        identity = f"{start.proxy_id}:0".encode()
+        if self._fails("prefill", attempt_id, start):
+            return
+        reason = start.stop.check(token_ids[0], 1)
+        self._routers["prefill"].send(identity, FirstToken(attempt_id, SampledToken(token_ids[0]), reason, 0.0, 0.001))
+        if reason is None:
+            assert prepare is not None and prepare.transfer_id == start.transfer_id
+            if self._fails("reserve", attempt_id, start):
+                return
+            self._routers["decode"].send(identity, DecodeReserved(attempt_id))
+            self._loop.call_later(self._step_s, self._step, attempt_id, start, token_ids, 1)
+
+    def _step(self, attempt_id: str, start: StartPrefill, token_ids: list[int], number: int) -> None:
+        if attempt_id in self.aborted["decode"]:
+            return
+        if number == 3 and token_ids[: len(self._stall)] == self._stall:
+            return
+        if number == 2 and self._fails("decode", attempt_id, start):
+            return
+        token_id = token_ids[number % len(token_ids)]
+        reason = start.stop.check(token_id, number + 1)
+        batch = TokenBatch([NewToken(attempt_id, SampledToken(token_id), reason)])
+        self._routers["decode"].send(f"{start.proxy_id}:0".encode(), batch)
+        self.num_finished += reason is not None
+        if reason is None:
+            self._loop.call_later(self._step_s, self._step, attempt_id, start, token_ids, number + 1)
+
+    def _fails(self, where: str, attempt_id: str, start: StartPrefill) -> bool:
+        if self.fail_at is None or self.fail_at[0] != where or attempt_id != start.attempt_ids[0]:
+            return False
+        failed = AttemptFailed(attempt_id, ErrorInfo.of(self.fail_at[1]))
+        self._routers["prefill" if where == "prefill" else "decode"].send(f"{start.proxy_id}:0".encode(), failed)
+        return True
+
+    def silence(self, name: str) -> None:
+        self._loop.call_soon_threadsafe(self._registrations[name].close)
+
+    def epoch(self, name: str) -> str:
+        return self._infos[name].epoch
+
+    def hold_breath(self, name: str) -> None:
+        """It says nothing, and hears nothing, until it may breathe again."""
+        registration = self._registrations[name]
+        self._loop.call_soon_threadsafe(lambda: setattr(registration, "tell", lambda message: None))
+
+    def breathe(self, name: str) -> None:
+        self._loop.call_soon_threadsafe(lambda: delattr(self._registrations[name], "tell"))
+
+    def tell(self, name: str, draining: bool) -> None:
+        self._draining[name] = draining
+
+    def leave(self, name: str) -> None:
+        registration, info = self._registrations[name], self._infos[name]
+
+        def go() -> None:
+            registration.tell(WorkerLeft(name, info.epoch))
+            registration.close()
+
+        self._loop.call_soon_threadsafe(go)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join(5)
+
+
+def make_tokenizer(folder: Path) -> Tokenizer:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({"</s>": 0} | {c: i for i, c in enumerate(alphabet, start=1)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text('{"model_type": "llama", "eos_token_id": 0}')
+    return tokenizer
+
+
+class Proxy:
+    """A context manager, or stopped by `stop`. metrics: the folder that several proxies share for theirs."""
+
+    def __init__(
+        self, folder: Path, *, name: str = "proxy-0", port: int = 0, metrics: Path | None = None, **config: Any
+    ) -> None:
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.admin_url = f"http://127.0.0.1:{config.get('admin_port') or self.port}"
+        self.control = f"ipc://{folder}/{name}.sock"
+        fields = {
+            "proxy_id": name,
+            "control_endpoint": self.control,
+            "model": str(folder),
+            "served_model_name": "echo",
+            "port": self.port,
+            "max_body_bytes": 100_000,
+            **config,
+        }
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(fields))
+        env = os.environ | ({"PROMETHEUS_MULTIPROC_DIR": str(metrics)} if metrics else {})
+        self.process = subprocess.Popen([sys.executable, "-W", "error", "-m", "tandem.proxy", str(file)], env=env)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def wait_for(self, status: int) -> None:
+        def answered() -> bool:
+            assert self.process.poll() is None, "the proxy ended"
+            try:
+                return httpx.get(f"{self.url}/health").status_code == status
+            except httpx.TransportError:
+                return False
+
+        wait_until(answered, 180)
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(5)
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 5) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)

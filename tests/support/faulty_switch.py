@@ -1,0 +1,138 @@
+"""The process behind `tests.support.faulty_network`: hosts that are network namespaces, and a switch between them
+with faults.
+
+Each host has one TUN device, whose other end is a descriptor here: packets are read, held back, dropped or handed on.
+So TCP meets what it meets on a bad network, and no kernel module (netem, nftables) is needed. Faults come as a line of
+JSON on stdin, and are in force when a line is answered on stdout. All is gone when this process is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import heapq
+import itertools
+import os
+import random
+import select
+import struct
+import subprocess
+import sys
+import time
+from collections import Counter
+
+import msgspec
+
+_CLONE_NEWNET = 0x40000000
+_TUNSETIFF = 0x400454CA
+_IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
+_MAX_PACKET_BYTES = 65536
+_TCP = 6
+
+
+class Fault(msgspec.Struct, frozen=True):
+    """On packets between a host and another (None: any other), in both directions.
+
+    ports: only TCP where one of them is on either side; other_ports: only where none is. loss: the part that is lost;
+    1 is a cut.
+    """
+
+    host: int
+    other: int | None = None
+    ports: list[int] | None = None
+    other_ports: list[int] | None = None
+    delay_s: float = 0.0
+    loss: float = 0.0
+
+    def is_on(self, source: int, target: int, ports: tuple[int, int]) -> bool:
+        if self.host not in (source, target) or (self.other is not None and self.other not in (source, target)):
+            return False
+        if self.ports is not None and not (ports[0] in self.ports or ports[1] in self.ports):
+            return False
+        return self.other_ports is None or not (ports[0] in self.other_ports or ports[1] in self.other_ports)
+
+
+class Told(msgspec.Struct, frozen=True):
+    """num_dropped: packets, since the faults before."""
+
+    num_dropped: int
+
+
+def address(host: int) -> str:
+    return f"10.90.0.{host + 1}"
+
+
+def make_host(host: int) -> tuple[int, int]:
+    """(descriptor of its namespace, descriptor of its device's other end). Leaves this thread in the namespace."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(_CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "cannot make a network namespace")
+    namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(device, _TUNSETIFF, struct.pack("16sH22x", b"wire", _IFF_TUN | _IFF_NO_PI))
+    for command in (
+        "link set lo up",
+        f"address add {address(host)}/24 dev wire",
+        "link set wire mtu 9000 txqueuelen 10000 up",
+    ):
+        subprocess.run(["ip", *command.split()], check=True)
+    return namespace, device
+
+
+def ends_of(packet: bytes) -> tuple[int, int, tuple[int, int]] | None:
+    """(source host, target host, TCP ports) of an IPv4 packet between two hosts."""
+    if packet[0] >> 4 != 4:
+        return None
+    ports = (0, 0)
+    if packet[9] == _TCP:
+        ports = struct.unpack_from("!HH", packet, 4 * (packet[0] & 15))
+    return packet[15] - 1, packet[19] - 1, ports
+
+
+def main(num_hosts: int) -> None:
+    made = [make_host(host) for host in range(num_hosts)]
+    devices = [device for _, device in made]
+    print(msgspec.json.encode([namespace for namespace, _ in made]).decode(), flush=True)
+    faults: list[Fault] = []
+    held: list[tuple[float, int, int, bytes]] = []
+    numbers = itertools.count()
+    rng = random.Random(7)
+    counts: Counter[str] = Counter()
+    poll = select.poll()
+    for descriptor in (0, *devices):
+        poll.register(descriptor, select.POLLIN)
+
+    def hand_over(device: int, packet: bytes) -> None:
+        try:
+            os.write(device, packet)
+        except OSError:  # its queue is full, as a switch's may be
+            counts["dropped"] += 1
+
+    while True:
+        timeout_s = max(0.0, held[0][0] - time.monotonic()) if held else None
+        for descriptor, _ in poll.poll(None if timeout_s is None else 1000 * timeout_s + 1):
+            if descriptor == 0:
+                line = sys.stdin.buffer.readline()
+                if not line:
+                    return
+                faults = msgspec.json.decode(line, type=list[Fault])
+                print(msgspec.json.encode(Told(counts.pop("dropped", 0))).decode(), flush=True)
+                continue
+            packet = os.read(descriptor, _MAX_PACKET_BYTES)
+            if (ends := ends_of(packet)) is None or not 0 <= ends[1] < num_hosts:
+                continue
+            now_on = [fault for fault in faults if fault.is_on(*ends)]
+            if any(rng.random() < fault.loss for fault in now_on):
+                counts["dropped"] += 1
+                continue
+            delay_s = sum(fault.delay_s for fault in now_on)
+            if delay_s:
+                heapq.heappush(held, (time.monotonic() + delay_s, next(numbers), devices[ends[1]], packet))
+            else:
+                hand_over(devices[ends[1]], packet)
+        while held and held[0][0] <= time.monotonic():
+            hand_over(*heapq.heappop(held)[2:])
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,128 @@
+"""A media process and a media cache on a loop of the test's own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from tandem.media_cache.config import MediaCacheConfig
+from tandem.media_cache.server import MediaCacheServer
+from tandem.protocol.media_client import MediaCacheClient
+from tandem.protocol.media_segment import map_segment
+from tandem.protocol.messages.media import MediaItem, check_media, check_segment
+from tandem.protocol.messages.media_cache import MediaCacheStatus, MediaKey
+from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.protocol.sockets import new_context
+from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.media.source import MediaLimits
+from tandem.proxy.reading.media_jobs import FROM_PROCESS, FromMediaProcess, JobDone, JobFailed, MediaJob, MediaSetup
+from tandem.proxy.reading.media_process import MediaProcess
+from tandem.proxy.text.rendering import RenderedPrompts
+from tandem.runtime.errors import InvalidRequest, TandemError
+
+LIMITS = ModelLimits(4096, 320, "m", 64)
+T = TypeVar("T")
+
+
+class MediaReader:
+    """Reads requests with media as the process beside a proxy does."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "files").mkdir()
+        self.limits = MediaLimits(
+            max_items=4, max_pixels=1_000_000, max_bytes=4 << 20, allowed_path=str(folder / "files")
+        )
+        self.loop = asyncio.new_event_loop()
+        self.run(self._start())
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self.loop.run_until_complete(asyncio.wait_for(work, 240))
+
+    async def _start(self) -> None:
+        endpoint = f"ipc://{self.folder}/cache.sock"
+        self._server = MediaCacheServer(MediaCacheConfig(endpoint, 64 << 20))
+        self._serving = asyncio.create_task(self._server.run())
+        self._context = new_context()
+        self.client = MediaCacheClient(self._context, endpoint)
+        self.done: asyncio.Queue[JobDone | JobFailed] = asyncio.Queue()
+        setup = MediaSetup(
+            "media", "info", str(self.folder), "m", False, "hermes", False, endpoint, self.limits, num_threads=2
+        )
+
+        def on_told(told: FromMediaProcess) -> None:
+            told = FROM_PROCESS.decode(FROM_PROCESS.encode(told))  # as the proxy gets it
+            if isinstance(told, JobDone | JobFailed):
+                self.done.put_nowait(told)
+
+        self.process = MediaProcess(setup, on_told, os.getpid())
+        await self.process.load()
+
+    def close(self) -> None:
+        self.run(self._close())
+        self.loop.close()
+
+    async def _close(self) -> None:
+        await self.process.close()
+        self.client.close()
+        self._server.stop()
+        await self._serving
+        self._context.destroy(linger=0)
+
+    def job(self, *parts: dict[str, Any] | str, **fields: Any) -> MediaJob:
+        content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+        body = msgspec.json.encode({"messages": [{"role": "user", "content": content}], **fields})
+        return MediaJob(self.client.new_id(), "chat", body, LIMITS)
+
+    def read_all(self, jobs: list[MediaJob]) -> list[JobDone | JobFailed]:
+        """At once; in their order."""
+
+        async def read() -> list[JobDone | JobFailed]:
+            for job in jobs:
+                self.process.on_message(job)
+            return [await self.done.get() for _ in jobs]
+
+        by_lease = {done.lease_id: done for done in self.run(read())}
+        return [by_lease[job.lease_id] for job in jobs]
+
+    def prompt(self, *parts: dict[str, Any] | str) -> tuple[list[int], tuple[MediaItem, ...], list[dict[str, Any]]]:
+        """(token ids, items, tensors by name of each)."""
+        [done] = self.read_all([self.job(*parts)])
+        try:
+            return prompt_of(done)
+        finally:
+            self.client.release([done.lease_id])
+
+    def refusal(self, *parts: dict[str, Any] | str, **fields: Any) -> str:
+        [done] = self.read_all([self.job(*parts, **fields)])
+        self.client.release([done.lease_id])
+        assert isinstance(done.result, InvalidRequest), done.result
+        return done.result.message
+
+    def status(self) -> MediaCacheStatus:
+        return self.run(self.client.status())
+
+
+def prompt_of(done: JobDone | JobFailed) -> tuple[list[int], tuple[MediaItem, ...], list[dict[str, Any]]]:
+    if isinstance(done.result, TandemError):
+        raise done.result
+    assert isinstance(done.result.prompt, RenderedPrompts)
+    [prompt] = done.result.prompt.prompts
+    token_ids = unpack_token_ids(prompt.token_ids)
+    check_media(prompt.media, len(token_ids))
+    return token_ids, prompt.media, [tensors_of(item) for item in prompt.media]
+
+
+def tensors_of(item: MediaItem) -> dict[str, NDArray[Any]]:
+    mapped = map_segment(item.segment, MediaKey(item.digest, "input"))
+    check_segment(item, len(mapped))
+    return {
+        t.name: np.frombuffer(mapped, t.dtype, int(np.prod(t.shape)), t.offset).reshape(t.shape) for t in item.tensors
+    }

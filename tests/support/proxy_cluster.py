@@ -1,0 +1,219 @@
+"""A proxy's dispatcher whose workers are lists: a test plays them. Nothing may be left over when it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import msgspec
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from tandem.protocol.messages.dispatch import (
+    AbortAttempt,
+    AttemptFailed,
+    DecodeReserved,
+    FirstToken,
+    NewToken,
+    StartPrefill,
+    TokenBatch,
+)
+from tandem.protocol.messages.generation import FinishReason, SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.membership import (
+    PROTOCOL_VERSION,
+    PairStatus,
+    RegisterWorker,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerStatus,
+)
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.proxy.admission.admission import Admission
+from tandem.proxy.cluster.readiness import WorkerReadiness
+from tandem.proxy.cluster.registry import Registry
+from tandem.proxy.cluster.router import Router
+from tandem.proxy.dispatch.dispatcher import Dispatcher
+from tandem.proxy.dispatch.generation import AppState
+from tandem.proxy.dispatch.sequence import TokenDelta
+from tandem.proxy.dispatch.turns import Turns
+from tandem.proxy.http.bodies import RequestBodies
+from tandem.proxy.observe.scrapes import Scrapes
+from tandem.proxy.observe.timelines import Timelines
+from tandem.proxy.reading.body_reader import BodyReader
+from tandem.proxy.reading.reader_pool import ReaderPool
+from tandem.proxy.text.model_text import ModelText
+from tandem.proxy.text.prompt import Prompt
+from tandem.proxy.text.token_text import TokenText
+from tandem.runtime.errors import ErrorInfo, TandemError
+from tandem.telemetry.metrics import ProxyMetrics
+from tandem.telemetry.request_log import RequestLog
+
+PREFILL = WorkerInfo("prefill-0", "p1", "prefill", "ipc://p", 1)
+DECODE = WorkerInfo("decode-0", "d1", "decode", "ipc://d", 2)
+PROMPT = Prompt(pack_token_ids([1, 2, 3]), 3)
+EOS = 0
+
+
+class FakePool:
+    """Keeps what was sent; a test plays the workers through `Cluster`."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, msgspec.Struct]] = []
+        self.accepts = True
+
+    def send(self, worker: WorkerInfo, attempt_id: str, message: msgspec.Struct) -> bool:
+        self.sent.append((worker.worker_id, message))
+        return self.accepts
+
+    def of(self, kind: type[Any]) -> list[tuple[str, Any]]:
+        return [(worker_id, message) for worker_id, message in self.sent if isinstance(message, kind)]
+
+
+class FakeText:
+    """A tokeniser with one token a character."""
+
+    eos_token_ids = frozenset({EOS})
+
+    def __init__(self) -> None:
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        vocab = {"</s>": EOS} | {character: number for number, character in enumerate(alphabet, start=1)}
+        self.tokenizer = Tokenizer(models.BPE(vocab, []))
+        self.tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self.tokenizer.decoder = decoders.ByteLevel()
+
+    def ids(self, text: str) -> list[int]:
+        return list(self.tokenizer.encode_batch_fast([text])[0].ids)
+
+
+class Cluster:
+    def __init__(
+        self, threshold: int = 0, worker_wait_s: float = 0.0, workers: tuple[WorkerInfo, ...] = (PREFILL, DECODE)
+    ) -> None:
+        self.registry = Registry(2.5, decode_may_prefill=threshold > 0)
+        self.router = Router(self.registry, threshold, rng=random.Random(0))
+        self.metrics = ProxyMetrics()
+        turns = Turns(4)
+        self.dispatcher = Dispatcher("proxy", self.router, self.metrics, turns, worker_wait_s)
+        self.pool = FakePool()
+        self.dispatcher.pool = self.pool
+        self.join(*workers)
+        self.text = FakeText()
+        text = cast(ModelText, self.text)
+        self.admission = Admission(8, time.monotonic)
+        self.reader = BodyReader.of(text, "m")
+        readers = ReaderPool(self.reader, lambda: self.reader, 1)  # what is small starts no process
+        requests = RequestLog()
+        self.door = AppState(
+            text,
+            TokenText(self.text.tokenizer),
+            RequestBodies(1 << 20, 30.0),
+            readers,
+            self.registry,
+            self.admission,
+            self.dispatcher,
+            self.metrics,
+            Scrapes(self.metrics),
+            turns,
+            requests,
+            Timelines(None, requests, []),
+            60,
+            None,
+            WorkerReadiness(self.registry, 8, worker_wait_s),
+        )
+
+    def join(self, *workers: WorkerInfo) -> None:
+        """With pairs among all that are there."""
+        for worker in workers:
+            self.registry.on_register(0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 500, "m", 64))
+        there = self.registry.workers()
+        pairs = [PairStatus(w.worker_id, w.epoch, "ready") for w in there if w.role == "decode"]
+        for worker in there:
+            if worker.role == "prefill":
+                self.registry.on_status(0, WorkerStatus(worker.worker_id, worker.epoch, WorkerLoad(), pairs))
+        self.dispatcher.on_cluster_changed()
+
+    def lose(self, worker: WorkerInfo, reason: str = "its process has ended") -> None:
+        """As Control carries it: the registry knows first."""
+        assert self.registry.on_exited(worker.worker_id, worker.pid)
+        self.dispatcher.on_worker_lost(worker, reason)
+
+    async def generate(self, max_tokens: int = 10, deadline_s: float = 60) -> AsyncGenerator[TokenDelta, None]:
+        [sequence] = self.dispatcher.start(PROMPT, [SamplingParams()], StopConditions(max_tokens), deadline_s)
+        try:
+            finish_reason = None
+            while finish_reason is None:
+                delta = await self.dispatcher.next_tokens(sequence)
+                finish_reason = delta.finish_reason
+                yield delta
+        finally:
+            self.dispatcher.drop(sequence)
+
+    def started(self, number: int = 0) -> str:
+        return str(self.pool.of(StartPrefill)[number][1].attempt_ids[0])
+
+    def first(
+        self,
+        attempt_id: str,
+        token_id: int,
+        finish_reason: FinishReason | None = None,
+        worker: WorkerInfo = PREFILL,
+    ) -> None:
+        self.dispatcher.on_message(worker, FirstToken(attempt_id, SampledToken(token_id), finish_reason, 0.1, 0.2))
+
+    def reserved(self, attempt_id: str, worker: WorkerInfo = DECODE) -> None:
+        self.dispatcher.on_message(worker, DecodeReserved(attempt_id))
+
+    def token(
+        self,
+        attempt_id: str,
+        token_id: int,
+        finish_reason: FinishReason | None = None,
+        worker: WorkerInfo = DECODE,
+    ) -> None:
+        self.dispatcher.on_message(worker, TokenBatch([NewToken(attempt_id, SampledToken(token_id), finish_reason)]))
+
+    def failed(self, worker: WorkerInfo, attempt_id: str, error: TandemError) -> None:
+        self.dispatcher.on_message(worker, AttemptFailed(attempt_id, ErrorInfo.of(error)))
+
+    def aborted(self) -> list[str]:
+        return sorted(worker_id for worker_id, _ in self.pool.of(AbortAttempt))
+
+    def check_nothing_is_left(self) -> None:
+        assert self.dispatcher.num_running == 0
+        assert self.admission.num_waiting == 0
+        records = self.registry.prefill_workers.records + self.registry.decode_workers.records
+        assert all(record.use.is_idle for record in records)
+
+
+@contextmanager
+def _cluster(threshold: int, worker_wait_s: float) -> Iterator[Cluster]:
+    cluster = Cluster(threshold, worker_wait_s)
+    yield cluster
+    cluster.check_nothing_is_left()
+
+
+def play(test: Callable[[Cluster], Coroutine[Any, Any, None]], threshold: int = 0, worker_wait_s: float = 0.0) -> None:
+    async def run() -> None:
+        with _cluster(threshold, worker_wait_s) as cluster:
+            await asyncio.wait_for(test(cluster), 30)
+
+    asyncio.run(run())
+
+
+async def turn() -> None:
+    """Let everything that can run, run."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def collect(stream: Any) -> tuple[list[int], FinishReason | None]:
+    token_ids: list[int] = []
+    finish_reason: FinishReason | None = None
+    async for delta in stream:
+        assert finish_reason is None, "one terminal event"
+        token_ids += [token.token_id for token in delta.tokens]
+        finish_reason = delta.finish_reason
+    return token_ids, finish_reason

@@ -1,0 +1,62 @@
+"""Decode tells once, with the first token that it chose, how long a sequence waited for its step, and that step."""
+
+from __future__ import annotations
+
+from tandem.decode_worker.actions import Action, SendToProxy
+from tandem.decode_worker.scheduler import DecodeScheduler
+from tandem.engine.batch import ItemOutput
+from tandem.engine.block_manager import BlockManager
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.dispatch import DecodeBegan, NewToken, PrepareDecode, TokenBatch, ToProxy
+from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
+
+TOKENS = list(range(1, 7))
+TOKEN = ItemOutput([SampledToken(9)])
+
+
+def join(scheduler: DecodeScheduler, number: int) -> None:
+    """A prompt whose KV arrives at once."""
+    transfer_id = f"t{number}"
+    message = PrepareDecode(
+        "p", [f"r{number}"], transfer_id, pack_token_ids(TOKENS), SamplingParams(), [0], StopConditions(10),
+        "prefill-0", "e", 9.0, cache_salt=transfer_id,
+    )  # fmt: skip
+    scheduler.on_prepare(0.0, message)
+    scheduler.on_reserve(0.0, ReserveKV("pair", transfer_id, len(TOKENS)))
+    num_blocks = scheduler.blocks.num_blocks_for(len(TOKENS))
+    scheduler.on_ship(ShipKV("pair", number, transfer_id, 0, num_blocks))
+    scheduler.on_received(transfer_id, None)
+    scheduler.on_finish_transfer(FinishTransfer(transfer_id, len(TOKENS), [7]))
+
+
+def batches(actions: list[Action]) -> list[TokenBatch]:
+    return [a.message for a in actions if isinstance(a, SendToProxy) and isinstance(a.message, TokenBatch)]
+
+
+def test_a_sequence_that_joins_during_a_step_waits_for_its_end() -> None:
+    scheduler = DecodeScheduler(BlockManager(32, 8), "m", max_num_seqs=8)
+    join(scheduler, 0)
+    batch, _ = scheduler.schedule(1.0)
+    assert len(batch.items) == 1
+    join(scheduler, 1)
+    scheduler.on_clock(1.25)  # the shell says so after each event that comes while a step runs
+    [told] = batches(scheduler.on_step(2.0, [TOKEN]))
+    assert told.began == [DecodeBegan("r0", 0.0, 1.0)]
+    batch, _ = scheduler.schedule(2.0)
+    assert len(batch.items) == 2
+    [told] = batches(scheduler.on_step(2.5, [TOKEN, TOKEN]))
+    assert [token.attempt_id for token in told.tokens] == ["r0", "r1"]
+    assert told.began == [DecodeBegan("r1", 0.75, 0.5)]
+    scheduler.schedule(2.5)
+    [told] = batches(scheduler.on_step(3.0, [TOKEN, TOKEN]))
+    assert told.began == []
+
+
+def test_it_costs_no_bytes_where_nobody_begins() -> None:
+    codec: Codec[ToProxy] = Codec(ToProxy)
+    tokens = [NewToken("r0", SampledToken(9))]
+    assert b"began" not in codec.encode(TokenBatch(tokens))
+    began = TokenBatch(tokens, [DecodeBegan("r0", 0.5, 0.25)])
+    assert codec.decode(codec.encode(began)) == began

@@ -1,0 +1,90 @@
+"""Decode takes on no more sequences than one step takes: others wait for their first token, not for each next one."""
+
+from __future__ import annotations
+
+from tandem.decode_worker.actions import Action, SendToPrefill
+from tandem.decode_worker.scheduler import DecodeScheduler
+from tandem.engine.batch import ItemOutput
+from tandem.engine.block_manager import BlockManager
+from tandem.protocol.messages.dispatch import PrepareDecode
+from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVReserved, ReserveKV, ShipKV
+
+TOKENS = list(range(1, 7))
+TOKEN = ItemOutput([SampledToken(9)])
+
+
+def ask(scheduler: DecodeScheduler, name: str, num_sequences: int = 1, prefill: str | None = "prefill-0") -> list[str]:
+    """The transfers that are reserved now."""
+    ids = [f"{name}{number}" for number in range(num_sequences)]
+    message = PrepareDecode(
+        "p", ids, name, pack_token_ids(TOKENS), SamplingParams(), [0] * num_sequences, StopConditions(3), prefill,
+        prefill and "e", 9.0, cache_salt=name,
+    )  # fmt: skip
+    actions = scheduler.on_prepare(0.0, message)
+    if prefill:
+        actions += scheduler.on_reserve(0.0, ReserveKV("pair", name, len(TOKENS)))
+    return reserved(actions)
+
+
+def reserved(actions: list[Action]) -> list[str]:
+    messages = [action.message for action in actions if isinstance(action, SendToPrefill)]
+    return [message.transfer_id for message in messages if isinstance(message, KVReserved)]
+
+
+def begin(scheduler: DecodeScheduler, name: str, number: int, num_sequences: int = 1) -> None:
+    scheduler.on_ship(ShipKV("pair", number, name, 0, 1))
+    scheduler.on_received(name, None)
+    scheduler.on_finish_transfer(FinishTransfer(name, len(TOKENS), [7] * num_sequences))
+
+
+def new_scheduler() -> DecodeScheduler:
+    return DecodeScheduler(BlockManager(64, 8), "m", max_num_seqs=2)
+
+
+def test_who_finds_no_place_waits_until_one_ends() -> None:
+    scheduler = new_scheduler()
+    assert ask(scheduler, "a") == ["a"]
+    assert ask(scheduler, "b") == ["b"]
+    begin(scheduler, "a", 0)  # a runs, b has its blocks, and both have their places
+    assert ask(scheduler, "c") == [] and ask(scheduler, "d") == []
+    begin(scheduler, "b", 1)
+    for _ in range(2):
+        batch, _actions = scheduler.schedule(1.0)
+        assert len(batch.items) == 2
+        told = reserved(scheduler.on_step(1.5, [TOKEN, TOKEN]))
+    assert told == ["c", "d"], "as both end with their third token"
+
+
+def test_a_place_is_free_when_its_transfer_is_given_up() -> None:
+    scheduler = new_scheduler()
+    assert ask(scheduler, "a", 2) == ["a"]
+    assert ask(scheduler, "b") == []
+    assert reserved(scheduler.on_abort("p", "a0")) == []
+    assert reserved(scheduler.on_abort("p", "a1")) == ["b"], "though its blocks may still be written"
+    scheduler.on_close_transfer(CloseTransfer("a").transfer_id)
+    scheduler.on_abort("p", "b0")
+    scheduler.on_close_transfer("b")
+    assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
+
+
+def test_more_than_a_step_takes_may_run_alone() -> None:
+    scheduler = new_scheduler()
+    assert ask(scheduler, "a", 3) == ["a"]
+    assert ask(scheduler, "b") == []
+    begin(scheduler, "a", 0, 3)
+    assert len(scheduler.schedule(1.0)[0].items) == 2
+
+
+def test_prompts_that_are_computed_here_need_a_place_too() -> None:
+    scheduler = new_scheduler()
+    ask(scheduler, "a", prefill=None)
+    ask(scheduler, "b", prefill=None)
+    assert ask(scheduler, "c") == []
+    ask(scheduler, "d", prefill=None)
+    batch, _actions = scheduler.schedule(1.0)
+    assert len(batch.items) == 2
+    assert reserved(scheduler.on_abort("p", "b0")) == ["c"]
+    assert reserved(scheduler.on_step(2.0, [TOKEN, TOKEN])) == []
+    assert len(scheduler.schedule(2.0)[0].items) == 1, "d waits behind c"

@@ -1,0 +1,58 @@
+"""A prefill worker has one pair with a decode worker at a time, also where the word of the end of one was lost."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tandem.decode_worker.pair_table import AcceptPair, CloseReceiver, IncomingPairTable, PairLost
+from tandem.protocol.messages.membership import PROTOCOL_VERSION
+from tandem.protocol.messages.transfer import KVLayout, OpenPair
+
+LAYOUT = KVLayout("m", "float32", 2, 2, 16, 64)
+FIRST = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", [1], "pair-0", LAYOUT, "there", "cpu", ["gloo"], number=0)
+SECOND = msgspec.structs.replace(FIRST, pair_id="pair-1", number=1)
+
+
+def open_first(peer_writes: bool) -> IncomingPairTable:
+    table = IncomingPairTable(LAYOUT, "here", "cpu", ["gloo"], False, [])
+    [accepted] = table.on_open(FIRST)
+    assert isinstance(accepted, AcceptPair)
+    table.on_opened("pair-0", peer_writes)
+    return table
+
+
+def test_a_later_pair_ends_the_one_before() -> None:
+    table = open_first(peer_writes=False)
+    closed, lost, accepted = table.on_open(SECOND)
+    assert closed == CloseReceiver("pair-0")
+    assert isinstance(lost, PairLost) and (lost.pair_id, lost.peer_stopped) == ("pair-0", True)
+    assert isinstance(accepted, AcceptPair) and accepted.pair_id == "pair-1"
+    table.on_opened("pair-1", False)
+    assert table.on_open(FIRST) == [], "it came late"
+    assert table.on_close("pair-0", "late") == []
+    assert [pair.pair_id for pair in table.pairs()] == ["pair-1"]
+
+
+def test_the_one_before_may_come_after_it() -> None:
+    table = IncomingPairTable(LAYOUT, "here", "cpu", ["gloo"], False, [])
+    table.on_open(SECOND)
+    table.on_opened("pair-1", False)
+    assert table.on_open(FIRST) == []
+    assert [pair.pair_id for pair in table.pairs()] == ["pair-1"]
+
+
+def test_another_epoch_and_a_peer_that_writes_by_itself_replace_nothing() -> None:
+    table = open_first(peer_writes=False)
+    assert len(table.on_open(msgspec.structs.replace(SECOND, prefill_epoch="f"))) == 1
+    assert len(list(table.pairs())) == 2
+    table = open_first(peer_writes=True)
+    assert len(table.on_open(SECOND)) == 1, "its word, or its end, is the proof that it has stopped"
+    assert table.is_open("pair-0") and len(list(table.pairs())) == 2
+
+
+@pytest.mark.parametrize("number", [-1, 2**40])
+def test_numbers_of_any_size_are_only_compared(number: int) -> None:
+    table = open_first(peer_writes=False)
+    actions = table.on_open(msgspec.structs.replace(SECOND, number=number))
+    assert bool(actions) == (number > 0)

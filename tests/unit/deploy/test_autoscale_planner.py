@@ -1,0 +1,305 @@
+"""The planner: its arithmetic, its steadiness and bounds, and what it earns over simulated traces."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bench.autoscale_simulation import bursty, diurnal, planner_for, play, read_trace, shifting
+from bench.cluster_simulation import Request, Speeds
+from bench.foresight import Foresight
+from bench.record_load_reports import read_recording
+from tandem.deploy.autoscale.demand import Demand, DemandMeter, StepTime
+from tandem.deploy.autoscale.planner import Planner, PlannerConfig, decode_needed, prefill_needed
+from tandem.deploy.autoscale.queueing import late_fraction, servers_needed, wait_probability
+from tandem.protocol.messages.membership import Role, WorkerInfo, WorkerLoad
+
+BUSY = Demand(
+    num_prefill=1,
+    num_decode=1,
+    prompts_per_s=10.0,
+    prompt_tokens_per_s=20_000.0,
+    speed=8000.0,
+    most_sequences=200,
+    blocks_per_decode=1000,
+    fixed_step_s=0.01,
+    step_s_per_sequence=0.0005,
+)
+IDLE = Demand(num_prefill=1, num_decode=1, speed=8000.0)
+
+
+def worker(role: Role, epoch: str = "e") -> WorkerInfo:
+    return WorkerInfo(f"{role}-0", epoch, role, "", 1)
+
+
+# ---- arithmetic
+
+
+def test_erlang_c_is_that_of_the_tables() -> None:
+    assert wait_probability(1, 0.5) == pytest.approx(0.5)
+    assert wait_probability(2, 1.0) == pytest.approx(1 / 3)
+    assert wait_probability(10, 8.0) == pytest.approx(0.4092, abs=1e-4)
+    assert wait_probability(3, 3.0) == 1.0
+
+
+@given(st.floats(0, 60), st.floats(0.01, 5), st.floats(0, 5))
+def test_more_servers_make_fewer_late_and_the_fewest_are_chosen(load: float, service_s: float, wait_s: float) -> None:
+    count = servers_needed(load, service_s, wait_s, 0.05, 100)
+    assert late_fraction(count, load, service_s, wait_s) <= 0.05
+    if count > 1:
+        assert late_fraction(count - 1, load, service_s, wait_s) > 0.05 or count - 1 < load
+
+
+def test_step_times_are_told_apart_by_batches_of_different_sizes() -> None:
+    step = StepTime()
+    for count in (5, 40, 10, 60):
+        step.add(count, 0.01 + 0.0005 * count)
+    assert step.coefficients == pytest.approx((0.01, 0.0005))
+    same = StepTime()
+    same.add(20, 0.02)
+    same.add(20, 0.02)
+    assert same.coefficients == pytest.approx((0.0, 0.001))  # through the origin
+    assert StepTime().coefficients == (0.0, 0.0)
+
+
+def test_a_worker_that_starts_again_does_not_disturb_the_rates() -> None:
+    meter = DemandMeter(64)
+    for second in range(5):
+        load = WorkerLoad(num_prompt_tokens=1000 * second, num_finished=second, prompt_tokens_per_s=4000)
+        meter.observe(second, [(worker("prefill"), load)])
+    fresh = WorkerLoad(num_prompt_tokens=1000, num_finished=1, prompt_tokens_per_s=4000)
+    demand = meter.observe(5, [(worker("prefill", "again"), fresh)])
+    assert demand.prompt_tokens_per_s == pytest.approx(1000)
+    assert demand.mean_prompt_tokens == pytest.approx(1000)
+
+
+def test_cached_tokens_are_no_work_and_waiting_ones_have_arrived() -> None:
+    meter = DemandMeter(64)
+    meter.observe(0, [(worker("prefill"), WorkerLoad())])
+    load = WorkerLoad(
+        num_prompt_tokens=5000, num_cached_tokens=4000, num_finished=2, num_waiting=1, num_waiting_tokens=1000
+    )
+    demand = meter.observe(4, [(worker("prefill"), load)])
+    assert demand.prompt_tokens_per_s == pytest.approx(500)
+    assert demand.prompts_per_s == pytest.approx(0.75)
+
+
+def test_refused_requests_are_demand() -> None:
+    config = PlannerConfig(max_prefill=50)
+    refusing = prefill_needed(Demand(**{**as_dict(BUSY), "refused_per_s": 10.0}), config)
+    assert refusing.num_workers > prefill_needed(BUSY, config).num_workers
+
+
+def test_backlog_that_decode_causes_is_not_held_against_prefill() -> None:
+    config = PlannerConfig(max_prefill=50)
+    waiting = {**as_dict(BUSY), "waiting_tokens": 1_000_000}
+    full = Demand(**{**waiting, "decode_is_full": True})
+    assert prefill_needed(Demand(**waiting), config).num_workers > prefill_needed(full, config).num_workers
+    assert decode_needed(full, config).num_workers >= full.num_decode + 1
+
+
+def test_blocks_can_ask_for_more_decode_than_time_does() -> None:
+    demand = Demand(num_decode=2, most_sequences=4, most_used_blocks=1900, blocks_per_decode=1000)
+    assert decode_needed(demand, PlannerConfig()).num_workers == 3
+
+
+def test_an_itl_that_no_batch_keeps_does_not_ask_for_ever_more() -> None:
+    slow = Demand(**{**as_dict(BUSY), "fixed_step_s": 0.2, "num_decode": 3})
+    need = decode_needed(slow, PlannerConfig())
+    assert need.num_workers == 3 and "whatever their number" in need.reason
+
+
+def as_dict(demand: Demand) -> dict[str, object]:
+    return {name: getattr(demand, name) for name in demand.__struct_fields__}
+
+
+# ---- steadiness
+
+
+def test_it_goes_up_soon_and_down_late() -> None:
+    planner = Planner(PlannerConfig(up_after_s=3, down_after_s=60))
+    first = [planner.propose(second, BUSY, 1, 1) for second in range(5)]
+    assert [(p.prefill, p.decode) for p in first[:3]] == [(1, 1)] * 3
+    assert first[3].prefill > 1 and first[3].decode > 1
+    planner = Planner(PlannerConfig(up_after_s=3, down_after_s=60))
+    down = [planner.propose(second, IDLE, 4, 4).prefill for second in range(62)]
+    assert down[:60] == [4] * 60 and down[61] == 1
+
+
+def test_one_busy_second_is_not_acted_upon() -> None:
+    planner = Planner(PlannerConfig())
+    for second in range(100):
+        proposal = planner.propose(second, BUSY if second % 3 == 0 else IDLE, 1, 1)
+        assert (proposal.prefill, proposal.decode) == (1, 1)
+
+
+demands = st.builds(
+    Demand,
+    num_prefill=st.integers(0, 9),
+    num_decode=st.integers(0, 9),
+    prompts_per_s=st.just(0.0) | st.floats(0.01, 100),
+    prompt_tokens_per_s=st.floats(0, 1e6),
+    waiting_tokens=st.integers(0, 10**7),
+    speed=st.sampled_from([0.0, 10.0, 8000.0]),
+    most_sequences=st.integers(0, 1000),
+    most_used_blocks=st.integers(0, 5000),
+    blocks_per_decode=st.sampled_from([0, 500]),
+    mean_output_tokens=st.floats(0, 1000),
+    fixed_step_s=st.floats(0, 0.1),
+    step_s_per_sequence=st.sampled_from([0.0, 0.0005, 0.2]),
+    decode_is_full=st.booleans(),
+    refused_per_s=st.floats(0, 10),
+)
+
+
+@given(st.lists(st.tuples(demands, st.integers(1, 30)), min_size=1, max_size=30))
+def test_bounds_and_the_sum_hold_whatever_is_seen(course: list[tuple[Demand, int]]) -> None:
+    config = PlannerConfig(min_prefill=2, max_prefill=6, min_decode=1, max_decode=7, max_workers=9)
+    planner = Planner(config)
+    prefill, decode, now = 2, 1, 0.0
+    for demand, seconds in course:
+        now += seconds
+        proposal = planner.propose(now, demand, prefill, decode)
+        prefill, decode = proposal.prefill, proposal.decode
+        assert 2 <= prefill <= 6 and 1 <= decode <= 7 and prefill + decode <= 9
+
+
+# ---- over traces
+
+SPEEDS = Speeds(boot_s=10.0)
+
+
+def test_over_a_day_it_keeps_the_slos_with_fewer_workers() -> None:
+    trace = diurnal(random.Random(2), 900.0)
+    fixed = play(trace, SPEEDS, 5, 5, None)
+    planned = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 10))
+    assert planned["goodput"] > 0.97
+    assert planned["worker_hours"] < 0.85 * fixed["worker_hours"]
+
+
+def test_it_follows_a_ratio_that_turns_round() -> None:
+    trace = shifting(random.Random(3), 900.0)
+    planned = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 10))
+    same_size = [play(trace, SPEEDS, p, 10 - p, None)["goodput"] for p in (4, 5, 6)]
+    assert planned["goodput"] > max(same_size)
+
+
+def test_over_bursts_it_beats_as_many_fixed_worker_hours() -> None:
+    trace = bursty(random.Random(4), 1500.0)
+    planned = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 16))
+    num_workers = int(planned["worker_hours"] * 3600 / trace[-1].at)
+    fixed = play(trace, SPEEDS, (num_workers + 1) // 2, num_workers // 2, None)
+    assert fixed["worker_hours"] <= planned["worker_hours"]
+    assert planned["goodput"] > fixed["goodput"]
+
+
+def test_late_requests_that_are_refused_leave_room_for_those_that_follow() -> None:
+    trace = bursty(random.Random(4), 1500.0)
+    planned = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 16))
+    refusing = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 16), ttft_slo_s=1.0)
+    assert refusing["refused"] > 0
+    assert refusing["goodput"] > planned["goodput"] and refusing["worker_hours"] < planned["worker_hours"]
+
+
+def test_nobody_does_better_than_who_knows_the_trace() -> None:
+    trace = shifting(random.Random(3), 900.0)
+    planner = planner_for(SPEEDS, 10)
+    foresight = Foresight(trace, SPEEDS, planner.config)
+    foreseen = play(trace, SPEEDS, *foresight.at_start, foresight)
+    planned = play(trace, SPEEDS, 1, 1, planner)
+    assert foreseen["goodput"] > planned["goodput"]
+    assert foreseen["worker_hours"] < planned["worker_hours"]
+
+
+def test_traces_are_read_in_both_public_forms(tmp_path: Path) -> None:
+    azure, mooncake, odd = (tmp_path / name for name in ("azure.csv", "mooncake.jsonl", "odd.jsonl"))
+    azure.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:46.6805900,374,44\n2023-11-16 18:15:50.9951690,396,109\n"
+    )
+    mooncake.write_text(
+        '{"timestamp": 2000, "input_length": 396, "output_length": 109, "hash_ids": [1, 2]}\n'
+        '{"timestamp": 500, "input_length": 374, "output_length": 44, "hash_ids": []}\n'
+    )
+    first, second = read_trace(azure)
+    assert (first, second.num_prompt_tokens) == (Request(0.0, 374, 44), 396)
+    assert second.at == pytest.approx(4.3145, abs=1e-3)
+    assert read_trace(mooncake) == [Request(0.0, 374, 44), Request(1.5, 396, 109)]
+    odd.write_text('{"timestamp": 1}\n')
+    with pytest.raises(ValueError, match=r"odd\.jsonl: .*input_length"):
+        read_trace(odd)
+
+
+# ---- what is seen early
+
+
+def test_a_burst_shows_in_seconds_and_chance_does_not() -> None:
+    def rates(per_second: list[int]) -> list[float]:
+        meter, total, found = DemandMeter(64), 0, []
+        for second, count in enumerate(per_second):
+            total += count
+            load = WorkerLoad(num_prompt_tokens=100 * total, num_finished=total, prompt_tokens_per_s=4000)
+            found.append(meter.observe(second, [(worker("prefill"), load)]).prompts_per_s)
+        return found
+
+    burst = rates([0] + [4] * 10 + [40] * 4)
+    assert burst[10] == pytest.approx(4.0)
+    assert burst[13] > 1.5 * (5 * 4 + 3 * 40) / 8  # beyond the mean of the window
+    assert burst[13] < 40
+    assert rates([0] + [4] * 10 + [6, 5, 6])[13] == pytest.approx((5 * 4 + 17) / 8)
+
+
+def test_sequences_that_come_and_do_not_end_ask_for_workers_before_they_are_there() -> None:
+    meter = DemandMeter(64)
+    for second in range(9):
+        prefill = WorkerLoad(num_prompt_tokens=1000 * second, num_finished=10 * second, prompt_tokens_per_s=9000)
+        running = min(64, 10 * second)  # it is full; others wait with prefill
+        decode = WorkerLoad(num_running=running, step_time_s=0.01 + 0.001 * running, num_blocks=9, num_free_blocks=1)
+        demand = meter.observe(second, [(worker("prefill"), prefill), (worker("decode"), decode)])
+    assert demand.growth_per_s == pytest.approx((80 - 2 * 80**0.5) / 8)
+    near, far = (decode_needed(demand, PlannerConfig(foresee_s=s)).num_workers for s in (1.0, 30.0))
+    assert far > near
+
+    steady = DemandMeter(64)
+    for second in range(9):
+        prefill = WorkerLoad(num_prompt_tokens=1000 * second, num_finished=10 * second, prompt_tokens_per_s=9000)
+        decode = WorkerLoad(num_running=20, num_finished=9 * second, step_time_s=0.02)
+        demand = steady.observe(second, [(worker("prefill"), prefill), (worker("decode"), decode)])
+    assert demand.growth_per_s == 0.0  # 80 came and 72 ended: that may be chance
+
+
+def test_where_both_want_all_workers_they_get_what_arrives_needs() -> None:
+    config = PlannerConfig(max_prefill=9, max_decode=9, max_workers=10, up_after_s=3)
+    waiting = {**as_dict(BUSY), "waiting_tokens": 2_000_000, "waiting_prompts": 1000, "mean_output_tokens": 400.0}
+    for most_sequences, decode in ((1000, 5), (200, 4)):  # the latter are content with less than their part
+        planner = Planner(config)
+        for second in range(6):
+            proposal = planner.propose(second, Demand(**{**waiting, "most_sequences": most_sequences}), 2, 2)
+        assert proposal.prefill_need.num_workers > 9, "for the backlog's sake"
+        # 2.5 workers for what comes, and 250 s of work that waits.
+        assert proposal.prefill_need.work == pytest.approx((2.5 + 250 / config.foresee_s) / 0.8)
+        assert (proposal.prefill, proposal.decode) == (10 - decode, decode)
+
+
+def test_over_a_recording_it_waits_for_the_burst_and_then_asks_at_once() -> None:
+    """75 s of a real cluster of one and one: from the 5th 1.5 requests/s, from the 28th 14 more and longer ones; at the
+    end a backlog. Made by `python -m bench.record_load_reports`.
+    """
+    meter = DemandMeter(max_num_seqs=32)
+    planner = Planner(PlannerConfig(ttft_s=0.5, max_workers=8, max_num_seqs=32, foresee_s=10))
+    current, course = (1, 1), []
+    for observed in read_recording(Path(__file__).parents[2] / "recordings" / "burst_1p1d.jsonl.xz"):
+        demand = meter.observe(observed.at, observed.workers)
+        proposal = planner.propose(observed.at, demand, *current)
+        current = proposal.prefill, proposal.decode
+        course.append((observed.at, current, demand))
+    assert {proposed for at, proposed, _ in course if at < 28} == {(1, 1)}
+    assert next(at for at, (prefill, _), _ in course if prefill > 1) < 34
+    assert all(sum(proposed) <= 8 for _, proposed, _ in course)
+    at_most = max(course, key=lambda entry: entry[2].prompts_per_s)[2]
+    assert at_most.prompts_per_s == pytest.approx(15.5, rel=0.25) and at_most.mean_prompt_tokens > 400
+    assert all(sum(proposed) == 8 for at, proposed, _ in course if at > 40), "the backlog is there to the end"

@@ -1,0 +1,75 @@
+"""A child process that cannot be started, and one that is told to stop while it is."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tandem.deploy.processes.child_process import ChildProcess
+from tandem.deploy.processes.log_file import LogFile
+from tests.support.cluster import is_alive
+
+
+@pytest.fixture(autouse=True)
+def sigint_is_handled() -> Iterator[None]:
+    """As in a launcher, so that a child has it from its first moment; a background job of a shell would ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def sleeper(folder: Path, pid_file: Path) -> ChildProcess:
+    output = LogFile(folder / "log", 0)
+    return ChildProcess(
+        "sleeper", "tests.support.sleeper", folder / "config.json", output, dict(os.environ), lambda *_: False, pid_file
+    )
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not holds():  # noqa: ASYNC110  # of another process
+            await asyncio.sleep(0.01)
+
+
+def test_what_cannot_be_started_is_tried_again_and_leaves_nothing_behind(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def run() -> None:
+        pid_file = tmp_path / "there is no such folder yet" / "pid"
+        child = sleeper(tmp_path, pid_file)
+        running = asyncio.create_task(child.run())
+        await until(lambda: child.num_starts >= 2)
+        first = child.last_pid
+        pid_file.parent.mkdir()
+        await until(lambda: pid_file.exists() and pid_file.read_text() == str(child.pid))
+        assert not is_alive(first) and not running.done()
+        child.stop()
+        await asyncio.wait_for(running, 20)
+
+    asyncio.run(run())
+    assert "sleeper cannot be started, trying again in 0.2 s" in caplog.text
+
+
+def test_a_process_that_is_stopped_while_it_starts_ends(tmp_path: Path) -> None:
+    async def run() -> None:
+        child = sleeper(tmp_path, tmp_path / "pid")
+        running = asyncio.create_task(child.run())
+        for _ in range(3):  # no more than it takes to begin
+            if not child.num_starts:
+                await asyncio.sleep(0)
+        assert child.num_starts == 1 and child.pid is None, "it is being started"
+        child.stop()
+        await asyncio.wait_for(running, 20)
+        assert not is_alive(child.last_pid)
+
+    asyncio.run(run())
+
+
+def test_a_log_that_is_gone_has_no_last_lines(tmp_path: Path) -> None:
+    assert LogFile(tmp_path / "moved away", 0).tail() == ""
+    assert sleeper(tmp_path / "gone", tmp_path / "pid").last_error() is None

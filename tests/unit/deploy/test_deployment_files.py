@@ -1,0 +1,183 @@
+"""Files for Ray, Kubernetes, Docker and systemd: well formed, and every command line in them is one that exists."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema_rs
+import msgspec
+import pytest
+import yaml
+
+from tandem.deploy import cli
+from tandem.deploy.config import load_config
+
+ROOT = Path(__file__).parents[3]
+DEPLOY = ROOT / "deploy"
+UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
+MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
+RAY_CONFIG = DEPLOY / "ray" / "cluster.yaml"
+COMPOSE = DEPLOY / "docker" / "compose.yaml"
+DOCKERFILE = DEPLOY / "docker" / "Dockerfile"
+PAGES = [ROOT / "docs" / "deploy.md", ROOT / "docs" / "autoscaling.md"]
+
+
+def documents(file: Path) -> list[dict[str, Any]]:
+    return [document for document in yaml.safe_load_all(file.read_text()) if document]
+
+
+def dockerfile() -> list[list[str]]:
+    """Instructions, with their continued lines in one."""
+    text = re.sub(r"\\\n\s*", " ", DOCKERFILE.read_text())
+    return [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def command_lines() -> list[list[str]]:
+    """All that call `tandem` or `ray`."""
+    lines = [
+        line
+        for page in PAGES
+        for body in re.findall(r"```sh\n(.*?)```", page.read_text(), re.S)
+        for line in body.splitlines()
+    ]
+    lines += [
+        line.removeprefix("ExecStart=")
+        for unit in UNITS
+        for line in unit.read_text().splitlines()
+        if "ExecStart=" in line
+    ]
+    lines += [spec["entrypoint"] for each in documents(DEPLOY / "kubernetes/rayjob.yaml") if (spec := each["spec"])]
+    ray = documents(RAY_CONFIG)[0]
+    lines += ray["head_start_ray_commands"] + ray["worker_start_ray_commands"]
+    found = []
+    for line in lines:
+        for part in line.split(";"):
+            # systemd takes no quotes away from within a word, and JSON needs them
+            words = part.split() if "={" in part else shlex.split(part)
+            words = words[words.index("--") + 1 :] if words[:3] == ["ray", "job", "submit"] else words
+            if words and Path(words[0]).name in ("tandem", "ray"):
+                found.append([Path(words[0]).name, *words[1:]])
+    service = documents(COMPOSE)[0]["services"]["tandem"]
+    found.append(["tandem", *service["command"]])
+    found.append(service["healthcheck"]["test"][1:])
+    entrypoint, default = (json.loads(text) for kind, text in dockerfile() if kind in ("ENTRYPOINT", "CMD"))
+    found.append(entrypoint + default)
+    return found
+
+
+def test_every_tandem_command_is_accepted() -> None:
+    lines = [line for line in command_lines() if line[0] == "tandem"]
+    assert len(lines) >= 10
+    for _, *arguments in lines:
+        try:
+            cli._parser().parse_args(arguments)
+        except SystemExit:
+            pytest.fail(f"`tandem {shlex.join(arguments)}` does not parse")
+
+
+@pytest.mark.filterwarnings("default")
+def test_every_ray_command_is_accepted() -> None:
+    pytest.importorskip("ray")
+    from ray.scripts.scripts import cli as ray_cli
+
+    lines = [line for line in command_lines() if line[0] == "ray"]
+    assert len(lines) >= 8
+    for _, name, *arguments in lines:
+        arguments = [argument for argument in arguments if not argument.startswith("--autoscaling-config=~")]
+        context = ray_cli.commands[name].make_context(name, arguments)
+        if any(argument.startswith("--resources") for argument in arguments):
+            assert json.loads(context.params["resources"]) == {"tandem_proxy": 1}
+
+
+def test_the_ray_cluster_file_is_valid_by_rays_schema() -> None:
+    spec = importlib.util.find_spec("ray")
+    if spec is None or spec.origin is None:
+        pytest.skip("Ray is not installed")
+    schema = json.loads((Path(spec.origin).parent / "autoscaler/ray-schema.json").read_text())
+    jsonschema_rs.validator_for(schema).validate(documents(RAY_CONFIG)[0])
+
+
+def test_the_configuration_for_ray_is_one() -> None:
+    config = load_config(DEPLOY / "ray" / "cluster.toml", {"ray": "auto"})
+    assert config.ray_proxy_resource == "tandem_proxy"
+    assert "tandem_proxy" in RAY_CONFIG.read_text()
+    assert tomllib.loads((DEPLOY / "ray" / "cluster.toml").read_text())["insecure_network"] is True
+
+
+@pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: file.name)
+def test_manifests_hang_together(file: Path) -> None:
+    locked = re.search(r"^ray==([\d.]+)", (ROOT / "requirements.lock").read_text(), re.M)
+    assert locked
+    ray_clusters = 0
+    for document in documents(file):
+        assert set(document) == {"apiVersion", "kind", "metadata", "spec"}
+        spec = document["spec"].get("rayClusterSpec", document["spec"])
+        if "headGroupSpec" not in spec:
+            continue
+        ray_clusters += 1
+        assert document["apiVersion"] == "ray.io/v1"
+        assert spec["rayVersion"] == locked[1], "the image and KubeRay must have the same Ray"
+        head = spec["headGroupSpec"]
+        # KubeRay writes it into a shell's command line: quotes for the shell, and in them escaped ones.
+        (resources,) = shlex.split(head["rayStartParams"]["resources"])
+        assert json.loads(resources) == {"tandem_proxy": 1}
+        for group in [head, *spec["workerGroupSpecs"]]:
+            pod = group["template"]["spec"]
+            (container,) = pod["containers"]
+            assert container["image"] == documents(COMPOSE)[0]["services"]["tandem"]["image"]
+            volumes = {volume["name"] for volume in pod.get("volumes", [])}
+            assert {mount["name"] for mount in container.get("volumeMounts", [])} == volumes
+        for group in spec["workerGroupSpecs"]:
+            assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+    assert ray_clusters == 1
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd")
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_units_are_valid_by_systemd(unit: Path, tmp_path: Path) -> None:
+    copy = tmp_path / unit.name
+    copy.write_text(re.sub(r"/opt/tandem/\.venv/bin/\w+", "/bin/true", unit.read_text()))
+    told = subprocess.run(
+        ["systemd-analyze", "verify", "--man=no", str(copy)], capture_output=True, text=True, timeout=60
+    )
+    mine = [line for line in told.stderr.splitlines() if unit.name in line]
+    assert told.returncode == 0 and not mine, told.stderr
+
+
+def test_the_image_has_every_package() -> None:
+    copied = {word.rstrip("/") for kind, text in dockerfile() if kind == "COPY" for word in text.split()[:-1]}
+    assert all((ROOT / name).exists() for name in copied)
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert {package.partition(".")[0] for package in packages} <= copied
+    present = {
+        str(file.parent.relative_to(ROOT)).replace("/", ".")
+        for name in packages
+        for file in [ROOT / name.replace(".", "/") / "__init__.py"]
+    }
+    assert present == set(packages)
+
+
+def test_the_compose_file_names_what_it_declares() -> None:
+    compose = documents(COMPOSE)[0]
+    service = compose["services"]["tandem"]
+    assert (COMPOSE.parent / service["build"]["context"] / service["build"]["dockerfile"]).resolve() == DOCKERFILE
+    assert [volume.split(":")[0] for volume in service["volumes"]] == list(compose["volumes"])
+    assert service["secrets"] == list(compose["secrets"])
+    keys = service["command"][service["command"].index("--api-keys-file") + 1]
+    assert keys == f"/run/secrets/{service['secrets'][0]}"
+
+
+def test_every_key_of_the_configuration_can_stand_in_a_file(tmp_path: Path) -> None:
+    from tandem.deploy.config import ClusterConfig
+
+    file = tmp_path / "cluster.toml"
+    file.write_bytes(msgspec.toml.encode(ClusterConfig()))
+    assert load_config(file, {}) == ClusterConfig()

@@ -1,0 +1,98 @@
+"""Leaving: no new work, what is under way may end, and nothing is waited for longer than the limit."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.deploy.commands import draining
+from tandem.protocol.messages.membership import (
+    PROTOCOL_VERSION,
+    DrainAnswer,
+    PairStatus,
+    RegisterWorker,
+    Role,
+    StatusReport,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerStatus,
+)
+from tandem.protocol.messages.operations import LaunchedProcess
+from tandem.proxy.cluster.registry import Registry
+from tandem.runtime.drain import SETTLES_S, Drain
+
+
+@given(st.lists(st.tuples(st.floats(0, 2), st.booleans()), max_size=40), st.floats(0.1, 10))
+def test_a_drain_ends_when_idle_and_settled_or_at_its_limit(steps: list[tuple[float, bool]], limit_s: float) -> None:
+    drain, now = Drain(limit_s), 100.0
+    assert not drain.has_begun and not drain.is_over(now, is_idle=True)
+    drain.begin(now)
+    drain.begin(now + 5)  # a second time changes nothing
+    for waited_s, is_idle in steps:
+        now += waited_s
+        expected = now - 100.0 >= limit_s or (is_idle and now - 100.0 >= SETTLES_S)
+        assert drain.is_over(now, is_idle) == expected
+    assert drain.is_over(100.0 + limit_s + 0.001, is_idle=False)
+
+
+def test_leaving_for_good_may_be_asked_for_later() -> None:
+    drain = Drain(30)
+    drain.begin(0.0)
+    assert not drain.for_good
+    drain.begin(1.0, for_good=True)
+    drain.begin(2.0)
+    assert drain.for_good
+
+
+def _registry() -> tuple[Registry, list[WorkerInfo]]:
+    registry = Registry(2.5)
+    names: list[tuple[str, Role]] = [("prefill-0", "prefill"), ("decode-0", "decode"), ("decode-1", "decode")]
+    workers = [WorkerInfo(name, f"{name}/1", role, f"ipc://{name}", pid) for pid, (name, role) in enumerate(names)]
+    for worker in workers:
+        registry.on_register(0.0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 500, "m", 64))
+    pairs = [PairStatus(worker.worker_id, worker.epoch, "ready") for worker in workers[1:]]
+    registry.on_status(0.0, WorkerStatus("prefill-0", "prefill-0/1", WorkerLoad(), pairs))
+    return registry, workers
+
+
+def test_draining_workers_are_not_chosen_but_still_there() -> None:
+    registry, (prefill, first, second) = _registry()
+    changes = registry.num_changes
+    registry.on_status(0.1, WorkerStatus(first.worker_id, first.epoch, WorkerLoad(), draining=True))
+    assert registry.num_changes > changes
+    [record] = registry.paired_prefill_workers.records
+    assert [peer.worker for peer in record.decode_peers.records] == [second]
+    assert {report.worker.worker_id: report.draining for report in registry.report(0.1)} == {
+        "prefill-0": False, "decode-0": True, "decode-1": False,
+    }  # fmt: skip
+    registry.on_status(0.2, WorkerStatus(second.worker_id, second.epoch, WorkerLoad(), draining=True))
+    assert registry.why_not_ready() == "no decode worker is ready"
+    assert [gone.reason for gone in registry.on_left(first.epoch).lost] == ["it has left"]
+    assert not registry.on_left(first.epoch)
+    assert registry.workers() == [prefill, second]
+
+
+@pytest.mark.parametrize("is_launched_here", [True, False])
+def test_the_command_waits_for_the_process_too(monkeypatch: pytest.MonkeyPatch, is_launched_here: bool) -> None:
+    """The launcher counts the worker until its process has ended, so a `tandem scale` before that would be wrong."""
+    process = LaunchedProcess("decode-0", pid=7, num_starts=1)
+    listed = iter([[process], [process], [process], []] if is_launched_here else [[]])
+    said: list[str] = []
+
+    async def processes(port: int, question: object) -> dict[str, LaunchedProcess]:
+        return {each.name: each for each in next(listed)}
+
+    async def reports(port: int) -> list[StatusReport]:
+        return []  # no proxy knows the worker any more
+
+    async def ask(port: int, message: object) -> DrainAnswer:
+        return DrainAnswer("decode-0")
+
+    monkeypatch.setattr(draining, "_processes", processes)
+    monkeypatch.setattr(draining, "fetch_status", reports)
+    monkeypatch.setattr(draining, "_ask", ask)
+    monkeypatch.setattr(draining, "_POLL_S", 0.0)
+    draining.drain(8000, "decode-0", 10.0, said.append)
+    assert said == ["decode-0 drains", "decode-0 has left"]
+    assert not list(listed)

@@ -1,0 +1,49 @@
+"""GPUs are shared out in turn, a worker's ranks on different ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.deploy.processes.gpus import least_used, visible_gpus
+from tandem.runtime.errors import ConfigError
+
+
+@given(st.integers(1, 9), st.lists(st.integers(1, 4), max_size=6))
+def test_each_rank_has_a_gpu_of_its_own_while_they_suffice(num_gpus: int, num_ranks: list[int]) -> None:
+    gpus = [f"GPU-{i}" for i in range(num_gpus)]
+    used: Counter[str] = Counter()
+    for count in num_ranks:
+        if count > num_gpus:
+            with pytest.raises(ConfigError, match=f"and {num_gpus} can be seen"):
+                least_used(gpus, used, count)
+            continue
+        share = least_used(gpus, used, count)
+        assert len(set(share)) == count
+        used.update(share)
+    assert max(used.values(), default=0) == -(-used.total() // num_gpus)
+
+
+def test_a_worker_that_comes_later_gets_what_another_has_left() -> None:
+    assert least_used(["a", "b", "c"], {"a": 1, "b": 0, "c": 1}, 1) == ["b"]
+
+
+def test_without_gpus_nobody_gets_any() -> None:
+    assert least_used([], {}, 2) == []
+
+
+def test_cpu_sees_none_and_the_environment_has_the_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert visible_gpus("cpu", {"CUDA_VISIBLE_DEVICES": "0,1"}) == []
+    assert visible_gpus("auto", {"CUDA_VISIBLE_DEVICES": "2, GPU-ab"}) == ["2", "GPU-ab"]
+    assert visible_gpus("cuda", {"CUDA_VISIBLE_DEVICES": ""}) == []
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert visible_gpus("auto", {}) is None
+    driver = tmp_path / "nvidia-smi"
+    lines = ["GPU 0: NVIDIA H200 (UUID: GPU-12-ab)", "GPU 1: NVIDIA H200 (UUID: GPU-34)"]
+    driver.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))
+    driver.chmod(0o755)
+    assert visible_gpus("auto", {}) == ["GPU-12-ab", "GPU-34"]

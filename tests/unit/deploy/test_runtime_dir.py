@@ -1,0 +1,53 @@
+"""The folder of the ipc sockets and of the processes' config files: its owner's alone."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from tandem.deploy.processes.runtime_dir import create_runtime_dir, runtime_dir
+from tandem.runtime.errors import ConfigError
+
+PORT = 51234
+
+
+@pytest.fixture(autouse=True)
+def _base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
+def test_it_is_private_whatever_the_umask(mask: int) -> None:
+    before = os.umask(mask)
+    try:
+        folder = create_runtime_dir(PORT)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert folder.stat().st_uid == os.getuid()
+
+
+def test_a_folder_that_somebody_else_prepared_is_not_used(tmp_path: Path) -> None:
+    """In /tmp anyone can make it first, or a link in its place."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    runtime_dir(PORT).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match="somebody else"):
+        create_runtime_dir(PORT)
+
+
+def test_one_launcher_lives_in_it_at_a_time() -> None:
+    create_runtime_dir(PORT)  # by this process, which is alive
+    with pytest.raises(ConfigError, match="--port"):
+        create_runtime_dir(PORT)
+    create_runtime_dir("worker-a")
+    with pytest.raises(ConfigError, match="--name"):
+        create_runtime_dir("worker-a")
+    (runtime_dir(PORT) / "launcher.pid").write_text("garbage")
+    old = runtime_dir(PORT) / "old.sock"
+    old.touch()
+    create_runtime_dir(PORT)
+    assert not old.exists(), "what a dead launcher left is cleared away"

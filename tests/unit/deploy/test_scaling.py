@@ -1,0 +1,258 @@
+"""Scaling without processes: which workers come and go, what is said, and how proxies that move are followed."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from tandem.deploy.autoscale.autoscaler import Autoscaler, freshest_loads
+from tandem.deploy.commands.scale import is_scaled, parse_counts
+from tandem.deploy.commands.status import plan_lines
+from tandem.deploy.config import ClusterConfig, load_config
+from tandem.deploy.launch.launcher import Launcher
+from tandem.deploy.sites.local import OnExit, Supervised
+from tandem.protocol.messages.membership import PairStatus, Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
+from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
+from tandem.protocol.proxy_endpoints import EndpointsFile, write_endpoints
+from tandem.runtime.errors import ConfigError
+from tandem.runtime.process import EXIT_RETIRED
+
+
+class FakeProcess:
+    num_starts = 1
+    last_pid = 7
+    log_file = Path("/nowhere")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._terminated = asyncio.Event()
+
+    async def run(self) -> None:
+        await self._terminated.wait()
+
+    def restart(self) -> None:
+        self.num_starts += 1
+
+    def terminate(self) -> None:
+        self._terminated.set()
+
+    stop = kill = replace = terminate
+
+    def last_error(self) -> str | None:
+        return None
+
+
+class FakeSite:
+    """Room for so many workers."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+        self.names: list[str] = []
+        self.progress_files: dict[str, Path] = {}
+        self.media_cache_endpoint = ""
+
+    def http_hosts(self) -> list[str]:
+        return []
+
+    def stop_listening(self) -> None:
+        pass
+
+    def make_proxy(self, name: str, on_exit: OnExit, on_endpoint: Callable[[str, str], None]) -> Supervised:
+        return FakeProcess(name)
+
+    def make_media_cache(self, on_exit: OnExit) -> Supervised | None:
+        return None
+
+    def make_worker(self, role: Role, name: str, on_exit: OnExit) -> Supervised:
+        if len(self.names) >= self.room:
+            raise ConfigError("no room")
+        self.names.append(name)
+        return FakeProcess(name)
+
+    def forget(self, name: str) -> None:
+        self.names.remove(name)
+
+    def tell_proxies(self, endpoints: list[str]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def with_launcher(room: int, body: Callable[[Launcher, FakeSite], Awaitable[None]]) -> None:
+    async def main() -> None:
+        launcher, site = Launcher(ClusterConfig(), "m", "m"), FakeSite(room)
+        launcher._site = site
+        launcher._start_all()
+        launcher._ready = True
+        await body(launcher, site)
+        await launcher._stop_children()
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+def test_the_highest_numbers_go_and_free_names_are_taken_again() -> None:
+    async def body(launcher: Launcher, site: FakeSite) -> None:
+        launcher.scale({"prefill": 3, "decode": 2})
+        assert sorted(site.names) == ["decode-0", "decode-1", "prefill-0", "prefill-1", "prefill-2"]
+        launcher.scale({"prefill": 1})
+        launcher.scale({"prefill": 2})  # the other two have not ended yet, so their names are taken
+        assert launcher.counts == {"prefill": 2, "decode": 2}
+        await until(lambda: sorted(site.names) == ["decode-0", "decode-1", "prefill-0", "prefill-3"])
+        launcher.scale({"prefill": 3})
+        assert "prefill-1" in site.names
+
+    with_launcher(9, body)
+
+
+def test_what_is_on_its_way_out_is_not_restarted_and_the_others_are_listed() -> None:
+    async def body(launcher: Launcher, site: FakeSite) -> None:
+        launcher.scale({"decode": 2})
+        launcher.restart("decode-0")
+        launcher.restart("nobody")
+        starts = {process.name: process.num_starts for process in launcher.processes}
+        assert starts == {"proxy-0": 1, "prefill-0": 1, "decode-0": 2, "decode-1": 1}
+        launcher.scale({"decode": 1})
+        leaving = launcher._children["decode-1"]
+        launcher.restart("decode-1")
+        assert leaving.num_starts == 1
+        assert "decode-1" not in {process.name for process in launcher.processes}
+
+    with_launcher(9, body)
+
+
+def test_what_has_no_room_changes_nothing() -> None:
+    async def body(launcher: Launcher, site: FakeSite) -> None:
+        with pytest.raises(ConfigError, match="no room"):
+            launcher.scale({"prefill": 2, "decode": 3})
+        assert launcher.counts == {"prefill": 1, "decode": 1}
+        assert sorted(site.names) == ["decode-0", "prefill-0"]
+
+    with_launcher(4, body)
+
+
+def test_a_worker_that_was_told_to_leave_for_good_is_not_wanted_any_more() -> None:
+    async def body(launcher: Launcher, site: FakeSite) -> None:
+        launcher.scale({"decode": 2})
+        assert not launcher._on_exit("decode-0", 7, EXIT_RETIRED)
+        assert launcher.counts == {"prefill": 1, "decode": 1}
+        assert sorted(site.names) == ["decode-1", "prefill-0"]
+
+    with_launcher(9, body)
+
+
+def test_it_is_not_scaled_before_it_serves() -> None:
+    with pytest.raises(ConfigError, match="not up"):
+        Launcher(ClusterConfig(), "m", "m").scale({"prefill": 2})
+
+
+def test_counts_are_read_or_refused_by_name() -> None:
+    assert parse_counts(["decode=3", "prefill=2"]) == ScaleCluster(2, 3)
+    assert parse_counts(["decode=3"]) == ScaleCluster(None, 3)
+    for wrong in ("decode", "decode=", "decode=-1", "decode=x", "proxy=2", "=3", "decode=²"):
+        with pytest.raises(ConfigError, match="neither prefill=N nor decode=N"):
+            parse_counts([wrong])
+    with pytest.raises(ConfigError, match="twice"):
+        parse_counts(["decode=1", "decode=2"])
+
+
+def report(silence_s: float, *workers: tuple[str, Role, int], load: WorkerLoad | None = None) -> StatusReport:
+    told = []
+    for name, role, num_pairs in workers:
+        pairs = [PairStatus(f"decode-{i}", "e", "ready") for i in range(num_pairs)]
+        told.append(WorkerReport(WorkerInfo(name, f"{name}/1", role, "", 1), load or WorkerLoad(), pairs, silence_s))
+    return StatusReport("p", "m", True, 0, told)
+
+
+def test_scaled_means_that_all_are_paired_and_the_others_gone() -> None:
+    wanted = ClusterScaled(1, 2)
+    prefill, first, second = ("prefill-0", "prefill", 2), ("decode-0", "decode", 0), ("decode-1", "decode", 0)
+    assert is_scaled(report(0, prefill, first, second), wanted)
+    assert not is_scaled(report(0, ("prefill-0", "prefill", 1), first, second), wanted)
+    assert not is_scaled(report(0, prefill, first), wanted)
+    assert not is_scaled(report(0, prefill, first, second, ("decode-2", "decode", 0)), wanted)
+    assert is_scaled(report(0, prefill, first, second, ("decode-0-far", "decode", 0)), wanted)
+
+
+class Recorded:
+    """A cluster that counts what it is told."""
+
+    def __init__(self) -> None:
+        self.counts: dict[Role, int] = {"prefill": 1, "decode": 1}
+        self.reports: list[StatusReport] = []
+
+    def ask_for_reports(self) -> None: ...
+
+    def scale(self, counts: dict[Role, int]) -> None:  # type: ignore[override]
+        self.counts = dict(counts)
+
+
+@pytest.mark.parametrize("acts", [False, True])
+def test_it_acts_only_where_it_may_and_says_what_it_would_do(acts: bool) -> None:
+    cluster = Recorded()
+    autoscaler = Autoscaler(ClusterConfig(autoscale=acts, autoscale_max_prefill=4), cluster)  # type: ignore[arg-type]
+    assert autoscaler.report() is None
+    for second in range(6):
+        tokens = 8000 * second
+        load = WorkerLoad(num_prompt_tokens=tokens, num_finished=4 * second, prompt_tokens_per_s=4000.0)
+        autoscaler.observe(second, [report(0.1, ("prefill-0", "prefill", 0), load=load)])
+    plan = autoscaler.report()
+    assert plan is not None and plan.acts is acts
+    if acts:
+        assert cluster.counts["prefill"] >= 3
+    else:
+        assert cluster.counts == {"prefill": 1, "decode": 1}
+        assert plan.proposed_prefill >= 3
+        assert f"tandem scale prefill={plan.proposed_prefill} decode=1" in plan_lines(plan)
+
+
+def test_a_worker_counts_once_and_as_it_was_heard_last() -> None:
+    old = report(2.0, ("prefill-0", "prefill", 0), load=WorkerLoad(num_running=1))
+    new = report(0.1, ("prefill-0", "prefill", 0), load=WorkerLoad(num_running=5))
+    assert [load.num_running for _, load in freshest_loads([old, new])] == [5]
+    assert [load.num_running for _, load in freshest_loads([new, old])] == [5]
+
+
+def test_endpoints_are_read_again_only_when_they_change(tmp_path: Path) -> None:
+    file = tmp_path / "proxies"
+    reader = EndpointsFile(file)
+    assert reader.changed() is None
+    write_endpoints(file, ["tcp://10.0.0.1:5000", "tcp://[::1]:5001"])
+    assert reader.changed() == ["tcp://10.0.0.1:5000", "tcp://[::1]:5001"]
+    assert reader.changed() is None
+    write_endpoints(file, [])
+    assert reader.changed() == []
+    assert [path.name for path in tmp_path.iterdir()] == ["proxies"]
+
+
+def test_wrong_options_say_how_to_mend_them(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text("prefil = 2\n")
+    with pytest.raises(ConfigError, match=r"unknown key 'prefil' in .*; did you mean 'prefill'"):
+        load_config(file, {})
+    for wrong, says in (
+        ({"autoscale_min_decode": 3, "autoscale_max_decode": 2}, "autoscale_min_decode: 3 is more than"),
+        ({"autoscale": True, "prefill": 9}, "prefill: 9 is not between"),
+        ({"autoscale_max_workers": 1}, "at least 2 are needed"),
+        ({"ray": "auto"}, "model: with ray it is needed"),
+        ({"ray": "auto", "model": "m"}, "ray: traffic between nodes.*--insecure-network"),
+        ({"ray": "auto", "model": "m", "cluster_host": "10.0.0.1"}, "leave out --cluster-host"),
+    ):
+        with pytest.raises(ConfigError, match=says):
+            load_config(None, wrong)
+
+
+def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "tandem.deploy.sites.ray_site", raising=False)
+    with pytest.raises(ConfigError, match=r"pip install 'tandem-serve\[ray\]'"):
+        importlib.import_module("tandem.deploy.sites.ray_site")

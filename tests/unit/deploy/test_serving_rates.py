@@ -1,0 +1,93 @@
+"""What `tandem status` makes of two moments: figures of all proxies together, and a table that fits a terminal."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from tandem.deploy.commands.serving_rates import Sample, rates
+from tandem.deploy.commands.status import status_tables
+from tandem.protocol.messages.membership import (
+    LatencyBuckets,
+    PairStatus,
+    PairTraffic,
+    ServingFigures,
+    StatusReport,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerReport,
+)
+from tandem.proxy.admission.admission import Admission
+from tandem.proxy.observe.figures import serving_figures
+from tandem.telemetry.metrics import ProxyMetrics, SequenceTimer
+from tandem.telemetry.stages import STAGES, AttemptTimes
+
+
+def figures(fast: int, slow: int, tokens: int) -> ServingFigures:
+    """fast: first tokens within 0.1 s; slow: within a second."""
+    ttft = LatencyBuckets([0.1, 1.0], [fast, slow, 0])
+    none = LatencyBuckets([0.1, 1.0], [0, 0, 0])
+    return ServingFigures(3, 10 * tokens, tokens, fast + slow, ttft, none, none, {"prefill": 0.5 * (fast + slow)})
+
+
+def report(proxy_id: str, told: ServingFigures, num_bytes: int = 0, seconds: float = 0.0) -> StatusReport:
+    traffic = [PairTraffic("decode-0", num_bytes, 1, seconds)]
+    prefill = WorkerInfo("prefill-0", "p", "prefill", "ipc://p", 11)
+    decode = WorkerInfo("decode-0", "d", "decode", "ipc://d", 12)
+    workers = [
+        WorkerReport(
+            prefill, WorkerLoad(num_blocks=8, traffic=traffic), [PairStatus("decode-0", "d", "ready", "ipc")], 0.1
+        ),
+        WorkerReport(decode, WorkerLoad(num_blocks=8, num_free_blocks=6), [], 0.2),
+    ]
+    return StatusReport(proxy_id, "m", True, 2, workers, told)
+
+
+def test_figures_of_all_proxies_add_up_between_two_moments() -> None:
+    then = Sample(100.0, [report("a", figures(10, 0, 1000), 1_000_000, 1.0), report("b", figures(5, 5, 50))])
+    now = Sample(110.0, [report("a", figures(10, 4, 1500), 5_000_000, 3.0), report("b", figures(9, 5, 150))])
+    told = rates(now, then)
+    assert (told.num_waiting, told.num_finished) == (6, 8)
+    assert told.ttft_s == pytest.approx([0.1, 0.82, 0.982])  # four within each bucket
+    assert told.itl_s == [None, None, None]
+    assert told.output_tokens_per_s == 60 and told.prompt_tokens_per_s == 600 and told.finished_per_s == 0.8
+    assert told.stages_s == {"prefill": pytest.approx(0.5)}
+    assert told.bandwidth == {("prefill-0", "decode-0"): pytest.approx(2e6)}
+
+
+def test_since_the_start_there_are_percentiles_but_no_rates() -> None:
+    restarted = Sample(110.0, [report("c", figures(4, 0, 100))])  # unknown to the sample before
+    assert rates(restarted, Sample(100.0, [report("a", figures(9, 9, 900))])).num_finished == 4
+    told = rates(restarted, None)
+    assert told.output_tokens_per_s is None and told.ttft_s[0] == pytest.approx(0.05)
+
+
+def test_what_a_proxy_tells_is_what_its_metrics_hold() -> None:
+    metrics = ProxyMetrics()
+    attempt = AttemptTimes(dispatched_at=10.25, first_token_at=10.5)
+    timer = SequenceTimer(metrics, 10.0, [attempt])
+    for now in (10.5, 10.6, 10.9):
+        timer.on_tokens(now, 1)
+        timer.on_text(now)
+    timer.on_finished(11.0)
+    for reason in ("slo", "queue_full", "client_limit"):
+        metrics.rejected.labels(reason).inc()
+    told = serving_figures(metrics, Admission(8, lambda: 0.0))
+    assert (told.num_output_tokens, told.num_finished, told.num_waiting) == (3, 1, 0)
+    assert [sum(each.counts) for each in (told.ttft, told.itl, told.e2e)] == [1, 2, 1]
+    assert len(told.ttft.counts) == len(told.ttft.bounds_s) + 1
+    assert told.num_refused == 2  # the client's own limit is no want of room
+    assert list(told.stages_s) == list(STAGES) and sum(told.stages_s.values()) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("is_recent", [True, False])
+def test_the_tables_fit_80_columns(is_recent: bool) -> None:
+    then = Sample(100.0, [report("a", figures(10, 0, 1000))]) if is_recent else None
+    console = Console(width=80, record=True, force_terminal=False)
+    with console.capture() as captured:
+        console.print(status_tables(Sample(110.0, [report("a", figures(12, 3, 1500), 4_000_000, 2.0)]), then, 0))
+    shown = captured.get()
+    assert max(map(len, shown.splitlines())) <= 80
+    for words in ("m: ready", "TTFT", "prefill-0", "decode-0", "25%", "wait for a first token", "prefill 500"):
+        assert words in shown, words
+    assert ("50.0 output tokens/s" in shown) is is_recent

@@ -1,0 +1,127 @@
+"""The README and docs/ name only what exists: symbols, paths, links, options with their defaults, commands."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import json
+import re
+import shlex
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+
+from tandem.deploy import cli
+from tandem.deploy.config import ClusterConfig, field_descriptions
+
+ROOT = Path(__file__).parents[3]
+README = ROOT / "README.md"
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+
+_FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_SPAN = re.compile(r"`([^`\n]+)`")
+_LINK = re.compile(r"\[[^\]]+\]\(([^)\s]+)\)")
+_SYMBOL = re.compile(r"([\w./-]+\.py)::(\w+(?:\.\w+)*)")
+_PATH = re.compile(r"[\w.-][\w./-]*(?:/|\.(?:py|md|toml|lock|json))")
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+def _spans(page: Path) -> list[str]:
+    return _SPAN.findall(_FENCE.sub("", page.read_text()))
+
+
+def _commands() -> list[list[str]]:
+    """What the README tells one to type: in shell blocks, and inline when it begins with `make` or `tandem`."""
+    lines = [line for kind, body in _FENCE.findall(README.read_text()) if kind == "sh" for line in body.splitlines()]
+    lines += [span for span in _spans(README) if span.startswith(("make ", "tandem "))]
+    return [shlex.split(line) for line in lines if line]
+
+
+@functools.cache
+def _names(file: Path) -> frozenset[str]:
+    """What a module defines at its top level and, as `Class.name`, in its classes."""
+    return frozenset(_defined(ast.parse(file.read_text()).body, ""))
+
+
+def _defined(body: list[ast.stmt], prefix: str) -> list[str]:
+    names: list[str] = []
+    for node in body:
+        match node:
+            case ast.ClassDef():
+                names += [prefix + node.name, *_defined(node.body, f"{prefix}{node.name}.")]
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                names.append(prefix + node.name)
+            case ast.Assign():
+                names += [prefix + target.id for target in node.targets if isinstance(target, ast.Name)]
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                names.append(prefix + name)
+    return names
+
+
+@each_page
+def test_symbols_exist(page: Path) -> None:
+    for path, symbol in _SYMBOL.findall(page.read_text()):
+        if path == "path.py":  # the notation itself
+            continue
+        assert (ROOT / path).is_file(), f"{path} is not there"
+        assert symbol in _names(ROOT / path), f"{path} defines no {symbol}"
+
+
+@each_page
+def test_paths_exist(page: Path) -> None:
+    for span in _spans(page):
+        if _PATH.fullmatch(span):
+            assert (ROOT / span).exists(), f"{span} is not there"
+
+
+@each_page
+def test_relative_links_lead_somewhere(page: Path) -> None:
+    for target in _LINK.findall(_FENCE.sub("", page.read_text())):
+        if "://" not in target:
+            assert (page.parent / target.partition("#")[0]).exists(), f"{target} leads nowhere"
+
+
+def test_configuration_table_is_that_of_the_code() -> None:
+    descriptions = field_descriptions()
+    expected = [
+        f"| `--{field.name.replace('_', '-')}` | `{json.dumps(field.default)}` | {descriptions[field.name]} |"
+        for field in msgspec.structs.fields(ClusterConfig)
+    ]
+    rows = [line for line in README.read_text().splitlines() if line.startswith("| `--")]
+    assert rows == expected, "the README's table should be:\n" + "\n".join(expected)
+
+
+def test_commands_exist() -> None:
+    commands = _commands()
+    assert {"make", "tandem", "curl"} == {command[0] for command in commands}
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for command in commands:
+        match command:
+            case ["make", target, *settings]:
+                assert target in targets, f"the Makefile has no {target}"
+                for setting in settings:
+                    name, _, value = setting.partition("=")
+                    assert name == "ARGS", f"`make` is given {name}"
+                    if target == "serve":
+                        _parse("up", *shlex.split(value))
+                    else:
+                        assert all((ROOT / path).exists() for path in shlex.split(value)), f"{value} is not there"
+            case ["tandem", *arguments]:
+                _parse(*arguments)
+
+
+def _parse(*arguments: str) -> argparse.Namespace:
+    try:
+        return cli._parser().parse_args(arguments)
+    except SystemExit:
+        pytest.fail(f"`tandem {shlex.join(arguments)}` does not parse")
+
+
+def test_curl_line_is_the_one_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    cli._print_ready(Console(quiet=True), ClusterConfig(), "tandem-demo", Path("logs"))
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("curl ")]
+    assert printed == [line for line in README.read_text().splitlines() if line.startswith("curl ")]

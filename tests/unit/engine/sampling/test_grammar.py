@@ -1,0 +1,359 @@
+"""Grammars in the engine: masks against the library's own validator, states rebuilt from tokens, bounds."""
+
+from __future__ import annotations
+
+import json
+import random
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLMatcher, LLTokenizer
+from msgspec.structs import replace
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tandem.engine.batch import ItemOutput, Sample
+from tandem.engine.model_runner import with_errors
+from tandem.engine.sampling.grammar import (
+    Grammar,
+    Grammars,
+    GrammarState,
+    compile_grammar,
+    make_tokenizer,
+    read_tokenizer,
+)
+from tandem.engine.sampling.grammar_mask import GrammarMasks, StepMask, compute_masks
+from tandem.engine.sampling.sampler import sample
+from tandem.protocol.messages.generation import SampledToken, SamplingParams
+from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, check_grammar
+from tandem.runtime.errors import InvalidRequest
+from tests.support.garbage import frames_in, kept_garbage
+
+VOCAB_SIZE = 333  # no multiple of 8 or 32
+END, OTHER_END = 0, 1
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "size": {"type": "integer", "minimum": 0, "maximum": 300},
+        "tags": {"type": "array", "items": {"enum": ["a", "bé", "long tag"]}, "maxItems": 3},
+    },
+    "required": ["name", "size"],
+    "additionalProperties": False,
+}
+GRAMMARS = [
+    f"%llguidance {{}}\nstart: %json {json.dumps(SCHEMA)}",
+    "start: /[a-c]{2,5}x?(é|日本)*/",
+    'start: greeting " " ("world" | "you")\ngreeting: "hello"i | "good " DAY\nDAY: "day" | "night"',
+]
+
+
+def make_bpe() -> Tokenizer:
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        special_tokens=["<|end|>", "<|turn|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(
+        ['{"name": "abc", "size": 12, "tags": ["a", "long tag"]} hello world good day'] * 9, trainer
+    )
+    return bpe
+
+
+BPE = make_bpe()
+TOKENIZER = make_tokenizer(BPE.to_str(), VOCAB_SIZE, END)
+
+
+def done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    if isinstance(value, Exception):
+        future.set_exception(value)
+    else:
+        future.set_result(value)
+    return future
+
+
+def state_of(text: str, stops: frozenset[int] = frozenset({END, OTHER_END})) -> GrammarState:
+    return Grammar(done(compile_grammar(TOKENIZER, text)), done(TOKENIZER)).new_state(stops)
+
+
+def allowed(state: GrammarState, output: list[int], banned: frozenset[int] = frozenset()) -> set[int]:
+    state.begin()
+    mask = np.full(4 * state.num_words, 0xFF, dtype=np.uint8)
+    state.fill(output, banned, mask)
+    return {int(i) for i in np.flatnonzero(np.unpackbits(mask, bitorder="little"))}
+
+
+def by_the_validator(text: str, output: list[int]) -> set[int]:
+    """What the library takes as the next token, asked for each token of the vocabulary."""
+    matcher = LLMatcher(TOKENIZER, text)
+    assert matcher.consume_tokens(output)
+    tokens = {i for i in range(VOCAB_SIZE) if i > OTHER_END and matcher.validate_tokens([i]) == 1}
+    return tokens | ({END, OTHER_END} if matcher.is_accepting() else set())
+
+
+def walk(text: str, rng: random.Random, max_tokens: int = 60) -> list[list[int]]:
+    """Every prefix of one output that the grammar allows, chosen at random."""
+    state, output = state_of(text), list[int]()
+    prefixes = [[]] if not output else []
+    for _ in range(max_tokens):
+        tokens = sorted(allowed(state, output))
+        token_id = rng.choice(tokens)
+        if token_id in (END, OTHER_END):
+            break
+        output.append(token_id)
+        prefixes.append(list(output))
+    return prefixes
+
+
+@pytest.mark.parametrize("text", GRAMMARS)
+def test_the_mask_is_what_the_validator_takes_one_by_one(text: str) -> None:
+    """Where the grammar leaves one text only, the mask allows no token but the one that the tokeniser would take."""
+    rng = random.Random(1)
+    for _ in range(4):
+        state = state_of(text)
+        for output in walk(text, rng):
+            tokens, valid = allowed(state, output), by_the_validator(text, output)
+            if tokens != valid:
+                matcher = LLMatcher(TOKENIZER, text)
+                assert matcher.consume_tokens(output)
+                assert tokens == {matcher.compute_ff_tokens()[0]} < valid
+
+
+@pytest.mark.parametrize("text", GRAMMARS)
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=10)
+def test_a_state_rebuilt_from_tokens_is_the_one_that_went_on(text: str, seed: int) -> None:
+    """At every position; also in steps of several tokens, as after a preemption."""
+    rng = random.Random(seed)
+    going_on, jumping = state_of(text), state_of(text)
+    for output in walk(text, rng):
+        expected = allowed(going_on, output)
+        assert allowed(state_of(text), output) == expected
+        if rng.random() < 0.3:
+            assert allowed(jumping, output) == expected
+            assert allowed(jumping, output) == expected  # asking changes nothing
+
+
+def test_the_end_is_possible_only_where_the_grammar_may_end() -> None:
+    text = 'start: "ab" "c"?'
+    a, b, c = (BPE.encode(letter).ids[0] for letter in "abc")
+    assert {END, OTHER_END}.isdisjoint(allowed(state_of(text), [a]))
+    assert allowed(state_of(text), [a, b]) == {c, END, OTHER_END}
+    assert allowed(state_of(text, frozenset({OTHER_END})), [a, b]) == {c, OTHER_END}
+    # min_tokens holds off the end while there is another way to go on, and no longer
+    ends = frozenset({END, OTHER_END})
+    assert allowed(state_of(text), [a, b], banned=ends) == {c}
+    assert allowed(state_of(text), [a, b, c], banned=ends) == ends
+    with pytest.raises(InvalidRequest, match="no token"):
+        allowed(state_of(text, frozenset()), [a, b, c])
+
+
+def test_tokens_that_are_not_the_grammars_are_an_error() -> None:
+    state = state_of('start: "ab"')
+    with pytest.raises(InvalidRequest, match="cannot be followed"):
+        allowed(state, BPE.encode("b").ids)
+
+
+ROWS = [
+    SamplingParams(temperature=0.0, grammar="x"),
+    SamplingParams(temperature=1.0, grammar="x"),
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0, top_k=200, grammar="x"),
+    SamplingParams(temperature=1.0, top_p=0.9, min_p=0.01, grammar="x"),
+    SamplingParams(temperature=1.0, top_k=5, repetition_penalty=1.5, presence_penalty=1.0, grammar="x"),
+    SamplingParams(temperature=2.0, logit_bias=((70, 100.0),), grammar="x", logprobs=2),
+]
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=8)
+def test_sampled_text_is_the_grammars_whatever_else_is_asked_for(seed: int) -> None:
+    """The masks come from `GrammarMasks`, rows with and without a grammar in one batch, over random logits."""
+    rng = random.Random(seed)
+    torch.manual_seed(seed % 2**31)
+    masks = GrammarMasks()
+    texts = [rng.choice(GRAMMARS) for _ in ROWS]
+    states = [None if p.grammar is None else state_of(text) for p, text in zip(ROWS, texts, strict=True)]
+    outputs: list[list[int]] = [[] for _ in ROWS]
+    ended: set[int] = set()
+    for position in range(40):
+        live = [i for i in range(len(ROWS)) if i not in ended]
+        banned = {END, OTHER_END} if position < 5 else ()
+        samples = [
+            Sample(ROWS[i], output_token_ids=outputs[i], banned_token_ids=banned, grammar=states[i]) for i in live
+        ]
+        masking = masks.start(samples)
+        mask = masking.result() if masking is not None else None
+        logits = torch.randn(len(live), VOCAB_SIZE) * 3
+        chosen = sample(logits, samples, [position] * len(live), mask)
+        for i, row, token in zip(live, logits, chosen, strict=True):
+            if states[i] is None:
+                assert banned or token.token_id == int(row.argmax())
+                continue
+            assert token.token_id in by_the_validator(texts[i], outputs[i])
+            if token.logprobs is not None:  # the model's own
+                assert token.logprobs.logprob == pytest.approx(float(row.log_softmax(-1)[token.token_id]), abs=1e-4)
+            if token.token_id in (END, OTHER_END):
+                ended.add(i)
+        for i, token in zip(live, chosen, strict=True):
+            outputs[i].append(token.token_id)
+
+
+def test_a_batch_without_grammars_starts_nothing() -> None:
+    assert GrammarMasks().start([Sample(SamplingParams())]) is None
+
+
+def test_sequences_that_begin_together_share_a_mask() -> None:
+    state = state_of('start: "ab"')
+    samples = [
+        Sample(SamplingParams(), grammar=state),
+        Sample(SamplingParams()),
+        Sample(SamplingParams(), grammar=state),
+    ]
+    mask = compute_masks(samples, [0, 2])
+    assert (mask.rows, mask.mask_rows, len(mask.bits)) == ([0, 2], [0, 0], 1)
+
+
+def test_one_that_fails_leaves_its_neighbours_alone() -> None:
+    broken = Grammar(done(InvalidRequest("the grammar cannot be served: x")), done(TOKENIZER)).new_state({END})
+    lost = state_of('start: "ab"')
+    fine = state_of('start: "ab"')
+    samples = [
+        Sample(SamplingParams(), output_token_ids=output, grammar=state)
+        for state, output in ((broken, []), (lost, BPE.encode("b").ids), (fine, BPE.encode("a").ids))
+    ]
+    mask = compute_masks(samples, [0, 1, 2])
+    assert set(mask.errors) == {0, 1} and mask.rows == [2]
+    logits = torch.zeros(3, VOCAB_SIZE)
+    mask.apply(logits)
+    assert logits[:2].eq(0).all()
+    assert set(torch.isfinite(logits[2]).nonzero()[:, 0].tolist()) == set(BPE.encode("b").ids)
+    outputs = [
+        ItemOutput([SampledToken(1)]),
+        ItemOutput([]),
+        ItemOutput([SampledToken(1)]),
+        ItemOutput([SampledToken(1)]),
+    ]
+    with kept_garbage() as garbage:
+        compute_masks(samples[:2], [0, 1])
+    assert not frames_in("engine/", garbage)
+    alone = compute_masks(samples[:1], [0])
+    alone.apply(logits)
+    assert set(alone.errors) == {0} and logits[:2].eq(0).all()
+    told = with_errors(outputs, mask.errors)
+    assert [output.error is not None for output in told] == [True, False, True, False]
+
+
+def test_a_grammar_that_cannot_be_compiled_holds_nothing_of_the_sequences_that_asked() -> None:
+    wrong = InvalidRequest("the grammar cannot be served: x")
+    state = Grammar(done(wrong), done(TOKENIZER)).new_state({END})
+    for _ in range(3):
+        with pytest.raises(InvalidRequest, match="cannot be served: x"):
+            state.begin()
+    assert wrong.__traceback__ is None
+
+
+def test_logits_beyond_the_tokenizer_are_not_allowed() -> None:
+    logits = torch.zeros(2, 50)
+    StepMask([1], [0], torch.tensor([[0b101, 0, 0, 0x80]], dtype=torch.uint8), {}).apply(logits)
+    assert logits[0].eq(0).all()
+    assert torch.isfinite(logits[1]).nonzero()[:, 0].tolist() == [0, 2, 31]
+
+
+def test_grammars_compile_once_and_remember(noise_model: Any) -> None:
+    compiled: list[None] = []
+    grammars = Grammars(str(noise_model), 2048, lambda: compiled.append(None))
+    try:
+        assert grammars.get(None) is None
+        first, broken = grammars.get('start: "a"'), grammars.get("start: nothing")
+        assert first is not None and broken is not None
+        state = first.new_state({0})
+        state.begin()
+        with pytest.raises(InvalidRequest, match="unknown name"):
+            broken.new_state({0}).begin()
+        assert grammars.get('start: "a"') is first and first.is_compiled and broken.is_compiled
+        for number in range(70):
+            grammars.get(f'start: "{number}"')
+        assert grammars.get('start: "a"') is not first
+    finally:
+        grammars.close()
+
+
+def test_a_model_without_a_usable_tokenizer_serves_no_grammars(tmp_path: Any) -> None:
+    with pytest.raises(InvalidRequest, match="its tokeniser cannot be used"):
+        read_tokenizer(str(tmp_path), 100)
+    with pytest.raises(InvalidRequest, match="names no eos_token"):
+        make_tokenizer(BPE.to_str(), VOCAB_SIZE, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("start: " + "(" * 3000 + '"a"' + ")" * 3000, "too deeply nested"),
+        ("start: /" + "(" * 3000 + "a" + ")" * 3000 + "/", "invalid regex"),
+        ("start: " + '"a" ' * MAX_GRAMMAR_BYTES, "too large"),
+        ("start: %json " + '{"items":' * 500 + "{}" + "}" * 500, "recursion limit"),
+        ("start: /(?=a)b/", "look-around"),
+        ("start: nothing", 'unknown name: "nothing"'),
+        ("", "Empty grammar"),
+        ('start: %json {"type": "foo"}', "Invalid type: foo"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_one_line(text: str, says: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        check_grammar(text, "response_format")
+    assert says in raised.value.message and "\n" not in raised.value.message and len(raised.value.message) < 500
+    assert raised.value.param == "response_format"
+
+
+def test_hostile_grammars_are_bounded() -> None:
+    """Each is refused, or compiles and gives a mask or an error; nothing takes the process down."""
+    hostile = [
+        "start: /((a{1,1000}){1,1000}){1,1000}/",
+        'start: (("a"~1..1000)~1..1000)~1..1000',
+        "start: /" + "|".join(f".*a.{{{i}}}b" for i in range(100)) + "/",
+        "start: a a\na: a a | b\nb: /x*/ a | /x*y*/",
+        f"start: %json {json.dumps({'enum': [f'value {i}' for i in range(5000)]})}",
+    ]
+    for text in hostile:
+        try:
+            check_grammar(text, "guided_grammar")
+            allowed(state_of(text), [])
+        except InvalidRequest as error:
+            assert "\n" not in error.message
+
+
+def test_the_demo_vocabulary_spells_json(noise_model: Any) -> None:
+    tokenizer = read_tokenizer(str(noise_model), 2048)
+    assert isinstance(tokenizer, LLTokenizer)
+    matcher = compile_grammar(tokenizer, GRAMMARS[0])
+    text = '{"name": "né日", "size": 7}'
+    assert matcher.consume_tokens(tokenizer.tokenize_str(text)) and matcher.is_accepting()
+
+
+@given(seed=st.integers(0, 2**31), num_allowed=st.sampled_from([1, 2, 7, 300]), scale=st.sampled_from([0.1, 5.0, 60.0]))
+@settings(max_examples=10)
+def test_nothing_else_is_sampled_from_a_large_vocabulary(seed: int, num_allowed: int, scale: float) -> None:
+    """Where the sampler looks at parts of a row, or at a few candidates, most of them may be impossible."""
+    torch.manual_seed(seed)
+    vocab_size = 5000
+    params = [replace(p, temperature=t, seed=seed + i) for i, p in enumerate(ROWS[:6]) for t in (0.0, 1.0)]
+    allowed_ids = torch.randperm(vocab_size)[:num_allowed]
+    is_allowed = np.zeros(8 * 632, dtype=np.uint8)
+    is_allowed[allowed_ids.numpy()] = 1
+    bits = torch.from_numpy(np.packbits(is_allowed, bitorder="little"))[None]
+    mask = StepMask(list(range(len(params))), [0] * len(params), bits, {})
+    samples = [Sample(p, output_token_ids=[1, 2]) for p in params]
+    logits = torch.randn(len(params), vocab_size) * scale
+    logits[:, allowed_ids] -= 3 * scale
+    chosen = sample(logits, samples, list(range(len(params))), mask)
+    assert {token.token_id for token in chosen} <= set(allowed_ids.tolist())

@@ -1,0 +1,139 @@
+"""Two ranks, one of them a real follower process, compute what one rank computes: float32, greedy, token for token."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+
+from tandem.engine.batch import Batch, BatchItem, Sample
+from tandem.engine.config import EngineConfig
+from tandem.engine.kv_pool import KVPool
+from tandem.engine.loading.model_loader import load_model
+from tandem.engine.loading.sharding import check_shards
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.tensor_parallel import TensorParallelGroup, without_sampling
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.generation import SamplingParams
+from tandem.runtime.errors import ConfigError
+from tests.unit.engine.test_engine_parity import COMMON, MODELS
+
+torch.set_num_threads(1)
+
+PROMPT_LENGTHS = (1, 9, 31, 64, 100)
+NUM_NEW_TOKENS = 12
+
+
+@pytest.fixture(params=["llama", "qwen3"])
+def config(request: pytest.FixtureRequest, tmp_path: Path) -> EngineConfig:
+    model_class, config_class, extra = MODELS[request.param]
+    torch.manual_seed(1)
+    model_class(config_class(**COMMON, **extra)).save_pretrained(tmp_path)
+    return EngineConfig(model=str(tmp_path), dtype="float32", device="cpu", block_size=8, kv_cache_bytes=1 << 22)
+
+
+@pytest.fixture
+def group_and_lost(
+    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[TensorParallelGroup, list[str]]]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    split = msgspec.structs.replace(config, tensor_parallel_size=2)
+    lost: list[str] = []
+    group = TensorParallelGroup("worker", split, "127.0.0.1", "info", lambda reason, code: lost.append(reason))
+    yield group, lost
+    group.close()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def greedy(runner: ModelRunner, pool: KVPool) -> list[list[int]]:
+    """Prompts in chunks, then all sequences in one batch per token; blocks are scattered."""
+    rng = random.Random(3)
+    free = list(range(64))
+    rng.shuffle(free)
+    choose = [Sample(SamplingParams(temperature=0.0))]
+    tokens, tables = [], []
+    for length in PROMPT_LENGTHS:
+        prompt = [rng.randrange(COMMON["vocab_size"]) for _ in range(length)]
+        table = [free.pop() for _ in range(-(-(length + NUM_NEW_TOKENS) // 8))]
+        half = length // 2
+        if half:
+            runner.run(Batch([BatchItem(prompt[:half], 0, table)]))
+        (output,) = runner.run(Batch([BatchItem(prompt[half:], half, table, choose)]))
+        tokens.append([*prompt, output.tokens[0].token_id])
+        tables.append(table)
+    for _ in range(NUM_NEW_TOKENS - 1):
+        items = [BatchItem(t[-1:], len(t) - 1, table, choose) for t, table in zip(tokens, tables, strict=True)]
+        for sequence, output in zip(tokens, runner.run(Batch(items)), strict=True):
+            sequence.append(output.tokens[0].token_id)
+    return [t[length:] for t, length in zip(tokens, PROMPT_LENGTHS, strict=True)]
+
+
+def test_two_ranks_equal_one(config: EngineConfig, group_and_lost: tuple[TensorParallelGroup, list[str]]) -> None:
+    group, lost = group_and_lost
+    loaded = group.load()
+    pool = KVPool(loaded, config)
+    assert loaded.layout.num_kv_heads == COMMON["num_key_value_heads"] // 2
+    assert group.pids[0] == os.getpid() and len(group.pids) == 2
+    runner = group.make_runner(loaded, pool)
+    runner.warm_up()
+    split = greedy(runner, pool)
+    pool.close()
+    whole = load_model(config)
+    whole_pool = KVPool(whole, config)
+    assert split == greedy(ModelRunner(whole, whole_pool), whole_pool)
+    whole_pool.close()
+    assert not lost
+
+    # A rank that freezes: the collectives' deadline ends the step, and with it the worker.
+    dist.set_timeout(timedelta(seconds=0.5))
+    os.kill(group.pids[1], signal.SIGSTOP)
+    with pytest.raises(RuntimeError):
+        runner.warm_up()
+    assert len(lost) == 1 and "out of step" in lost[0]
+
+
+def test_followers_get_the_batch_without_the_choosing() -> None:
+    params = SamplingParams(temperature=0.7, repetition_penalty=1.1, seed=7)
+    item = BatchItem([1, 2, 3], 8, (5, 6), [Sample(params, [1] * 99, [2], {3})] * 3, 2, [4, 5, 6])
+    shared = Codec[Batch](Batch).decode(Codec[Batch](Batch).encode(without_sampling(Batch([item], [(1, 2)]))))
+    (told,) = shared.items
+    assert (told.token_ids, told.start, list(told.block_table)) == ([1, 2, 3], 8, [5, 6])
+    assert (told.num_prompt_logprobs, told.target_token_ids) == (2, [4, 5, 6])
+    assert [tuple(copy) for copy in shared.block_copies] == [(1, 2)]
+    assert len(told.samples) == 3 and not any(s.prompt_token_ids or s.params.temperature for s in told.samples)
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "size", "message"),
+    [
+        (4, 2, 3, "may be 1 or 2$"),
+        (12, 6, 4, "may be 1 or 2 or 3 or 6$"),
+        (8, 2, 4, "2 key-value heads, which 4 ranks cannot share"),
+    ],
+)
+def test_sizes_that_do_not_divide_the_heads_name_those_that_do(
+    num_heads: int, num_kv_heads: int, size: int, message: str
+) -> None:
+    plan = {"layers.*.self_attn.k_proj": "colwise"}
+    heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
+    model = SimpleNamespace(model_type="llama", base_model_tp_plan=plan, **heads)
+    with pytest.raises(ConfigError, match=message):
+        check_shards("some/model", model, size)
+
+
+def test_a_model_whose_plan_keeps_attention_whole_is_refused() -> None:
+    plan = {"layers.*.self_attn.qkv_proj": "colwise_gather_output"}
+    model = SimpleNamespace(model_type="phi3", num_attention_heads=4, base_model_tp_plan=plan)
+    with pytest.raises(ConfigError, match="does not share out its attention heads"):
+        check_shards("some/model", model, 2)
+    check_shards("some/model", model, 1)

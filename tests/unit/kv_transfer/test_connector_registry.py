@@ -1,0 +1,148 @@
+"""Connectors of other packages, found the way that installed packages are: by their metadata on the path."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch.distributed import HashStore
+
+from tandem.decode_worker.pair_table import IncomingPairTable
+from tandem.decode_worker.pairs import IncomingPairs
+from tandem.deploy.config import load_config
+from tandem.kv_transfer.connector import Peer
+from tandem.kv_transfer.handshake import agree, offered_connectors
+from tandem.kv_transfer.ranks.rank_pool import RankPool
+from tandem.kv_transfer.ranks.worker_pools import WorkerPools
+from tandem.kv_transfer.registry import load_connector
+from tandem.protocol.messages.membership import PROTOCOL_VERSION
+from tandem.protocol.messages.transfer import ClosePair, ConnectorParams, KVLayout, OpenPair
+from tandem.runtime.errors import ConfigError, KVLayoutMismatch
+from tests.support.fake_connector import FakeReceiver, FakeSender
+
+Install = Callable[[str], None]
+
+MEMORY = """
+    from tests.support.fake_connector import FakeNetwork
+    network = FakeNetwork(lambda: 0.0)
+"""
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Puts a package on the path whose entry points `memory` and `gloo` lead into a module with the given source."""
+
+    def write(source: str) -> None:
+        (tmp_path / "other_connectors.py").write_text(textwrap.dedent(source))
+        metadata = tmp_path / "other_connectors-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: other-connectors\nVersion: 1.0\n")
+        points = "memory = other_connectors:network\ngloo = other_connectors:network\n"
+        (metadata / "entry_points.txt").write_text(f"[tandem.kv_connectors]\n{points}")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    yield write
+    load_connector.cache_clear()
+    sys.modules.pop("other_connectors", None)
+
+
+def test_an_installed_connector_is_known_by_its_name(install: Install) -> None:
+    with pytest.raises(ConfigError, match=r"unknown connector 'memory'; known are auto, ipc, gloo, nccl$"):
+        offered_connectors("memory", "cpu")
+    install(MEMORY)
+    assert offered_connectors("memory", "cpu") == ["memory"]
+    assert offered_connectors("auto", "cpu") == ["ipc", "gloo"], "it must be asked for"
+    with pytest.raises(ConfigError, match=r"unknown connector 'pigeon'; known are auto, ipc, gloo, nccl, memory$"):
+        offered_connectors("pigeon", "cpu")
+    assert load_config(None, {"kv_connector": "memory"}).kv_connector == "memory"
+
+
+def test_it_moves_blocks(install: Install) -> None:
+    install(MEMORY)
+    source, target = torch.arange(32, dtype=torch.uint8).view(4, 8), torch.zeros(4, 8, dtype=torch.uint8)
+    outcomes: list[object] = []
+    memory = load_connector("memory")
+    receiver = memory.open_receiver("pair", HashStore, target, "127.0.0.1", outcomes.append)
+    sender = memory.open_sender(Peer("pair", ConnectorParams()), source, "127.0.0.1", outcomes.append)
+    assert isinstance(receiver, FakeReceiver) and isinstance(sender, FakeSender)
+    sender.send([1, 2], [3, 0], outcomes.append)
+    sender.network.run_due()
+    assert outcomes == [None, None, None]
+    assert torch.equal(target[[3, 0]], source[[1, 2]])
+
+
+def test_the_handshake_respects_its_reach(install: Install) -> None:
+    install(MEMORY)
+    layout = KVLayout("model", "bfloat16", 2, 2, 16, 16)
+    offer = OpenPair(PROTOCOL_VERSION, "prefill-0", "epoch", 1, "pair", layout, "here", "cpu", ["memory"])
+    assert agree(offer, layout, "here", "cpu", ["memory"]) == "memory"
+    with pytest.raises(KVLayoutMismatch, match="different hosts"):
+        agree(offer, layout, "there", "cpu", ["memory"])
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("import no_such_module", "'memory' of other-connectors cannot be loaded: No module named 'no_such_module'"),
+        ("network = 3", "'memory' of other-connectors has no devices"),
+    ],
+)
+def test_a_broken_one_is_refused_by_name(install: Install, source: str, words: str) -> None:
+    install(source)
+    with pytest.raises(ConfigError, match=words):
+        offered_connectors("memory", "cpu")
+    assert offered_connectors("gloo", "cpu") == ["gloo"], "our own names cannot be taken over"
+
+
+FAILING = """
+    from tests.support.fake_connector import FakeNetwork
+    from tandem.runtime.errors import KVTransferFailed
+
+    class Network(FakeNetwork):
+        opened = []
+
+        def open_receiver(self, path_id, open_store, blocks, host, on_ready):
+            if self.opened:
+                raise KVTransferFailed("no more queue pairs")
+            self.opened.append(super().open_receiver(path_id, open_store, blocks, host, on_ready))
+            return self.opened[0]
+
+    network = Network(lambda: 0.0)
+"""
+
+
+def test_the_peer_is_told_when_a_path_cannot_be_opened(install: Install) -> None:
+    """A prefill worker of two ranks: what was opened for the first is closed again, and the pair is forgotten."""
+    install(FAILING)
+    layout = KVLayout("model", "bfloat16", 2, 2, 16, 16)
+    blocks = torch.zeros(4, 512, dtype=torch.uint8)
+    told: list[object] = []
+    lost: list[tuple[str, str, bool]] = []
+
+    async def run() -> IncomingPairs:
+        pairs = IncomingPairs(
+            "epoch",
+            IncomingPairTable(layout, "here", "cpu", ["memory"], False, []),
+            WorkerPools(RankPool(0, layout, blocks, "127.0.0.1"), ConnectorParams()),
+            lambda pair_id, message: told.append(message),
+            lambda *loss: lost.append(loss),
+            lambda epoch: None,
+        )
+        theirs = msgspec.structs.replace(layout, tensor_parallel_size=2, num_kv_heads=1)
+        offer = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", [1, 2], "pair", theirs, "here", "cpu", ["memory"])
+        pairs.on_open(offer)
+        assert not pairs.is_open("pair")
+        pairs.close()
+        return pairs
+
+    asyncio.run(run())
+    assert told == [ClosePair("pair", "no more queue pairs")]
+    assert lost == [("pair", "no more queue pairs", True)]
+    [receiver] = load_connector("memory").opened  # type: ignore[attr-defined]
+    assert receiver.closed

@@ -1,0 +1,264 @@
+"""Connectors between two pools in one process, over their real transports; the handshake; arithmetic on block ids."""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import queue
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+
+from tandem.kv_transfer.connector import Peer
+from tandem.kv_transfer.connectors.block_runs import is_run, paired_runs
+from tandem.kv_transfer.connectors.process_group import DIRECT_BLOCK_BYTES, MESSAGE_BYTES, StoreServer, message_plan
+from tandem.kv_transfer.handshake import agree, offered_connectors
+from tandem.kv_transfer.registry import load_connector
+from tandem.protocol.messages.membership import PROTOCOL_VERSION
+from tandem.protocol.messages.transfer import ConnectorParams, KVLayout, OpenPair
+from tandem.runtime.errors import ConfigError, KVLayoutMismatch, KVTransferFailed
+from tandem.runtime.host import host_id
+
+NUM_BLOCKS, BLOCK_BYTES = 40, 4096
+LAYOUT = KVLayout("model", "bfloat16", 2, 2, 16, 16)
+Call = Callable[[KVTransferFailed | None], None]
+
+
+class Outcomes:
+    """Collects `on_done` calls from other threads; each must come once."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[KVTransferFailed | None] = queue.Queue()
+
+    def __call__(self, error: KVTransferFailed | None) -> None:
+        self._queue.put(error)
+
+    def next(self) -> KVTransferFailed | None:
+        return self._queue.get(timeout=30)
+
+
+@pytest.fixture
+def pool_file() -> Iterator[tuple[int, torch.Tensor]]:
+    fd = os.memfd_create("test-pool")
+    os.ftruncate(fd, NUM_BLOCKS * BLOCK_BYTES)
+    mapped = torch.from_file(
+        f"/proc/{os.getpid()}/fd/{fd}", shared=True, size=NUM_BLOCKS * BLOCK_BYTES, dtype=torch.uint8
+    )
+    yield fd, mapped.view(NUM_BLOCKS, BLOCK_BYTES)
+    os.close(fd)
+
+
+def open_pair(connector: str, pool_file: tuple[int, torch.Tensor]) -> tuple[Any, Any, torch.Tensor, torch.Tensor]:
+    fd, destination = pool_file
+    source = torch.randint(0, 256, (NUM_BLOCKS, BLOCK_BYTES), dtype=torch.uint8)
+    server = StoreServer("127.0.0.1") if connector == "gloo" else None
+    params = ConnectorParams(os.getpid(), fd, NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS)
+    if server is not None:
+        params = ConnectorParams(store_host=server.host, store_port=server.port)
+    ready = Outcomes()
+    made_by = load_connector(connector)
+    open_store = HashStore if server is None else (lambda: server.store("pair"))
+    receiver = made_by.open_receiver("pair", open_store, destination, "127.0.0.1", ready)
+    sender = made_by.open_sender(Peer("pair", params), source, "127.0.0.1", ready)
+    assert ready.next() is None and ready.next() is None
+    return sender, receiver, source, destination
+
+
+@pytest.mark.parametrize(
+    ("connector", "direct_bytes"),
+    [("ipc", 0), ("gloo", BLOCK_BYTES + 1), ("gloo", BLOCK_BYTES)],
+    ids=["ipc", "gloo-gathered", "gloo-direct"],
+)
+def test_blocks_arrive_where_they_should(
+    connector: str, direct_bytes: int, pool_file: tuple[int, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(DIRECT_BLOCK_BYTES, "gloo", direct_bytes)
+    sender, receiver, source, destination = open_pair(connector, pool_file)
+    rng = random.Random(0)
+    sent, received = Outcomes(), Outcomes()
+    expected = destination.clone()
+    for _ in range(20):
+        count = rng.randint(1, 12)
+        start = rng.randrange(NUM_BLOCKS - count)
+        src = rng.sample(range(NUM_BLOCKS), count) if rng.random() < 0.5 else list(range(start, start + count))
+        dst = rng.sample(range(NUM_BLOCKS), count) if rng.random() < 0.5 else list(range(start, start + count))
+        expected[dst] = source[src]
+        if not load_connector(connector).one_sided:
+            receiver.receive(dst, received)
+            sender.send(src, dst, sent)
+        else:
+            sender.send(src, dst, sent)
+            receiver.receive(dst, received)
+        assert sent.next() is None and received.next() is None
+        assert torch.equal(destination, expected)
+    closed = Outcomes()
+    sender.close(lambda: closed(None))
+    closed.next()
+    receiver.close()
+    sender.send([0], [0], sent)
+    error = sent.next()
+    assert error is not None and "closed" in error.message
+
+
+def test_a_peer_that_goes_away_fails_the_transfer(pool_file: tuple[int, torch.Tensor]) -> None:
+    """Nobody receives: the sender's deadline ends the job, and jobs behind it fail with it."""
+    sender, receiver, _, _ = open_pair("gloo", pool_file)
+    receiver.close()
+    outcomes, got = Outcomes(), Outcomes()
+    receiver.receive([1], got)
+    assert got.next() is not None
+    del receiver
+    big = [i % NUM_BLOCKS for i in range(NUM_BLOCKS)] * 200
+    sender.send(big, big, outcomes)
+    sender.send([0], [0], outcomes)
+    assert outcomes.next() is not None and outcomes.next() is not None
+    sender.close(lambda: None)
+
+
+@pytest.mark.parametrize("connector", ["ipc", "gloo"])
+def test_preparing_changes_nothing_and_takes_pages_where_the_peer_will_write(
+    connector: str, pool_file: tuple[int, torch.Tensor]
+) -> None:
+    sender, receiver, source, destination = open_pair(connector, pool_file)
+    destination[5] = 7  # its page is there already
+    num_before = os.fstat(pool_file[0]).st_blocks
+    sender.prepare([4, 5, 6, 20])
+    sent, received = Outcomes(), Outcomes()
+    if connector == "gloo":
+        receiver.receive([5], received)
+    sender.send([0], [5], sent)
+    assert sent.next() is None
+    if connector == "ipc":
+        num_pages = (os.fstat(pool_file[0]).st_blocks - num_before) * 512 // mmap.PAGESIZE
+        assert num_pages == 3 and not destination[[4, 6, 20]].any()
+    else:
+        assert received.next() is None
+    assert torch.equal(destination[5], source[0])
+    sender.close(lambda: None)
+    receiver.close()
+
+
+def num_mapped_pages(tensor: torch.Tensor) -> int:
+    """Of this memory's pages those that are in our page table: bit 63 of each entry of pagemap."""
+    with Path("/proc/self/pagemap").open("rb") as pagemap:
+        pagemap.seek(tensor.data_ptr() // mmap.PAGESIZE * 8)
+        entries = pagemap.read(-(-tensor.nbytes // mmap.PAGESIZE) * 8)
+    return sum(entry >> 7 for entry in entries[7::8])
+
+
+def test_pages_that_arrived_are_mapped_before_they_are_read(pool_file: tuple[int, torch.Tensor]) -> None:
+    sender, receiver, _, destination = open_pair("ipc", pool_file)
+    blocks = list(range(NUM_BLOCKS))
+    sent, received, mapped = Outcomes(), Outcomes(), Outcomes()
+    sender.send(blocks, blocks, sent)
+    assert sent.next() is None and num_mapped_pages(destination) == 0, "written through the sender's mapping alone"
+    for _ in range(2):
+        receiver.receive(blocks, received)
+        assert received.next() is None
+    receiver._thread.submit(lambda: None, mapped)
+    assert mapped.next() is None
+    assert num_mapped_pages(destination) == NUM_BLOCKS * BLOCK_BYTES // mmap.PAGESIZE
+    sender.close(lambda: None)
+    receiver.close()
+
+
+def test_mapping_refuses_a_pool_that_is_too_small(pool_file: tuple[int, torch.Tensor]) -> None:
+    fd, _ = pool_file
+    params = ConnectorParams(os.getpid(), fd, NUM_BLOCKS * BLOCK_BYTES + 1, NUM_BLOCKS)
+    open_sender = load_connector("ipc").open_sender
+    with pytest.raises(KVTransferFailed, match="smaller"):
+        open_sender(Peer("pair", params), torch.zeros(1, BLOCK_BYTES, dtype=torch.uint8), "127.0.0.1", Outcomes())
+    with pytest.raises(KVTransferFailed, match="cannot map"):
+        missing = ConnectorParams(os.getpid(), 100_000, 10, 1)
+        open_sender(Peer("pair", missing), torch.zeros(1, 10, dtype=torch.uint8), "127.0.0.1", Outcomes())
+
+
+def offer(**changes: Any) -> OpenPair:
+    base = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", [1], "pair", LAYOUT, host_id(), "cpu", ["ipc", "gloo"])
+    return msgspec.structs.replace(base, **changes)
+
+
+def test_handshake_chooses() -> None:
+    both = ["ipc", "gloo"]
+    assert agree(offer(), LAYOUT, host_id(), "cpu", both) == "ipc"
+    assert agree(offer(host_id="elsewhere"), LAYOUT, host_id(), "cpu", both) == "gloo"
+    assert agree(offer(connectors=["gloo"]), LAYOUT, host_id(), "cpu", both) == "gloo"
+
+
+@pytest.mark.parametrize("field", KVLayout.__struct_fields__)
+def test_handshake_names_the_field_that_differs(field: str) -> None:
+    value = getattr(LAYOUT, field)
+    other = msgspec.structs.replace(LAYOUT, **{field: value + "x" if isinstance(value, str) else value + 1})
+    told = "total_kv_heads" if field in ("num_kv_heads", "tensor_parallel_size") else field
+    with pytest.raises(KVLayoutMismatch, match=told) as caught:
+        agree(offer(layout=other), LAYOUT, host_id(), "cpu", ["ipc"])
+    assert str(getattr(LAYOUT, told)) in caught.value.message and str(getattr(other, told)) in caught.value.message
+
+
+def test_handshake_lets_workers_of_different_numbers_of_ranks_pair() -> None:
+    split = msgspec.structs.replace(LAYOUT, num_kv_heads=1, tensor_parallel_size=2)
+    assert agree(offer(layout=split), LAYOUT, host_id(), "cpu", ["ipc"]) == "ipc"
+    assert agree(offer(), split, host_id(), "cpu", ["gloo"]) == "gloo"
+
+
+def test_handshake_refuses_other_versions_and_no_common_connector() -> None:
+    with pytest.raises(KVLayoutMismatch, match="prefill has 99, decode"):
+        agree(offer(version=99), LAYOUT, host_id(), "cpu", ["ipc"])
+    with pytest.raises(KVLayoutMismatch, match="no connector in common"):
+        agree(offer(connectors=["ipc"], host_id="elsewhere"), LAYOUT, host_id(), "cpu", ["ipc", "gloo"])
+
+
+def test_handshake_refuses_another_device_and_names_both() -> None:
+    with pytest.raises(KVLayoutMismatch, match=r"prefill offers nccl on cuda, decode offers ipc, gloo on cpu"):
+        agree(offer(device="cuda", connectors=["nccl"]), LAYOUT, host_id(), "cpu", ["ipc", "gloo"])
+
+
+def test_unknown_connectors_list_the_known() -> None:
+    with pytest.raises(ConfigError, match="unknown connector 'pigeon'; known are auto, ipc, gloo, nccl"):
+        offered_connectors("pigeon", "cpu")
+    with pytest.raises(ConfigError, match="nccl"):
+        offered_connectors("gloo", "cuda")
+
+
+ids = st.lists(st.integers(0, 30), unique=True, max_size=30)
+
+
+@given(ids, st.randoms())
+def test_runs_cover_everything_once_and_are_maximal(src: list[int], rng: random.Random) -> None:
+    dst = src.copy()
+    rng.shuffle(dst)
+    runs = list(paired_runs(src, dst)) if src else []
+    flat = [(s + i, d + i) for s, d, count in runs for i in range(count)]
+    assert flat == list(zip(src, dst, strict=True))
+    for (s1, d1, c1), (s2, d2, _) in itertools.pairwise(runs):
+        assert (s1 + c1, d1 + c1) != (s2, d2)
+
+
+@given(ids)
+def test_is_run(block_ids: list[int]) -> None:
+    assert is_run(block_ids) == (
+        block_ids == list(range(block_ids[0], block_ids[0] + len(block_ids))) if block_ids else True
+    )
+
+
+@given(st.sampled_from(["gloo", "nccl"]), st.integers(1, 1 << 28))
+def test_messages_are_few_and_bounded(backend: str, block_bytes: int) -> None:
+    num_blocks, num_under_way = message_plan(backend, block_bytes)
+    assert num_blocks >= 1 and num_under_way >= 2
+    assert num_blocks * block_bytes <= max(block_bytes, MESSAGE_BYTES[backend])
+    assert num_under_way * num_blocks * block_bytes <= max(2 * block_bytes, 4 * MESSAGE_BYTES[backend])
+
+
+def test_large_blocks_travel_from_where_they_lie() -> None:
+    assert message_plan("gloo", 64 << 10) == (64, 2)
+    assert message_plan("gloo", 1 << 20) == (1, 8)
+    assert message_plan("nccl", 2 << 20) == (8, 2)

@@ -1,0 +1,301 @@
+"""The media cache over its socket: one round trip on a hit, two on a miss, and nothing left when a client is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import resource
+import signal
+import subprocess
+import sys
+import weakref
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tandem.engine.vision.media_tensors import open_tensors
+from tandem.media_cache.config import MediaCacheConfig, read_config
+from tandem.media_cache.server import MediaCacheServer
+from tandem.protocol.media_client import MediaCacheClient
+from tandem.protocol.media_segment import map_segment, write_segment
+from tandem.protocol.messages.media import MediaItem, MediaTensor
+from tandem.protocol.messages.media_cache import HEADER_BYTES, CommittedMedia, GrantedMedia, MediaKey, WantedMedia
+from tandem.protocol.sockets import new_context
+from tandem.proxy.media.lease import MediaLease
+from tandem.runtime.errors import ConfigError, InternalError, InvalidRequest, Overloaded, WorkerLost
+
+KEYS = [MediaKey(bytes([number]) * 32, "input") for number in range(200)]
+
+
+@asynccontextmanager
+async def cache(folder: Path, capacity_bytes: int = 1 << 20) -> AsyncIterator[MediaCacheClient]:
+    """The server, on this loop, and a client of it."""
+    server = MediaCacheServer(MediaCacheConfig(f"ipc://{folder}/cache.sock", capacity_bytes))
+    running = asyncio.create_task(server.run())
+    context = new_context()
+    client = MediaCacheClient(context, f"ipc://{folder}/cache.sock")
+    try:
+        async with asyncio.timeout(60):
+            yield client
+    finally:
+        client.close()
+        server.stop()
+        await running
+        context.destroy(linger=0)
+
+
+def with_cache(
+    folder: Path, test: Callable[[MediaCacheClient], Awaitable[None]], capacity_bytes: int = 1 << 20
+) -> None:
+    async def run() -> None:
+        async with cache(folder, capacity_bytes) as client:
+            await test(client)
+
+    asyncio.run(run())
+
+
+def num_memfds() -> int:
+    links = [link.readlink() for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    return sum("memfd:media" in str(link) for link in links)
+
+
+async def put(client: MediaCacheClient, lease_id: str, keys: list[MediaKey], data: bytes) -> list[GrantedMedia]:
+    granted = [g for g in await client.acquire(lease_id, [WantedMedia(k, 64 + len(data)) for k in keys]) if g]
+    done = []
+    for key, item in zip(keys, granted, strict=True):
+        assert not item.is_ready
+        [offset], num_bytes = write_segment(item.segment, key, [data])
+        assert offset == HEADER_BYTES
+        done.append(CommittedMedia(key, num_bytes, b"what it is"))
+    await client.commit(lease_id, done)
+    return granted
+
+
+def test_what_a_lease_holds_outlasts_the_cache(tmp_path: Path) -> None:
+    def opened() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    async def run() -> None:
+        async with cache(tmp_path) as client:
+            [granted] = await put(client, "written", KEYS[:1], b"pixels")
+            before = opened()
+            lease = MediaLease(client, "held")
+            tensor = MediaTensor("pixel_values", "uint8", (6,), HEADER_BYTES, 6)
+            item = MediaItem(KEYS[0].digest, "image", ((0, 1),), granted.segment, (tensor,))
+            held, again = lease.hold([item, item])
+            assert opened() == before + 1  # one descriptor for an image that is shown twice
+        assert open_tensors(held)["pixel_values"].numpy().tobytes() == b"pixels"
+        with pytest.raises(WorkerLost, match="gone"):
+            open_tensors(item)
+        with pytest.raises(WorkerLost, match="cannot be opened"):
+            MediaLease(client, "late").hold([item])
+        lease.release()
+        assert again == held
+        with pytest.raises(WorkerLost):
+            open_tensors(held)
+
+    asyncio.run(run())
+
+
+def test_without_descriptors_images_are_refused(tmp_path: Path) -> None:
+    async def test(client: MediaCacheClient) -> None:
+        [granted] = await put(client, "written", KEYS[:1], b"pixels")
+        lease = MediaLease(client, "held")
+        item = MediaItem(KEYS[0].digest, "image", ((0, 1),), granted.segment, ())
+        read = msgspec.structs.replace(item, tensors=(MediaTensor("pixel_values", "uint8", (6,), HEADER_BYTES, 6),))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        free = os.dup(0)  # the next that there is
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            with pytest.raises(Overloaded, match="ulimit -n"):
+                lease.hold([item])
+            with pytest.raises(Overloaded, match="ulimit -n"):
+                open_tensors(read)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))  # for the segment, and none for its memory
+            with pytest.raises(Overloaded, match="ulimit -n"):
+                open_tensors(read)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert lease.hold([item])
+        lease.release()
+
+    with_cache(tmp_path, test)
+
+
+def test_calls_fail_when_the_cache_ends_and_later_ones_go_to_the_next(tmp_path: Path) -> None:
+    """And what the failed ones had in hand is let go of, without a collection of garbage."""
+    endpoint = f"ipc://{tmp_path}/cache.sock"
+    (tmp_path / "cache.json").write_bytes(msgspec.json.encode(MediaCacheConfig(endpoint, 1 << 20)))
+
+    def start() -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-m", "tandem.media_cache", str(tmp_path / "cache.json")])
+
+    async def ask_for(media: set[int], client: MediaCacheClient) -> str:
+        try:
+            await client.status()
+        except WorkerLost as error:
+            return error.message
+        return f"an answer for {media}"
+
+    async def run() -> None:
+        context = new_context()
+        client = MediaCacheClient(context, endpoint)
+        process = start()
+        try:
+            await client.status()
+            process.send_signal(signal.SIGSTOP)
+            media = {1}
+            held = weakref.ref(media)
+            gc.disable()
+            asked = asyncio.create_task(ask_for(media, client))
+            del media
+            await asyncio.sleep(0)  # it is on its way
+            process.kill()
+            assert "ended before it gave an answer" in await asked
+            del asked
+            assert held() is None
+            process.wait()
+            process = start()
+            assert (await client.status()).num_leases == 0
+        finally:
+            gc.enable()
+            client.close()
+            context.destroy(linger=0)
+            process.kill()
+            process.wait()
+
+    asyncio.run(run())
+
+
+def test_bytes_are_written_once_and_read_by_whoever_asks(tmp_path: Path) -> None:
+    async def test(client: MediaCacheClient) -> None:
+        await put(client, "a", KEYS[:2], b"pixels")
+        client.release(["a"])
+        [hit, _, again] = await client.acquire("b", [WantedMedia(k, 1) for k in (KEYS[0], KEYS[5], KEYS[0])])
+        assert hit is not None and hit == again and hit.is_ready and hit.description == b"what it is"
+        mapped = map_segment(hit.segment, KEYS[0])
+        assert mapped[HEADER_BYTES : HEADER_BYTES + 6] == b"pixels"
+        client.release(["b"])
+        assert await client.clear() == 2
+        status = await client.status()
+        assert (status.num_items, status.used_bytes, status.num_leases) == (0, 0, 0)
+        assert (status.num_hits, status.num_misses) == (1, 3)
+        assert mapped[HEADER_BYTES : HEADER_BYTES + 6] == b"pixels", "whoever has it mapped keeps it"
+        with pytest.raises(WorkerLost):
+            map_segment(hit.segment, KEYS[0])
+
+    with_cache(tmp_path, test)
+    assert num_memfds() == 0
+
+
+def test_a_descriptor_that_was_used_again_is_noticed(tmp_path: Path) -> None:
+    async def test(client: MediaCacheClient) -> None:
+        [old] = await put(client, "a", KEYS[:1], b"one")
+        client.release(["a"])
+        await client.clear()
+        for number in range(1, 200):  # until its descriptor has come round
+            [new] = await put(client, f"b {number}", KEYS[number : number + 1], b"two")
+            if new.segment == old.segment:
+                break
+        assert new.segment == old.segment
+        with pytest.raises(WorkerLost, match="let an image or video go"):
+            map_segment(old.segment, KEYS[0])
+
+    with_cache(tmp_path, test)
+
+
+def test_many_items_take_one_round_trip_each_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(client: MediaCacheClient) -> None:
+        sent: list[str] = []
+        send = client._socket.send
+        monkeypatch.setattr(client._socket, "send", lambda m: (sent.append(type(m).__name__), send(m))[1])
+        await put(client, "a", KEYS[:128], b"x")
+        assert sent == ["AcquireMedia", "CommitMedia"]
+        await client.acquire("b", [WantedMedia(k, 65) for k in KEYS[:128]])
+        assert sent == ["AcquireMedia", "CommitMedia", "AcquireMedia"]
+
+    with_cache(tmp_path, test)
+
+
+def test_one_that_waits_is_answered_when_the_other_has_written(tmp_path: Path) -> None:
+    async def test(client: MediaCacheClient) -> None:
+        [item] = await client.acquire("a", [WantedMedia(KEYS[0], 100)])
+        waiting = asyncio.create_task(client.acquire("b", [WantedMedia(KEYS[0], 100)]))
+        while (await client.status()).num_leases < 2:
+            pass
+        assert not waiting.done() and item is not None
+        _, num_bytes = write_segment(item.segment, KEYS[0], [b"data"])
+        await client.commit("a", [CommittedMedia(KEYS[0], num_bytes, b"")])
+        [ready] = await waiting
+        assert ready is not None and ready.is_ready and ready.segment == item.segment
+
+    with_cache(tmp_path, test)
+
+
+def test_what_cannot_be_is_refused_in_words(tmp_path: Path) -> None:
+    async def test(client: MediaCacheClient) -> None:
+        with pytest.raises(InvalidRequest, match="the media cache has 1000"):
+            await client.acquire("a", [WantedMedia(KEYS[0], 1001)])
+        await client.acquire("b", [WantedMedia(KEYS[0], 900)])
+        with pytest.raises(Overloaded, match="full"):
+            await client.acquire("c", [WantedMedia(KEYS[1], 200)])
+        with pytest.raises(InvalidRequest, match="32 bytes"):
+            await client.acquire("d", [WantedMedia(MediaKey(b"short", "input"), 1)])
+        with pytest.raises(WorkerLost, match="does not know"):
+            await client.commit("e", [CommittedMedia(KEYS[0], 1, b"")])
+        with pytest.raises(InternalError, match=r"no answer within 0\.05 s"):
+            await client.acquire("f", [WantedMedia(KEYS[0], 900)], timeout_s=0.05)  # is never written
+
+    with_cache(tmp_path, test, capacity_bytes=1000)
+
+
+def test_bytes_over_the_socket_for_other_hosts(tmp_path: Path) -> None:
+    async def test(client: MediaCacheClient) -> None:
+        data = os.urandom(20 << 20)
+        assert await client.get(KEYS[0]) is None
+        await client.set(KEYS[0], data, b"noise")
+        found = await client.get(KEYS[0])
+        assert found is not None
+        segment, description = found
+        assert segment[HEADER_BYTES : HEADER_BYTES + len(data)] == data and description == b"noise"
+        await client.set(KEYS[0], data, b"noise")  # it is there
+        with pytest.raises(InvalidRequest, match="too large for the socket"):
+            await client.set(KEYS[1], data + data, b"")
+        assert (await client.status()).pinned_bytes == 0
+
+    with_cache(tmp_path, test, capacity_bytes=30 << 20)
+
+
+def test_a_dead_clients_references_are_dropped(tmp_path: Path) -> None:
+    async def test(client: MediaCacheClient) -> None:
+        child = await asyncio.create_subprocess_exec(sys.executable, "-c", "input()", stdin=subprocess.PIPE)
+        context = new_context()
+        other = MediaCacheClient(context, f"ipc://{tmp_path}/cache.sock", child.pid)
+        try:
+            await other.acquire("a", [WantedMedia(KEYS[0], 100)])
+            assert (await client.status()).pinned_bytes == 100
+            child.send_signal(signal.SIGKILL)
+            await child.wait()
+            while (await client.status()).num_items:
+                pass
+            with pytest.raises(InvalidRequest, match="is not there"):  # said in its name before, read after
+                await other.acquire("b", [WantedMedia(KEYS[0], 100)])
+        finally:
+            other.close()
+            context.destroy(linger=0)
+
+    with_cache(tmp_path, test)
+    assert num_memfds() == 0
+
+
+def test_a_wrong_config_is_said_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "wrong.json").write_text('{"endpoint": "ipc://x", "capacity_bytes": 0}')
+    with pytest.raises(ConfigError, match="capacity_bytes"):
+        read_config(tmp_path / "wrong.json")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_config(tmp_path / "none.json")

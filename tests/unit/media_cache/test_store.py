@@ -1,0 +1,271 @@
+"""The media cache's metadata: allocation, pins, eviction, waiting, clearing; by example and by random schedules."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from tandem.media_cache.store import Action, Drop, Entry, Grant, MediaStore
+from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey, WantedMedia
+from tandem.runtime.errors import InvalidRequest, Overloaded, WorkerLost
+
+
+def key(number: int) -> MediaKey:
+    return MediaKey(bytes([number]) * 32, "input")
+
+
+def want(*numbers: int, num_bytes: int = 10) -> list[WantedMedia]:
+    return [WantedMedia(key(number), num_bytes) for number in numbers]
+
+
+def done(*numbers: int, num_bytes: int = 10) -> list[CommittedMedia]:
+    return [CommittedMedia(key(number), num_bytes, b"item %d" % number) for number in numbers]
+
+
+def granted(actions: list[Action], lease_id: str) -> tuple[Entry | None, ...]:
+    [grant] = [action for action in actions if isinstance(action, Grant) and action.lease_id == lease_id]
+    return grant.entries
+
+
+def cached(store: MediaStore, *numbers: int) -> list[bool]:
+    return [store.ready(key(number)) is not None for number in numbers]
+
+
+def fill(store: MediaStore, *numbers: int) -> None:
+    """One item after the other is cached and let go."""
+    for number in numbers:
+        store.acquire("p", f"fill {number}", want(number))
+        store.commit(f"fill {number}", done(number))
+        store.release([f"fill {number}"])
+
+
+def test_what_was_committed_is_found_with_its_description() -> None:
+    store = MediaStore(100, 10)
+    [first, again, second] = granted(store.acquire("p", "a", want(1, 1, 2)), "a")
+    assert first is not None and second is not None
+    assert first is again, "duplicates in one request are one item"
+    assert not first.is_ready and first.writer == "a" and store.used_bytes == 20
+    store.commit("a", done(1, 2, num_bytes=7))
+    assert store.used_bytes == 14, "what was set aside and not used is given back"
+    [hit] = granted(store.acquire("p", "b", want(1)), "b")
+    assert hit is first and hit.is_ready and hit.description == b"item 1"
+    store.check()
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    store = MediaStore(30, 10)
+    fill(store, 1, 2, 3)
+    store.acquire("p", "a", want(1))
+    store.release(["a"])
+    actions = store.acquire("p", "b", want(4))
+    assert cached(store, 1, 2, 3) == [True, False, True]
+    assert [type(action) for action in actions] == [Drop, Grant]
+
+
+def test_hits_are_not_evicted_for_the_misses_of_their_own_request() -> None:
+    store = MediaStore(30, 10)
+    fill(store, 1, 2, 3)  # 1 would be the first to go
+    entries = granted(store.acquire("p", "a", want(4, 1)), "a")
+    assert entries[1] is not None and entries[1].is_ready
+    assert cached(store, 1, 2, 3) == [True, False, True]
+
+
+def test_an_allocation_is_whole_or_not_at_all() -> None:
+    store = MediaStore(30, 10)
+    fill(store, 1, 2)
+    store.acquire("p", "holder", want(3))
+    before = (store.used_bytes, store.num_items, store.num_leases)
+    with pytest.raises(Overloaded, match="the media cache is full: 20 of its 30 bytes"):
+        store.acquire("p", "a", want(1, 4, 5))
+    assert before == (store.used_bytes, store.num_items, store.num_leases)
+    assert cached(store, 1, 2) == [True, True], "nothing was evicted for what is refused"
+    with pytest.raises(InvalidRequest, match="take 40 bytes; the media cache has 30"):
+        store.acquire("p", "a", want(4, 5, 6, 7))
+    store.check()
+
+
+def test_items_are_bounded_in_number_too() -> None:
+    store = MediaStore(1000, 2)
+    fill(store, 1, 2, 3)
+    assert cached(store, 1, 2, 3) == [False, True, True]
+    store.acquire("p", "a", want(4, 5))
+    with pytest.raises(Overloaded, match="2 of its 2 items"):
+        store.acquire("p", "b", want(6))
+
+
+def test_who_wants_what_is_being_written_waits_for_it() -> None:
+    store = MediaStore(100, 10)
+    store.acquire("p", "writer", want(1))
+    assert store.acquire("q", "reader", want(1, 2)) == []
+    entries = granted(store.commit("writer", done(1)), "reader")
+    assert [entry is not None and entry.is_ready for entry in entries] == [True, False]
+    assert store.num_misses == 2 and store.num_hits == 1
+
+
+def test_the_first_that_waits_writes_when_the_writer_gives_up() -> None:
+    store = MediaStore(100, 10)
+    [lost] = granted(store.acquire("p", "writer", want(1)), "writer")
+    store.acquire("q", "first", want(1))
+    store.acquire("q", "second", want(1))
+    actions = store.client_lost("p")
+    [heir] = granted(actions, "first")
+    assert heir is not None and lost is not None and heir.writer == "first"
+    assert heir.number != lost.number and Drop(lost.number) in actions, "the lost writer may still write to its own"
+    [same] = granted(store.commit("first", done(1)), "second")
+    assert same is heir and heir.is_ready
+    store.check()
+
+
+def test_what_is_only_looked_for_takes_no_room_and_does_not_wait() -> None:
+    store = MediaStore(100, 10)
+    store.acquire("p", "writer", want(1))
+    assert granted(store.acquire("q", "a", want(1, 2, num_bytes=0)), "a") == (None, None)
+    assert store.used_bytes == 10
+
+
+def test_clear_leaves_what_is_held_to_its_holders_alone() -> None:
+    store = MediaStore(100, 10)
+    fill(store, 1)
+    store.acquire("p", "holder", want(2))
+    store.commit("holder", done(2))
+    store.acquire("p", "writer", want(3))
+    store.acquire("p", "reader", want(3))
+    num_forgotten, actions = store.clear()
+    assert num_forgotten == 3 and len(actions) == 1 and store.num_items == 2
+    [new] = granted(store.acquire("p", "later", want(3)), "later")
+    assert new is not None and new.writer == "later", "what was begun before is not what is found after"
+    [old] = granted(store.commit("writer", done(3)), "reader")
+    assert old is not None and old is not new
+    assert store.ready(key(3)) is None
+    store.release(["writer", "reader", "holder"])
+    assert store.num_items == 1 and cached(store, 2) == [False]
+    store.check()
+
+
+def test_a_lease_that_was_released_before_it_came_is_refused() -> None:
+    store = MediaStore(100, 10)
+    store.release(["a"])
+    with pytest.raises(InvalidRequest, match="used before"):
+        store.acquire("p", "a", want(1))
+    assert store.num_items == 0
+
+
+def test_a_commit_that_grows_makes_room_or_is_refused() -> None:
+    store = MediaStore(30, 10)
+    fill(store, 1)
+    store.acquire("p", "a", want(2))
+    store.commit("a", done(2, num_bytes=25))
+    assert cached(store, 1, 2) == [False, True]
+    store.release(["a"])
+    store.acquire("p", "b", want(2, 3, num_bytes=5))
+    with pytest.raises(Overloaded):
+        store.commit("b", done(3, num_bytes=6))
+    store.commit("b", done(3, num_bytes=5))
+    for item in (3, 4):  # committed already, never asked for
+        with pytest.raises(InvalidRequest):
+            store.commit("b", done(item))
+    with pytest.raises(WorkerLost):
+        store.commit("nobody", done(1))
+
+
+class _Schedule(RuleBasedStateMachine):
+    """Calls in any order, by clients that may die; what the store answers is compared with plain bookkeeping."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store = MediaStore(100, 6)
+        self.clients: dict[str, str] = {}  # of all leases that were admitted
+        self.granted: dict[str, tuple[Entry | None, ...]] = {}
+        self.segments: set[int] = set()
+        self.count = 0
+
+    def perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Drop):
+                self.segments.discard(action.number)
+                holders = [
+                    lease_id
+                    for lease_id, entries in self.granted.items()
+                    if any(e is not None and e.number == action.number for e in entries)
+                ]
+                assert not holders, "a granted lease lost its segment"
+            else:
+                assert action.lease_id in self.clients and action.lease_id not in self.granted, "answered twice"
+                self.granted[action.lease_id] = action.entries
+                self.segments |= {entry.number for entry in action.entries if entry is not None}
+                assert all(e is None or e.is_ready or e.writer == action.lease_id for e in action.entries)
+
+    def forget(self, lease_ids: list[str]) -> None:
+        for lease_id in lease_ids:
+            self.granted.pop(lease_id, None)
+            self.clients.pop(lease_id)
+
+    @rule(
+        client=st.sampled_from("pqr"),
+        wanted=st.lists(st.tuples(st.integers(0, 7), st.sampled_from([0, 1, 20, 45, 101])), min_size=1, max_size=5),
+    )
+    def acquire(self, client: str, wanted: list[tuple[int, int]]) -> None:
+        self.count += 1
+        lease_id = f"lease {self.count}"
+        before = self.store.used_bytes, self.store.num_items, self.store.num_leases
+        try:
+            actions = self.store.acquire(client, lease_id, [WantedMedia(key(n), size) for n, size in wanted])
+        except (Overloaded, InvalidRequest):
+            assert before == (self.store.used_bytes, self.store.num_items, self.store.num_leases)
+            return
+        self.clients[lease_id] = client
+        self.perform(actions)
+
+    def to_write(self, lease_id: str) -> list[Entry]:
+        return list({e.number: e for e in self.granted[lease_id] if e is not None and e.writer == lease_id}.values())
+
+    @precondition(lambda self: any(self.to_write(lease_id) for lease_id in self.granted))
+    @rule(data=st.data(), size=st.sampled_from([1, 20, 60]))
+    def commit(self, data: st.DataObject, size: int) -> None:
+        lease_id = data.draw(st.sampled_from([lease_id for lease_id in self.granted if self.to_write(lease_id)]))
+        entries = self.to_write(lease_id)[: data.draw(st.integers(1, 5))]
+        items = [CommittedMedia(entry.key, size, b"x") for entry in entries]
+        try:
+            actions = self.store.commit(lease_id, items)
+        except (Overloaded, InvalidRequest):
+            assert not any(entry.is_ready for entry in entries)
+            return
+        assert all(entry.is_ready for entry in entries)
+        self.perform(actions)
+
+    @precondition(lambda self: self.clients)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        lease_ids = data.draw(st.lists(st.sampled_from(sorted(self.clients)), min_size=1, max_size=3, unique=True))
+        self.forget(lease_ids)
+        self.perform(self.store.release(lease_ids))
+
+    @rule(client=st.sampled_from("pqr"))
+    def client_lost(self, client: str) -> None:
+        self.forget([lease_id for lease_id, owner in self.clients.items() if owner == client])
+        self.perform(self.store.client_lost(client))
+
+    @rule()
+    def clear(self) -> None:
+        self.perform(self.store.clear()[1])
+        assert not any(cached(self.store, *range(8)))
+
+    @invariant()
+    def holds(self) -> None:
+        self.store.check()
+        assert self.store.num_leases == len(self.clients)
+        live = set(self.store._entries)
+        assert self.segments <= live, "a segment outlives its entry"
+
+    def teardown(self) -> None:
+        lease_ids = list(self.clients)
+        self.forget(lease_ids)
+        self.perform(self.store.release(lease_ids))
+        self.perform(self.store.clear()[1])
+        assert self.store.num_items == self.store.used_bytes == self.store.num_leases == 0, "leaked"
+
+
+TestSchedules = _Schedule.TestCase
+TestSchedules.settings = settings(max_examples=60, stateful_step_count=30)

@@ -1,0 +1,125 @@
+"""Leases on prefill's blocks: begun, renewed, run out, and not counted while prefill itself stood still."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.engine.batch import ItemOutput
+from tandem.engine.block_manager import BlockManager
+from tandem.prefill_worker.actions import SendToDecode, SendToProxy, Ship
+from tandem.prefill_worker.leases import Leases
+from tandem.prefill_worker.scheduler import PrefillScheduler
+from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
+from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.transfer import CloseTransfer, KVReserved, RenewLeases, ReserveKV
+
+TERM_S = 8.0
+
+
+def watch(leases: Leases, start: float, stop: float) -> list[str]:
+    """All that expire while the clock is looked at every second."""
+    times = itertools.takewhile(lambda now: now <= stop, itertools.count(start, 1.0))
+    return [transfer_id for now in times for transfer_id in leases.expired(now)]
+
+
+def test_only_the_lease_that_is_not_renewed_runs_out() -> None:
+    leases = Leases(TERM_S)
+    leases.begin(0.0, "pair-0", "kept")
+    leases.begin(0.0, "pair-0", "forgotten")
+    assert watch(leases, 0.0, 6.0) == []
+    leases.renew(6.0, "pair-0", ["kept", "ended long ago"])
+    assert watch(leases, 7.0, 13.0) == ["forgotten"]
+    assert watch(leases, 14.0, 20.0) == ["kept"]
+    assert len(leases) == 0
+
+
+def test_another_pair_cannot_renew_it() -> None:
+    leases = Leases(TERM_S)
+    leases.begin(0.0, "pair-0", "t")
+    watch(leases, 0.0, 7.0)
+    leases.renew(7.0, "pair-1", ["t"])
+    assert leases.expired(TERM_S) == ["t"]
+
+
+def test_time_in_which_prefill_stood_still_does_not_count() -> None:
+    leases = Leases(TERM_S)
+    leases.begin(0.0, "pair-0", "t")
+    watch(leases, 0.0, 6.0)
+    assert leases.expired(100.0) == [], "what decode sent meanwhile is still unread"
+    assert watch(leases, 101.0, 101.9) == [], "it had two seconds left, and still has"
+    assert watch(leases, 102.0, 103.0) == ["t"]
+
+
+@given(st.lists(st.tuples(st.floats(0.0, TERM_S / 4), st.booleans()), max_size=60))
+def test_it_runs_out_exactly_a_term_after_the_last_renewal(events: list[tuple[float, bool]]) -> None:
+    leases = Leases(TERM_S)
+    leases.begin(0.0, "pair-0", "t")
+    leases.expired(0.0)
+    now = renewed_at = 0.0
+    for elapsed_s, renews in events:
+        now += elapsed_s
+        gone = leases.expired(now)
+        assert gone == (["t"] if now >= renewed_at + TERM_S else [])
+        if gone:
+            return
+        if renews:
+            renewed_at = now
+            leases.renew(now, "pair-0", ["t"])
+
+
+def start(scheduler: PrefillScheduler, *names: str) -> None:
+    """The prompts are computed in one step."""
+    for name in names:
+        request = StartPrefill(
+            "proxy", [f"r-{name}"], name, pack_token_ids(list(range(12))), SamplingParams(), [1],
+            StopConditions(4, frozenset()), "decode-0", "epoch", 600.0, cache_salt=name,
+        )  # fmt: skip
+        assert scheduler.on_start(0.0, request, "pair-0") == []
+    _, actions = scheduler.schedule(0.0)
+    assert [a.message for a in actions if isinstance(a, SendToDecode)] == [
+        ReserveKV("pair-0", name, 12) for name in names
+    ]
+
+
+@pytest.fixture
+def scheduler() -> PrefillScheduler:
+    return PrefillScheduler(BlockManager(8, 4), "model", 64, 4, TERM_S)
+
+
+def failed(actions: list[object]) -> list[str]:
+    return [
+        a.message.attempt_id for a in actions if isinstance(a, SendToProxy) and isinstance(a.message, AttemptFailed)
+    ]
+
+
+def test_expiry_fails_that_transfer_alone_and_returns_its_blocks(scheduler: PrefillScheduler) -> None:
+    start(scheduler, "kept", "forgotten")
+    scheduler.on_step(0.0, [ItemOutput([SampledToken(5)])] * 2)  # computed, and decode does not answer
+    assert scheduler.blocks.num_free == 2
+    actions = []
+    for now in range(12):
+        actions += scheduler.on_tick(float(now))
+        scheduler.on_renewed(float(now), RenewLeases("pair-0", ["kept"]))
+    assert failed(actions) == ["r-forgotten"]
+    assert [a.message for a in actions if isinstance(a, SendToDecode)] == [CloseTransfer("forgotten")]
+    assert scheduler.blocks.num_free == 5
+    (ship,) = (a for a in scheduler.on_reserved(KVReserved("kept", 0, [0, 1, 2])) if isinstance(a, Ship))
+    assert scheduler.on_shipped(ship.transfer_id, None) == []
+    assert scheduler.blocks.num_free == 8
+    assert [scheduler.on_tick(float(now)) for now in range(12, 40)] == [[]] * 28, "its lease has ended with it"
+
+
+def test_blocks_that_are_being_read_stay_until_the_copy_has_ended(scheduler: PrefillScheduler) -> None:
+    start(scheduler, "t")
+    scheduler.on_reserved(KVReserved("t", 0, [0, 1, 2]))
+    scheduler.on_step(0.0, [ItemOutput([SampledToken(5)])])
+    actions = [action for now in range(12) for action in scheduler.on_tick(float(now))]
+    assert failed(actions) == ["r-t"] and len(actions) == 1, "decode is not told while the copy may still write"
+    assert scheduler.blocks.num_free == 5
+    assert scheduler.on_shipped("t", None) == [SendToDecode("pair-0", CloseTransfer("t"))]
+    assert scheduler.blocks.num_free == 8

@@ -1,0 +1,67 @@
+"""The order in which a prefill worker computes prompts of different priorities, and that none starves."""
+
+from __future__ import annotations
+
+import math
+from zlib import crc32
+
+from tandem.engine.batch import ItemOutput
+from tandem.engine.block_manager import BlockManager
+from tandem.prefill_worker.scheduler import AGING_S, PrefillScheduler
+from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.token_ids import pack_token_ids
+
+
+class Worker:
+    """Computes 8 tokens a step; a step takes a tenth of a second. One token is all that is asked."""
+
+    def __init__(self) -> None:
+        self.scheduler = PrefillScheduler(BlockManager(1000, 4), "m", 8, 100, lease_s=math.inf)
+        self.now = 0.0
+        self.done: list[str] = []
+
+    def start(self, name: str, num_tokens: int, priority: int = 0) -> None:
+        ids = pack_token_ids([crc32(name.encode()) % 2**30 + i for i in range(num_tokens)])  # nothing in common
+        request = StartPrefill(
+            "proxy", [name], name, ids, SamplingParams(), [0], StopConditions(1), None, None, 1e9, priority=priority
+        )
+        assert self.scheduler.on_start(self.now, request, None) == []
+
+    def step(self) -> None:
+        batch, _ = self.scheduler.schedule(self.now)
+        self.now += 0.1
+        outputs = [ItemOutput([SampledToken(1) for _ in item.samples]) for item in batch.items]
+        for action in self.scheduler.on_step(self.now, outputs):
+            self.done.append(action.message.attempt_id)  # type: ignore[union-attr]
+
+
+def test_sooner_priorities_come_first_whenever_they_came() -> None:
+    worker = Worker()
+    worker.start("normal", 8)
+    worker.start("late", 8, priority=3)
+    worker.start("soon", 8, priority=-3)
+    assert worker.scheduler.waiting_tokens() == [(-3, 8), (0, 8), (3, 8)]
+    for _ in range(3):
+        worker.step()
+    assert worker.done == ["soon", "normal", "late"]
+
+
+def test_within_a_priority_short_prompts_pass_long_ones_as_ever() -> None:
+    worker = Worker()
+    worker.start("long", 80)
+    worker.start("short", 4)
+    worker.step()
+    assert worker.done == ["short"]
+
+
+def test_a_stream_of_sooner_prompts_starves_nobody() -> None:
+    worker = Worker()
+    worker.start("late", 16, priority=2)
+    num_steps = 0
+    while "late" not in worker.done:
+        worker.start(f"soon {num_steps}", 8, priority=0)  # as much as the worker can
+        worker.step()
+        num_steps += 1
+        assert worker.now < 2 * AGING_S + 20, "it must have aged by now"
+    assert worker.now > 2 * AGING_S, "and not before"

@@ -1,0 +1,305 @@
+"""Processed media for prefill workers of other hosts: over the cache's tcp socket, bounded, in time, nothing kept."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+
+from bench.ports import free_port
+from tandem.engine.vision.embedding_cache import EmbeddingCache
+from tandem.engine.vision.prompt_media import PromptMedia
+from tandem.media_cache.config import MediaCacheConfig
+from tandem.media_cache.server import MediaCacheServer
+from tandem.prefill_worker.media import MediaIntake
+from tandem.prefill_worker.remote_media import RemoteMedia
+from tandem.protocol.media_client import MediaCacheClient
+from tandem.protocol.media_segment import offsets_of, write_segment
+from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.media import MediaItem, MediaTensor
+from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey, WantedMedia
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.network import NetworkConfig
+from tandem.protocol.network_keys import make_keys
+from tandem.protocol.sockets import new_context
+from tandem.runtime.errors import ConfigError, InvalidRequest, Overloaded, WorkerLost
+
+GRID = torch.tensor([[1, 4, 4]])
+NUM_PATCHES = 1 << 18
+"""Of four bytes each: an item takes several messages."""
+
+
+class Hosts:
+    """A cache with an item on this host, and what a prefill worker of another has of it."""
+
+    def __init__(self, server: MediaCacheServer, local: MediaCacheClient, remote: RemoteMedia, endpoint: str) -> None:
+        self.server = server
+        self.local = local
+        self.remote = remote
+        self.endpoint = endpoint
+
+    async def settle(self) -> None:
+        """What nobody uses any more is given back, the last references being the loop's own."""
+        await asyncio.sleep(0)
+
+    async def put(self, name: str) -> tuple[MediaItem, torch.Tensor]:
+        """The item, held by a lease of that name, and its pixels."""
+        digest = name.encode().ljust(32)
+        pixels = torch.randn(NUM_PATCHES, 1)
+        tensors = {"pixel_values": pixels, "image_grid_thw": GRID}
+        parts = [tensor.numpy().data for tensor in tensors.values()]
+        offsets, end = offsets_of([part.nbytes for part in parts])
+        key = MediaKey(digest, "input")
+        [grant] = await self.local.acquire(name, [WantedMedia(key, end)])
+        assert grant is not None
+        _, num_bytes = write_segment(grant.segment, key, parts)
+        await self.local.commit(name, [CommittedMedia(key, num_bytes, b"")])
+        told = tuple(
+            MediaTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, part.nbytes)
+            for (name, tensor), offset, part in zip(tensors.items(), offsets, parts, strict=True)
+        )
+        return MediaItem(digest, "image", ((1, 4),), grant.segment, told), pixels
+
+
+@asynccontextmanager
+async def hosts(folder: Path, max_held_bytes: int = 1 << 30, timeout_s: float = 30.0) -> AsyncIterator[Hosts]:
+    keys = NetworkConfig(str(folder / "keys"))
+    make_keys(folder / "keys")
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    server = MediaCacheServer(MediaCacheConfig(f"ipc://{folder}/cache.sock", 64 << 20, endpoint, keys))
+    running = asyncio.create_task(server.run())
+    context, other_host = new_context(), new_context("worker", keys)
+    local = MediaCacheClient(context, f"ipc://{folder}/cache.sock")
+    remote = RemoteMedia(other_host, max_held_bytes, timeout_s)
+    try:
+        async with asyncio.timeout(60):
+            yield Hosts(server, local, remote, endpoint)
+    finally:
+        remote.close()
+        local.close()
+        server.stop()
+        await running
+        context.destroy(linger=0)
+        other_host.destroy(linger=0)
+
+
+def with_hosts(folder: Path, test: Callable[[Hosts], Awaitable[None]], **options: Any) -> None:
+    async def run() -> None:
+        async with hosts(folder, **options) as running:
+            await test(running)
+
+    asyncio.run(run())
+
+
+def test_tensors_come_whole_and_are_shared_while_they_are_used(tmp_path: Path) -> None:
+    async def test(hosts: Hosts) -> None:
+        item, pixels = await hosts.put("a")
+        names = ["pixel_values", "image_grid_thw"]
+        one, other = await asyncio.gather(*(hosts.remote.fetch(hosts.endpoint, item, names) for _ in range(2)))
+        assert torch.equal(one["pixel_values"], pixels) and torch.equal(one["image_grid_thw"], GRID)
+        assert one["pixel_values"].data_ptr() == other["pixel_values"].data_ptr()
+        num_fetched = hosts.remote.num_fetched_bytes
+        assert pixels.nbytes < num_fetched < pixels.nbytes + 200 and hosts.remote.held_bytes == num_fetched
+        small = await hosts.remote.fetch(hosts.endpoint, item, ["image_grid_thw"])
+        assert list(small) == ["image_grid_thw"] and torch.equal(small["image_grid_thw"], GRID)
+        assert hosts.remote.num_fetched_bytes == num_fetched + GRID.nbytes
+        assert await hosts.remote.fetch(hosts.endpoint, item, []) == {}
+        del one, other, small
+        await hosts.settle()
+        assert hosts.remote.held_bytes == 0
+
+    with_hosts(tmp_path, test)
+
+
+def test_what_a_request_holds_is_sent_after_a_clear_and_not_after_its_end(tmp_path: Path) -> None:
+    async def test(hosts: Hosts) -> None:
+        item, pixels = await hosts.put("a")
+        await hosts.local.clear()
+        found = await hosts.remote.fetch(hosts.endpoint, item, ["pixel_values"])
+        assert torch.equal(found["pixel_values"], pixels)
+        del found
+        hosts.local.release(["a"])
+        assert (await hosts.local.status()).num_items == 0
+        with pytest.raises(WorkerLost, match="let an image or video go"):
+            await hosts.remote.fetch(hosts.endpoint, item, ["pixel_values"])
+        await hosts.settle()
+        assert hosts.remote.held_bytes == 0
+
+    with_hosts(tmp_path, test)
+
+
+def test_a_part_past_the_items_end_is_not_made_up(tmp_path: Path) -> None:
+    async def test(hosts: Hosts) -> None:
+        item, _ = await hosts.put("a")
+        beyond = MediaTensor("pixel_values", "float32", (1 << 20,), 64, 4 << 20)
+        wrong = MediaItem(item.digest, "image", item.spans, item.segment, (beyond,))
+        with pytest.raises(WorkerLost):
+            await hosts.remote.fetch(hosts.endpoint, wrong, ["pixel_values"])
+
+    with_hosts(tmp_path, test)
+
+
+def test_there_is_an_end_to_what_is_held(tmp_path: Path) -> None:
+    async def test(hosts: Hosts) -> None:
+        (one, _), (two, _) = await hosts.put("a"), await hosts.put("b")
+        huge = MediaTensor("pixel_values", "uint8", (1 << 50,), 64, 1 << 50)
+        with pytest.raises(InvalidRequest, match="media-fetch-mib"):
+            await hosts.remote.fetch(
+                hosts.endpoint, MediaItem(b"c" * 32, "image", ((1, 4),), "", (huge,)), ["pixel_values"]
+            )
+        held = await hosts.remote.fetch(hosts.endpoint, one, ["pixel_values"])
+        with pytest.raises(Overloaded, match="in use"):
+            await hosts.remote.fetch(hosts.endpoint, two, ["pixel_values"])
+        del held
+        await hosts.settle()
+        await hosts.remote.fetch(hosts.endpoint, two, ["pixel_values"])
+
+    with_hosts(tmp_path, test, max_held_bytes=3 * NUM_PATCHES * 2)
+
+
+def test_a_cache_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
+    async def test(hosts: Hosts) -> None:
+        item, _ = await hosts.put("a")
+        nobody = f"tcp://127.0.0.1:{free_port()}"
+        with pytest.raises(WorkerLost, match="did not send an image or video in time"):
+            await hosts.remote.fetch(nobody, item, ["pixel_values"])
+        await hosts.settle()
+        assert hosts.remote.held_bytes == 0
+
+    with_hosts(tmp_path, test, timeout_s=0.05)
+
+
+def test_other_hosts_may_only_read(tmp_path: Path) -> None:
+    """Their calls would be made in the name of a process of this host, and could forget what it uses."""
+
+    async def test(hosts: Hosts) -> None:
+        await hosts.put("a")
+        context = new_context("worker", NetworkConfig(str(tmp_path / "keys")))
+        refused: asyncio.Queue[str] = asyncio.Queue()
+        hosts.server._context.refusals.on_refused = refused.put_nowait
+        client = MediaCacheClient(context, hosts.endpoint, client_pid=os.getpid(), peer="proxy")
+        try:
+            calls: list[Awaitable[object]] = [
+                client.clear(),
+                client.acquire("z", [WantedMedia(MediaKey(b"z" * 32, "input"), 100)]),
+                client.set(MediaKey(b"y" * 32, "input"), b"data", b""),
+            ]
+            pending = [asyncio.ensure_future(call) for call in calls]
+            assert [await refused.get() for _ in calls] == ["not_a_message"] * 3
+            for call in pending:
+                call.cancel()
+        finally:
+            client.close()
+            context.destroy(linger=0)
+        assert (await hosts.local.status()).num_items == 1
+
+    with_hosts(tmp_path, test)
+
+
+def test_a_tcp_endpoint_wants_keys(tmp_path: Path) -> None:
+    async def start() -> None:
+        MediaCacheServer(MediaCacheConfig(f"ipc://{tmp_path}/cache.sock", 1 << 20, "tcp://127.0.0.1:1"))
+
+    with pytest.raises(ConfigError, match="network-keys"):
+        asyncio.run(start())
+
+
+def test_a_port_that_is_taken_is_said_by_a_process_that_ends_by_itself(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        make_keys(tmp_path / "keys")
+        endpoint = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
+        network = NetworkConfig(str(tmp_path / "keys"))
+        config = MediaCacheConfig(f"ipc://{tmp_path}/cache.sock", 1 << 20, endpoint, network)
+        file = tmp_path / "config.json"
+        file.write_bytes(msgspec.json.encode(config))
+        done = subprocess.run(
+            [sys.executable, "-m", "tandem.media_cache", str(file)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 2, done.stderr
+    assert endpoint in done.stderr and "choose another --cluster-port" in done.stderr
+    assert not (tmp_path / "cache.sock").exists()
+
+
+def test_a_cache_that_nobody_reaches_over_tcp_needs_no_keys(tmp_path: Path) -> None:
+    """As on a host of workers alone, which has their secret and not the proxy's."""
+    make_keys(tmp_path / "keys")
+    (tmp_path / "keys" / "proxy.key_secret").unlink()
+
+    async def start_and_stop() -> None:
+        network = NetworkConfig(str(tmp_path / "keys"))
+        server = MediaCacheServer(MediaCacheConfig(f"ipc://{tmp_path}/cache.sock", 1 << 20, network=network))
+        server.stop()
+        await server.run()
+
+    asyncio.run(start_and_stop())
+
+
+class Tower:
+    """Of a model that wants pixels to encode, and the grid for positions."""
+
+    def check(self, item: MediaItem, tensors: dict[str, torch.Tensor]) -> None:
+        if "image_grid_thw" not in tensors:
+            raise InvalidRequest("an item of this model must have one image_grid_thw")
+
+    def needed(self, item: MediaItem, is_encoded: bool) -> list[str]:
+        return [t.name for t in item.tensors if not is_encoded or t.name == "image_grid_thw"]
+
+    def num_frames(self, kind: str, tensors: dict[str, torch.Tensor]) -> int:
+        return 1
+
+
+def a_request(item: MediaItem, endpoint: str) -> StartPrefill:
+    return StartPrefill(
+        "proxy", ["r"], "t", pack_token_ids(range(9)), SamplingParams(), [0], StopConditions(max_tokens=1), None, None,
+        1e9, media=(item,), media_cache=endpoint,
+    )  # fmt: skip
+
+
+def test_a_prompts_media_are_fetched_before_it_is_scheduled(tmp_path: Path) -> None:
+    async def opened(intake: MediaIntake, ready: asyncio.Event, item: MediaItem, endpoint: str) -> PromptMedia:
+        ready.clear()
+        media = intake.open(a_request(item, endpoint))
+        assert media is not None and not media.is_ready
+        await ready.wait()
+        assert media.is_ready
+        return media
+
+    async def test(hosts: Hosts) -> None:
+        item, pixels = await hosts.put("a")
+        tower: Any = Tower()
+        cache, ready = EmbeddingCache(1 << 20), asyncio.Event()
+        intake = MediaIntake(tower, cache, 16, None, ready.set, hosts.remote)
+        media = await opened(intake, ready, item, hosts.endpoint)
+        assert media.error is None and torch.equal(media.tensors[0]["pixel_values"], pixels)
+        [unit] = media.afford(0, 9, 32)[1]
+        media.partial[0] = torch.zeros(1, 4, 1)
+        media.on_encoded(unit)
+        num_fetched = intake.num_fetched_bytes
+        media = await opened(intake, ready, item, hosts.endpoint)
+        assert list(media.tensors[0]) == ["image_grid_thw"] and not media.afford(0, 9, 32)[1]
+        assert intake.num_fetched_bytes == num_fetched + GRID.nbytes, "what is encoded is not fetched again"
+        hosts.local.release(["a"])
+        await hosts.local.clear()
+        del media, unit
+        await hosts.settle()
+        media = await opened(intake, ready, item, hosts.endpoint)
+        assert media.error is not None and isinstance(media.error.to_error(), WorkerLost)
+
+    with_hosts(tmp_path, test)

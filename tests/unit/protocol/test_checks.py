@@ -1,0 +1,167 @@
+"""Messages of the right types with values that no peer sends are refused alone, or harmless; what is sent passes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tandem.protocol.messages.checks import (
+    check_first_tokens,
+    check_open_pair,
+    check_register,
+    check_request,
+    check_reserved,
+    check_status,
+)
+from tandem.protocol.messages.dispatch import PrepareDecode, StartPrefill
+from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.membership import (
+    PROTOCOL_VERSION,
+    PrefixUpdate,
+    RegisterWorker,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerStatus,
+)
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.transfer import KVLayout, KVReserved, OpenPair
+from tandem.proxy.cluster.registry import Registry
+from tandem.runtime.errors import InvalidMessage
+
+VOCAB_SIZE, MAX_MODEL_LEN = 300, 256
+START = StartPrefill(
+    "p",
+    ["r1", "r2"],
+    "t",
+    pack_token_ids([1, 2, 299]),
+    SamplingParams(),
+    [1, -(2**63)],
+    StopConditions(253),
+    "d",
+    "e",
+    1.0,
+)
+PREPARE = PrepareDecode(
+    "p", ["r1"], "t", pack_token_ids([1, 2, 3]), SamplingParams(), [1], StopConditions(1), None, None, -0.5
+)
+OPEN = OpenPair(PROTOCOL_VERSION, "p", "e", [1], "pair", KVLayout("m", "float32", 2, 2, 16, 64), "h", "cpu", ["ipc"])
+REGISTER = RegisterWorker(
+    PROTOCOL_VERSION, WorkerInfo("w", "e", "prefill", "ipc:///run/x/w.sock", 7), MAX_MODEL_LEN, VOCAB_SIZE, "m", 64
+)
+replace = msgspec.structs.replace
+
+
+@pytest.mark.parametrize("message", [START, PREPARE], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"attempt_ids": []},
+        {"attempt_ids": ["r", "r"], "seeds": [1, 2]},
+        {"attempt_ids": [""], "seeds": [1]},
+        {"seeds": [1, 2, 3]},
+        {"token_ids": b""},
+        {"token_ids": b"\0\0\0"},
+        {"token_ids": pack_token_ids([VOCAB_SIZE])},
+        {"token_ids": b"\xff\xff\xff\xff"},
+        {"token_ids": pack_token_ids([1] * 300)},
+        {"num_generated": 3},
+        {"num_generated": -1},
+        {"deadline_s": math.nan},
+        {"deadline_s": math.inf},
+        {"stop": StopConditions(0)},
+        {"stop": StopConditions(10_000)},
+        {"num_prompt_logprobs": 21},
+        {"num_prompt_logprobs": -1},
+        {"priority": 2**40},
+        {"sampling": SamplingParams(temperature=math.nan)},
+        {"sampling": SamplingParams(temperature=-1.0)},
+        {"sampling": SamplingParams(top_p=0.0)},
+        {"sampling": SamplingParams(min_p=2.0)},
+        {"sampling": SamplingParams(top_k=-1)},
+        {"sampling": SamplingParams(repetition_penalty=0.0)},
+        {"sampling": SamplingParams(logit_bias=((-1, 1.0),))},
+        {"sampling": SamplingParams(logit_bias=((1, math.inf),))},
+        {"sampling": SamplingParams(bad_words=((-1,),))},
+        {"sampling": SamplingParams(logprobs=1000)},
+    ],
+    ids=str,
+)
+def test_requests_that_no_proxy_sends(message: StartPrefill | PrepareDecode, change: dict[str, Any]) -> None:
+    check_request(message, VOCAB_SIZE, MAX_MODEL_LEN)
+    with pytest.raises(InvalidMessage):
+        check_request(replace(message, **change), VOCAB_SIZE, MAX_MODEL_LEN)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prefill_pids": [0]},
+        {"prefill_pids": [-1]},
+        {"prefill_pids": [2**40]},
+        {"lease_s": 0.0},
+        {"lease_s": math.nan},
+        {"pair_id": ""},
+        {"layout": replace(OPEN.layout, num_kv_heads=-2, tensor_parallel_size=-1)},
+        {"layout": replace(OPEN.layout, block_size=0)},
+    ],
+    ids=str,
+)
+def test_pairs_that_no_prefill_worker_opens(change: dict[str, Any]) -> None:
+    check_open_pair(OPEN)
+    with pytest.raises(InvalidMessage):
+        check_open_pair(replace(OPEN, **change))
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["", "tcp://", "tcp://host", "udp://a:1", "ipc://relative", "inproc://zeromq.zap.01", "tcp://a:1\n", "x"],
+)
+def test_endpoints_that_cannot_be_connected_to(endpoint: str) -> None:
+    for good in ("ipc:///run/x/w.sock", "tcp://10.0.0.1:7777", "tcp://[::1]:7777", "tcp://a-host.example:1"):
+        check_register(replace(REGISTER, worker=replace(REGISTER.worker, endpoint=good)))
+    with pytest.raises(InvalidMessage):
+        check_register(replace(REGISTER, worker=replace(REGISTER.worker, endpoint=endpoint)))
+
+
+@pytest.mark.parametrize("first_tokens", [[], [-1], [VOCAB_SIZE], [1] * 2000])
+def test_first_tokens(first_tokens: list[int]) -> None:
+    check_first_tokens([0, VOCAB_SIZE - 1], VOCAB_SIZE)
+    with pytest.raises(InvalidMessage):
+        check_first_tokens(first_tokens, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(("num_cached", "block_ids"), [(-1, [1]), (0, [-1]), (0, [3, 3]), (0, [2**40])])
+def test_reservations(num_cached: int, block_ids: list[int]) -> None:
+    check_reserved(KVReserved("t", 0, [0, 1]))
+    with pytest.raises(InvalidMessage):
+        check_reserved(KVReserved("t", num_cached, block_ids))
+
+
+LOADS = st.builds(
+    WorkerLoad,
+    **{
+        field.name: st.integers() | st.just(0) if field.type is int else st.floats()
+        for field in msgspec.structs.fields(WorkerLoad)
+        if field.type in (int, float)
+    },
+)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow])
+@given(load=LOADS, packed=st.binary(max_size=20), number=st.integers(-1, 3), restart=st.booleans())
+def test_a_status_is_refused_or_does_no_harm(load: WorkerLoad, packed: bytes, number: int, restart: bool) -> None:
+    """What passes the check must not make the registry fail: it would drop the worker's heartbeat with it."""
+    registry = Registry(2.5)
+    registry.on_register(0.0, REGISTER)
+    status = WorkerStatus("w", "e", load, [], PrefixUpdate(number, restart, packed, packed))
+    try:
+        check_status(status)
+    except InvalidMessage:
+        return
+    assert registry.on_status(0.1, status)
+    registry.report(0.2)

@@ -1,0 +1,270 @@
+"""Who may connect over tcp: sockets with the cluster's keys, and nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from tandem.protocol import network
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.membership import FromProxyControl, GetStatus, StatusReport, ToProxyControl
+from tandem.protocol.network import Context, NetworkConfig
+from tandem.protocol.network_keys import PARTS, HandedKeys, Part, load_keys, make_keys
+from tandem.protocol.refusals import Refusals
+from tandem.protocol.sockets import DealerSocket, RouterSocket, new_context
+from tandem.runtime.errors import ConfigError
+
+REPORT = StatusReport("proxy-0", "m", True, 0, [])
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    make_keys(tmp_path / "keys")
+    return tmp_path / "keys"
+
+
+class Server:
+    """A proxy's control socket on tcp, which answers everything with REPORT."""
+
+    def __init__(self, protection: NetworkConfig) -> None:
+        self.context = new_context("proxy", protection)
+        codec: Codec[ToProxyControl] = Codec(ToProxyControl)
+        self.router = RouterSocket(
+            self.context, "tcp://127.0.0.1:*", codec, lambda identity, _: self.router.send(identity, REPORT) and None
+        )
+
+    def close(self) -> None:
+        self.router.close()
+        self.context.destroy(linger=0)
+
+
+async def until(holds: Callable[[], bool], seconds: float = 20) -> None:
+    async with asyncio.timeout(seconds):
+        while not holds():  # noqa: ASYNC110 - of sockets, which have no event
+            await asyncio.sleep(0.01)
+
+
+def dial(
+    context: Context, endpoint: str, answers: list[FromProxyControl], peer: Part
+) -> DealerSocket[FromProxyControl]:
+    dealer = DealerSocket(context, endpoint, Codec(FromProxyControl), answers.append, peer=peer)
+    dealer.send(GetStatus())
+    return dealer
+
+
+async def exchange(server: NetworkConfig, part: Part, client: NetworkConfig, peer: Part = "proxy") -> Refusals:
+    """Ask once; returns when the answer is there, or the server has refused."""
+    answering, context = Server(server), new_context(part, client)
+    answers: list[FromProxyControl] = []
+    dealer = dial(context, answering.router.endpoint, answers, peer)
+    try:
+        await until(lambda: bool(answers) or answering.context.refusals.total > 0)
+        assert bool(answers) == (answering.context.refusals.total == 0)
+    finally:
+        dealer.close()
+        context.destroy(linger=0)
+        answering.close()
+    return answering.context.refusals
+
+
+def test_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "keys"
+    files = make_keys(folder)
+    assert {file.name for file in files} == {f"{part}.{kind}" for part in PARTS for kind in ("key", "key_secret")}
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    with pytest.raises(ConfigError, match="holds keys already"):
+        make_keys(folder)
+    (folder / "worker.key_secret").chmod(0o640)
+    with pytest.raises(ConfigError, match="chmod 600"):
+        load_keys(folder, "worker")
+    (folder / "worker.key_secret").unlink()
+    with pytest.raises(ConfigError, match="tandem keys"):
+        load_keys(folder, "worker")
+    assert load_keys(folder, "proxy").part == "proxy", "a host needs its own part's secret only"
+
+
+@pytest.mark.parametrize("part", ["worker", "operator"])
+def test_members_are_let_in(keys: Path, part: Part) -> None:
+    with_keys = NetworkConfig(str(keys))
+    assert asyncio.run(exchange(with_keys, part, with_keys)).totals() == []
+
+
+@pytest.mark.parametrize("part", ["worker", "operator"])
+def test_keys_that_come_in_a_configuration_do_as_well(keys: Path, part: Part) -> None:
+    """As where Ray's actors get theirs; the configuration survives its way as JSON, and is of one part alone."""
+    handed = {each: HandedKeys.of(load_keys(keys, each)) for each in ("proxy", part)}
+    encoded = {each: msgspec.json.encode(NetworkConfig(keys=held)) for each, held in handed.items()}
+    server, client = (msgspec.json.decode(encoded[each], type=NetworkConfig) for each in ("proxy", part))
+    assert not asyncio.run(exchange(server, part, client)).totals()
+    assert server.keys is not None and server.keys.secret not in repr(server)
+    with pytest.raises(ConfigError, match=f"are a {part}'s, not a proxy's"):
+        new_context("proxy", client)
+
+
+def test_a_key_that_is_not_on_the_list_is_refused_and_counted(keys: Path, tmp_path: Path) -> None:
+    """The intruder knows the server's public key, which is no secret, and has keys of its own."""
+    make_keys(tmp_path / "other")
+    for part in PARTS:
+        if part != "worker":
+            (tmp_path / "other" / f"{part}.key").write_bytes((keys / f"{part}.key").read_bytes())
+    refusals = asyncio.run(exchange(NetworkConfig(str(keys)), "worker", NetworkConfig(str(tmp_path / "other"))))
+    assert dict(refusals.totals())["unknown_key"] >= 1
+
+
+def test_a_member_may_not_connect_to_just_anyone(keys: Path) -> None:
+    """Proxies have no business on a proxy's control socket."""
+    with_keys = NetworkConfig(str(keys))
+    assert dict(asyncio.run(exchange(with_keys, "proxy", with_keys)).totals())["unknown_key"] >= 1
+
+
+@pytest.mark.parametrize("client", ["plain", "wrong server key"])
+def test_who_does_not_speak_curve_with_us_is_refused_and_counted(keys: Path, client: str) -> None:
+    with_keys = NetworkConfig(str(keys))
+    asked = asyncio.run(
+        exchange(with_keys, "worker", NetworkConfig(insecure=True))
+        if client == "plain"
+        else exchange(with_keys, "worker", with_keys, peer="worker")
+    )
+    assert dict(asked.totals())["bad_handshake"] >= 1
+
+
+def test_a_server_without_the_right_key_is_not_trusted(keys: Path, tmp_path: Path) -> None:
+    """Who listens in a proxy's place learns nothing: the worker's messages never leave."""
+    make_keys(tmp_path / "other")
+
+    async def dial_impostor() -> None:
+        impostor, context = (
+            Server(NetworkConfig(str(tmp_path / "other"))),
+            new_context("worker", NetworkConfig(str(keys))),
+        )
+        answers: list[FromProxyControl] = []
+        dealer = dial(context, impostor.router.endpoint, answers, "proxy")
+        await until(lambda: impostor.context.refusals.total > 0)
+        assert not answers
+        dealer.close()
+        context.destroy(linger=0)
+        impostor.close()
+
+    asyncio.run(dial_impostor())
+
+
+def test_plain_tcp_takes_an_explicit_word(caplog: pytest.LogCaptureFixture) -> None:
+    async def plain() -> None:
+        context = new_context("proxy")
+        for make in (
+            lambda: RouterSocket(context, "tcp://127.0.0.1:*", Codec(ToProxyControl), lambda _, __: None),
+            lambda: DealerSocket(context, "tcp://127.0.0.1:1", Codec(FromProxyControl), lambda _: None),
+        ):
+            with pytest.raises(ConfigError, match=r"tandem keys(.|\n)*--insecure-network"):
+                make()
+        context.destroy(linger=0)
+        with caplog.at_level(logging.WARNING):
+            assert (await exchange(NetworkConfig(insecure=True), "worker", NetworkConfig(insecure=True))).total == 0
+
+    asyncio.run(plain())
+    assert "neither encrypted nor authenticated" in caplog.text
+
+
+def test_rubbish_from_a_plain_connection_does_not_end_the_gate(keys: Path) -> None:
+    """After bytes that are no handshake, members are still let in."""
+
+    async def run() -> None:
+        with_keys = NetworkConfig(str(keys))
+        server = Server(with_keys)
+        host, port = server.router.endpoint.removeprefix("tcp://").split(":")
+        for rubbish in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(9) + b"\x7f\x03", bytes(100), b"\xff" * 64):
+            with socket.create_connection((host, int(port))) as connection:
+                connection.sendall(rubbish)
+        context = new_context("operator", with_keys)
+        answers: list[FromProxyControl] = []
+        dealer = dial(context, server.router.endpoint, answers, "proxy")
+        await until(lambda: bool(answers))
+        dealer.close()
+        context.destroy(linger=0)
+        server.close()
+
+    asyncio.run(run())
+
+
+class Forgetful:
+    """A relay like a firewall: what was connected before `forget` gets nothing through, and is not told."""
+
+    def __init__(self, port: int) -> None:
+        self._port = port
+        self._forgotten: set[int] = set()
+        self._pumps: set[asyncio.Task[None]] = set()
+        self.num_connections = 0
+
+    async def start(self) -> int:
+        self._server = await asyncio.start_server(self._on_connection, "127.0.0.1", 0)
+        port: int = self._server.sockets[0].getsockname()[1]
+        return port
+
+    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        number = self.num_connections
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            pump = asyncio.create_task(self._pump(number, source, sink))
+            self._pumps.add(pump)
+
+    async def _pump(self, number: int, source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+        try:
+            while data := await source.read(65536):
+                if number not in self._forgotten:
+                    sink.write(data)
+        except ConnectionError:
+            pass
+        finally:
+            sink.close()
+
+    def forget(self) -> None:
+        self._forgotten.update(range(self.num_connections + 1))
+
+    async def close(self) -> None:
+        self._server.close()
+        for pump in self._pumps:
+            pump.cancel()
+        await asyncio.gather(*self._pumps, return_exceptions=True)
+
+
+def test_a_connection_that_was_forgotten_while_idle_is_made_anew(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is sent but heartbeats; they find out, and the next message goes through."""
+    monkeypatch.setattr(network, "_HEARTBEAT_INTERVAL_MS", 50)
+    monkeypatch.setattr(network, "_HEARTBEAT_TIMEOUT_MS", 200)
+
+    async def run() -> None:
+        protection = NetworkConfig(str(keys))
+        server, context = Server(protection), new_context("operator", protection)
+        relay = Forgetful(int(server.router.endpoint.rsplit(":", 1)[1]))
+        answers: list[FromProxyControl] = []
+        dealer = dial(context, f"tcp://127.0.0.1:{await relay.start()}", answers, "proxy")
+        await until(lambda: len(answers) == 1)
+        relay.forget()
+        await until(lambda: relay.num_connections >= 2)
+        dealer.send(GetStatus())
+        await until(lambda: len(answers) == 2)
+        dealer.close()
+        context.destroy(linger=0)
+        server.close()
+        await relay.close()
+
+    asyncio.run(run())
+
+
+def test_refusals_are_counted_all_and_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+    now = [0.0]
+    refusals = Refusals(lambda: now[0])
+    with caplog.at_level(logging.WARNING):
+        for _ in range(1000):
+            refusals.count("not_a_message", "junk")
+            now[0] += 0.015
+    assert refusals.totals() == [("not_a_message", 1000)]
+    assert len(caplog.records) == 2

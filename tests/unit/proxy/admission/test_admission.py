@@ -1,0 +1,214 @@
+"""Bounds on what waits and on what one client has under way; Retry-After says when there will be room."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from litestar import Request
+
+from tandem.proxy.admission.admission import Admission, ClientLimitExceeded, QueueFull, Ticket
+from tandem.proxy.answers.errors import tandem_error_response
+from tandem.runtime.errors import InvalidRequest
+
+
+def some_request() -> Request[Any, Any, Any]:
+    return Request({"type": "http", "headers": [], "state": {}})  # type: ignore[typeddict-item]
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_those_without_a_first_token_count_as_waiting() -> None:
+    admission = Admission(4, Clock())
+    first = admission.admit("a", [10, 0, 0])
+    with pytest.raises(QueueFull, match="3 requests are waiting"):
+        admission.admit("a", [1, 1])
+    first.on_first_token(0)
+    first.on_first_token(0)
+    second = admission.admit("b", [1, 1])
+    assert (admission.num_waiting, admission.num_waiting_tokens) == (4, 2)
+    with pytest.raises(InvalidRequest, match="asks for 5 sequences"):
+        admission.check("a", 5)
+    first.close()
+    first.close()
+    second.close()
+    assert (admission.num_waiting, admission.num_waiting_tokens) == (0, 0)
+
+
+def test_waiting_tokens_are_bounded_but_a_large_prompt_alone_may_go() -> None:
+    admission = Admission(10, Clock(), max_waiting_tokens=100)
+    large = admission.admit("a", [500])
+    with pytest.raises(QueueFull, match="500 prompt tokens are waiting"):
+        admission.admit("a", [1])
+    large.on_first_token(0)
+    admission.admit("a", [60])
+    with pytest.raises(QueueFull):
+        admission.admit("a", [60])
+
+
+def test_a_client_has_so_many_under_way_until_they_end() -> None:
+    admission = Admission(10, Clock(), max_per_client=2)
+    one = admission.admit("a", [1, 1])
+    one.on_first_token(0)
+    one.on_first_token(1)
+    with pytest.raises(ClientLimitExceeded, match="2 of your sequences") as refused:
+        admission.check("a")
+    assert tandem_error_response(some_request(), refused.value).status_code == 429
+    admission.admit("b", [1])
+    one.close()
+    admission.admit("a", [1])
+    with pytest.raises(InvalidRequest, match="the limit is 2"):
+        admission.check("c", 3)
+
+
+def test_sooner_priorities_displace_later_ones_the_newest_first() -> None:
+    admission = Admission(4, Clock(), max_waiting_tokens=100)
+    displaced: list[str] = []
+
+    def admit(name: str, priority: int, *tokens: int) -> Ticket:
+        def on_displaced(error: QueueFull) -> None:
+            assert error.retry_after_s >= 1
+            displaced.append(name)
+
+        return admission.admit("a", tokens, priority, on_displaced)
+
+    first, old, new = admit("first", 5, 10), admit("old", 5, 10), admit("new", 5, 10)
+    admit("sooner", 1, 10)
+    with pytest.raises(QueueFull, match="4 requests are waiting"):
+        admit("as late", 5, 10)
+    admission.check("a", priority=4)
+    assert displaced == [], "a check displaces nobody"
+    first.on_first_token(0)  # it is being answered, so it stays
+    admit("soon", 0, 10, 10)
+    assert displaced == ["new"]
+    new.close()
+    admit("large", -1, 75)  # the tokens of `old` and of `sooner` make room, and those of `soon` may stay
+    assert displaced == ["new", "old", "sooner"]
+    with pytest.raises(QueueFull, match="95 prompt tokens"):
+        admit("too large", 0, 30)
+    for ticket in (first, old):
+        ticket.close()
+    assert (admission.num_waiting, admission.num_waiting_tokens) == (3, 95)
+
+
+def test_later_priorities_have_a_part_of_the_queue() -> None:
+    admission = Admission(8, Clock(), max_waiting_tokens=100, later_part=0.25)
+    tickets = [admission.admit("a", [5], priority) for priority in (3, 1)]
+    with pytest.raises(QueueFull, match=r"2 requests with a priority over 0 .* limit is 2\."):
+        admission.check("a", priority=3)
+    displaced: list[QueueFull] = []
+    tickets[0].on_displaced = displaced.append
+    tickets.append(admission.admit("a", [5], 2))
+    assert len(displaced) == 1, "the latest gives way to a sooner one, of those that share the part"
+    for _ in range(6):
+        tickets.append(admission.admit("a", [10]))
+    assert admission.num_waiting == 8, "whose priority is the default finds the rest free"
+    for ticket in tickets:
+        ticket.close()
+    with pytest.raises(InvalidRequest, match=r"the limit is 2 for a priority over 0\."):
+        admission.check("a", 3, priority=1)
+    large = admission.admit("a", [60], 1)
+    with pytest.raises(QueueFull, match=r"60 prompt tokens with a priority over 0 .* limit is 25\."):
+        admission.admit("a", [1], 1)
+    large.on_first_token(0)
+    admission.admit("a", [1, 1], 1)
+
+
+def test_a_client_over_its_limit_may_come_back_when_its_oldest_request_should_have_ended() -> None:
+    clock = Clock()
+    admission = Admission(10, clock, max_per_client=1)
+    for _ in range(50):
+        ticket = admission.admit("a", [1])
+        clock.now += 20
+        ticket.close()
+    admission.admit("a", [1])
+    clock.now += 5
+    with pytest.raises(ClientLimitExceeded) as refused:
+        admission.check("a")
+    assert refused.value.retry_after_s == 15
+
+
+def test_retry_after_is_what_waits_over_the_speed_of_late() -> None:
+    clock = Clock()
+    admission = Admission(3, clock)
+    assert admission.retry_after_s() == 1, "nothing is known yet"
+    for _ in range(5):
+        ticket = admission.admit("a", [1000])
+        clock.now += 1
+        ticket.on_first_token(0)
+        ticket.close()
+    for _ in range(3):
+        admission.admit("a", [3000])
+    with pytest.raises(QueueFull) as refused:
+        admission.check("a")
+    assert refused.value.retry_after_s == 8  # 9000 tokens, 5000 in the last 4 s
+    response = tandem_error_response(some_request(), refused.value)
+    assert (response.status_code, response.headers["retry-after"]) == (503, "8")
+    clock.now += 60
+    assert admission.retry_after_s() == 1, "what was long ago says nothing"
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Whatever happens in whatever order, what is counted is what is there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.admission = Admission(6, self.clock, max_waiting_tokens=50, max_per_client=4, later_part=0.5)
+        self.open: list[tuple[Ticket, str, dict[int, int], int]] = []
+        self.num_allowed_tokens = 0  # of later priorities: the part, or one larger request by itself
+
+    @rule(
+        client=st.sampled_from("ab"),
+        tokens=st.lists(st.integers(0, 30), min_size=1, max_size=3),
+        priority=st.integers(-1, 1),
+    )
+    def admit(self, client: str, tokens: list[int], priority: int) -> None:
+        waiting = dict(enumerate(tokens))
+        try:
+            ticket = self.admission.admit(client, tokens, priority, lambda error: waiting.clear())
+        except QueueFull as refused:
+            assert 1 <= refused.retry_after_s <= 60
+            return
+        if priority > 0:
+            self.num_allowed_tokens = max(25, sum(tokens))
+        self.open.append((ticket, client, waiting, len(tokens)))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), index=st.integers(0, 2))
+    def first_token(self, data: st.DataObject, index: int) -> None:
+        ticket, _, waiting, _ = data.draw(st.sampled_from(self.open))
+        ticket.on_first_token(index)
+        waiting.pop(index, None)
+        self.clock.now += 0.5
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def close(self, data: st.DataObject) -> None:
+        entry = data.draw(st.sampled_from(self.open))
+        entry[0].close()
+        self.open.remove(entry)
+
+    @invariant()
+    def counts(self) -> None:
+        waiting = [tokens for _, _, left, _ in self.open for tokens in left.values()]
+        assert (self.admission.num_waiting, self.admission.num_waiting_tokens) == (len(waiting), sum(waiting))
+        assert len(waiting) <= 6
+        later = [tokens for ticket, _, left, _ in self.open if ticket.priority > 0 for tokens in left.values()]
+        assert len(later) <= 3 and sum(later) <= self.num_allowed_tokens
+        for client in "ab":
+            running = sum(number for _, whose, _, number in self.open if whose == client)
+            assert self.admission._running.get(client, 0) == running <= 4
+
+
+AnyOrder.TestCase.settings = settings(max_examples=60, deadline=None)
+TestAnyOrder = AnyOrder.TestCase

@@ -1,0 +1,175 @@
+"""From the fields of a request to its grammar, and what is refused on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from llguidance import LLMatcher
+
+from tandem.engine.sampling.grammar import compile_grammar, read_tokenizer
+from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
+from tandem.proxy.api.validation import GenerationRequest
+from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.reading.body_reader import BodyReader
+from tandem.proxy.reading.reader_pool import ReaderPool
+from tandem.proxy.text.model_text import ModelText
+from tandem.runtime.errors import InvalidRequest
+
+LIMITS = ModelLimits(max_model_len=2048, vocab_size=2048)
+CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"const": 1}}}},
+}
+OTHER = {"type": "function", "function": {"name": "g"}}
+
+
+@pytest.fixture(scope="module")
+def text(noise_model: Path) -> ModelText:
+    return ModelText(str(noise_model))
+
+
+@pytest.fixture(scope="module")
+def reader(text: ModelText) -> BodyReader:
+    return BodyReader.of(text, "m")
+
+
+@pytest.fixture(scope="module")
+def tokenizer(noise_model: Path) -> Any:
+    return read_tokenizer(str(noise_model), 2048)
+
+
+def read(reader: BodyReader, fields: dict[str, Any]) -> GenerationRequest:
+    return reader.read("chat", msgspec.json.encode(CHAT | fields), LIMITS)
+
+
+def schema(value: Any, strict: bool | None = None) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": value, "strict": strict}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "taken", "not_taken"),
+    [
+        ({"response_format": {"type": "json_object"}},
+         ['{"a": [1]}', "{}", '{\n    "a":\n        2\n}'], ["[]", '{"a"  :1}']),
+        ({"response_format": schema({"enum": ["é", 2]})}, ['"é"', "2"], ["1"]),
+        ({"response_format": schema({"type": "array", "uniqueItems": True}, strict=False)}, ["[1, 1]"], ["{}"]),
+        ({"guided_json": '{"type": "integer"}'}, ["-12"], ["1.5"]),
+        ({"guided_regex": r'a/b\d"[/]'}, ['a/b1"/'], ["a/bx"]),
+        ({"guided_choice": ['a "b"', "ü\n"]}, ['a "b"', "ü\n"], ["a"]),
+        ({"guided_grammar": 'start: "a"+'}, ["aaa"], ["b", ""]),
+        ({"structured_outputs": {"grammar": 'root ::= "a" | "b"'}}, ["a", "b"], ["c"]),
+        ({"structured_outputs": {"json_object": True}}, ["{}"], ["[]"]),
+        ({"tools": [TOOL, OTHER], "tool_choice": "required"},
+         ['<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>',
+          "\n".join(f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>' for name in "gf")],
+         ["Hello", '<tool_call>\n{"name": "h", "arguments": {}}\n</tool_call>']),
+        ({"tools": [TOOL, OTHER], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+         ['<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'],
+         ['<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>']),
+        ({"tools": [OTHER], "response_format": {"type": "json_object"}},
+         ["{}", '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'], ["Hello"]),
+        ({"tools": [OTHER]}, ["Hello", ""], ["<tool_call>\nHello"]),
+    ],
+)  # fmt: skip
+def test_the_grammar_is_what_was_asked_for(
+    reader: BodyReader, tokenizer: Any, fields: dict[str, Any], taken: list[str], not_taken: list[str]
+) -> None:
+    request = read(reader, fields)
+    assert request.base_sampling.grammar is not None
+    assert (request.tool_format is not None) == ("tools" in fields)
+
+    def takes(text: str) -> bool:
+        matcher: LLMatcher = compile_grammar(tokenizer, request.base_sampling.grammar or "")
+        ids = tokenizer.tokenize_str(text)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    assert [takes(text) for text in taken] == [True] * len(taken)
+    assert [takes(text) for text in not_taken] == [False] * len(not_taken)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"response_format": {"type": "text"}},
+        {"response_format": None, "tools": None, "tool_choice": None},
+        {"tools": [], "tool_choice": "auto"},
+        {"tools": [TOOL], "tool_choice": "none"},
+    ],
+)
+def test_who_asks_for_nothing_has_no_grammar(reader: BodyReader, fields: dict[str, Any]) -> None:
+    request = read(reader, fields)
+    assert request.base_sampling.grammar is None and request.tool_format is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs json_schema"),
+        ({"response_format": schema({"uniqueItems": True})}, "response_format.json_schema.schema", "uniqueItems"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type", "yaml"),
+        ({"guided_json": "[1"}, "guided_json", "must be a JSON schema"),
+        ({"guided_regex": "(?=a)"}, "guided_regex", "look-around"),
+        ({"guided_grammar": "root ::= ("}, "guided_grammar", "neither a Lark nor a GBNF"),
+        ({"guided_choice": ["x" * 65536, "y" * 65536]}, "guided_choice", f"at most {MAX_GRAMMAR_BYTES}"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "exclude each other"),
+        ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "exactly one"),
+        ({"guided_regex": "a", "bad_words": ["b"]}, "bad_words", "exclude each other"),
+        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
+        ({"tools": [TOOL, TOOL]}, "tools", "different names"),
+        ({"tools": [TOOL], "guided_regex": "a"}, "guided_regex", "tools that may be called"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "regex"),
+    ],
+)  # fmt: skip
+def test_what_is_refused_names_its_field(reader: BodyReader, fields: dict[str, Any], param: str, says: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        read(reader, fields)
+    assert says in raised.value.message and "\n" not in raised.value.message
+    assert raised.value.param == param
+
+
+def test_an_answer_with_a_grammar_always_has_an_end(reader: BodyReader, text: ModelText) -> None:
+    request = read(reader, {"guided_regex": "a", "ignore_eos": True})
+    assert request.stop_conditions(5, LIMITS, text.eos_token_ids).stop_token_ids == text.eos_token_ids != frozenset()
+    with pytest.raises(InvalidRequest, match="give one in stop_token_ids"):
+        request.stop_conditions(5, LIMITS, frozenset())
+    given = read(reader, {"guided_regex": "a", "stop_token_ids": [7]})
+    assert given.stop_conditions(5, LIMITS, frozenset()).stop_token_ids == {7}
+
+
+def test_the_template_sees_tools_that_may_be_called(reader: BodyReader) -> None:
+    def num_tokens(**fields: Any) -> int:
+        prompt: Any = read(reader, fields).prompt
+        return int(prompt.prompts[0].num_tokens)
+
+    assert num_tokens(tools=[TOOL]) > num_tokens() + 10
+    assert num_tokens(tools=[TOOL], tool_choice="none") == num_tokens()
+
+
+class _NoRendering(BodyReader):
+    def render(self, request: GenerationRequest, limits: ModelLimits) -> GenerationRequest:
+        raise AssertionError("on the loop")
+
+
+def test_grammars_are_compiled_off_the_loop(text: ModelText, reader: BodyReader) -> None:
+    here = _NoRendering.of(text, "m")
+    pool = ReaderPool(here, lambda: reader, 1)
+    ran: list[str] = []
+
+    async def run(job: Any, *arguments: Any) -> Any:
+        ran.append(job.__name__)
+        return pickle.loads(pickle.dumps(reader.read(*arguments)))  # noqa: S301 - as what comes back from a process
+
+    pool._run = run  # type: ignore[method-assign]
+    body = msgspec.json.encode(CHAT | {"tools": [TOOL]})
+    request = asyncio.run(pool.read("chat", body, LIMITS))
+    assert ran == ["_read"] and request == reader.read("chat", body, LIMITS)
+    with pytest.raises(AssertionError, match="on the loop"):
+        asyncio.run(pool.read("chat", msgspec.json.encode(CHAT), LIMITS))

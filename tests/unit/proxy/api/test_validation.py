@@ -1,0 +1,244 @@
+"""What clients may send: every refusal names the field and both numbers where there are two."""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.protocol.messages.generation import SamplingParams
+from tandem.proxy.answers.errors import error_body, status_of
+from tandem.proxy.api.validation import BodyDecoder, GenerationRequest
+from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.text.rendering import ChatPrompt, check_prompt_length, split_prompt
+from tandem.runtime.errors import InvalidRequest
+
+DECODER = BodyDecoder("tiny")
+LIMITS = ModelLimits(max_model_len=2048, vocab_size=1000)
+EOS = frozenset({2})
+
+
+def completion(**fields: Any) -> GenerationRequest:
+    return DECODER.completion(json.dumps({"model": "tiny", "prompt": "hi", **fields}).encode())
+
+
+def chat(content: Any = "hi", **fields: Any) -> GenerationRequest:
+    messages = [{"role": "user", "content": content}]
+    return DECODER.chat(json.dumps({"model": "tiny", "messages": messages, **fields}).encode())
+
+
+def test_defaults() -> None:
+    request = completion()
+    assert request.stop_conditions(10, LIMITS, EOS).max_tokens == 16
+    assert request.stop_conditions(10, LIMITS, EOS).stop_token_ids == EOS
+    assert request.stop_conditions(2040, LIMITS, EOS).max_tokens == 8, "a default shrinks to what fits"
+    assert chat().stop_conditions(10, LIMITS, EOS).max_tokens == 2038, "chat takes all that fits"
+    [sampling] = request.samplings()
+    assert sampling == SamplingParams(seed=sampling.seed)
+    assert 0 <= sampling.seed < 2**63 and sampling.seed != request.samplings()[0].seed
+
+
+def test_seeds_of_n_sequences() -> None:
+    request = completion(n=3, seed=7)
+    assert [sampling.seed for sampling in request.samplings()] == [7, 8, 9]
+    assert completion(seed=-1).samplings()[0].seed == 2**63 - 1
+
+
+def test_sampling_fields_reach_the_workers() -> None:
+    request = completion(
+        temperature=0.5, top_p=0.9, top_k=7, min_p=0.1, repetition_penalty=1.2, presence_penalty=-1,
+        frequency_penalty=2, logit_bias={"3": -100, "12": 5.5}, seed=1, logprobs=4, min_tokens=2, cache_salt="me",
+    )  # fmt: skip
+    assert request.samplings() == [
+        SamplingParams(0.5, 0.9, 7, 0.1, 1.2, -1.0, 2.0, ((3, -100.0), (12, 5.5)), seed=1, logprobs=4)
+    ]
+    stop = request.stop_conditions(1, LIMITS, EOS)
+    assert stop.banned(1) == EOS and not stop.banned(2)
+    assert request.cache_salt == "me"
+    with pytest.raises(InvalidRequest, match="below"):
+        completion(logit_bias={str(LIMITS.vocab_size): 1}).check_vocabulary(LIMITS)
+
+
+def test_what_prefill_is_asked_of_the_prompt() -> None:
+    assert completion(logprobs=3).num_prompt_logprobs is None
+    assert completion(logprobs=3, echo=True).num_prompt_logprobs == 3
+    assert completion(logprobs=3, echo=True, prompt_logprobs=5).num_prompt_logprobs == 5
+    assert completion(echo=True).num_prompt_logprobs is None
+    assert chat(prompt_logprobs=0).num_prompt_logprobs == 0
+    assert chat(logprobs=True).base_sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=2).base_sampling.logprobs == 2
+
+
+def test_truncation() -> None:
+    assert completion().max_prompt_tokens(LIMITS) is None
+    assert completion(truncate_prompt_tokens=9).max_prompt_tokens(LIMITS) == 9
+    assert completion(truncate_prompt_tokens=-1, max_tokens=48).max_prompt_tokens(LIMITS) == LIMITS.max_model_len - 48
+
+
+def test_stop_conditions() -> None:
+    request = completion(stop="a", stop_token_ids=[5], ignore_eos=True)
+    assert request.stop == ["a"]
+    assert request.stop_conditions(1, LIMITS, EOS).stop_token_ids == frozenset({5})
+
+
+def test_chat_limits_and_parts() -> None:
+    request = chat(
+        [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], max_completion_tokens=5, max_tokens=9
+    )
+    assert request.max_tokens == 5
+    assert isinstance(request.prompt, ChatPrompt)
+    assert request.prompt.messages == [{"role": "user", "content": "a\nb"}]
+
+
+NEUTRAL: list[dict[str, Any]] = [
+    {"logprobs": None},
+    {"logprobs": False},
+    {"echo": False},
+    {"presence_penalty": 0, "frequency_penalty": 0.0},
+    {"repetition_penalty": 1.0},
+    {"best_of": 1, "n": None},
+    {"tools": [], "tool_choice": "none"},
+    {"response_format": {"type": "text"}},
+    {"user": "me", "an_unknown_field": {"x": 1}},
+    {"top_k": -1, "min_p": 0, "logit_bias": {}},
+    {"max_tokens": None, "temperature": None, "stop": None, "stream": None},
+]
+
+
+@pytest.mark.parametrize("fields", NEUTRAL, ids=str)
+def test_neutral_values_are_accepted(fields: dict[str, Any]) -> None:
+    completion(**fields)
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -3}, "max_tokens"),
+    ({"max_tokens": "many"}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"temperature": -0.1}, "temperature"),
+    ({"temperature": 2.1}, "temperature"),
+    ({"temperature": True}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.01}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"n": 0}, "n"),
+    ({"n": 129}, "n"),
+    ({"seed": 2**63}, "seed"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop": 5}, "stop"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": 21}, "logprobs"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"presence_penalty": 2.5}, "presence_penalty"),
+    ({"frequency_penalty": -2.5}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"min_p": 1.5}, "min_p"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"-1": 1}}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"best_of": 2}, "best_of"),
+    ({"response_format": {"type": "xml"}}, "response_format.type"),
+    ({"bad_words": [""]}, "bad_words[0]"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"priority": 101}, "priority"),
+    ({"request_id": "with space"}, "request_id"),
+    ({"store": True}, "store"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), REFUSED, ids=str)
+def test_refused_with_the_field_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        completion(**fields)
+    assert caught.value.param == param
+    assert status_of(caught.value) == 400
+    body = json.loads(error_body(caught.value))["error"]
+    assert set(body) == {"message", "type", "param", "code"} and body["param"] == param
+
+
+def test_unknown_model_is_404() -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        completion(model="gpt-4")
+    assert (status_of(caught.value), caught.value.code, caught.value.param) == (404, "model_not_found", "model")
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{", b"[]", b"null", b'{"prompt"}', b"\xff\xfe", b'{"prompt": "a"} x', b"[" * 99999]
+)
+def test_broken_bodies(body: bytes) -> None:
+    for decode in (DECODER.completion, DECODER.chat):
+        with pytest.raises(InvalidRequest):
+            decode(body)
+
+
+def test_missing_fields_are_named() -> None:
+    for decode, param in ((DECODER.completion, "prompt"), (DECODER.chat, "messages")):
+        with pytest.raises(InvalidRequest) as caught:
+            decode(b"{}")
+        assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "content",
+    [[{"type": "image_url", "image_url": {"url": "data:"}}], None, 5, [5], [{"text": "no type"}]],
+)
+def test_chat_content_that_is_not_text(content: Any) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        chat(content)
+    assert str(caught.value.param).startswith("messages[0]") or str(caught.value.param).startswith("messages")
+
+
+def test_an_echo_of_a_chat_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="echo is not supported for chats"):
+        chat(echo=True)
+    assert chat(echo=False).echo is False
+
+
+def test_chat_without_messages() -> None:
+    with pytest.raises(InvalidRequest, match=r"messages: .* length >= 1"):
+        DECODER.chat(b'{"messages": []}')
+
+
+def test_prompt_shapes() -> None:
+    def split(prompt: Any) -> Any:
+        return split_prompt(msgspec.Raw(json.dumps(prompt).encode()))
+
+    assert split("a") == ["a"]
+    assert split(["a", "b"]) == ["a", "b"]
+    assert split([1, 2]) == [[1, 2]]
+    assert split([[1], [2, 3]]) == [[1], [2, 3]]
+    for refused in ("", [], [[]], ["a", ""], ["a", 1], [1, "a"], [-1], [2**31], [1.5], 5, None, {}, [[1], 2], [True]):
+        with pytest.raises(InvalidRequest) as caught:
+            split(refused)
+        assert caught.value.param == "prompt"
+
+
+def test_too_long_says_both_numbers() -> None:
+    with pytest.raises(InvalidRequest, match=r"5000 tokens, but .* 2048") as caught:
+        check_prompt_length(5000, LIMITS, "prompt")
+    assert caught.value.code == "context_length_exceeded"
+    with pytest.raises(InvalidRequest, match=r"2040 tokens and max_tokens is 9, together 2049, .* 2048 tokens"):
+        completion(max_tokens=9).stop_conditions(2040, LIMITS, EOS)
+    assert completion(max_tokens=8).stop_conditions(2040, LIMITS, EOS).max_tokens == 8
+
+
+@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(), st.lists, max_leaves=8))
+def test_any_value_in_any_field_is_accepted_or_refused(value: Any) -> None:
+    for field in ("prompt", "max_tokens", "stop", "temperature", "logprobs", "stream_options", "messages", "n", "seed"):
+        for decode in (DECODER.completion, DECODER.chat):
+            body = json.dumps({"prompt": "a", "messages": [{"role": "user", "content": "a"}], field: value}).encode()
+            with suppress(InvalidRequest):
+                decode(body)

@@ -1,0 +1,340 @@
+"""The router by itself: a function of what workers report, of what this proxy sent, and of one random number."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tandem.engine.prefix_log import PrefixLog
+from tandem.protocol.messages.membership import (
+    PROTOCOL_VERSION,
+    PairStatus,
+    RegisterWorker,
+    Role,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerStatus,
+)
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes, unpack_short_hashes
+from tandem.proxy.cluster.registry import Registry
+from tandem.proxy.cluster.router import PromptShape, Route, Router, SLOUnreachable
+from tandem.runtime.errors import Overloaded
+
+BLOCK_SIZE = 4
+HASHER = BlockHasher(BLOCK_SIZE, "m")
+
+
+def worker(worker_id: str) -> WorkerInfo:
+    role: Role = "prefill" if worker_id.startswith("prefill") else "decode"
+    return WorkerInfo(worker_id, f"{worker_id}/1", role, f"ipc://{worker_id}", 1)
+
+
+class World:
+    """All pairs ready; workers compute 1000 tokens a second and have 100 blocks."""
+
+    def __init__(self, num_prefill: int, num_decode: int, threshold: int = 0, num_proxies: int = 1) -> None:
+        self.registry = Registry(2.5, decode_may_prefill=threshold > 0)
+        self.prefills = [worker(f"prefill-{i}") for i in range(num_prefill)]
+        self.decodes = [worker(f"decode-{i}") for i in range(num_decode)]
+        self.logs = {info.epoch: PrefixLog() for info in self.prefills + self.decodes}
+        for info in self.prefills + self.decodes:
+            self.join(info)
+        for info in self.prefills + self.decodes:
+            self.report(info)
+        self.router = Router(self.registry, threshold, num_proxies, random.Random(0))
+
+    def join(self, info: WorkerInfo) -> None:
+        self.registry.on_register(0, RegisterWorker(PROTOCOL_VERSION, info, 4096, 1000, "m", BLOCK_SIZE))
+
+    def report(
+        self, info: WorkerInfo, speed: float = 1000.0, free: int = 100, running: int = 0, **load: object
+    ) -> None:
+        pairs = [PairStatus(d.worker_id, d.epoch, "ready") for d in self.decodes if info.role == "prefill"]
+        told = WorkerLoad(
+            num_running=running,
+            num_blocks=100,
+            num_free_blocks=free,
+            prompt_tokens_per_s=speed,
+            **load,  # type: ignore[arg-type]
+        )
+        self.registry.on_status(0, WorkerStatus(info.worker_id, info.epoch, told, pairs, self.logs[info.epoch].take()))
+
+    def cache(self, info: WorkerInfo, token_ids: list[int]) -> None:
+        for block_hash in HASHER.prompt_hashes(pack_token_ids(token_ids)):
+            if block_hash not in self.logs[info.epoch].here:
+                self.logs[info.epoch].add(block_hash)
+        self.report(info)
+
+
+def shape(token_ids: list[int], **fields: object) -> PromptShape:
+    hashes = unpack_short_hashes(pack_short_hashes(HASHER.prompt_hashes(pack_token_ids(token_ids))))
+    return PromptShape(len(token_ids), hashes=hashes, **fields)  # type: ignore[arg-type]
+
+
+def prefill_of(route: Route) -> str:
+    assert route.prefill is not None
+    return route.prefill.worker_id
+
+
+def decode_of(route: Route) -> str:
+    assert route.decode is not None
+    return route.decode.worker_id
+
+
+def test_prefill_goes_where_the_queue_is_shortest_in_time() -> None:
+    world = World(2, 1)
+    long = world.router.pick(PromptShape(1000))
+    other = {prefill_of(world.router.pick(PromptShape(10))) for _ in range(5)}
+    assert other == {"prefill-0", "prefill-1"} - {prefill_of(long)}
+    world.router.prefill_ended(long)
+    assert prefill_of(world.router.pick(PromptShape(10))) == prefill_of(long)
+    slow, fast = world.prefills
+    world.report(slow, speed=100.0, waiting_tokens=[(0, 500)])
+    world.report(fast, speed=1000.0, waiting_tokens=[(0, 2000)])
+    assert prefill_of(world.router.pick(PromptShape(10))) == fast.worker_id, "2 s of work and not 5"
+
+
+def test_own_prompts_are_not_counted_twice() -> None:
+    world = World(1, 1)
+    [record] = world.registry.prefill_workers.records
+    route = world.router.pick(PromptShape(300))
+    assert record.use.prompts.total == 300
+    world.report(world.prefills[0], waiting_tokens=[(0, 300)])
+    assert record.use.prompts.total == 300
+    world.report(world.prefills[0], waiting_tokens=[(0, 500)])  # 200 are another proxy's
+    assert record.use.prompts.total == 500
+    world.router.prefill_ended(route)
+    assert record.use.prompts.total == 200
+    world.report(world.prefills[0])
+    assert record.use.prompts.total == 0
+
+
+def test_other_proxies_are_taken_to_do_as_this_one_until_workers_report() -> None:
+    world = World(1, 1, num_proxies=4)
+    [record] = world.registry.prefill_workers.records
+    world.router.pick(PromptShape(100))
+    assert record.use.prompts.total == 400
+    world.report(world.prefills[0], waiting_tokens=[(0, 100)])
+    assert record.use.prompts.total == 100
+
+
+def test_only_what_is_not_later_is_ahead() -> None:
+    world = World(2, 1)
+    for info, priority in zip(world.prefills, (5, -5), strict=True):
+        world.report(info, waiting_tokens=[(priority, 1000)])
+    assert prefill_of(world.router.pick(PromptShape(10, priority=0))) == "prefill-0"
+    assert world.router.pick(PromptShape(10, priority=-6)).predicted_s == pytest.approx(0.01)
+    assert world.router.pick(PromptShape(10, priority=6)).predicted_s > 1
+
+
+def test_prefixes_attract_until_the_queue_costs_more() -> None:
+    world = World(3, 1)
+    prompt = list(range(400))
+    world.cache(world.prefills[2], prompt[:300])
+    routes = [world.router.pick(shape(prompt)) for _ in range(3)]
+    assert {prefill_of(route) for route in routes} == {"prefill-2"}
+    assert [route.num_uncached_tokens for route in routes] == [100] * 3
+    later = {prefill_of(world.router.pick(shape(prompt))) for _ in range(3)}
+    assert later >= {"prefill-0", "prefill-1"}, "0.4 s with its queue, as long as elsewhere"
+    whole = world.router.pick(PromptShape(400, hashes=shape(prompt).hashes, can_be_cached=False))
+    assert whole.num_uncached_tokens == 400
+
+
+def test_the_last_token_is_always_computed() -> None:
+    world = World(1, 1)
+    world.cache(world.prefills[0], list(range(8)))
+    assert world.router.pick(shape(list(range(8)))).num_uncached_tokens == 4
+
+
+@pytest.mark.parametrize("num_holders", [1, 3])
+def test_no_worker_is_chosen_as_if_it_had_the_last_token(num_holders: int) -> None:
+    world = World(4, 1)
+    prompt = list(range(16))
+    holders, others = world.prefills[:num_holders], world.prefills[num_holders:]
+    for waiting, best in ((10, holders), (14, others)):  # and a block to compute; 16 elsewhere
+        for info in holders:
+            world.cache(info, prompt)
+            world.report(info, waiting_tokens=[(0, waiting)])
+        chosen = {prefill_of(world.router.pick(shape(prompt))) for _ in best}
+        assert chosen == {info.worker_id for info in best}
+
+
+@pytest.mark.parametrize(("num_holders", "is_copied"), [(1, False), (2, False), (3, True), (4, True), (5, False)])
+def test_a_prefix_that_some_hold_is_copied_when_these_are_busy(num_holders: int, is_copied: bool) -> None:
+    world = World(16, 8)
+    prompt = list(range(120))
+    for info in world.decodes:  # they do not count
+        world.cache(info, prompt[:100])
+    holders = {info.worker_id for info in world.prefills[:num_holders]}
+    for info in world.prefills[:num_holders]:
+        world.cache(info, prompt[:100])
+        world.report(info, waiting_tokens=[(0, 60)])  # computing it takes 100 ms; an nth of that is charged
+    route = world.router.pick(shape(prompt))
+    assert (prefill_of(route) not in holders) == is_copied
+    assert route.predicted_s == pytest.approx(0.12 if is_copied else 0.08), "nobody is told of the part that is charged"
+
+
+def test_nothing_is_copied_while_holders_are_idle() -> None:
+    world = World(16, 1)
+    prompt = list(range(120))
+    for info in world.prefills[:4]:
+        world.cache(info, prompt[:100])
+    assert {prefill_of(world.router.pick(shape(prompt))) for _ in range(4)} == {f"prefill-{i}" for i in range(4)}
+
+
+def test_a_conversation_stays_where_it_is_while_its_beginning_is_copied() -> None:
+    world = World(16, 1)
+    prompt = list(range(400))
+    for info in world.prefills[:4]:
+        world.cache(info, prompt[:100])
+    home = world.prefills[5]
+    world.cache(home, prompt[:380])
+    world.report(home, waiting_tokens=[(0, 250)])
+    assert prefill_of(world.router.pick(shape(prompt))) == home.worker_id, "270 ms, and 300 with the system prompt"
+    world.report(home, waiting_tokens=[(0, 400)])
+    assert prefill_of(world.router.pick(shape(prompt))) != home.worker_id
+
+
+def test_whoever_would_be_late_for_a_copy_goes_to_a_holder() -> None:
+    world = World(16, 1)
+    prompt = list(range(120))
+    for info in world.prefills[:4]:
+        world.cache(info, prompt[:100])
+        world.report(info, waiting_tokens=[(0, 60)])
+    assert world.router.pick(shape(prompt), max_ttft_s=0.1).predicted_s == pytest.approx(0.08)
+    assert world.router.pick(shape(prompt), max_ttft_s=0.2).predicted_s == pytest.approx(0.12)
+    with pytest.raises(SLOUnreachable):
+        world.router.pick(shape(prompt), max_ttft_s=0.05)
+
+
+def test_decode_goes_where_there_is_room_and_then_few_sequences() -> None:
+    world = World(1, 3)
+    full, busy, free = world.decodes
+    world.report(full, free=2)
+    world.report(busy, running=20, free=60)
+    world.report(free, running=5, free=60)
+    assert decode_of(world.router.pick(PromptShape(100))) == free.worker_id
+    for info in (busy, free):
+        world.report(info, free=3)
+    world.report(full, free=90, running=60)
+    assert decode_of(world.router.pick(PromptShape(100))) == full.worker_id, "the others have no room"
+
+
+def test_decode_balances_what_this_proxy_sends() -> None:
+    world = World(1, 4)
+    routes = [world.router.pick(PromptShape(10)) for _ in range(12)]
+    assert sorted(map(decode_of, routes)) == sorted(d.worker_id for d in world.decodes * 3)
+    for route in routes:
+        if decode_of(route) == "decode-1":
+            world.router.prefill_ended(route)
+            world.router.ended(route)
+    assert {decode_of(world.router.pick(PromptShape(10))) for _ in range(3)} == {"decode-1"}
+
+
+def test_decode_keeps_a_conversation_where_its_blocks_are() -> None:
+    world = World(1, 8)
+    prompt = list(range(200))
+    world.cache(world.decodes[5], prompt)
+    assert decode_of(world.router.pick(shape(prompt))) == "decode-5"
+
+
+def test_one_token_needs_no_decode_worker() -> None:
+    world = World(1, 0)
+    route = world.router.pick(PromptShape(1, needs_decode=False))
+    assert (prefill_of(route), route.decode) == ("prefill-0", None)
+    with pytest.raises(Overloaded, match="no decode worker is ready"):
+        world.router.pick(PromptShape(1))
+
+
+def test_decode_computes_what_is_short_and_not_too_much_of_it() -> None:
+    world = World(1, 1, threshold=16)
+    assert prefill_of(world.router.pick(PromptShape(17)))
+    short = [world.router.pick(PromptShape(16)) for _ in range(5)]
+    assert [route.prefill is None for route in short] == [True] * 4 + [False]
+    world.router.prefill_ended(short[0])
+    assert world.router.pick(PromptShape(16)).prefill is None
+    assert world.router.pick(PromptShape(1, needs_decode=False)).prefill is not None
+
+
+def test_a_long_prompt_of_which_decode_has_most_is_short() -> None:
+    world = World(1, 2, threshold=16)
+    prompt = list(range(200))
+    world.cache(world.decodes[1], prompt[:188])
+    route = world.router.pick(shape(prompt))
+    assert (route.prefill, decode_of(route), route.num_uncached_tokens) == (None, "decode-1", 12)
+
+
+def test_without_prefill_workers_decode_computes_everything_unless_it_never_may() -> None:
+    alone = World(0, 2, threshold=16)
+    assert alone.registry.why_not_ready() is None
+    assert alone.router.pick(PromptShape(4000)).prefill is None
+    assert alone.router.pick(PromptShape(5, needs_decode=False)).decode is not None
+    never = World(0, 2)
+    with pytest.raises(Overloaded, match="no prefill worker is ready"):
+        never.router.pick(PromptShape(10))
+
+
+def test_what_is_predicted_to_be_late_is_refused_at_once() -> None:
+    world = World(1, 1)
+    world.report(world.prefills[0], waiting_tokens=[(0, 3000)])
+    with pytest.raises(SLOUnreachable, match="predicted after 3") as refused:
+        world.router.pick(PromptShape(100), max_ttft_s=1.0)
+    assert refused.value.retry_after_s == 3
+    [prefill], [decode] = world.registry.prefill_workers.records, world.registry.decode_workers.records
+    assert prefill.use.is_idle and decode.use.is_idle, "nothing is owed for it"
+    assert prefill_of(world.router.pick(PromptShape(100), max_ttft_s=4.0))
+
+
+def test_predictions_learn_from_what_first_tokens_took() -> None:
+    world = World(1, 1)
+    for _ in range(60):
+        route = world.router.pick(PromptShape(998))
+        world.router.on_first_token(route, 2.0)
+        world.router.prefill_ended(route)
+    with pytest.raises(SLOUnreachable, match=r"predicted after 2\.0"):
+        world.router.pick(PromptShape(998), max_ttft_s=1.5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["pick", "first", "end", "report", "lose", "return"]), st.integers(0, 9)), max_size=60
+    )
+)
+def test_nothing_stays_counted(events: list[tuple[str, int]]) -> None:
+    world = World(2, 2, threshold=8, num_proxies=2)
+    waiting: list[Route] = []
+    running: list[Route] = []
+    for event, number in events:
+        if event == "pick":
+            try:
+                route = world.router.pick(PromptShape(number + 1, 2, priority=number % 3 - 1))
+            except Overloaded:
+                continue
+            waiting.append(route)
+            running += [route, route]
+        elif event == "first" and waiting:
+            world.router.prefill_ended(waiting.pop(number % len(waiting)))
+        elif event == "end" and running:
+            world.router.ended(running.pop(number % len(running)))
+        elif event == "report":
+            info = (world.prefills + world.decodes)[number % 4]
+            world.report(info, waiting_tokens=[(0, number)], running=number)
+        elif event == "lose" and number < 2:
+            world.registry.on_exited(f"decode-{number}", 1)
+        elif event == "return":  # lost from sight, and back under the same epoch: what was owed stays with the past
+            info = (world.prefills + world.decodes)[number % 4]
+            world.registry.on_left(info.epoch)
+            world.join(info)
+    for route in waiting:
+        world.router.prefill_ended(route)
+    for route in running:
+        world.router.ended(route)
+    for record in world.registry.prefill_workers.records + world.registry.decode_workers.records:
+        world.report(record.worker)
+        assert record.use.is_idle
+        assert (record.use.prompts.total, record.use.num_sequences, record.use.num_free_blocks) == (0, 0, 100)

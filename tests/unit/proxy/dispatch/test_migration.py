@@ -1,0 +1,251 @@
+"""Requests outlive their workers: what was generated is kept, and goes on elsewhere as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from tandem.protocol.messages.dispatch import AbortAttempt, PrepareDecode, StartPrefill
+from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.proxy.cluster.router import NoWorkerReady
+from tandem.proxy.dispatch import sequence
+from tandem.runtime.errors import DeadlineExceeded, KVTransferFailed, TandemError, WorkerLost
+from tests.support.proxy_cluster import DECODE, PREFILL, PROMPT, Cluster, collect, play, turn
+from tests.unit.proxy.dispatch.test_request_life import generation, prefills
+
+OTHER_DECODE = WorkerInfo("decode-1", "d2", "decode", "ipc://d2", 4)
+OTHER_PREFILL = WorkerInfo("prefill-1", "p2", "prefill", "ipc://p2", 3)
+
+
+def attempt(cluster: Cluster, number: int) -> tuple[str, PrepareDecode, StartPrefill]:
+    """The request id and the commands of one dispatch."""
+    prepare, start = cluster.pool.of(PrepareDecode)[number][1], cluster.pool.of(StartPrefill)[number][1]
+    assert prepare.transfer_id == start.transfer_id and prepare.attempt_ids == start.attempt_ids
+    return start.attempt_ids[0], prepare, start
+
+
+@pytest.mark.parametrize("lost", [PREFILL, DECODE])
+@pytest.mark.parametrize("when", ["queued", "first token held"])
+def test_a_prompt_goes_to_another_worker(lost: WorkerInfo, when: str) -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        old, _, first = attempt(cluster, 0)
+        if when != "queued":
+            cluster.first(old, 5)
+        await turn()
+        cluster.lose(lost)
+        other = OTHER_PREFILL if lost is PREFILL else OTHER_DECODE
+        await turn()
+        assert len(cluster.pool.of(StartPrefill)) == 1 and not reader.done(), "it waits for a worker"
+        cluster.join(other)
+        await turn()
+        new, prepare, start = attempt(cluster, 1)
+        assert start.transfer_id != first.transfer_id and start.num_generated == 0
+        prefill, decode = (other, DECODE) if lost is PREFILL else (PREFILL, other)
+        assert (start.decode_epoch, prepare.prefill_epoch) == (decode.epoch, prefill.epoch)
+        cluster.first(old, 98)
+        cluster.token(old, 99)
+        cluster.first(new, 5, worker=prefill)
+        cluster.token(new, 6, "length", worker=decode)
+        assert await reader == ([5, 6], "length")
+
+    play(test, worker_wait_s=60)
+
+
+def test_a_stream_goes_on_where_it_was() -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.join(OTHER_DECODE)
+        stream = cluster.generate()
+        reader = asyncio.create_task(collect(stream))
+        await turn()
+        old, _, start = attempt(cluster, 0)
+        decode, other = (DECODE, OTHER_DECODE) if start.decode_epoch == DECODE.epoch else (OTHER_DECODE, DECODE)
+        cluster.first(old, 5)
+        for token_id in (6, 7):
+            cluster.token(old, token_id, worker=decode)
+        cluster.lose(decode)
+        cluster.token(old, 8, worker=decode)  # it only froze, and this comes late
+        await turn()
+        new, prepare, start = attempt(cluster, 1)
+        for message in (prepare, start):
+            assert unpack_token_ids(message.token_ids) == [1, 2, 3, 5, 6, 7] and message.num_generated == 3
+        assert start.decode_epoch == other.epoch and prepare.seeds == start.seeds
+        cluster.token(old, 9, worker=decode)
+        cluster.first(new, 8)
+        cluster.token(new, 9, "length", worker=other)
+        assert await reader == ([5, 6, 7, 8, 9], "length")
+        assert cluster.metrics.migrated._value.get() == 1
+
+    play(test)
+
+
+def test_a_reported_loss_goes_round_the_suspect() -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.join(OTHER_PREFILL)
+        for error in (WorkerLost("the prefill worker was lost"), KVTransferFailed("x")):
+            del cluster.pool.sent[:]
+            reader = asyncio.create_task(collect(cluster.generate()))
+            await turn()
+            old, prepare, _ = attempt(cluster, 0)
+            suspect = PREFILL if prepare.prefill_epoch == PREFILL.epoch else OTHER_PREFILL
+            cluster.failed(DECODE, old, error)
+            await turn()
+            assert [(worker_id, m.attempt_id) for worker_id, m in cluster.pool.of(AbortAttempt)] == [
+                (suspect.worker_id, old)
+            ]
+            new, prepare, _ = attempt(cluster, 1)
+            assert prepare.prefill_epoch != suspect.epoch
+            cluster.first(new, 5, worker=OTHER_PREFILL if suspect is PREFILL else PREFILL)
+            cluster.token(new, 6, "length")
+            assert await reader == ([5, 6], "length")
+
+    play(test)
+
+
+def test_a_prompt_that_loses_its_prefill_worker_stays_with_its_decode_worker() -> None:
+    """Which has kept what had arrived, though no report says so yet."""
+
+    async def test(cluster: Cluster) -> None:
+        cluster.join(OTHER_PREFILL, OTHER_DECODE)
+        for is_told_by_decode in (True, False) * 8:
+            del cluster.pool.sent[:]
+            reader = asyncio.create_task(collect(cluster.generate()))
+            await turn()
+            old, prepare, start = attempt(cluster, 0)
+            prefill = PREFILL if prepare.prefill_epoch == PREFILL.epoch else OTHER_PREFILL
+            decode = DECODE if start.decode_epoch == DECODE.epoch else OTHER_DECODE
+            if is_told_by_decode:
+                cluster.failed(decode, old, WorkerLost("the prefill worker was lost"))
+            else:
+                cluster.lose(prefill)
+            await turn()
+            new, prepare, start = attempt(cluster, 1)
+            assert start.decode_epoch == decode.epoch and prepare.prefill_epoch != prefill.epoch
+            cluster.first(new, 5, worker=OTHER_PREFILL if prefill is PREFILL else PREFILL)
+            cluster.token(new, 6, "length", worker=decode)
+            assert await reader == ([5, 6], "length")
+            if not is_told_by_decode:
+                cluster.join(prefill)
+
+    play(test)
+
+
+def test_a_request_that_loses_every_worker_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence, "MAX_LOST_ATTEMPTS", 3)
+    monkeypatch.setattr(sequence, "_FIRST_DELAY_S", 0.001)
+
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        for number in range(3):
+            attempt_id = (await prefills(cluster, number + 1))[number]
+            cluster.failed(DECODE, attempt_id, KVTransferFailed("the transfer broke"))
+        with pytest.raises(KVTransferFailed, match=r"the transfer broke \(the last of 3 attempts\)"):
+            await reader
+
+    play(test)
+
+
+def test_sequences_of_one_prompt_stay_together_until_it_is_computed() -> None:
+    async def test(cluster: Cluster) -> None:
+        samplings = [SamplingParams(seed=seed) for seed in (7, 8, 9)]
+        sequences = cluster.dispatcher.start(PROMPT, samplings, StopConditions(3), 60)
+        readers = [asyncio.create_task(cluster.dispatcher.next_tokens(each)) for each in sequences]
+        await turn()
+        cluster.dispatcher.drop(sequences[1])
+        readers[1].cancel()
+        cluster.lose(PREFILL)
+        cluster.join(OTHER_PREFILL)
+        await turn()
+        _, _, start = attempt(cluster, 1)
+        assert start.seeds == [7, 9]
+        for number, attempt_id in enumerate(start.attempt_ids):
+            cluster.first(attempt_id, 10 + number, worker=OTHER_PREFILL)
+            cluster.reserved(attempt_id)
+        assert [(await readers[i]).tokens for i in (0, 2)] == [[SampledToken(10)], [SampledToken(11)]]
+        # From here on each has tokens of its own, and goes on by itself.
+        readers = [asyncio.create_task(cluster.dispatcher.next_tokens(sequences[i])) for i in (0, 2)]
+        await turn()
+        cluster.lose(DECODE)
+        cluster.join(OTHER_DECODE)
+        await turn()
+        again = [message for _, message in cluster.pool.of(StartPrefill)[2:]]
+        assert [(m.seeds, unpack_token_ids(m.token_ids)[3:]) for m in again] == [([7], [10]), ([9], [11])]
+        for reader in readers:
+            reader.cancel()
+        for each in sequences:
+            cluster.dispatcher.drop(each)
+
+    play(test)
+
+
+def test_text_stop_strings_and_logprobs_go_on_across_workers() -> None:
+    async def test(cluster: Cluster) -> None:
+        _, answers = generation(cluster, stop=["END"], max_tokens=20)
+        task = asyncio.create_task(answers.whole())
+        [old] = await prefills(cluster, 1)
+        ids = cluster.text.ids("né ENDx")
+        cut = ids.index(cluster.text.ids("N")[0])  # in the middle of the stop string
+        cluster.first(old, ids[0])
+        for token_id in ids[1:cut]:
+            cluster.token(old, token_id)
+        cluster.lose(DECODE)
+        cluster.join(OTHER_DECODE)
+        new = (await prefills(cluster, 2))[1]
+        assert unpack_token_ids(attempt(cluster, 1)[2].token_ids)[3:] == ids[:cut]
+        cluster.first(new, ids[cut])
+        for token_id in ids[cut + 1 :]:
+            cluster.token(new, token_id, worker=OTHER_DECODE)
+        body = json.loads(await task)
+        assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("né ", "stop")
+        assert body["usage"]["completion_tokens"] == len(ids) - 1
+
+    play(test)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_nobody_waits_for_a_worker_for_ever(role: str) -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.lose(PREFILL if role == "prefill" else DECODE)
+        with pytest.raises(NoWorkerReady, match=f"no {role} worker is ready") as raised:
+            await collect(cluster.generate())
+        assert raised.value.retry_after_s == 5 and cluster.pool.sent == []
+
+    play(test, worker_wait_s=0.01)
+
+
+@pytest.mark.parametrize("end", ["deadline", "client", "shutdown"])
+def test_what_waits_for_a_worker_may_end(end: str) -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.lose(DECODE)
+        reader = asyncio.create_task(collect(cluster.generate(deadline_s=0.01 if end == "deadline" else 60)))
+        await turn()
+        if end == "client":
+            reader.cancel()
+        elif end == "shutdown":
+            cluster.dispatcher.fail_all(TandemError("the server stops"))
+        errors: dict[str, type[BaseException]] = {"deadline": DeadlineExceeded, "shutdown": TandemError}
+        with pytest.raises(errors.get(end, asyncio.CancelledError)):
+            await reader
+        cluster.join(OTHER_DECODE)
+        await turn()
+        assert cluster.pool.sent == []
+
+    play(test, worker_wait_s=60)
+
+
+def test_a_new_proxy_waits_for_its_first_worker() -> None:
+    async def test(cluster: Cluster) -> None:
+        bare = Cluster(worker_wait_s=60, workers=())
+        waiting = asyncio.create_task(bare.door.arrivals.limits())
+        await turn()
+        assert not waiting.done()
+        bare.join(PREFILL, DECODE)
+        bare.door.arrivals.on_cluster_changed()
+        assert (await waiting).max_model_len == 100
+
+    play(test)

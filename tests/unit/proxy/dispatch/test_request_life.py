@@ -1,0 +1,464 @@
+"""The life of a request against workers that are made of lists: every order of messages, every early end.
+
+After each test nothing is left over: no running request, no load on the router, nobody waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry
+
+from tandem.protocol.messages.dispatch import AttemptPreempted, FirstToken, PrepareDecode, StartPrefill
+from tandem.protocol.messages.generation import FinishReason, SampledToken
+from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.proxy.answers.completions import CompletionAnswers, stream_events
+from tandem.proxy.answers.errors import ClientDisconnected
+from tandem.proxy.answers.event_stream import unless_disconnected
+from tandem.proxy.dispatch import sequence
+from tandem.proxy.dispatch.generation import Generation
+from tandem.runtime.errors import DeadlineExceeded, InternalError, KVTransferFailed, Overloaded, WorkerLost
+from tandem.telemetry.request_log import RequestRecord
+from tests.support.proxy_cluster import DECODE, EOS, PREFILL, Cluster, collect, play, turn
+
+
+def test_both_workers_hear_of_it_at_once() -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        [(decode_id, prepare)] = cluster.pool.of(PrepareDecode)
+        [(prefill_id, start)] = cluster.pool.of(StartPrefill)
+        assert (prefill_id, decode_id) == ("prefill-0", "decode-0")
+        assert prepare.transfer_id == start.transfer_id and prepare.attempt_ids == start.attempt_ids
+        assert (start.decode_worker_id, start.decode_epoch) == ("decode-0", "d1")
+        assert (prepare.prefill_worker_id, prepare.prefill_epoch) == ("prefill-0", "p1")
+        cluster.first(start.attempt_ids[0], 5)
+        await turn()
+        assert not reader.done()
+        cluster.reserved(start.attempt_ids[0])
+        cluster.token(start.attempt_ids[0], 6, "length")
+        assert await reader == ([5, 6], "length")
+        assert cluster.aborted() == [], "nobody is told of an end that it reported itself"
+
+    play(test)
+
+
+def test_first_token_waits_for_room_on_decode() -> None:
+    async def test(cluster: Cluster) -> None:
+        stream = cluster.generate()
+        async with aclosing(stream):
+            waiting = asyncio.create_task(anext(stream))
+            await turn()
+            cluster.first(cluster.started(), 5)
+            await turn()
+            assert not waiting.done()
+            cluster.reserved(cluster.started())
+            assert (await waiting).tokens == [SampledToken(5)]
+
+    play(test)
+
+
+def test_one_token_involves_prefill_alone() -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate(max_tokens=1)))
+        await turn()
+        [(_, start)] = cluster.pool.of(StartPrefill)
+        assert (start.decode_worker_id, start.decode_epoch) == (None, None)
+        assert cluster.pool.of(PrepareDecode) == []
+        cluster.first(start.attempt_ids[0], 5, "length")
+        assert await reader == ([5], "length")
+        assert cluster.aborted() == []
+
+    play(test)
+
+
+def test_a_first_token_that_is_the_last_releases_decode() -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        cluster.first(cluster.started(), EOS, "stop")
+        assert await reader == ([EOS], "stop")
+        assert cluster.aborted() == ["decode-0"]
+
+    play(test)
+
+
+@given(st.lists(st.booleans(), min_size=8, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
+def test_every_interleaving_gives_the_same_tokens(prefill_turns: list[bool], reader_turns: list[bool]) -> None:
+    """Each side's messages keep their order; between the sides, and with the reader, anything goes."""
+
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        attempt_id = cluster.started()
+        from_prefill = [lambda: cluster.first(attempt_id, 10)]
+        from_decode: list[Callable[[], None]] = [lambda: cluster.reserved(attempt_id)]
+        for token_id in (11, 12, 13):
+            from_decode.append(lambda token_id=token_id: cluster.token(attempt_id, token_id))  # type: ignore[misc]
+        from_decode.append(lambda: cluster.token(attempt_id, 14, "length"))
+        for prefill_first, reader_runs in zip(prefill_turns, reader_turns, strict=True):
+            source = from_prefill if (prefill_first and from_prefill) or not from_decode else from_decode
+            if source:
+                source.pop(0)()
+            if reader_runs:
+                await turn()
+        for event in from_prefill + from_decode:
+            event()
+        assert await reader == ([10, 11, 12, 13, 14], "length")
+        assert cluster.aborted() == []
+
+    play(test)
+
+
+@pytest.mark.parametrize(("worker", "other"), [(PREFILL, "decode-0"), (DECODE, "prefill-0")])
+@pytest.mark.parametrize("when", ["queued", "first token held", "streaming"])
+def test_a_failure_on_one_side_is_told_to_the_other(worker: WorkerInfo, other: str, when: str) -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        attempt_id = cluster.started()
+        if when != "queued":
+            cluster.first(attempt_id, 5)
+        if when == "streaming":
+            cluster.reserved(attempt_id)
+        await turn()
+        cluster.failed(worker, attempt_id, InternalError("the peer is gone"))
+        with pytest.raises(InternalError, match="the peer is gone"):
+            await reader
+        assert cluster.aborted() == [other]
+        cluster.token(attempt_id, 6, "length")  # too late, and for nobody
+        cluster.first(attempt_id, 6)
+
+    play(test)
+
+
+def test_tokens_before_a_failure_are_delivered() -> None:
+    async def test(cluster: Cluster) -> None:
+        stream = cluster.generate()
+        reader = asyncio.create_task(anext(stream))
+        await turn()
+        cluster.first(cluster.started(), 5)
+        cluster.reserved(cluster.started())
+        cluster.failed(DECODE, cluster.started(), InternalError("x"))
+        assert (await reader).tokens == [SampledToken(5)]
+        with pytest.raises(InternalError):
+            await anext(stream)
+
+    play(test)
+
+
+def test_prefill_is_not_missed_once_decode_runs() -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        cluster.first(cluster.started(), 5)
+        cluster.token(cluster.started(), 6)
+        cluster.dispatcher.on_worker_lost(PREFILL, "its process 1 has ended")
+        cluster.token(cluster.started(), 7, "length")
+        assert await reader == ([5, 6, 7], "length")
+
+    play(test)
+
+
+def test_messages_of_another_worker_are_not_taken() -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        stranger = WorkerInfo("decode-9", "d9", "decode", "ipc://x", 9)
+        cluster.failed(stranger, cluster.started(), KVTransferFailed("x"))
+        cluster.first(cluster.started(), 5, "length")
+        assert await reader == ([5], "length")
+
+    play(test)
+
+
+@pytest.mark.parametrize("phase", ["queued", "streaming"])
+def test_closing_the_stream_aborts_on_both(phase: str) -> None:
+    async def test(cluster: Cluster) -> None:
+        stream = cluster.generate()
+        reader = asyncio.create_task(anext(stream))
+        await turn()
+        if phase == "streaming":
+            cluster.first(cluster.started(), 5)
+            cluster.reserved(cluster.started())
+            await reader
+            await stream.aclose()
+        else:
+            reader.cancel()
+            await turn()
+        assert cluster.aborted() == ["decode-0", "prefill-0"]
+
+    play(test)
+
+
+def test_the_deadline_ends_a_request_that_nobody_answers() -> None:
+    async def test(cluster: Cluster) -> None:
+        with pytest.raises(DeadlineExceeded, match="not finished within"):
+            await collect(cluster.generate(deadline_s=0.001))
+        assert cluster.aborted() == ["decode-0", "prefill-0"]
+
+    play(test)
+
+
+def test_a_worker_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sequence, "MAX_LOST_ATTEMPTS", 2)
+
+    async def test(cluster: Cluster) -> None:
+        cluster.pool.accepts = False
+        with pytest.raises(WorkerLost, match="does not read"):
+            await collect(cluster.generate())
+
+    play(test)
+
+
+def test_no_pair_is_refused_before_anything_is_sent() -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.registry.on_exited("decode-0", 2)
+        with pytest.raises(Overloaded, match="no decode worker is ready"):
+            await collect(cluster.generate())
+        assert cluster.pool.sent == []
+
+    play(test)
+
+
+# ---- the whole way, from a body to text
+
+
+def generation(cluster: Cluster, **fields: Any) -> tuple[Generation, Any]:
+    body = json.dumps({"prompt": "abc", "max_tokens": 20, **fields}).encode()
+    request = cluster.reader.read("completion", body, cluster.registry.limits())
+    made = Generation(cluster.door, request, RequestRecord("r", "completion"))
+    return made, CompletionAnswers(made, request, "m", "id")
+
+
+async def prefills(cluster: Cluster, number: int) -> list[str]:
+    """Wait until so many were started; their request ids."""
+    while len(ids := [i for _, m in cluster.pool.of(StartPrefill) for i in m.attempt_ids]) < number:  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    return ids
+
+
+def feed(cluster: Cluster, attempt_id: str, text: str, last: FinishReason) -> None:
+    """The sequence `text`, ended by the end-of-sequence token when `last` is "stop"."""
+    token_ids = cluster.text.ids(text) + ([EOS] if last == "stop" else [])
+    cluster.first(attempt_id, token_ids[0])
+    for token_id in token_ids[1:-1]:
+        cluster.token(attempt_id, token_id)
+    cluster.token(attempt_id, token_ids[-1], last)
+
+
+def outcomes(registry: CollectorRegistry) -> dict[str, float]:
+    return {
+        sample.labels["outcome"]: sample.value
+        for family in registry.collect()
+        for sample in family.samples
+        if sample.name == "tandem_requests_total"
+    }
+
+
+def test_usage_counts_the_stop_token_but_does_not_show_it() -> None:
+    async def test(cluster: Cluster) -> None:
+        _, answers = generation(cluster)
+        task = asyncio.create_task(answers.whole())
+        [attempt_id] = await prefills(cluster, 1)
+        feed(cluster, attempt_id, "né 👩", "stop")
+        body = json.loads(await task)
+        num_tokens = len("né 👩".encode()) + 1
+        assert body["choices"][0]["text"] == "né 👩"
+        assert body["choices"][0]["finish_reason"] == "stop"
+        assert body["usage"] == {
+            "prompt_tokens": 3, "completion_tokens": num_tokens, "total_tokens": 3 + num_tokens,
+            "prompt_tokens_details": {"cached_tokens": 0},
+        }  # fmt: skip
+        assert outcomes(cluster.metrics.registry) == {"stop": 1.0}
+
+    play(test)
+
+
+def test_a_stop_string_ends_the_request_on_the_workers_too() -> None:
+    async def test(cluster: Cluster) -> None:
+        _, answers = generation(cluster, stop=["END"])
+        task = asyncio.create_task(answers.whole())
+        [attempt_id] = await prefills(cluster, 1)
+        token_ids = cluster.text.ids("so END and more")
+        cluster.first(attempt_id, token_ids[0])
+        for token_id in token_ids[1:8]:
+            cluster.token(attempt_id, token_id)
+        body = json.loads(await task)
+        assert (body["choices"][0]["text"], body["choices"][0]["finish_reason"]) == ("so ", "stop")
+        assert body["usage"]["completion_tokens"] == 6, "up to the token that completed it"
+        assert cluster.aborted() == ["decode-0", "prefill-0"]
+
+    play(test)
+
+
+def test_several_prompts_and_n_are_numbered_as_openai_does() -> None:
+    async def test(cluster: Cluster) -> None:
+        _, answers = generation(cluster, prompt=["a", "b"], n=2, seed=5)
+        task = asyncio.create_task(answers.whole())
+        attempt_ids = await prefills(cluster, 4)
+        starts = [message for _, message in cluster.pool.of(StartPrefill)]
+        assert [start.seeds for start in starts] == [[5, 6], [5, 6]]  # one prefill for the n of a prompt
+        for number in (3, 1, 0, 2):
+            feed(cluster, attempt_ids[number], f"text {number}", "length")
+        body = json.loads(await task)
+        assert [(c["index"], c["text"]) for c in body["choices"]] == [(i, f"text {i}") for i in range(4)]
+        assert body["usage"]["prompt_tokens"] == 2
+
+    play(test)
+
+
+def test_a_preempted_sequence_is_dispatched_again_with_what_it_has() -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate(max_tokens=6)))
+        await turn()
+        cluster.first(cluster.started(), 5)
+        cluster.token(cluster.started(), 6)
+        cluster.dispatcher.on_message(DECODE, AttemptPreempted(cluster.started()))
+        await turn()
+        (_, start), (_, prepare) = cluster.pool.of(StartPrefill)[1], cluster.pool.of(PrepareDecode)[1]
+        for message in (start, prepare):
+            assert unpack_token_ids(message.token_ids) == [1, 2, 3, 5, 6] and message.num_generated == 2
+        assert start.transfer_id == prepare.transfer_id != cluster.pool.of(StartPrefill)[0][1].transfer_id
+        cluster.token(cluster.started(), 99)  # late, of the attempt that is over
+        cluster.first(cluster.started(1), 7)
+        cluster.token(cluster.started(1), 8, "stop")
+        assert await reader == ([5, 6, 7, 8], "stop")
+        assert not cluster.aborted()
+
+    play(test)
+
+
+def test_one_failed_sequence_of_several_fails_and_aborts_the_rest() -> None:
+    async def test(cluster: Cluster) -> None:
+        _, answers = generation(cluster, n=3)
+        task = asyncio.create_task(answers.whole())
+        attempt_ids = await prefills(cluster, 3)
+        cluster.failed(PREFILL, attempt_ids[1], InternalError("x"))
+        with pytest.raises(InternalError):
+            await task
+        assert cluster.aborted() == ["decode-0"] * 3 + ["prefill-0"] * 2
+        assert outcomes(cluster.metrics.registry) == {"internal_error": 1.0}
+
+    play(test)
+
+
+def test_an_error_before_the_first_event_is_raised_and_after_it_is_the_last_event() -> None:
+    async def test(cluster: Cluster) -> None:
+        body = b'{"prompt": "abc", "max_tokens": 20, "stream": true}'
+        request = cluster.reader.read("completion", body, cluster.registry.limits())
+        for has_begun in (False, True):
+            made = Generation(cluster.door, request, RequestRecord("r", "completion"))
+            events = stream_events(made, request, CompletionAnswers(made, request, "m", "id"))
+            waiting = asyncio.ensure_future(anext(events))
+            attempt_id = (await prefills(cluster, 1 + has_begun))[-1]
+            if has_begun:
+                cluster.first(attempt_id, cluster.text.ids("a")[0])
+                cluster.reserved(attempt_id)
+                assert json.loads((await waiting).removeprefix(b"data: "))["choices"][0]["text"] == "a"
+            cluster.failed(DECODE, attempt_id, InternalError("gone"))
+            if has_begun:
+                [last] = [event async for event in events]
+                assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "internal_error"
+            else:
+                with pytest.raises(InternalError):
+                    await waiting
+
+    play(test)
+
+
+def test_a_client_that_goes_away_while_queued_aborts_at_once() -> None:
+    async def test(cluster: Cluster) -> None:
+        gone = asyncio.Event()
+
+        async def receive() -> Any:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        _, answers = generation(cluster)
+        task = asyncio.create_task(unless_disconnected(receive, answers.whole()))
+        await prefills(cluster, 1)
+        gone.set()
+        with pytest.raises(ClientDisconnected):
+            await task
+        assert cluster.aborted() == ["decode-0", "prefill-0"]
+        assert outcomes(cluster.metrics.registry) == {"aborted": 1.0}
+
+    play(test)
+
+
+def test_too_many_waiting_are_refused() -> None:
+    async def test(cluster: Cluster) -> None:
+        made, answers = generation(cluster, n=8)
+        task = asyncio.create_task(answers.whole())
+        attempt_ids = await prefills(cluster, 8)
+        with pytest.raises(Overloaded, match="8 requests are waiting"):
+            await generation(cluster)[1].whole()
+        for attempt_id in attempt_ids:
+            feed(cluster, attempt_id, "ab", "length")
+        await task
+        assert made.num_completion_tokens == 16
+
+    play(test)
+
+
+def test_decode_alone_hears_of_a_short_prompt_and_answers_it() -> None:
+    async def test(cluster: Cluster) -> None:
+        reader = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        assert cluster.pool.of(StartPrefill) == []
+        [(decode_id, prepare)] = cluster.pool.of(PrepareDecode)
+        assert (decode_id, prepare.prefill_worker_id, prepare.prefill_epoch) == ("decode-0", None, None)
+        [attempt_id] = prepare.attempt_ids
+        cluster.first(attempt_id, 5)  # prefill has no part in it, so this is nothing
+        cluster.dispatcher.on_message(DECODE, FirstToken(attempt_id, SampledToken(4), None, 0.1, 0.2))
+        await turn()
+        assert not reader.done()
+        cluster.token(attempt_id, 6, "length")
+        assert await reader == ([4, 6], "length")
+        assert cluster.aborted() == []
+
+    play(test, threshold=3)
+
+
+def test_a_short_prompt_may_end_with_its_first_token_or_with_its_worker() -> None:
+    async def test(cluster: Cluster) -> None:
+        ended = asyncio.create_task(collect(cluster.generate()))
+        lost = asyncio.create_task(collect(cluster.generate()))
+        dropped = asyncio.create_task(collect(cluster.generate()))
+        await turn()
+        ids = [prepare.attempt_ids[0] for _, prepare in cluster.pool.of(PrepareDecode)]
+        cluster.dispatcher.on_message(DECODE, FirstToken(ids[0], SampledToken(EOS), "stop", 0.1, 0.2))
+        assert await ended == ([EOS], "stop")
+        assert cluster.aborted() == [], "it has told its end itself"
+        dropped.cancel()
+        await turn()
+        assert cluster.aborted() == ["decode-0"]
+        cluster.dispatcher.on_worker_lost(PREFILL, "gone")  # not theirs
+        await turn()
+        assert not lost.done()
+        cluster.lose(DECODE)
+        with pytest.raises(Overloaded, match="no decode worker"):
+            await lost
+
+    play(test, threshold=3)
+
+
+def test_prompts_go_on_without_prefill_workers() -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.registry.on_exited(PREFILL.worker_id, PREFILL.pid)
+        reader = asyncio.create_task(collect(cluster.generate(max_tokens=1)))
+        await turn()
+        [(_, prepare)] = cluster.pool.of(PrepareDecode)
+        cluster.dispatcher.on_message(DECODE, FirstToken(prepare.attempt_ids[0], SampledToken(4), "length", 0.1, 0.2))
+        assert await reader == ([4], "length")
+
+    play(test, threshold=1)

@@ -1,0 +1,82 @@
+"""Bodies arrive whole, small ones as bytes and large ones in a file that is gone afterwards, or are refused in time."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.proxy.answers.errors import BodyTooLarge, ClientDisconnected
+from tandem.proxy.http.bodies import MAX_UNSPOOLED_BYTES, RequestBodies
+from tandem.proxy.reading.spooled_body import SpooledBody
+from tandem.runtime.errors import Overloaded, TandemError
+
+BODIES = RequestBodies(100_000, 30.0, max_spooled_bytes=150_000)
+
+
+def feed(pieces: list[bytes], then: dict[str, Any] | None = None) -> Any:
+    """ASGI's receive, of these pieces; `then` in place of the last message."""
+    messages: list[dict[str, Any]] = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
+    messages.append(then or {"type": "http.request", "body": b"", "more_body": False})
+
+    async def receive() -> dict[str, Any]:
+        return messages.pop(0)
+
+    return receive
+
+
+async def read(pieces: list[bytes], headers: dict[str, str] | None = None) -> bytes:
+    async with BODIES.receive(feed(pieces), headers or {}) as body:
+        if isinstance(body, bytes):
+            assert len(body) <= MAX_UNSPOOLED_BYTES
+            return body
+        assert BODIES.num_spooled_bytes == body.num_bytes > MAX_UNSPOOLED_BYTES
+        whole = Path(body.path).read_bytes()
+    assert not Path(body.path).exists()
+    return whole
+
+
+@given(st.lists(st.binary(max_size=1500).map(lambda piece: piece * 8), max_size=6))
+def test_a_body_arrives_whole(pieces: list[bytes]) -> None:
+    assert asyncio.run(read(pieces)) == b"".join(pieces)
+    assert BODIES.num_spooled_bytes == 0
+
+
+DISCONNECT = {"type": "http.disconnect"}
+
+
+@pytest.mark.parametrize(
+    ("receive", "headers", "error"),
+    [
+        (feed([]), {"content-length": "100001"}, BodyTooLarge),
+        (feed([b"a" * 50_000] * 3), {}, BodyTooLarge),
+        (feed([b"a" * 50_000] * 3), {"content-length": "7"}, BodyTooLarge),
+        (feed([b"a" * 50_000], DISCONNECT), {}, ClientDisconnected),
+        (feed([b"a"], DISCONNECT), {}, ClientDisconnected),
+    ],
+)
+def test_what_is_refused_leaves_nothing(receive: Any, headers: Any, error: type[TandemError]) -> None:
+    async def run() -> None:
+        with pytest.raises(error):
+            async with BODIES.receive(receive, headers):
+                raise AssertionError("it was taken")
+
+    asyncio.run(run())
+    assert BODIES.num_spooled_bytes == 0
+
+
+def test_all_large_bodies_together_are_bounded() -> None:
+    async def run() -> None:
+        async with BODIES.receive(feed([b"a" * 90_000]), {}) as first:
+            assert isinstance(first, SpooledBody)
+            with pytest.raises(Overloaded):
+                async with BODIES.receive(feed([b"b" * 90_000]), {}):
+                    pass
+            assert await read([b"small"]) == b"small"
+        assert len(await read([b"b" * 90_000])) == 90_000
+
+    asyncio.run(run())

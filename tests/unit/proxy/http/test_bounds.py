@@ -1,0 +1,78 @@
+"""Tables that others fill have a bound: what is over it is refused, or forgotten."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+from pytest import MonkeyPatch
+
+from tandem.protocol.messages.membership import PROTOCOL_VERSION, PrefixUpdate, RegisterWorker, WorkerInfo
+from tandem.proxy.cluster import prefix_index, registry
+from tandem.proxy.cluster.prefix_index import PrefixIndex
+from tandem.proxy.cluster.registry import Registry
+from tandem.proxy.reading import reader_pool
+from tandem.proxy.reading.reader_pool import ReaderPool
+from tandem.runtime.errors import Overloaded, ProtocolError
+
+
+class HeldExecutor:
+    """Takes jobs and finishes none until told."""
+
+    def __init__(self) -> None:
+        self.futures: list[Any] = []
+
+    def submit(self, *job: object) -> Any:
+        from concurrent.futures import Future
+
+        future: Future[bytes] = Future()
+        self.futures.append(future)
+        return future
+
+
+def test_jobs_that_wait_for_a_reader_process(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(reader_pool, "MAX_PENDING_JOBS", 3)
+
+    async def run() -> None:
+        pool, executor = ReaderPool(cast(Any, None), cast(Any, None), 1), HeldExecutor()
+        pool._executor = cast(Any, executor)
+        waiting = [asyncio.create_task(pool.detokenize(b"{}")) for _ in range(3)]
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            await pool.detokenize(b"{}")
+        for future in executor.futures:
+            future.set_result(b"done")
+        assert await asyncio.gather(*waiting) == [b"done"] * 3
+        again = asyncio.create_task(pool.detokenize(b"{}"))
+        await asyncio.sleep(0)
+        executor.futures[-1].set_result(b"room again")
+        assert await again == b"room again"
+
+    asyncio.run(run())
+
+
+def test_workers(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MAX_WORKERS", 2)
+    there = Registry(2.5)
+
+    def register(name: str, epoch: str) -> None:
+        worker = WorkerInfo(name, epoch, "prefill", f"ipc:///x/{name}", 1)
+        there.on_register(0.0, RegisterWorker(PROTOCOL_VERSION, worker, 256, 300, "m", 64))
+
+    register("a", "a1")
+    register("b", "b1")
+    with pytest.raises(ProtocolError, match="2 workers"):
+        register("c", "c1")
+    register("b", "b2")
+    assert {worker.epoch for worker in there.workers()} == {"a1", "b2"}, (
+        "one that was started again takes its own place"
+    )
+
+
+def test_what_workers_say_their_caches_hold(monkeypatch: MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_index, "MAX_BLOCKS_PER_WORKER", 10)
+    index = PrefixIndex()
+    index.join("liar")
+    index.apply("liar", PrefixUpdate(0, True, b"".join(i.to_bytes(8, "little") for i in range(11)), b""))
+    assert index.has_missed("liar") and not index._workers

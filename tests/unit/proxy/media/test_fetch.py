@@ -1,0 +1,184 @@
+"""Fetching media from the web: addresses that are refused, redirects, limits of size and time. No model, no torch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.proxy.media import fetch as media_fetch
+from tandem.proxy.media.fetch import Fetched, MediaFetcher, _RefusedAddress, check_address, read_local
+from tandem.proxy.media.source import InvalidMedia, MediaLimits, MediaSource
+from tandem.runtime.errors import InvalidRequest, Overloaded
+
+LIMITS = MediaLimits(max_bytes=1000, fetch_timeout_s=20, allow_private=True)
+Reply = Callable[[str, asyncio.StreamWriter], Awaitable[None]]
+
+
+def source(url: str) -> MediaSource:
+    return MediaSource(3, "image", url, "messages[0].content[1]")
+
+
+def answer(status: str, body: bytes = b"", *headers: str) -> bytes:
+    lines = [f"HTTP/1.1 {status}", f"content-length: {len(body)}", *headers, "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+def fetch(reply: Reply, path: str = "/a.png", limits: MediaLimits = LIMITS, host: str = "127.0.0.1") -> bytes:
+    """From a server on this loop; reply: gets the path, and writes the answer."""
+
+    async def run() -> bytes:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            try:
+                head = await reader.readuntil(b"\r\n\r\n")
+                await reply(head.split()[1].decode(), writer)
+            except (ConnectionError, asyncio.IncompleteReadError):
+                pass  # the client is done with us
+            finally:
+                writer.close()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        fetcher = MediaFetcher(limits)
+        try:
+            fetched = Fetched(fetcher)
+            item = source(f"http://{host}:{port}{path}")
+            await fetcher.fetch(item, fetched)
+            return fetched.data[item.number]
+        finally:
+            fetched.close()
+            assert fetcher.held_bytes == 0
+            await fetcher.close()
+            server.close()
+
+    return asyncio.run(asyncio.wait_for(run(), 60))
+
+
+def replying(data: bytes) -> Reply:
+    async def reply(path: str, writer: asyncio.StreamWriter) -> None:
+        writer.write(data)
+        await writer.drain()
+
+    return reply
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1", "127.8.8.8", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1",
+        "224.0.0.1", "255.255.255.255", "240.0.0.1", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd12::1",
+        "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::",
+    ],
+)  # fmt: skip
+def test_addresses_that_are_not_public_are_refused(address: str) -> None:
+    with pytest.raises(_RefusedAddress, match="not a public one"):
+        check_address(address)
+
+
+@pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
+def test_public_addresses_are_not(address: str) -> None:
+    check_address(address)
+
+
+def test_bytes_come_as_they_are() -> None:
+    seen: list[str] = []
+
+    async def reply(path: str, writer: asyncio.StreamWriter) -> None:
+        seen.append(path)
+        writer.write(answer("200 OK", b"picture"))
+
+    assert fetch(reply, "/ä b.png?c=ü d") == b"picture"
+    assert seen == ["/%C3%A4%20b.png?c=%C3%BC%20d"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "2130706433", "0x7f.1"])
+def test_loopback_is_refused_however_it_is_written(host: str) -> None:
+    with pytest.raises(InvalidMedia, match=r"image 3 \(messages\[0\].content\[1\]\)") as refused:
+        fetch(replying(answer("200 OK", b"secret")), host=host, limits=MediaLimits(fetch_timeout_s=20))
+    assert "not a public one" in str(refused.value) or "is not known" in str(refused.value)
+
+
+def test_each_redirect_is_checked_like_the_first_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(address: str) -> None:
+        if address != "127.0.0.1":
+            raise _RefusedAddress(f"its address {address} is not a public one")
+
+    monkeypatch.setattr(media_fetch, "check_address", check)
+    for target in ("http://127.0.0.2:1/secret", "http://10.0.0.1/", "//169.254.169.254/meta"):
+        redirect = answer("302 Found", b"", f"location: {target}")
+        with pytest.raises(InvalidMedia, match="is not a public one"):
+            fetch(replying(redirect), limits=msgspec.structs.replace(LIMITS, allow_private=False))
+    for target in ("file:///etc/passwd", "gopher://x/", "http://user@127.0.0.1/"):
+        with pytest.raises(InvalidMedia, match="something else than http or https"):
+            fetch(replying(answer("302 Found", b"", f"location: {target}")))
+
+
+def test_a_name_is_resolved_once_and_its_checked_address_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second answer, after the check, would be another."""
+    answers = [["8.8.8.8"], ["127.0.0.1"]]
+    connected: list[str] = []
+
+    async def resolve(self: object, host: str, port: int) -> list[str]:
+        return answers.pop(0)
+
+    async def connect(self: object, host: str, *others: object) -> None:
+        connected.append(host)
+        raise OSError("not in a test")
+
+    monkeypatch.setattr(media_fetch._CheckedNetwork, "_resolve", resolve)
+    monkeypatch.setattr(media_fetch.httpcore.AnyIOBackend, "connect_tcp", connect)
+    with pytest.raises(InvalidMedia, match="cannot be fetched"):
+        fetch(replying(b""), host="rebind.example", limits=msgspec.structs.replace(LIMITS, allow_private=False))
+    assert connected == ["8.8.8.8"] and len(answers) == 1
+
+
+def test_redirects_lead_on_but_not_for_ever() -> None:
+    async def reply(path: str, writer: asyncio.StreamWriter) -> None:
+        number = int(path[1:])
+        writer.write(answer("307 Next", b"", f"location: /{number - 1}") if number else answer("200 OK", b"there"))
+
+    assert fetch(reply, "/4") == b"there"
+    with pytest.raises(InvalidMedia, match="more than 4 times"):
+        fetch(reply, "/5")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (answer("404 Not Found"), "answers with status 404"),
+        (answer("200 OK", bytes(1001)), "more than 1000 bytes"),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"200\r\n" + bytes(512) + b"\r\n" * 1, "cannot be"),
+        (b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhalf", "cannot be fetched"),
+        (b"nonsense\r\n\r\n", "cannot be fetched"),
+        (answer("302 Found"), "redirects to nowhere"),
+    ],
+)
+def test_answers_that_are_refused(data: bytes, reason: str) -> None:
+    with pytest.raises(InvalidMedia, match=reason):
+        fetch(replying(data))
+
+
+def test_a_url_that_gives_no_answer_is_given_up() -> None:
+    async def reply(path: str, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n")
+        await asyncio.Event().wait()
+
+    with pytest.raises(InvalidMedia, match=r"no whole answer within 0\.2 s"):
+        fetch(reply, limits=msgspec.structs.replace(LIMITS, fetch_timeout_s=0.2))
+
+
+def test_there_is_an_end_to_what_waits_to_be_processed() -> None:
+    with pytest.raises(Overloaded, match="wait to be processed"):
+        fetch(replying(answer("200 OK", bytes(900))), limits=msgspec.structs.replace(LIMITS, max_fetched_bytes=800))
+
+
+@given(st.text(max_size=60) | st.text(max_size=40).map(lambda text: f"data:image/png;base64,{text}"))
+def test_no_url_is_more_than_refused(url: str) -> None:
+    try:
+        read_local(source(url), LIMITS)
+    except InvalidRequest as error:
+        assert "messages[0].content[1]" in error.message

@@ -1,0 +1,214 @@
+"""Bodies to tokenised requests: what cannot fit is refused early, and truncation leaves no trace in the tokeniser."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.reading.body_reader import BodyReader
+from tandem.proxy.text.model_text import ModelText
+from tandem.proxy.text.rendering import ContextLengthExceeded, RenderedPrompts, has_token_ids
+from tandem.proxy.text.token_size import max_characters_per_token
+from tandem.runtime.errors import InvalidRequest, TandemError
+
+LIMITS = ModelLimits(max_model_len=100, vocab_size=500)
+CORPUS = ["the quick brown fox jumps over the lazy dog " * 20, "aaaa bbbb cccc dddd" * 20]
+
+
+class CountingTokenizer:
+    """Counts the characters that were given to be tokenised."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.num_characters = 0
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+        self.num_characters += sum(map(len, texts))
+        return self._tokenizer.encode_batch_fast(texts, **options)
+
+    def get_added_tokens_decoder(self) -> dict[int, Any]:
+        return dict(self._tokenizer.get_added_tokens_decoder())
+
+    def to_str(self) -> str:
+        return str(self._tokenizer.to_str())
+
+
+class FakeText:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = CountingTokenizer(tokenizer)
+
+    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **_others: Any) -> str:
+        return "".join(message["content"] for message in messages) + ("|" if add_generation_prompt else "")
+
+
+def byte_level(vocab_size: int = 300) -> Tokenizer:
+    """GPT-2's kind: every byte is kept."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return tokenizer
+
+
+TOKENIZER = byte_level()
+
+
+def reader_and_tokenizer(tokenizer: Tokenizer = TOKENIZER) -> tuple[BodyReader, CountingTokenizer]:
+    text = FakeText(tokenizer)
+    return BodyReader.of(cast(ModelText, text), "m"), text.tokenizer
+
+
+def read(reader: BodyReader, kind: Any = "completion", **fields: Any) -> list[list[int]]:
+    request = reader.read(kind, json.dumps(fields).encode(), LIMITS)
+    assert isinstance(request.prompt, RenderedPrompts)
+    for prompt in request.prompt.prompts:
+        assert prompt.num_tokens * 4 == len(prompt.token_ids)
+    return [unpack_token_ids(prompt.token_ids) for prompt in request.prompt.prompts]
+
+
+def test_every_form_of_prompt() -> None:
+    reader, _ = reader_and_tokenizer()
+    fox = TOKENIZER.encode("the fox").ids
+    assert read(reader, prompt="the fox") == [fox]
+    assert read(reader, prompt=["the fox", "a"]) == [fox, TOKENIZER.encode("a").ids]
+    assert read(reader, prompt=[1, 2]) == [[1, 2]]
+    assert read(reader, prompt=[[1, 2], [3]]) == [[1, 2], [3]]
+    chat = read(reader, "chat", messages=[{"role": "user", "content": "the fox"}])
+    assert chat == [TOKENIZER.encode("the fox|").ids]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "holds"), [([1], True), ([[1, 2], [3]], True), ("[1]", False), (["1"], False), ([], False)]
+)
+def test_what_needs_no_tokenising(prompt: Any, holds: bool) -> None:
+    reader, _ = reader_and_tokenizer()
+    assert has_token_ids(reader.decode("completion", json.dumps({"prompt": prompt}, indent=1).encode()).prompt) == holds
+
+
+def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised_whole() -> None:
+    reader, counting = reader_and_tokenizer()
+    longest = max_characters_per_token(TOKENIZER)
+    assert longest is not None
+    with pytest.raises(ContextLengthExceeded, match=f"no token has more than {longest}"):
+        read(reader, prompt="x" * (100 * longest + 1))
+    assert counting.num_characters == 0, "its length says enough"
+    reader, counting = reader_and_tokenizer(normalized())
+    for fields in ({"prompt": "xyzzy" * 10_000}, {"prompt": ["xyzzy" * 10_000, "a"]}):
+        counting.num_characters = 0
+        with pytest.raises(ContextLengthExceeded, match="the first 500 of its 50000 characters have 500"):
+            read(reader, **fields)
+        assert counting.num_characters == 500
+    with pytest.raises(ContextLengthExceeded, match=r"The prompt has 100 tokens.*limit is 100 "):
+        read(reader, prompt="x" * 100)
+    with pytest.raises(ContextLengthExceeded, match=r"The prompt has 101 tokens"):
+        read(reader, prompt=[1] * 101)
+
+
+def test_a_long_text_of_few_tokens_still_fits() -> None:
+    """Where the tokeniser drops text no length proves anything, and probing must not refuse."""
+    reader, counting = reader_and_tokenizer(normalized())
+    assert len(read(reader, prompt="~" * 5000 + "the fox")[0]) == len(TOKENIZER.encode("the fox").ids)
+    assert counting.num_characters < 2 * 5007, "probing costs half more at most"
+
+
+def test_truncation_keeps_the_end() -> None:
+    reader, _ = reader_and_tokenizer()
+    whole = TOKENIZER.encode("the quick brown fox " * 400).ids
+    assert read(reader, prompt="the quick brown fox " * 400, truncate_prompt_tokens=7) == [whole[-7:]]
+    assert read(reader, prompt=whole, truncate_prompt_tokens=7) == [whole[-7:]]
+    assert read(reader, prompt=whole, truncate_prompt_tokens=-1, max_tokens=1) == [whole[-99:]]
+
+
+def test_mixed_truncation_on_threads_never_fails() -> None:
+    """A tokeniser that is told to truncate is state that threads share; here none is told."""
+    reader, _ = reader_and_tokenizer()
+    text = "the quick brown fox " * 12
+    whole = TOKENIZER.encode(text).ids
+    wanted = [None, 1, 3, 20, None, 50, -1] * 60
+
+    def one(truncate: int | None) -> bool:
+        [got] = read(reader, prompt=text, max_tokens=1, truncate_prompt_tokens=truncate)
+        return got == whole[-(99 if truncate == -1 else truncate or len(whole)) :]
+
+    assert len(whole) < 99
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(one, wanted))
+    assert TOKENIZER.truncation is None and TOKENIZER.padding is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt": [500]}, "Token id 500 is out of range"),
+        ({"prompt": ""}, "empty"),
+        ({"prompt": []}, "empty"),
+        ({"prompt": ["a", ""]}, "empty"),
+        ({"prompt": {"a": 1}}, "prompt must be"),
+    ],
+)
+def test_bad_prompts(fields: dict[str, Any], message: str) -> None:
+    reader, _ = reader_and_tokenizer()
+    with pytest.raises(InvalidRequest, match=message):
+        read(reader, **fields)
+
+
+# ---- how much text a token can stand for
+
+
+def normalized() -> Tokenizer:
+    tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
+    tokenizer.normalizer = normalizers.Replace("~", "")
+    return tokenizer
+
+
+@given(st.text(max_size=300))
+def test_no_token_stands_for_more_characters_than_promised(text: str) -> None:
+    longest = max_characters_per_token(TOKENIZER)
+    assert longest is not None
+    assert len(text) <= longest * len(TOKENIZER.encode(text).ids)
+
+
+def test_nothing_is_promised_where_text_may_vanish() -> None:
+    assert max_characters_per_token(normalized()) is None
+    swallowing = Tokenizer.from_str(TOKENIZER.to_str())
+    swallowing.add_special_tokens([AddedToken("<s>", lstrip=True)])
+    assert max_characters_per_token(swallowing) is None
+    splitting = Tokenizer.from_str(TOKENIZER.to_str())
+    removed = pre_tokenizers.Split(" ", "removed")
+    splitting.pre_tokenizer = pre_tokenizers.Sequence([removed, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    assert max_characters_per_token(splitting) is None
+    words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert max_characters_per_token(words) is None
+
+
+@given(junk=st.binary(min_size=1, max_size=5), place=st.integers(0, 200), kind=st.sampled_from(["completion", "chat"]))
+def test_a_body_with_a_few_wrong_bytes_is_read_or_refused(junk: bytes, place: int, kind: Any) -> None:
+    """Bytes that are no UTF-8 too, wherever they are."""
+    reader, _ = reader_and_tokenizer()
+    prompt = {"prompt": "hello"} if kind == "completion" else {"messages": [{"role": "user", "content": "hello"}]}
+    body = bytearray(json.dumps({"model": "m", "max_tokens": 2, "stop": ["a"], "user": "u", **prompt}).encode())
+    body[place % len(body) : place % len(body) + len(junk)] = junk
+    with contextlib.suppress(TandemError):
+        reader.read(kind, bytes(body), LIMITS)
+    with pytest.raises(InvalidRequest, match="prompt"):
+        reader.read("completion", b'{"model": "m", "prompt": "a\x92b"}', LIMITS)
+
+
+@given(st.binary(max_size=200))
+def test_any_body_is_read_or_refused(body: bytes) -> None:
+    reader, _ = reader_and_tokenizer()
+    for kind in ("completion", "chat"):
+        with pytest.raises(TandemError):
+            reader.read(cast(Any, kind), body, LIMITS)

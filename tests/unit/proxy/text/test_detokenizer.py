@@ -1,0 +1,144 @@
+"""Streamed text concatenates to the whole text, whatever the tokens; stop strings cut at the same place."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.proxy.text.detokenizer import Detokenizer
+from tandem.proxy.text.stop_strings import StopStrings
+
+SPECIAL = "</s>"
+
+
+@cache
+def byte_level() -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400,
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=[SPECIAL],
+    )
+    tokenizer.train_from_iterator(["the quick brown fox jumps over the lazy dog"] * 4, trainer)
+    return tokenizer
+
+
+@cache
+def byte_fallback() -> Tokenizer:
+    """As Llama 2's: words begin with a mark, unknown characters are spelt in bytes."""
+    vocab = {"<unk>": 0, SPECIAL: 1} | {f"<0x{i:02X}>": 2 + i for i in range(256)}
+    for word in ("▁", "a", "b", "▁a", "▁b", "ab", "▁ab"):
+        vocab[word] = len(vocab)
+    merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁a", "b")]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, unk_token="<unk>", byte_fallback=True))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([SPECIAL])
+    return tokenizer
+
+
+def stream(tokenizer: Tokenizer, token_ids: list[int], prompt: list[int] | None = None) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, pack_token_ids(prompt or []))
+    return [*(detokenizer.step(token_id) for token_id in token_ids), detokenizer.flush()]
+
+
+@given(st.text())
+def test_any_text_survives(text: str) -> None:
+    token_ids = byte_level().encode_batch_fast([text])[0].ids
+    assert "".join(stream(byte_level(), token_ids)) == text
+
+
+@given(st.text(max_size=30), st.text(max_size=5))
+def test_the_prompt_is_not_repeated(text: str, prompt: str) -> None:
+    tokenizer = byte_level()
+    prompt_ids = tokenizer.encode_batch_fast([prompt])[0].ids
+    assert "".join(stream(tokenizer, tokenizer.encode_batch_fast([text])[0].ids, prompt_ids)) == text
+
+
+@given(st.lists(st.integers(0, 350), max_size=60), st.lists(st.integers(0, 350), max_size=8))
+@settings(max_examples=300)
+def test_any_tokens_are_shown_and_none_waits_for_long(token_ids: list[int], prompt: list[int]) -> None:
+    """Random ids, as an untrained model gives: mostly broken bytes."""
+    tokenizer = byte_level()
+    pieces = stream(tokenizer, token_ids, prompt)
+    whole = tokenizer.decode(token_ids, skip_special_tokens=True)
+    assert "".join(pieces).replace("�", "") == whole.replace("�", "") or len(token_ids) >= 16 or prompt
+    silent = [number for number, piece in enumerate(pieces) if piece]
+    assert all(b - a <= 16 for a, b in pairwise(silent)) or 0 in token_ids
+
+
+@given(st.lists(st.integers(0, 264), max_size=60), st.lists(st.integers(0, 264), max_size=8))
+@settings(max_examples=300)
+def test_broken_byte_fallback_never_raises(token_ids: list[int], prompt: list[int]) -> None:
+    stream(byte_fallback(), token_ids, prompt)
+
+
+def test_bytes_that_turn_out_to_be_no_character() -> None:
+    tokenizer = byte_fallback()
+    valid = [2 + byte for byte in "你".encode()]
+    pieces = stream(tokenizer, [*valid, 2 + 0xFF, tokenizer.token_to_id("a")])
+    assert "".join(pieces).startswith("你") and "".join(pieces).endswith("a")
+
+
+def test_emoji_come_whole() -> None:
+    text = "a👩‍👩‍👧 é 你好"
+    pieces = stream(byte_level(), byte_level().encode_batch_fast([text])[0].ids)
+    assert "".join(pieces) == text
+    assert not any("�" in piece for piece in pieces)
+
+
+def test_a_character_cut_off_at_the_end_is_flushed() -> None:
+    token_ids = byte_level().encode_batch_fast(["ok 👩"])[0].ids[:-1]
+    assert "".join(stream(byte_level(), token_ids)) == "ok �"
+
+
+def test_special_tokens_are_skipped() -> None:
+    tokenizer = byte_level()
+    token_ids = [*tokenizer.encode_batch_fast(["fox"])[0].ids, tokenizer.token_to_id(SPECIAL)] * 2
+    assert "".join(stream(tokenizer, token_ids)) == "foxfox"
+
+
+def test_the_first_word_keeps_its_space_after_a_prompt() -> None:
+    tokenizer = byte_fallback()
+    word = tokenizer.token_to_id("▁ab")
+    assert "".join(stream(tokenizer, [word, word])) == "ab ab"
+    assert "".join(stream(tokenizer, [word, word], prompt=[word])) == " ab ab"
+
+
+def run_stops(stops: list[str], pieces: list[str]) -> tuple[str, bool]:
+    checker = StopStrings(stops)
+    shown = []
+    for piece in pieces:
+        text, stopped = checker.push(piece)
+        shown.append(text)
+        if stopped:
+            return "".join(shown), True
+    return "".join(shown) + checker.flush(), False
+
+
+def test_stop_strings() -> None:
+    assert run_stops(["END"], ["a E", "N", "D b"]) == ("a ", True)
+    assert run_stops(["END"], ["a E", "N", "X b"]) == ("a ENX b", False)
+    assert run_stops(["END"], ["a EN"]) == ("a EN", False)
+    assert run_stops(["b", "ab"], ["xab"]) == ("x", True), "of two that end together the longer one cuts"
+    assert run_stops([], ["a"]) == ("a", False)
+
+
+@given(st.text("abc"), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.data())
+def test_cutting_text_into_pieces_changes_nothing(text: str, stops: list[str], data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
+    expected = run_stops(stops, list(text))
+    assert run_stops(stops, pieces) == expected
+    shown, stopped = expected
+    assert stopped == any(stop in text for stop in stops)
+    assert text.startswith(shown) and not any(stop in shown for stop in stops)

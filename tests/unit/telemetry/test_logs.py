@@ -1,0 +1,153 @@
+"""Log lines stay lines, and the metrics of a sequence are what their names say."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextvars import copy_context
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.runtime.logs import serving, setup_logging
+from tandem.telemetry.metrics import ProxyMetrics, SequenceTimer
+from tandem.telemetry.request_log import RequestLog, RequestRecord
+from tandem.telemetry.stages import FIRST_TOKEN_STAGES, STAGES, AttemptTimes
+
+
+@pytest.fixture
+def root_logger() -> Iterator[logging.Logger]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield root
+    root.handlers[:] = handlers
+    root.setLevel(level)
+
+
+def test_a_message_cannot_forge_a_line(root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("proxy-0", "info")
+    logging.getLogger("x").info("a client said %s", "hello\n12:00:00.000 proxy-0 E x: fire")
+    logging.getLogger("x").debug("not shown")
+    [line] = capsys.readouterr().err.splitlines()
+    assert " proxy-0 I x: a client said hello\\n12:00" in line
+    with pytest.raises(ValueError, match="loud"):
+        setup_logging("proxy-0", "loud")
+
+
+def test_the_times_of_a_sequence() -> None:
+    metrics = ProxyMetrics()
+    timer = SequenceTimer(metrics, 10.0, [AttemptTimes(dispatched_at=10.25, first_token_at=10.5)])
+    for now in (10.5, 10.6, 10.9):
+        timer.on_tokens(now, 1)
+        timer.on_text(now + 0.0625)
+    timer.on_finished(11.0)
+    timer.close()
+
+    def value(name: str) -> float:
+        return float(metrics.registry.get_sample_value(f"tandem_{name}") or 0)
+
+    assert value("time_to_first_token_seconds_sum") == pytest.approx(0.5)
+    assert value("inter_token_latency_seconds_sum") == pytest.approx(0.4)
+    assert value("request_time_per_output_token_seconds_sum") == pytest.approx(0.2)
+    assert value("e2e_request_latency_seconds_sum") == pytest.approx(1.0)
+    assert value("generation_tokens_total") == 3
+    stages = {name: value(f"request_{name}_time_seconds_sum") for name in STAGES}
+    assert sum(stages.values()) == pytest.approx(1.0)
+    assert stages["tokenize"] == pytest.approx(0.25)
+    assert stages["detokenize"] == pytest.approx(3 * 0.0625)
+    assert all(value(f"request_{name}_time_seconds_count") == 1 for name in STAGES)
+
+
+def test_a_line_in_json_carries_its_request(root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    def serve() -> None:
+        serving("r-1")
+        logging.getLogger("x").warning("it is %s\nlate", "very", extra={"fields": {"after_s": 3}})
+
+    setup_logging("proxy-0", "info", "json")
+    copy_context().run(serve)
+    logging.getLogger("x").info("nobody's")
+    first, second = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert first.pop("unix_s") > 0
+    assert first == {
+        "process": "proxy-0", "level": "warning", "logger": "x", "message": "it is very\nlate", "request_id": "r-1",
+        "after_s": 3,
+    }  # fmt: skip
+    assert "request_id" not in second
+    setup_logging("proxy-0", "info", "text")
+    copy_context().run(serve)
+    assert capsys.readouterr().err.rstrip().endswith("W x: it is very\\nlate request_id=r-1 after_s=3")
+
+
+def test_a_request_ends_with_one_line_and_a_timeline(
+    root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
+    setup_logging("proxy-0", "info", "json")
+    metrics, ended = ProxyMetrics(), []
+    requests = RequestLog(ended.append)
+    record = requests.begin("given", "chat")
+    at = record.arrived_at = record.arrived_at - 10
+    requests.rename(record, "named")
+    attempt = AttemptTimes(at + 1, "a-0", "prefill-0", "decode-0")
+    attempt.on_first_token(at + 4, queue_s=1, prefill_s=1.5)
+    timer = SequenceTimer(metrics, at, [attempt])
+    record.sequences.append(timer)
+    record.read_at = at + 0.5
+    assert requests.find("named") is record and requests.find("given") is None
+    assert record.timeline()["outcome"] == "running"
+    for now in (at + 4, at + 5):
+        timer.on_tokens(now, 1)
+        timer.on_text(now)
+    timer.on_finished(at + 5)
+    requests.end(record, "stop")
+    requests.end(record, "aborted")
+    assert ended == [record]
+    [line] = (json.loads(line) for line in capsys.readouterr().err.splitlines())
+    assert line["logger"] == "request" and line["request_id"] == "named" and line["outcome"] == "stop"
+    assert line["ttft_ms"] == 4000 and line["queue_ms"] == 1000 and line["dispatch_ms"] == 500
+    told = record.timeline()
+    names = [event["event"] for event in told["events"]]
+    assert names[:4] == ["arrived", "tokenized", "dispatched", "first token computed"]
+    assert sum(told["stages_s"].values()) == pytest.approx(5)
+    assert sum(told["stages_s"][name] for name in FIRST_TOKEN_STAGES) == pytest.approx(4)
+
+
+def test_timelines_are_kept_in_a_ring() -> None:
+    requests = RequestLog(num_kept=3)
+    records = [requests.begin(f"r{number}", "chat") for number in range(5)]
+    assert len(requests) == 3
+    assert requests.find("r1") is None and requests.find("r2") is records[2]
+    again = requests.begin("r2", "chat")
+    assert len(requests) == 3 and requests.find("r2") is again
+
+
+def test_refusals_crowd_out_no_timelines(root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+    setup_logging("proxy-0", "info", "json")
+    requests = RequestLog(num_kept=3)
+    kept = [requests.begin(f"kept-{number}", "chat") for number in range(2)]
+    refused: list[RequestRecord] = []
+    for number in range(500):
+        refused.append(requests.begin(f"refused-{number}", "chat"))
+        requests.end(refused[-1], "overloaded", is_refused=True)
+    assert [requests.find(record.request_id) for record in kept] == kept
+    assert requests.find("refused-499") is refused[499] and requests.find("refused-299") is None
+    told = [json.loads(line)["request_id"] for line in capsys.readouterr().err.splitlines()]
+    assert told == [record.request_id for record in refused], "each has its line all the same"
+
+
+@given(st.lists(st.one_of(st.floats(0, 20), st.sampled_from([0.001, 0.0025, 10.0])), min_size=1))
+def test_a_tally_adds_up_to_the_same_as_single_observations(itls_s: list[float]) -> None:
+    tallied, single = ProxyMetrics(), ProxyMetrics()
+    for number, itl_s in enumerate(itls_s):
+        tallied.per_token.on_tokens(number * 0.3, 1, itl_s)  # told in between, too
+        single.per_token.itl.observe(itl_s)
+        single.generation_tokens.inc()
+    tallied.per_token.tell()
+
+    def samples(metrics: ProxyMetrics) -> dict[tuple[str, str], float]:
+        families = [metrics.per_token.itl, metrics.generation_tokens]
+        found = [s for family in families for metric in family.collect() for s in metric.samples]
+        return {(s.name, str(s.labels)): pytest.approx(s.value) for s in found if not s.name.endswith("_created")}
+
+    assert samples(tallied) == samples(single)

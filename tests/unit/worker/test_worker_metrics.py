@@ -1,0 +1,68 @@
+"""A worker's own /metrics: what it last reported, its histograms, and the targets that Prometheus learns of."""
+
+from __future__ import annotations
+
+import httpx
+import msgspec
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tandem.protocol.messages.membership import WorkerInfo, WorkerLoad
+from tandem.proxy.config import ProxyConfig
+from tandem.proxy.observe.scrape_targets import scrape_targets
+from tandem.runtime.errors import ConfigError
+from tandem.telemetry.worker_metrics import LOAD_FIELDS, WorkerMetrics, serve_metrics
+
+
+def test_what_is_told_is_what_workers_report() -> None:
+    assert set(LOAD_FIELDS) <= set(WorkerLoad.__struct_fields__)
+
+
+def test_the_endpoint_tells_the_last_report_and_each_pair() -> None:
+    metrics = WorkerMetrics()
+    address = serve_metrics(metrics, "127.0.0.1", 0)
+    try:
+        metrics.on_load(WorkerLoad(num_blocks=8, num_free_blocks=6, num_cached_tokens=3, num_prompt_tokens=12))
+        metrics.on_load(WorkerLoad(num_blocks=8, num_free_blocks=2, num_cached_tokens=4, num_prompt_tokens=16))
+        metrics.on_shipped(("prefill-0", "decode-1", "ipc"), 4096, 0.002)
+        metrics.on_shipped(("prefill-0", "decode-1", "ipc"), 1024, 0.001)
+        metrics.step.observe(0.03)
+        text = httpx.get(f"http://{address}/metrics").text
+        with pytest.raises(ConfigError, match="choose another --metrics-host"):
+            serve_metrics(WorkerMetrics(), "127.0.0.1", int(address.rpartition(":")[2]))
+    finally:
+        metrics.close()
+    told = {
+        sample.name: (sample.value, sample.labels)
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert told["tandem_worker_kv_cache_usage_perc"] == (0.75, {})
+    assert told["tandem_worker_prefix_cache_hits_total"] == (4, {})
+    assert told["tandem_worker_prefix_cache_queries_total"] == (16, {})
+    pair = {"prefill_worker": "prefill-0", "decode_worker": "decode-1", "connector": "ipc"}
+    assert told["tandem_kv_transfer_bytes_total"] == (5120, pair)
+    assert told["tandem_kv_transfer_seconds_sum"] == (pytest.approx(0.003), pair)
+    assert told["tandem_worker_step_seconds_count"][0] == 1
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://{address}/metrics")
+
+
+def test_prometheus_learns_of_the_port_and_of_every_worker() -> None:
+    config = ProxyConfig("proxy-0", "ipc://x", "m", "m", port=8010)
+    workers = [
+        WorkerInfo("prefill-0", "p", "prefill", "ipc://p", 1, metrics_address="127.0.0.1:9001"),
+        WorkerInfo("decode-0", "d", "decode", "ipc://d", 2, metrics_address="127.0.0.1:9002"),
+        WorkerInfo("decode-1", "e", "decode", "ipc://e", 3),
+    ]
+    assert msgspec.to_builtins(scrape_targets(config, "evil:1", workers)) == [
+        {"targets": ["127.0.0.1:8010"], "labels": {"role": "proxy"}},
+        {"targets": ["127.0.0.1:9002"], "labels": {"role": "decode", "worker": "decode-0"}},
+        {"targets": ["127.0.0.1:9001"], "labels": {"role": "prefill", "worker": "prefill-0"}},
+    ]
+    everywhere = msgspec.structs.replace(config, host="0.0.0.0", ssl_certfile="cert.pem")
+    [proxy, *_] = scrape_targets(everywhere, "gpu-7:8010", workers)
+    assert proxy.targets == ["gpu-7:8010"] and proxy.labels == {"role": "proxy", "__scheme__": "https"}
+    with_admin = msgspec.structs.replace(everywhere, admin_port=8011)
+    [proxy, *_] = scrape_targets(with_admin, "gpu-7:8011", workers)
+    assert proxy.targets == ["127.0.0.1:8011"] and proxy.labels == {"role": "proxy"}

@@ -1,0 +1,39 @@
+"""Entry point: `python -m tandem.worker.follower CONFIG`, started by rank 0 alone; CONFIG is JSON, and two channels
+are inherited."""
+
+from __future__ import annotations
+
+import sys
+from multiprocessing.connection import Connection
+
+import msgspec
+import torch
+
+from tandem.engine.kv_pool import KVPool
+from tandem.engine.model_runner import ModelRunner
+from tandem.engine.tensor_parallel import FollowerConfig, follow, join_as_follower
+from tandem.kv_transfer.ranks.rank_pool import RankPool
+from tandem.kv_transfer.ranks.remote_rank import TransferServer
+from tandem.runtime.collector import freeze_loaded_objects
+from tandem.runtime.process import run_to_exit
+
+
+def main() -> None:
+    config = msgspec.json.decode(sys.argv[1], type=FollowerConfig)
+    run_to_exit(config.name, config.log_level, lambda: serve(config))
+
+
+def serve(config: FollowerConfig) -> None:
+    """Load, then run batches on this thread, and transfers on others, until rank 0 is gone."""
+    torch.set_num_threads(config.engine.num_threads)
+    loaded = join_as_follower(config)
+    pool = KVPool(loaded, config.engine)
+    rank_pool = RankPool(config.rank, loaded.layout, pool.as_blocks(), config.host)
+    TransferServer(Connection(config.transfers_fd), rank_pool, pool.location()).start()
+    runner = ModelRunner(loaded, pool)
+    freeze_loaded_objects()  # rank 0 waits for this one in each step
+    follow(Connection(config.steps_fd), runner)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""A worker's side of membership: registers with every proxy, sends it status, learns from it who else is there.
+
+Status is heartbeat and load report in one; the proxy's answer is its own sign of life. A proxy that falls silent, or
+comes back under another id, is lost: its requests have no reader any more. A proxy that knew this worker and no longer
+does has counted it as lost, because it was frozen, say: its epoch is over then, and it begins another. Where another
+proxy has it in sight all the while, the requests of that one proxy alone are over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.membership import (
+    ClusterView,
+    DrainAnswer,
+    FromProxyControl,
+    LeaveCluster,
+    RegisterWorker,
+    RegistrationRefused,
+    StatusReport,
+    TimelineReport,
+    WorkerInfo,
+    WorkerLeft,
+    WorkerStatus,
+)
+from tandem.protocol.network import Context
+from tandem.protocol.proxy_endpoints import EndpointsFile
+from tandem.protocol.sockets import DealerSocket
+from tandem.runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_INTERVAL_S = 0.25
+PROXY_SILENCE_S = 5.0
+PROXY_SETTLES_S = 2.0
+"""A proxy that has just started does not know everyone yet: so long, its view adds workers but takes none away."""
+_SIGHT_S = 1.0
+"""A proxy that was heard within this time still has this worker in sight; after a freeze of the worker none was."""
+_STALL_S = 1.0
+"""A beat that comes so late says that this process stood still, not that the proxies did."""
+REFUSAL_PATIENCE_S = 15.0
+"""So long a worker that no proxy has ever taken tries again: one that died has its name until it is missed."""
+_REFUSAL_LOG_INTERVAL_S = 10.0
+
+
+class _ProxyLink:
+    """One proxy's control endpoint and what was last heard from it."""
+
+    def __init__(self, endpoint: str) -> None:
+        self.endpoint = endpoint
+        self.socket: DealerSocket[FromProxyControl] | None = None
+        self.proxy_id: str | None = None
+        self.first_heard_at = 0.0
+        self.heard_at = 0.0
+        self.workers: list[WorkerInfo] = []
+        self.known_by: str | None = None  # id of the proxy that last knew our epoch
+        self.refusal_logged_at: float | None = None
+
+    def has_us_in_sight(self, now: float) -> bool:
+        return self.proxy_id is not None and self.known_by == self.proxy_id and now - self.heard_at < _SIGHT_S
+
+
+class Registration:
+    """Runs from `start` to `close` on the worker's loop.
+
+    status: makes the current status. on_view: called with all workers that any proxy knows, when that changes.
+    on_proxy_lost: called with the id of a proxy whose requests must be aborted. on_restart_prefixes: called when a
+    proxy has missed some of what status told of the prefix cache. on_epoch_over: called when all proxies have counted
+    this worker as lost; `begin_epoch` must follow. on_leave: called when the worker is told to leave for good.
+    proxies_file: tells when proxies move, see `protocol.proxy_endpoints`; empty: they stay.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        proxy_endpoints: list[str],
+        register: RegisterWorker,
+        status: Callable[[], WorkerStatus],
+        on_view: Callable[[list[WorkerInfo]], None],
+        on_proxy_lost: Callable[[str], None],
+        on_restart_prefixes: Callable[[], None],
+        on_epoch_over: Callable[[], None],
+        on_leave: Callable[[], object],
+        proxies_file: str = "",
+    ) -> None:
+        self._context = context
+        self._links = [_ProxyLink(endpoint) for endpoint in proxy_endpoints]
+        self._register = register
+        self._status = status
+        self._on_view = on_view
+        self._on_proxy_lost = on_proxy_lost
+        self._on_restart_prefixes = on_restart_prefixes
+        self._on_epoch_over = on_epoch_over
+        self._on_leave = on_leave
+        self._view: list[WorkerInfo] = []
+        self._file = EndpointsFile(Path(proxies_file)) if proxies_file else None
+        self._codec: Codec[FromProxyControl] = Codec(FromProxyControl)
+        self._task: asyncio.Task[None] | None = None
+        self._was_taken = False  # by some proxy, ever
+        self._refused_since: tuple[float, str] | None = None  # and the last reason
+
+    def start(self) -> None:
+        for link in self._links:
+            self._connect(link)
+        self._task = asyncio.get_running_loop().create_task(self._beat())
+
+    def _connect(self, link: _ProxyLink) -> None:
+        worker = self._register.worker
+        identity = f"{worker.worker_id}:{worker.epoch}".encode()
+        link.socket = DealerSocket(
+            self._context, link.endpoint, self._codec, partial(self._on_message, link), identity, peer="proxy"
+        )
+        link.socket.send(self._register)
+
+    def _follow(self, endpoints: list[str]) -> None:
+        """Proxies have moved: those that are elsewhere now are lost, with what they had under way."""
+        for link in [link for link in self._links if link.endpoint not in endpoints]:
+            self._links.remove(link)
+            if link.socket is not None:
+                link.socket.close()
+            if link.proxy_id is not None:
+                self._lose(link)
+        known = {link.endpoint for link in self._links}
+        for endpoint in dict.fromkeys(endpoints):
+            if endpoint not in known:
+                log.info("a proxy is at %s", endpoint)
+                link = _ProxyLink(endpoint)
+                self._links.append(link)
+                self._connect(link)
+
+    async def _beat(self) -> None:
+        loop = asyncio.get_running_loop()
+        silent_since = loop.time()  # at the earliest
+        while True:
+            if self._file is not None and (endpoints := self._file.changed()) is not None:
+                self._follow(endpoints)
+            slept_at = loop.time()
+            await asyncio.sleep(HEARTBEAT_INTERVAL_S)
+            now = loop.time()
+            if now - slept_at > _STALL_S:  # what the proxies said meanwhile is still unread
+                silent_since = now
+            self.tell(self._status())
+            for link in self._links:
+                if link.proxy_id is not None and now - max(link.heard_at, silent_since) > PROXY_SILENCE_S:
+                    log.warning("proxy %s has been silent for %.0f s", link.proxy_id, PROXY_SILENCE_S)
+                    self._lose(link)
+
+    def tell(self, message: WorkerStatus | WorkerLeft | RegisterWorker) -> None:
+        """To every proxy, now."""
+        for link in self._links:
+            if link.socket is not None:
+                link.socket.send(message)
+
+    def raise_if_refused(self) -> None:
+        """Raises ConfigError when no proxy has ever taken this worker and they have refused it for long."""
+        if self._was_taken or self._refused_since is None:
+            return
+        since, reason = self._refused_since
+        if asyncio.get_running_loop().time() - since > REFUSAL_PATIENCE_S:
+            raise ConfigError(reason)
+
+    def begin_epoch(self, register: RegisterWorker) -> None:
+        self._register = register
+        for link in self._links:
+            link.known_by = None
+        self.tell(register)
+
+    def _on_message(self, link: _ProxyLink, message: FromProxyControl) -> None:
+        match message:
+            case ClusterView():
+                if link.proxy_id not in (None, message.proxy_id):
+                    self._lose(link)
+                link.heard_at = asyncio.get_running_loop().time()
+                if link.proxy_id is None:
+                    link.proxy_id, link.first_heard_at = message.proxy_id, link.heard_at
+                if message.known:
+                    link.known_by, link.refusal_logged_at, self._was_taken = message.proxy_id, None, True
+                elif link.known_by == message.proxy_id:
+                    self._on_counted_as_lost(link, message.proxy_id)
+                elif link.socket is not None:
+                    link.socket.send(self._register)
+                if message.restart_prefixes:
+                    self._on_restart_prefixes()
+                link.workers = message.workers
+                if link.heard_at - link.first_heard_at < PROXY_SETTLES_S:
+                    told = {worker.worker_id for worker in message.workers}
+                    link.workers = [*message.workers, *(w for w in self._view if w.worker_id not in told)]
+                self._update_view()
+            case RegistrationRefused():
+                self._on_refused(link, message.reason)
+            case LeaveCluster():
+                self._on_leave()
+            case StatusReport() | DrainAnswer() | TimelineReport():
+                pass
+
+    def _on_counted_as_lost(self, link: _ProxyLink, proxy_id: str) -> None:
+        """The proxy has given its own requests to others. Those of a proxy that sees us all the while go on."""
+        link.known_by = None
+        if not any(other.has_us_in_sight(link.heard_at) for other in self._links):
+            log.warning("proxy %s has counted this worker as lost: it begins a new epoch", proxy_id)
+            self._on_epoch_over()
+            return
+        log.warning("proxy %s has counted this worker as lost, others have not: its requests alone end here", proxy_id)
+        self._on_proxy_lost(proxy_id)
+        assert link.socket is not None
+        link.socket.send(self._register)
+
+    def _on_refused(self, link: _ProxyLink, reason: str) -> None:
+        now = asyncio.get_running_loop().time()
+        self._refused_since = (self._refused_since[0] if self._refused_since is not None else now, reason)
+        if link.refusal_logged_at is None or now - link.refusal_logged_at >= _REFUSAL_LOG_INTERVAL_S:
+            link.refusal_logged_at = now
+            log.error("proxy at %s refused this worker: %s", link.endpoint, reason)
+
+    def _lose(self, link: _ProxyLink) -> None:
+        assert link.proxy_id is not None
+        proxy_id, link.proxy_id = link.proxy_id, None  # whom it knew stays until it, or another proxy, is back
+        self._on_proxy_lost(proxy_id)
+
+    def _update_view(self) -> None:
+        by_epoch = {worker.epoch: worker for link in self._links for worker in link.workers}
+        view = sorted(by_epoch.values(), key=lambda worker: (worker.worker_id, worker.epoch))
+        if view != self._view:
+            self._view = view
+            self._on_view(view)
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+        for link in self._links:
+            if link.socket is not None:
+                link.socket.close()
