@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 GROUP = "tandem.kv_connectors"
 AUTO = "auto"
 BUILT_IN = {
-    "ipc": EntryPoint("ipc", "kv_transfer.ipc:connector", GROUP),
-    "gloo": EntryPoint("gloo", "kv_transfer.process_group:gloo", GROUP),
-    "nccl": EntryPoint("nccl", "kv_transfer.process_group:nccl", GROUP),
+    "ipc": EntryPoint("ipc", "tandem.kv_transfer.connectors.ipc:connector", GROUP),
+    "gloo": EntryPoint("gloo", "tandem.kv_transfer.connectors.process_group:gloo", GROUP),
+    "nccl": EntryPoint("nccl", "tandem.kv_transfer.connectors.process_group:nccl", GROUP),
 }
 """By preference; `auto` offers those that the device allows."""
 _PARTS = (

@@ -155,14 +155,15 @@ def test_units_are_valid_by_systemd(unit: Path, tmp_path: Path) -> None:
 def test_the_image_has_every_package() -> None:
     copied = {word.rstrip("/") for kind, text in dockerfile() if kind == "COPY" for word in text.split()[:-1]}
     assert all((ROOT / name).exists() for name in copied)
-    packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
-    assert {package.partition(".")[0] for package in packages} <= copied
+    setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    folders = setuptools["package-dir"]
+    assert set(folders.values()) <= copied
     present = {
-        str(file.parent.relative_to(ROOT)).replace("/", ".")
-        for name in packages
-        for file in [ROOT / name.replace(".", "/") / "__init__.py"]
+        name + "".join(f".{part}" for part in file.parent.relative_to(ROOT / folder).parts)
+        for name, folder in folders.items()
+        for file in (ROOT / folder).rglob("__init__.py")
     }
-    assert present == set(packages)
+    assert present == set(setuptools["packages"])
 
 
 def test_the_compose_file_names_what_it_declares() -> None:
