@@ -21,7 +21,7 @@ from rich.table import Table
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.report import Aim, Report, add_common_options, finish
+from bench.support.report import Aim, Report, add_common_options, finish
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.config import EngineConfig
 from tandem.engine.cpu.packed_linear import MergedLinear, PackedLinear

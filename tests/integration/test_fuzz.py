@@ -1,8 +1,8 @@
-"""Rubbish on every socket of a real cluster: nothing dies, hangs or leaks, and it is counted. See bench/fuzz.py."""
+"""Rubbish on every socket of a real cluster: nothing dies, hangs or leaks, and it is counted. See bench/faults/fuzz.py."""
 
 from __future__ import annotations
 
-from bench.fuzz import run
+from bench.faults.fuzz import run
 from tests.support.cluster import Cluster
 
 NUM_INPUTS = 3000

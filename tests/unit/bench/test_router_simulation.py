@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from bench.router_policies import POLICIES, goodput
-from bench.router_simulation import Outcome, Simulation, chats, single_prompts
+from bench.simulation.router import Outcome, Simulation, chats, single_prompts
+from bench.simulation.router_policies import POLICIES, goodput
 
 
 @cache
