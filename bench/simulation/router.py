@@ -1,8 +1,8 @@
-"""A cluster in simulated time, to compare ways of routing: real block managers and prefix logs, modelled speeds.
+"""A cluster in simulated time that compares routing policies: real block managers and prefix logs, modelled speeds.
 
-A prefill worker computes its prompts in order of arrival, at a fixed speed, less what its prefix cache has; a decode
-worker holds a sequence's blocks for as long as its tokens take. Workers report every quarter of a second, each to all
-proxies, and proxies know nothing else of one another. The model leaves out transfers, chunks and passing prompts by.
+A prefill worker computes prompts in order of arrival at a fixed speed and skips tokens that its prefix cache holds. A
+decode worker holds the blocks of a sequence while it generates. Workers report to all proxies every REPORT_INTERVAL_S,
+and proxies share no other state. KV transfers, chunked prefill and priorities are not modelled.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from statistics import mean
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from tandem.engine.block_manager import BlockManager
 from tandem.protocol.messages.membership import (
@@ -29,20 +29,20 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.prefix_hash import pack_short_hashes, unpack_short_hashes
 from tandem.proxy.cluster.registry import Registry
-from tandem.proxy.cluster.router import PromptShape, Route, Router
+from tandem.proxy.cluster.router import PromptShape, Router
 from tandem.runtime.errors import Overloaded
 
 BLOCK_SIZE = 64
 REPORT_INTERVAL_S = 0.25
 STEP_S = 0.02
-"""Of a decode worker: one token of each of its sequences."""
+"""Duration of a decode step, which gives each sequence one token."""
 DISPATCH_S = 0.003
-"""Of a prompt beside its tokens."""
+"""Cost of a prompt in addition to its tokens."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One request of a trace. hashes: of the full blocks of prompt and answer together, which caches learn."""
+    """One request of a trace, with the block hashes of prompt and output together."""
 
     at: float
     num_tokens: int
@@ -63,9 +63,9 @@ def chats(
     system_tokens: int = 1024,
     message_tokens: float = 250.0,
 ) -> list[Turn]:
-    """Synthetic conversations: each turn's prompt is all that was said before, after one of a few system prompts.
+    """Makes conversations: each prompt contains a system prompt and all earlier turns.
 
-    WorkerReadiness do not depend on how fast answers come, so that every policy gets the same.
+    Arrival times do not depend on the speed of responses, so every policy gets the same trace.
     """
     found: list[Turn] = []
     start = 0.0
@@ -90,7 +90,7 @@ def chats(
 
 
 def single_prompts(rng: random.Random, duration_s: float, prompts_per_s: float, mean_tokens: float) -> list[Turn]:
-    """Nothing in common."""
+    """Makes prompts without a common prefix."""
     found: list[Turn] = []
     at = 0.0
     for number in itertools.count():
@@ -106,62 +106,65 @@ def _name(kind: str, number: int, block: int) -> bytes:
     return blake2b(f"{kind} {number} {block}".encode(), digest_size=16).digest()
 
 
+class Placement(NamedTuple):
+    """Workers chosen for one request; `route` is whatever the policy needs later."""
+
+    prefill_id: str
+    decode_id: str
+    route: Any
+
+
 class Policy(Protocol):
-    """One proxy's. Workers are told by their place in the lists of `Registry`, all of which are paired."""
+    """Routing policy of one proxy."""
 
-    def pick(self, registry: Registry, turn: Turn) -> Any:
-        """What `workers`, `first_token` and `ended` take. Raises Overloaded."""
+    def pick(self, registry: Registry, turn: Turn) -> Placement:
+        """Raises Overloaded to refuse the request."""
 
-    def workers(self, registry: Registry, picked: Any) -> tuple[str, str]:
-        """The ids of the prefill and the decode worker."""
+    def on_first_token(self, placement: Placement, ttft_s: float) -> None: ...
 
-    def first_token(self, picked: Any, ttft_s: float) -> None: ...
-
-    def ended(self, picked: Any) -> None: ...
+    def on_end(self, placement: Placement) -> None: ...
 
 
-class Routed:
-    """The router as it is."""
+class TandemPolicy:
+    """The proxy's router."""
 
     def __init__(self, registry: Registry, num_proxies: int, seed: int, slo_s: float | None = None) -> None:
         self._router = Router(registry, 0, num_proxies, random.Random(seed))
         self._slo_s = slo_s
 
-    def pick(self, registry: Registry, turn: Turn) -> Route:
+    def pick(self, registry: Registry, turn: Turn) -> Placement:
         hashes = unpack_short_hashes(pack_short_hashes(turn.prompt_hashes))
-        return self._router.pick(PromptShape(turn.num_tokens, hashes=hashes), self._slo_s)
+        route = self._router.pick(PromptShape(turn.num_tokens, hashes=hashes), self._slo_s)
+        assert route.prefill is not None and route.decode is not None
+        return Placement(route.prefill.worker_id, route.decode.worker_id, route)
 
-    def workers(self, registry: Registry, picked: Route) -> tuple[str, str]:
-        assert picked.prefill is not None and picked.decode is not None
-        return picked.prefill.worker_id, picked.decode.worker_id
+    def on_first_token(self, placement: Placement, ttft_s: float) -> None:
+        self._router.prefill_ended(placement.route)
+        self._router.on_first_token(placement.route, ttft_s)
 
-    def first_token(self, picked: Route, ttft_s: float) -> None:
-        self._router.prefill_ended(picked)
-        self._router.on_first_token(picked, ttft_s)
-
-    def ended(self, picked: Route) -> None:
-        self._router.ended(picked)
+    def on_end(self, placement: Placement) -> None:
+        self._router.ended(placement.route)
 
 
 MakePolicy = Callable[[Registry, int, int], Policy]
-"""registry, number of proxies, seed."""
+"""Takes registry, number of proxies and seed."""
 
 
 @dataclass(eq=False)
 class Worker:
     info: WorkerInfo
     blocks: BlockManager
-    queue: deque[tuple[Turn, Policy, Any, str]] = field(default_factory=deque)
+    queue: deque[tuple[Turn, Policy, Placement]] = field(default_factory=deque)
     busy: bool = False
-    ends_at: float = 0.0  # of the prompt that is computed
+    ends_at: float = 0.0  # of the running prompt
     num_computed_tokens: int = 0
     num_sequences: int = 0
-    most_sequences: int = 0
+    max_sequences: int = 0
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """times in seconds. imbalance: tokens computed by the busiest prefill worker over the mean."""
+    """Imbalance is maximum over mean: of computed tokens per prefill worker, of sequences per decode worker."""
 
     num_requests: int
     num_refused: int
@@ -185,7 +188,7 @@ class Outcome:
 
 
 class Simulation:
-    """num_blocks: of each worker's pool. speed: prompt tokens per second of each prefill worker."""
+    """Simulates workers with `num_blocks` each; a prefill worker computes `speed` prompt tokens per second."""
 
     def __init__(
         self,
@@ -228,7 +231,7 @@ class Simulation:
             self._now, _, act = heapq.heappop(self._events)
             act()
         computed = [worker.num_computed_tokens for worker in self._prefills]
-        most = [worker.most_sequences for worker in self._decodes]
+        most = [worker.max_sequences for worker in self._decodes]
         return Outcome(
             len(trace),
             self._num_refused,
@@ -248,7 +251,7 @@ class Simulation:
 
     def _report(self, worker: Worker) -> None:
         waiting = sum(turn.num_tokens for turn, *_ in worker.queue)
-        if worker.busy:  # as a worker does: the whole of what has not begun, and the rest of what has
+        if worker.busy:  # workers report the whole of a waiting prompt and the rest of a running one
             waiting += int(self._speed * (worker.ends_at - self._now)) - worker.queue[0][0].num_tokens
         load = WorkerLoad(
             num_running=worker.num_sequences,
@@ -263,28 +266,25 @@ class Simulation:
         for registry in self._registries:
             registry.on_status(self._now, status)
 
-    # ---- one request
-
     def _arrive(self, turn: Turn) -> None:
         proxy = self._rng.randrange(len(self._policies))
         policy, registry = self._policies[proxy], self._registries[proxy]
         try:
-            picked = policy.pick(registry, turn)
+            placement = policy.pick(registry, turn)
         except Overloaded:
             self._num_refused += 1
             return
-        prefill_id, decode_id = policy.workers(registry, picked)
-        prefill, decode = self._by_id[prefill_id], self._by_id[decode_id]
+        prefill, decode = self._by_id[placement.prefill_id], self._by_id[placement.decode_id]
         decode.num_sequences += 1
-        decode.most_sequences = max(decode.most_sequences, decode.num_sequences)
-        prefill.queue.append((turn, policy, picked, decode_id))
+        decode.max_sequences = max(decode.max_sequences, decode.num_sequences)
+        prefill.queue.append((turn, policy, placement))
         self._start(prefill)
 
     def _start(self, prefill: Worker) -> None:
         if prefill.busy or not prefill.queue:
             return
         prefill.busy = True
-        turn, policy, picked, decode_id = prefill.queue[0]
+        turn, policy, placement = prefill.queue[0]
         held = self._hold(prefill.blocks, turn.prompt_hashes, (turn.num_tokens - 1) // BLOCK_SIZE)
         num_cached = BLOCK_SIZE * held[1]
         num_computed = turn.num_tokens - num_cached
@@ -298,26 +298,26 @@ class Simulation:
             prefill.busy = False
             ttft_s = self._now - turn.at
             self._ttfts.append(ttft_s)
-            policy.first_token(picked, ttft_s)
-            self._decode(self._by_id[decode_id], turn, policy, picked)
+            policy.on_first_token(placement, ttft_s)
+            self._decode(self._by_id[placement.decode_id], turn, policy, placement)
             self._start(prefill)
 
         prefill.ends_at = self._now + DISPATCH_S + num_computed / self._speed
         self._at(prefill.ends_at, done)
 
-    def _decode(self, decode: Worker, turn: Turn, policy: Policy, picked: Any) -> None:
+    def _decode(self, decode: Worker, turn: Turn, policy: Policy, placement: Placement) -> None:
         held, _ = self._hold(decode.blocks, turn.hashes, len(turn.hashes))
 
         def done() -> None:
             decode.blocks.release(held)
             decode.num_sequences -= 1
-            policy.ended(picked)
+            policy.on_end(placement)
 
         self._at(self._now + turn.num_output_tokens * STEP_S, done)
 
-    def _hold(self, blocks: BlockManager, hashes: list[bytes], most_cached: int) -> tuple[list[int], int]:
-        """The blocks, and how many of them were cached. What there is no room for is not cached."""
-        cached = blocks.match(hashes[:most_cached])
+    def _hold(self, blocks: BlockManager, hashes: list[bytes], max_cached: int) -> tuple[list[int], int]:
+        """Returns block ids and how many of them were cached. Blocks that do not fit are not cached."""
+        cached = blocks.match(hashes[:max_cached])
         blocks.share(cached)
         new = blocks.allocate(min(len(hashes) - len(cached), blocks.num_free))
         for block_id, block_hash in zip(new, hashes[len(cached) :], strict=False):

@@ -1,7 +1,8 @@
-"""What one routing decision costs with many workers and long prompts: `python -m bench.simulation.router_decisions`.
+"""Time of one routing decision with 64 prefill and 64 decode workers and prompts of up to 2,048 blocks.
 
-Aim: 50 us with 64 prefill and 64 decode workers. Hashing a prompt is counted apart: it is done once, where the prompt
-is tokenised, and off the event loop where that takes long.
+    python -m bench.simulation.router_decisions [--quick] [--json FILE]
+
+Hashing a prompt is measured apart: it happens once, where the prompt is tokenised.
 """
 
 from __future__ import annotations
@@ -33,10 +34,9 @@ NUM_WORKERS = 64
 BLOCK_SIZE = 64
 AIM_US = 50.0
 
-
 Spread = Literal["none", "few", "all"]
-"""Who holds how much of a prompt: nobody; all its first quarter (a system prompt) and three workers more of it, as in a
-conversation; or each worker a part of another length, which is the worst there can be."""
+"""Workers that cache a prefix of the prompts. `few`: all hold the first quarter (a system prompt) and about three hold
+more, as in a conversation. `all`: each holds a prefix of another length, which is the worst case."""
 
 
 def build(num_workers: int, rng: random.Random, prompts: list[list[bytes]], spread: Spread) -> Registry:
@@ -98,7 +98,7 @@ def measure(num_tokens: int, spread: Spread, num_decisions: int) -> dict[str, ob
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.simulation.router_decisions", description=__doc__)
     add_common_options(parser)
     arguments = parser.parse_args()
     rows = [
@@ -111,8 +111,8 @@ def main() -> None:
     aims = []
     for spread in typing.get_args(Spread):
         worst = max(float(str(row["decision_us_median"])) for row in rows if row["prefixes"] == spread)
-        aims.append(Aim.of(f"us for a decision, median, prefixes on {spread}", worst, AIM_US, "lower"))
-    finish(Report.of("router_decisions", {"rows": rows}, aims), arguments.json)
+        aims.append(Aim.of(f"median decision in us, prefixes cached by: {spread}", worst, AIM_US, "lower"))
+    finish(Report.of("simulation.router_decisions", {"rows": rows}, aims), arguments.json)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""Ways of routing on the same synthetic conversations, in simulated time: `python -m bench.simulation.router_policies`.
+"""Routing policies on the same synthetic conversations, in simulated time.
 
-Also what early rejection does past saturation: how many first tokens a second come within the limit.
+    python -m bench.simulation.router_policies [--quick] [--json FILE]
+
+Also measures goodput past saturation with and without early rejection.
 """
 
 from __future__ import annotations
@@ -12,79 +14,71 @@ import random
 from collections import Counter
 from typing import Any
 
-from bench.simulation.router import MakePolicy, Routed, Simulation, Turn, chats, single_prompts
+from bench.simulation.router import MakePolicy, Placement, Simulation, TandemPolicy, Turn, chats, single_prompts
 from bench.support.report import Report, add_common_options, finish
 from tandem.proxy.cluster.registry import Registry
 
-Picked = tuple[int, int, int]
-"""Place of the prefill worker, of the decode worker, and prompt tokens."""
 
-
-class Blind:
-    """Round-robin or random: looks at nothing."""
+class BlindPolicy:
+    """Round-robin or random; ignores load and caches."""
 
     def __init__(self, rng: random.Random, is_random: bool) -> None:
         self._rng = rng
         self._numbers = None if is_random else itertools.count(rng.randrange(1000))
 
-    def pick(self, registry: Registry, turn: Turn) -> Picked:
-        num_prefill, num_decode = len(registry.prefill_workers.records), len(registry.decode_workers.records)
+    def pick(self, registry: Registry, turn: Turn) -> Placement:
+        prefills, decodes = registry.prefill_workers.records, registry.decode_workers.records
         if self._numbers is None:
-            return self._rng.randrange(num_prefill), self._rng.randrange(num_decode), turn.num_tokens
-        number = next(self._numbers)
-        return number % num_prefill, number % num_decode, turn.num_tokens
+            prefill, decode = self._rng.choice(prefills), self._rng.choice(decodes)
+        else:
+            number = next(self._numbers)
+            prefill, decode = prefills[number % len(prefills)], decodes[number % len(decodes)]
+        return Placement(prefill.worker.worker_id, decode.worker.worker_id, turn.num_tokens)
 
-    def workers(self, registry: Registry, picked: Picked) -> tuple[str, str]:
-        prefill = registry.prefill_workers.records[picked[0]].worker
-        return prefill.worker_id, registry.decode_workers.records[picked[1]].worker.worker_id
+    def on_first_token(self, placement: Placement, ttft_s: float) -> None:
+        """Needs no feedback."""
 
-    def first_token(self, picked: Picked, ttft_s: float) -> None:
-        pass
-
-    def ended(self, picked: Picked) -> None:
-        pass
+    def on_end(self, placement: Placement) -> None:
+        """Needs no feedback."""
 
 
-class LeastLoaded(Blind):
-    """Fewest prompt tokens ahead (own plus reported), fewest own sequences; ties go round. Caches are not looked at."""
+class LeastLoadedPolicy:
+    """Fewest queued prompt tokens (own and reported) and fewest own sequences; ties rotate. Ignores caches."""
 
-    def __init__(self, rng: random.Random) -> None:
-        super().__init__(rng, is_random=False)
-        self._tokens: Counter[int] = Counter()
-        self._sequences: Counter[int] = Counter()
-        self._picked_at: Counter[tuple[str, int]] = Counter()
+    def __init__(self) -> None:
+        self._tokens: Counter[str] = Counter()
+        self._sequences: Counter[str] = Counter()
+        self._picked_at: Counter[str] = Counter()
         self._num_picks = 0
 
-    def pick(self, registry: Registry, turn: Turn) -> Picked:
-        prefills, decodes = registry.prefill_workers.records, registry.decode_workers.records
+    def pick(self, registry: Registry, turn: Turn) -> Placement:
+        prefills = {record.worker.worker_id: record.load for record in registry.prefill_workers.records}
+        decodes = [record.worker.worker_id for record in registry.decode_workers.records]
+        prefill = min(prefills, key=lambda i: (self._tokens[i] + prefills[i].num_waiting_tokens, self._picked_at[i]))
+        decode = min(decodes, key=lambda i: (self._sequences[i], self._picked_at[i]))
         self._num_picks += 1
-        prefill = min(
-            range(len(prefills)),
-            key=lambda i: (self._tokens[i] + prefills[i].load.num_waiting_tokens, self._picked_at["prefill", i]),
-        )
-        decode = min(range(len(decodes)), key=lambda i: (self._sequences[i], self._picked_at["decode", i]))
-        self._picked_at["prefill", prefill] = self._picked_at["decode", decode] = self._num_picks
+        self._picked_at[prefill] = self._picked_at[decode] = self._num_picks
         self._tokens[prefill] += turn.num_tokens
         self._sequences[decode] += 1
-        return prefill, decode, turn.num_tokens
+        return Placement(prefill, decode, turn.num_tokens)
 
-    def first_token(self, picked: Picked, ttft_s: float) -> None:
-        self._tokens[picked[0]] -= picked[2]
+    def on_first_token(self, placement: Placement, ttft_s: float) -> None:
+        self._tokens[placement.prefill_id] -= placement.route
 
-    def ended(self, picked: Picked) -> None:
-        self._sequences[picked[1]] -= 1
+    def on_end(self, placement: Placement) -> None:
+        self._sequences[placement.decode_id] -= 1
 
 
 POLICIES: dict[str, MakePolicy] = {
-    "random": lambda registry, num_proxies, seed: Blind(random.Random(seed), is_random=True),
-    "round-robin": lambda registry, num_proxies, seed: Blind(random.Random(seed), is_random=False),
-    "least-loaded": lambda registry, num_proxies, seed: LeastLoaded(random.Random(seed)),
-    "tandem": Routed,
+    "random": lambda registry, num_proxies, seed: BlindPolicy(random.Random(seed), is_random=True),
+    "round-robin": lambda registry, num_proxies, seed: BlindPolicy(random.Random(seed), is_random=False),
+    "least-loaded": lambda registry, num_proxies, seed: LeastLoadedPolicy(),
+    "tandem": TandemPolicy,
 }
 
 
 def compare(num_workers: int, num_proxies: int, load: float, duration_s: float) -> list[dict[str, Any]]:
-    """load: prompt tokens per second, none of them cached, over what the prefill workers can compute."""
+    """`load`: prompt tokens per second, without any cached, relative to what the prefill workers can compute."""
     speed, tokens_per_turn = 4000.0, 2700.0
     trace = chats(random.Random(7), duration_s, load * num_workers * speed / tokens_per_turn)
     rows = []
@@ -97,11 +91,11 @@ def compare(num_workers: int, num_proxies: int, load: float, duration_s: float) 
 
 
 def goodput(load: float, slo_s: float, rejects: bool, duration_s: float, num_workers: int = 8) -> dict[str, Any]:
-    """Past a load of 1 there is more to compute than the workers can, whoever gets it."""
+    """Measures how many first tokens per second meet the SLO at a load of prompts without a common prefix."""
     speed, mean_tokens = 4000.0, 1000.0
     trace = single_prompts(random.Random(3), duration_s, load * num_workers * speed / (mean_tokens + 64), mean_tokens)
     simulation = Simulation(
-        lambda registry, num_proxies, seed: Routed(registry, num_proxies, seed, slo_s if rejects else None),
+        lambda registry, num_proxies, seed: TandemPolicy(registry, num_proxies, seed, slo_s if rejects else None),
         num_workers,
         num_workers,
         speed=speed,
@@ -120,10 +114,10 @@ def goodput(load: float, slo_s: float, rejects: bool, duration_s: float, num_wor
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.simulation.router_policies", description=__doc__)
     add_common_options(parser)
     arguments = parser.parse_args()
-    duration_s = 20.0 if arguments.quick else 120.0  # of the simulated trace
+    duration_s = 20.0 if arguments.quick else 120.0  # simulated time
     rows = [
         row
         for num_workers, num_proxies, load in ((8, 1, 0.8), (8, 4, 1.2), (64, 4, 0.8))
@@ -134,7 +128,7 @@ def main() -> None:
     ]
     for row in overload:
         print(json.dumps(row))
-    finish(Report.of("router_policies", {"policies": rows, "goodput": overload}), arguments.json)
+    finish(Report.of("simulation.router_policies", {"policies": rows, "goodput": overload}), arguments.json)
 
 
 if __name__ == "__main__":
