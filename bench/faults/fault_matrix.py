@@ -1,19 +1,18 @@
-"""Strikes each kind of process in each way in each phase of a request: `python -m bench.faults.fault_matrix`.
+"""Injects each fault into each kind of process in each phase of a request.
+
+    python -m bench.faults.fault_matrix [--role R] [--fault F] [--phase P] [--quick] [--json FILE]
 
 {prefill, decode, proxy, media cache} x {SIGKILL, SIGSTOP, SIGSTOP then SIGCONT, SIGTERM} x {queued, prefilling,
-shipping, first token, decoding, finishing}, decode workers while they compute a prompt themselves, and clients that go
-in each phase; on a cluster of two workers of each role, two proxies and a media cache, with a tiny model that takes
-images. Where the media cache is struck, the request has an image. Reports what became of the request, how long it
-paused, when the cluster was whole again, and what was leaked. `tests.faults.matrix` has the rules.
+shipping, first token, decoding, finishing}, decode workers during local prefill, and clients that disconnect in each
+phase. The cluster has two workers of each role, two proxies, a media cache and a tiny model that takes images; requests
+have an image where the media cache is hit. `tests.faults.matrix` states the expected outcomes.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import random
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +32,8 @@ QUICK = (
 )
 
 
-def go_through(
-    running: Matrix, cases: list[Case], results: list[Result], on_result: Callable[[list[Result]], None]
-) -> None:
-    """results: are added to. on_result: called after each case, with all that there are."""
+def run_cases(running: Matrix, cases: list[Case]) -> list[Result]:
+    results = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task("fault matrix", total=len(cases))
@@ -45,15 +42,15 @@ def go_through(
             try:
                 result = running.run(case)
             except AssertionError as error:
-                result = Result(case, "not run to its end", False, "", 0.0, 0.0, 0, 0, None, [str(error)])
+                result = Result(case, "not completed", False, "", 0.0, 0.0, 0, 0, None, [str(error)])
             results.append(result)
             print(f"{case}: {result.outcome}", *result.problems, sep="; ", flush=True)
-            on_result(results)
             progress.advance(task)
+    return results
 
 
 def table(results: list[Result]) -> Table:
-    shown = Table("struck", "by", "in phase", "request", "pause s", "whole after s", "attempts", "problems")
+    shown = Table("process", "fault", "phase", "request", "pause s", "recovery s", "attempts", "problems")
     for result in results:
         case = result.case
         shown.add_row(
@@ -64,12 +61,12 @@ def table(results: list[Result]) -> Table:
 
 
 def figures(results: list[Result]) -> dict[str, Any]:
-    told: dict[str, list[Result]] = {}
+    by_fault: dict[str, list[Result]] = {}
     for each in results:
-        told.setdefault(f"{each.case.role}, {each.case.fault}", []).append(each)
+        by_fault.setdefault(f"{each.case.role}, {each.case.fault}", []).append(each)
     recovery = {
-        struck: {"pause_s_most": max(each.pause_s for each in of), "whole_s_most": max(each.whole_s for each in of)}
-        for struck, of in told.items()
+        fault: {"max_pause_s": max(each.pause_s for each in of), "max_recovery_s": max(each.whole_s for each in of)}
+        for fault, of in by_fault.items()
     }
     return {
         "load_average": round(os.getloadavg()[0], 2),
@@ -80,55 +77,34 @@ def figures(results: list[Result]) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m bench.faults.fault_matrix", description=__doc__)
     for name in ("role", "fault", "phase"):
         choices = dict.fromkeys(getattr(case, name) for case in all_cases())
-        parser.add_argument(f"--{name}", choices=list(choices), help="only this one")
-    parser.add_argument("--shuffle", type=int, metavar="SEED", help="in another order: for a run that may be cut short")
-    parser.add_argument("--resume", action="store_true", help="run what the file of --json lacks, or has with problems")
+        parser.add_argument(f"--{name}", choices=list(choices), help="run only these cases")
     parser.add_argument("--connector", default="auto", help="KV connector of the cluster (default: %(default)s)")
     add_common_options(parser)
-    arguments = parser.parse_args()
+    options = parser.parse_args()
     cases = [
         case
-        for case in (QUICK if arguments.quick else all_cases())
-        if all(wanted in (None, getattr(case, name)) for name, wanted in _filters(arguments))
+        for case in (QUICK if options.quick else all_cases())
+        if all(getattr(options, name) in (None, getattr(case, name)) for name in ("role", "fault", "phase"))
     ]
-    results: list[Result] = []
-    if arguments.resume:
-        if arguments.json is None or not arguments.json.exists():
-            parser.error("--resume: there is no file of --json yet")
-        told = msgspec.json.decode(arguments.json.read_bytes(), type=Report).figures["results"]
-        results = [each for each in msgspec.convert(told, list[Result]) if not each.problems]
-        cases = [case for case in cases if case not in [each.case for each in results]]
-    if arguments.shuffle is not None:
-        random.Random(arguments.shuffle).shuffle(cases)
     if not cases:
-        parser.error("no case is left with these options; leave one of them out")
-    with tempfile.TemporaryDirectory() as folder, matrix(Path(folder), arguments.connector) as running:
-        go_through(running, cases, results, lambda so_far: write(so_far, arguments.json))
+        parser.error("no case matches these options")
+    with tempfile.TemporaryDirectory() as folder, matrix(Path(folder), options.connector) as running:
+        results = run_cases(running, cases)
     Console().print(table(results))
-    finish(report(results), arguments.json)
-
-
-def write(results: list[Result], file: Path | None) -> None:
-    """So far, for whoever cannot wait."""
-    if file is not None:
-        report(results).write(file)
+    finish(report(results), options.json)
 
 
 def report(results: list[Result]) -> Report:
     failed = [each for each in results if each.outcome != "length" and not each.case.may_fail]
     aims = [
-        Aim.of("failed requests, but for those of proxies that ended", len(failed), 0, "lower"),
-        Aim.of("answers with other tokens", sum(not each.is_same for each in results), 0, "lower"),
-        Aim.of("cases with a problem of any kind", sum(bool(each.problems) for each in results), 0, "lower"),
+        Aim.of("failed requests, except those of killed proxies", len(failed), 0, "lower"),
+        Aim.of("responses with wrong tokens", sum(not each.is_same for each in results), 0, "lower"),
+        Aim.of("cases with any problem", sum(bool(each.problems) for each in results), 0, "lower"),
     ]
-    return Report.of("fault_matrix", figures(results), aims)
-
-
-def _filters(arguments: argparse.Namespace) -> list[tuple[str, str | None]]:
-    return [(name, getattr(arguments, name)) for name in ("role", "fault", "phase")]
+    return Report.of("faults.fault_matrix", figures(results), aims)
 
 
 if __name__ == "__main__":

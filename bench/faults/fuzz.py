@@ -1,7 +1,9 @@
-"""A cluster under rubbish: the ZeroMQ sockets of all its processes, every kind of message that they take, and HTTP.
+"""Fuzzes a real cluster: the ZeroMQ sockets of all its processes, with every message type, and the HTTP endpoint.
 
-Between rounds a real request must be answered as before. At the end every process still lives, no block, request or
-descriptor is missing, and memory is about what it was. The inputs follow from --seed.
+    python -m bench.faults.fuzz [--inputs 100000] [--seed N] [--quick] [--json FILE]
+
+After each round a real request must get the same response as before. At the end every process must still run, and no
+block, request, descriptor or memory may have leaked. The seed determines the inputs.
 """
 
 from __future__ import annotations
@@ -11,14 +13,11 @@ import asyncio
 import contextlib
 import os
 import random
-import signal
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -30,8 +29,7 @@ from bench.faults.fuzz_cache import fuzz_cache
 from bench.faults.fuzz_http import HttpFuzzer
 from bench.faults.fuzz_messages import MessageFuzzer, sender
 from bench.faults.fuzz_replay import ReplayingProxy
-from bench.ports import free_port
-from bench.support.process_memory import process_memory
+from bench.support.processes import num_descriptors, process_memory
 from bench.support.report import Aim, Report, add_common_options, finish
 from tandem.deploy.commands.status import fetch_status
 from tandem.deploy.processes.runtime_dir import runtime_dir
@@ -49,6 +47,7 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.operations import FromLauncher, GetPlan, ListProcesses, RestartProcess
 from tandem.protocol.messages.transfer import ToDecodePeer, ToPrefillPeer
+from tests.support.cluster import Cluster
 
 MODEL = "tandem-demo"
 _ROUND = 2000
@@ -71,7 +70,7 @@ _NULL_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48)
 
 
 class Fuzz:
-    """Rubbish for a cluster on `port` with one proxy, one prefill and one decode worker."""
+    """Sends invalid input to the cluster on `port`, which has one proxy, one prefill and one decode worker."""
 
     def __init__(self, port: int, seed: int) -> None:
         self._port = port
@@ -84,7 +83,7 @@ class Fuzz:
             "proxy-0": self._fuzzer(ToProxyControl),
             "prefill-0": self._fuzzer(ToPrefill),
             "decode-0": self._fuzzer(ToDecode | ToDecodePeer),
-            # Without those that would be done: a count that makes sense is no rubbish.
+            # Without commands that the launcher would execute, such as a valid new number of workers.
             "launcher": self._fuzzer(GetPlan | ListProcesses | RestartProcess),
         }
         self._as_worker = self._fuzzer(ToProxy)
@@ -95,20 +94,18 @@ class Fuzz:
         types = get_args(expected)
         return MessageFuzzer(self._rng, types, tuple(kind for kind in _ALL if kind not in types))
 
-    # ---- what must hold
-
     def ask(self) -> str:
-        """A real request's answer; greedy, so always the same."""
+        """Sends a valid greedy request and returns its text, which never changes."""
         body = {"model": MODEL, "prompt": "one two three", "max_tokens": 6, "temperature": 0}
-        answer = httpx.post(f"http://127.0.0.1:{self._port}/v1/completions", json=body, timeout=60)
-        answer.raise_for_status()
-        return str(answer.json()["choices"][0]["text"])
+        response = httpx.post(f"http://127.0.0.1:{self._port}/v1/completions", json=body, timeout=60)
+        response.raise_for_status()
+        return str(response.json()["choices"][0]["text"])
 
     def status(self) -> StatusReport:
         return asyncio.run(fetch_status(self._port))[0]
 
     def pids(self) -> dict[str, int]:
-        """Of the workers and of the proxy, by name."""
+        """Returns the process ids of the workers and the proxy by name."""
         pids = {report.worker.worker_id: report.worker.pid for report in self.status().workers}
         launcher = int((self._folder / "launcher.pid").read_text())
         for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
@@ -117,7 +114,7 @@ class Fuzz:
         return pids
 
     def settle(self) -> None:
-        """Wait until only the real workers are there, nothing runs, all blocks are free, and a request is answered."""
+        """Waits until only real workers are registered, nothing runs and all blocks are free; sends a request."""
 
         def is_quiet() -> bool:
             report = self.status()
@@ -133,9 +130,7 @@ class Fuzz:
             )
 
         _wait_until(is_quiet)
-        assert self.ask() == self._reference, "the answer to a real request has changed"
-
-    # ---- rounds
+        assert self.ask() == self._reference, "the response to a valid request has changed"
 
     def run(self, num_inputs: int) -> None:
         while self.inputs.total() < num_inputs:
@@ -145,13 +140,13 @@ class Fuzz:
             self._as_member(size * 3 // 20)
             self._replay(size // 20)
             self._bytes_to_sockets(max(1, size // 20))
-            for _ in range(size if size < _ROUND // 10 else size // 4):  # the last few all at once
+            for _ in range(size if size < _ROUND // 10 else size // 4):  # a small last round is HTTP only
                 self.http.send_one()
                 self.inputs["http"] += 1
             self.settle()
 
     def _to_router(self, name: str, count: int) -> None:
-        """Messages of one sender; a few have more frames than one, or none that says anything."""
+        """Sends messages from one sender; 5 % have extra frames."""
         with sender(f"ipc://{self._folder}/{name}.sock") as send:
             for _ in range(count):
                 kind, data = self._fuzzers[name].next()
@@ -159,9 +154,9 @@ class Fuzz:
                 self.inputs[f"{name} {kind}"] += 1
 
     def _as_member(self, count: int) -> None:
-        """A decode worker that registers, and then sends rubbish to the proxy and the prefill worker that come."""
+        """Registers as a decode worker and sends invalid messages to the proxy and the prefill worker that connect."""
         report = self.status()
-        prompt_bounds = (256, 300)
+        prompt_limits = (256, 300)
         with tempfile.TemporaryDirectory(prefix="fz") as folder:
             context = zmq.Context()
             router, control = context.socket(zmq.ROUTER), context.socket(zmq.DEALER)
@@ -173,7 +168,7 @@ class Fuzz:
             control.connect(f"ipc://{self._folder}/proxy-0.sock")
             worker = WorkerInfo("fuzz-decode", os.urandom(4).hex(), "decode", endpoint, os.getpid())
             status = msgspec.msgpack.encode(WorkerStatus(worker.worker_id, worker.epoch, WorkerLoad()))
-            control.send(msgspec.msgpack.encode(RegisterWorker(PROTOCOL_VERSION, worker, *prompt_bounds, "fuzz", 64)))
+            control.send(msgspec.msgpack.encode(RegisterWorker(PROTOCOL_VERSION, worker, *prompt_limits, "fuzz", 64)))
             proxy, prefill = f"{report.proxy_id}:0".encode(), b""
             sent, deadline, beat_at = 0, time.monotonic() + _SETTLE_TIMEOUT_S, 0.0
             while sent < count and time.monotonic() < deadline:
@@ -188,12 +183,12 @@ class Fuzz:
                 kind, data = (self._as_decode if to_prefill else self._as_worker).next()
                 try:
                     router.send_multipart([prefill if to_prefill else proxy, data], zmq.NOBLOCK)
-                except zmq.ZMQError:  # not connected yet, or it has closed the pair
+                except zmq.ZMQError:  # not connected yet, or the peer has closed the pair
                     time.sleep(0.001)
                     continue
                 sent += 1
                 self.inputs[f"{'prefill-0 from its peer' if to_prefill else 'proxy-0 from a worker'} {kind}"] += 1
-            assert sent == count, "neither the proxy nor the prefill worker connected to a worker that had registered"
+            assert sent == count, "no proxy or prefill worker connected to the registered worker"
             control.send(msgspec.msgpack.encode(WorkerExited(worker.worker_id, worker.pid)))
             router.close()
             control.close()
@@ -202,11 +197,11 @@ class Fuzz:
     def _replay(self, count: int) -> None:
         workers = {report.worker.role: report.worker for report in self.status().workers}
         proxy = ReplayingProxy(self._rng, workers["prefill"], workers["decode"])
-        self.inputs["genuine, several times"] += proxy.run(count)
+        self.inputs["valid, replayed"] += proxy.run(count)
         self.replay_outcomes.update(proxy.outcomes)
 
     def _bytes_to_sockets(self, count: int) -> None:
-        """What is no ZeroMQ at all, or stops in the middle of its handshake."""
+        """Sends bytes that are not ZMTP, or stop in the middle of its handshake."""
         for _ in range(count):
             name = self._rng.choice(list(self._fuzzers))
             data = self._rng.randbytes(self._rng.randrange(1, 300))
@@ -221,36 +216,32 @@ class Fuzz:
             self.inputs[f"{name} bytes"] += 1
 
 
-def num_descriptors(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
-
-
 def refusals(metrics: str) -> dict[str, int]:
-    """Label sets of the refusal metrics to their values."""
+    """Returns the refusal counters by label set."""
     lines = [line for line in metrics.splitlines() if "refusals" in line and not line.startswith("#")]
     return {line.rsplit(" ", 1)[0]: int(float(line.rsplit(" ", 1)[1])) for line in lines}
 
 
-def _wait_until(holds: Callable[[], bool]) -> None:
+def _wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + _SETTLE_TIMEOUT_S
-    while not holds():
+    while not condition():
         if time.monotonic() > deadline:
-            raise SystemExit("the cluster did not come to rest: something is held, or a worker is lost")
+            raise SystemExit("the cluster did not become idle: resources are leaked or a worker is lost")
         time.sleep(0.2)
 
 
 def run(port: int, admin_url: str, num_inputs: int, seed: int) -> dict[str, Any]:
-    """Fuzz a cluster that runs; the figures say what was sent, what was refused and what it has cost."""
+    """Fuzzes a running cluster. Returns figures of inputs, refusals, descriptors and memory."""
     fuzz = Fuzz(port, seed)
     pids = fuzz.pids()
-    fuzz.run(min(_ROUND, num_inputs) // 4)  # caches and buffers find their size
+    fuzz.run(min(_ROUND, num_inputs) // 4)  # lets caches and buffers reach their size
     before = {name: (num_descriptors(pid), process_memory(pid).own_mib) for name, pid in pids.items()}
     started = time.monotonic()
     cache = fuzz_cache(random.Random(seed), num_inputs // 10)
     fuzz.run(num_inputs)
     took_s = time.monotonic() - started
-    assert fuzz.pids() == pids, "a process has died and was started again"
-    # ZeroMQ gives up half a handshake after five seconds; until then its connection is open.
+    assert fuzz.pids() == pids, "a process ended and was restarted"
+    # ZeroMQ keeps the connection of an incomplete handshake open for five seconds.
     _wait_until(lambda: all(num_descriptors(pid) <= before[name][0] for name, pid in pids.items()))
     return {
         "num_inputs": fuzz.inputs.total() + sum(cache["inputs"].values()),
@@ -268,41 +259,15 @@ def run(port: int, admin_url: str, num_inputs: int, seed: int) -> dict[str, Any]
     }
 
 
-@contextlib.contextmanager
-def _cluster() -> Iterator[tuple[int, str]]:
-    port, admin_port = free_port(), free_port()
-    command = [
-        sys.executable, "-m", "tandem.deploy.cli", "up", "--port", str(port), "--admin-port", str(admin_port),
-        "--kv-cache-gib", "0.05", "--decode-prefill-threshold", "0", "--device", "cpu",
-    ]  # fmt: skip
-    launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 300
-        while not _is_up(port):
-            if launcher.poll() is not None or time.monotonic() > deadline:
-                raise SystemExit("the cluster did not start")
-            time.sleep(0.2)
-        yield port, f"http://127.0.0.1:{admin_port}"
-    finally:
-        launcher.send_signal(signal.SIGTERM)
-        launcher.wait(30)
-
-
-def _is_up(port: int) -> bool:
-    try:
-        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=5).status_code == 200
-    except httpx.HTTPError:
-        return False
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--inputs", type=int, default=100_000, metavar="N", help="how many (default: 100000)")
-    parser.add_argument("--seed", type=int, default=0, help="another gives other inputs")
+    parser.add_argument("--inputs", type=int, default=100_000, metavar="N", help="number of inputs (default: 100000)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the inputs")
     add_common_options(parser)
     options = parser.parse_args()
-    with _cluster() as (port, admin_url):
-        figures = run(port, admin_url, 2000 if options.quick else options.inputs, options.seed)
+    num_inputs = 2000 if options.quick else options.inputs
+    with Cluster("--kv-cache-gib", "0.05", "--device", "cpu") as cluster:
+        figures = run(cluster.port, cluster.admin_url, num_inputs, options.seed)
     growth = max(figures["memory_growth_mib"].values())
     aims = [
         Aim.of("internal errors", figures["num_internal_errors"], 0, "lower"),
@@ -310,7 +275,7 @@ def main() -> None:
     ]
     for name in ("http_outcomes", "replay_outcomes", "refusals", "memory_growth_mib"):
         print(name, figures[name])
-    finish(Report.of("fuzz", figures, aims), options.json)
+    finish(Report.of("faults.fuzz", figures, aims), options.json)
 
 
 if __name__ == "__main__":

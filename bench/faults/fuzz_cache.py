@@ -1,4 +1,4 @@
-"""A media cache under rubbish: every kind of message on its socket, with leases that are taken and never ended."""
+"""Fuzzes a media cache: every message type on its socket, with leases that their client never releases."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 from bench.faults.fuzz_messages import MessageFuzzer, sender
+from bench.support.processes import num_descriptors
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.media_segment import write_segment
 from tandem.protocol.messages.media_cache import (
@@ -35,7 +36,7 @@ T = TypeVar("T")
 
 
 def fuzz_cache(rng: random.Random, num_inputs: int) -> dict[str, Any]:
-    """The figures: inputs by kind, what of descriptors was there before and after. Raises AssertionError."""
+    """Returns inputs by kind and open descriptors. Raises AssertionError on a leak, a crash or a logged error."""
     with tempfile.TemporaryDirectory(prefix="fz") as folder:
         endpoint = f"ipc://{folder}/cache.sock"
         file, log = Path(folder) / "cache.json", Path(folder) / "log"
@@ -46,9 +47,9 @@ def fuzz_cache(rng: random.Random, num_inputs: int) -> dict[str, Any]:
             inputs: Counter[str] = Counter()
             expected, others = get_args(ToMediaCache), get_args(FromMediaCache)
             _use(endpoint)
-            before = _num_descriptors(process.pid)
+            before = num_descriptors(process.pid)
             while inputs.total() < num_inputs:
-                # All leases are those of a process that ends without a word.
+                # The owner of all leases is a process that gets killed.
                 client = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
                 try:
                     fuzzer = MessageFuzzer(rng, expected, others, {"client_pid": client.pid})
@@ -58,13 +59,13 @@ def fuzz_cache(rng: random.Random, num_inputs: int) -> dict[str, Any]:
                     client.wait()
                 _use(endpoint)
             deadline = time.monotonic() + _TIMEOUT_S
-            while _num_descriptors(process.pid) > before or _call(endpoint, MediaCacheClient.status).num_leases:
-                assert time.monotonic() < deadline, "the media cache keeps descriptors or leases"
+            while num_descriptors(process.pid) > before or _call(endpoint, MediaCacheClient.status).num_leases:
+                assert time.monotonic() < deadline, "the media cache leaks descriptors or leases"
                 time.sleep(0.2)
             assert process.poll() is None, f"the media cache ended with {process.returncode}"
-            told = log.read_text()
-            assert "a message handler failed" not in told and "Traceback" not in told, told
-            return {"inputs": dict(sorted(inputs.items())), "descriptors": _num_descriptors(process.pid)}
+            logged = log.read_text()
+            assert "a message handler failed" not in logged and "Traceback" not in logged, logged
+            return {"inputs": dict(sorted(inputs.items())), "descriptors": num_descriptors(process.pid)}
         finally:
             process.terminate()
             process.wait(10)
@@ -79,7 +80,7 @@ def _send(fuzzer: MessageFuzzer, endpoint: str, count: int, inputs: Counter[str]
 
 
 def _use(endpoint: str) -> None:
-    """What a proxy does, beside what the rubbish has left: an item is taken, written, read, let go and forgotten."""
+    """Acquires, writes, reads, releases and clears an item, as a proxy does."""
     key, data = MediaKey(os.urandom(32), "input"), os.urandom(1000)
 
     async def use(client: MediaCacheClient) -> bytes:
@@ -88,11 +89,11 @@ def _use(endpoint: str) -> None:
         assert granted is not None and not granted.is_ready
         [offset], num_bytes = write_segment(granted.segment, key, [data])
         await client.commit(lease_id, [CommittedMedia(key, num_bytes, b"")])
-        told = await client.get(key)
-        assert told is not None
+        found = await client.get(key)
+        assert found is not None
         client.release([lease_id])
         await client.clear()
-        return told[0][offset : offset + len(data)]
+        return found[0][offset : offset + len(data)]
 
     assert _call(endpoint, use) == data
 
@@ -109,7 +110,3 @@ def _call(endpoint: str, work: Callable[[MediaCacheClient], Awaitable[T]]) -> T:
             context.destroy(linger=0)
 
     return asyncio.run(call())
-
-
-def _num_descriptors(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))

@@ -1,7 +1,7 @@
-"""Requests to fuzz the HTTP endpoint with: bytes, heads, bodies, and clients that go away in the middle.
+"""Fuzzes the HTTP endpoint: random bytes, heads and bodies, and clients that disconnect early.
 
-A whole request must be answered. What may be but a part of one is followed by the end of the connection, or the proxy
-would rightly wait for the rest.
+A complete request must get a complete response. After input that may be incomplete the client closes its side of the
+connection, because the proxy would rightly wait for the rest.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FIELDS = (
 
 
 class HttpFuzzer:
-    """outcomes: how many ended with which status, "closed" where the proxy hung up on a part of a request."""
+    """`outcomes` counts responses by status, and "closed" for connections that the proxy closed without one."""
 
     def __init__(self, rng: random.Random, port: int, model: str) -> None:
         self._rng = rng
@@ -37,19 +37,20 @@ class HttpFuzzer:
         self.outcomes: Counter[str] = Counter()
 
     def send_one(self) -> None:
-        """Send one and wait for what comes of it. Raises TimeoutError when nothing does, a hang, and ValueError when a
-        whole request has no answer.
+        """Sends one input and waits for its end.
+
+        Raises TimeoutError when the proxy hangs, ValueError when a complete request gets no complete response.
         """
         rng = self._rng
-        match rng.choices(("bytes", "head", "body", "leave"), weights=(20, 20, 50, 10))[0]:
+        match rng.choices(("bytes", "head", "body", "disconnect"), weights=(20, 20, 50, 10))[0]:
             case "bytes":
-                self._exchange(rng.randbytes(rng.randrange(1, 300)) + b"\r\n\r\n", is_whole=False)
+                self._exchange(rng.randbytes(rng.randrange(1, 300)) + b"\r\n\r\n", is_complete=False)
             case "head":
-                self._exchange(self._head(), is_whole=False)
+                self._exchange(self._head(), is_complete=False)
             case "body":
-                self._exchange(self._request(self._body()), is_whole=True)
-            case "leave":
-                self._leave()
+                self._exchange(self._request(self._body()), is_complete=True)
+            case "disconnect":
+                self._disconnect()
 
     def _head(self) -> bytes:
         rng = self._rng
@@ -97,24 +98,24 @@ class HttpFuzzer:
         head = f"POST {path or self._rng.choice(_PATHS)} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
         return head.encode() + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
 
-    def _exchange(self, data: bytes, is_whole: bool) -> None:
+    def _exchange(self, data: bytes, is_complete: bool) -> None:
         received = b""
         with (
             socket.create_connection(("127.0.0.1", self._port), timeout=_TIMEOUT_S) as connection,
             contextlib.suppress(ConnectionResetError, BrokenPipeError),
         ):
             connection.sendall(data)
-            if not is_whole:
+            if not is_complete:
                 connection.shutdown(socket.SHUT_WR)
             while chunk := connection.recv(65536):
                 received += chunk
-        is_answered = received.startswith(b"HTTP/1.1 ")
-        if is_whole and not (is_answered and _has_end(received)):
-            raise ValueError(f"no answer to {data[:2000]!r}, or one without an end: {received[-500:]!r}")
-        self.outcomes[received[9:12].decode() if is_answered else "closed"] += 1
+        has_response = received.startswith(b"HTTP/1.1 ")
+        if is_complete and not (has_response and _is_complete(received)):
+            raise ValueError(f"no complete response to {data[:2000]!r}: {received[-500:]!r}")
+        self.outcomes[received[9:12].decode() if has_response else "closed"] += 1
 
-    def _leave(self) -> None:
-        """A stream whose client reads a little, or nothing, and goes."""
+    def _disconnect(self) -> None:
+        """Starts a stream, reads little or nothing of it, and disconnects."""
         body = {"model": self._model, "prompt": "hello", "max_tokens": 50, "stream": True, "ignore_eos": True}
         data = self._request(json.dumps(body).encode(), "/v1/completions")
         with socket.create_connection(("127.0.0.1", self._port), timeout=_TIMEOUT_S) as connection:
@@ -123,12 +124,12 @@ class HttpFuzzer:
                 connection.settimeout(0.05)
                 with contextlib.suppress(TimeoutError):
                     connection.recv(self._rng.choice((1, 100, 4096)))
-        self.outcomes["left"] += 1
+        self.outcomes["disconnected"] += 1
 
 
-def _has_end(answer: bytes) -> bool:
-    """A stream says how it ends; the length of all else is in its head."""
-    head, _, body = answer.partition(b"\r\n\r\n")
+def _is_complete(response: bytes) -> bool:
+    """Tells whether a stream ends with [DONE] or an error, and another response has its Content-Length."""
+    head, _, body = response.partition(b"\r\n\r\n")
     if b"text/event-stream" not in head.lower():
         length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
         return length is not None and len(body) == int(length[1])

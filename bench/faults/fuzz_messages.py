@@ -1,4 +1,4 @@
-"""Bytes to fuzz sockets with: random ones, messages cut or changed, and whole messages that make no sense."""
+"""Makes fuzz payloads: random bytes, truncated or modified messages, and well-formed messages without sense."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _STRINGS = (
     "tcp://127.0.0.1:1",
     "é\n{}",
 )
-"""All that a message of ours names."""
+"""Strings of fuzzed messages; "fuzz" marks every name that is ours."""
 _LARGE_BYTES = 1 << 20
 _HUGE_BYTES = MAX_MESSAGE_BYTES + 1
-"""More than any socket takes: the connection is closed before anything is decoded."""
+"""Exceeds the limit of every socket, which closes the connection before decoding."""
 
 
 @contextlib.contextmanager
 def sender(endpoint: str) -> Iterator[Callable[[list[bytes]], None]]:
-    """Sends the frames of a message; answers are thrown away."""
+    """Yields a function that sends the frames of a message and discards replies."""
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
     dealer.setsockopt(zmq.LINGER, 10_000)
@@ -58,9 +58,9 @@ def sender(endpoint: str) -> Iterator[Callable[[list[bytes]], None]]:
 
 
 class MessageFuzzer:
-    """Payloads for a socket that expects one of `expected`; others: types that travel in other directions.
+    """Makes payloads for a socket that expects one of `expected`; `others` are types of other sockets.
 
-    fixed: fields that are always so; messages that have one are not sent with some of their bytes changed.
+    `fixed` gives fields a constant value; the bytes of messages with such a field are never modified.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class MessageFuzzer:
         return {name: value for name, value in self._fixed.items() if name in kind.__struct_fields__}
 
     def _of_another_version(self) -> bytes:
-        """Of a message that tells its version; of any other, some that are whole."""
+        """Returns a message with another protocol version, or any valid message if none has a version field."""
         versioned = [kind for kind in self._expected if "version" in kind.__struct_fields__]
         if not versioned:
             return self._whole(self._expected)
@@ -130,7 +130,7 @@ class MessageFuzzer:
 
 
 def random_value(rng: random.Random, kind: Any) -> Any:
-    """A value of the type, with a liking for those at the edges; for the types that our messages have."""
+    """Returns a random value of a message type, often at the limits of its range."""
     return _value(rng, msgspec.inspect.type_info(kind))
 
 

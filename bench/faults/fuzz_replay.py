@@ -1,4 +1,4 @@
-"""Genuine requests, of a proxy that says everything several times, out of order, and again when all is over."""
+"""Acts as a proxy that sends valid messages several times, out of order, and again after the request has ended."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tandem.runtime.errors import InternalError
 
 _PROXY = "replaying-proxy"
 _NUM_TOKENS = 3
-_ANSWER_TIMEOUT_S = 30.0
+_TIMEOUT_S = 30.0
 Message = StartPrefill | PrepareDecode | AbortAttempt
 
 
 class ReplayingProxy:
-    """Requests of its own to one prefill and one decode worker. outcomes: how each of them ended first."""
+    """Sends requests to one prefill and one decode worker. `outcomes` counts how they ended."""
 
     def __init__(self, rng: random.Random, prefill: WorkerInfo, decode: WorkerInfo) -> None:
         self._rng = rng
@@ -40,30 +40,30 @@ class ReplayingProxy:
         self.outcomes: Counter[str] = Counter()
 
     def run(self, count: int) -> int:
-        """How many messages were sent. Raises TimeoutError when a request that was not aborted has no end."""
+        """Returns the number of messages sent. Raises TimeoutError when a request that was not aborted does not end."""
         rng, num_sent = self._rng, 0
         context = zmq.Context()
         to = {worker.epoch: self._connect(context, worker) for worker in (self._prefill, self._decode)}
         try:
             while num_sent < count:
                 name = rng.randbytes(8).hex()
-                said = self._request(name)
+                messages = self._request(name)
                 num_copies = rng.randint(1, 3)
-                said *= num_copies
-                rng.shuffle(said)
+                messages *= num_copies
+                rng.shuffle(messages)
                 is_aborted = rng.random() < 0.3
                 if is_aborted:
                     for epoch in to:
-                        said.insert(rng.randrange(len(said) + 1), (epoch, AbortAttempt(_PROXY, name)))
-                for epoch, message in said:
+                        messages.insert(rng.randrange(len(messages) + 1), (epoch, AbortAttempt(_PROXY, name)))
+                for epoch, message in messages:
                     to[epoch].send(self._encoder.encode(message))
                 if not is_aborted:
                     self.outcomes[self._await_end(list(to.values()), name, num_copies > 1)] += 1
-                for epoch, message in said:  # when all is over; what that begins anew is ended
+                for epoch, message in messages:  # again after the end; aborts what this restarts
                     to[epoch].send(self._encoder.encode(message))
                 for epoch in to:
                     to[epoch].send(self._encoder.encode(AbortAttempt(_PROXY, name)))
-                num_sent += 2 * len(said) + len(to)
+                num_sent += 2 * len(messages) + len(to)
         finally:
             for socket in to.values():
                 socket.close()
@@ -78,7 +78,7 @@ class ReplayingProxy:
         return socket
 
     def _request(self, name: str) -> list[tuple[str, Message]]:
-        """What a proxy sends for one request: epoch of the worker, and message."""
+        """Returns the messages of one request, each with the epoch of its worker."""
         tokens = pack_token_ids([self._rng.randrange(4, 200) for _ in range(self._rng.choice((1, 40, 200)))])
         stop = StopConditions(_NUM_TOKENS, frozenset())
         common: dict[str, Any] = {
@@ -92,17 +92,17 @@ class ReplayingProxy:
         ]
 
     def _await_end(self, sockets: list[Any], name: str, has_copies: bool) -> str:
-        """has_copies: a copy is refused, which says nothing of the request."""
+        """Returns the finish reason or error code. With `has_copies` ignores the refusal of a duplicate."""
         poller = zmq.Poller()
         for socket in sockets:
             poller.register(socket, zmq.POLLIN)
-        deadline = time.monotonic() + _ANSWER_TIMEOUT_S
+        deadline = time.monotonic() + _TIMEOUT_S
         while time.monotonic() < deadline:
             for socket, _ in poller.poll(1000):
                 for end in _ends(self._decoder.decode(socket.recv()), name):
                     if not (has_copies and end == InternalError.code):
                         return end
-        raise TimeoutError(f"a request that was sent several times had no end within {_ANSWER_TIMEOUT_S:.0f} s")
+        raise TimeoutError(f"a replayed request did not end within {_TIMEOUT_S:.0f} s")
 
 
 def _ends(message: Any, name: str) -> list[str]:

@@ -102,8 +102,11 @@ def main() -> None:
         "tests": run_tests(),
         "engine": run_benchmark("gpu.engine", ENGINE_LIMIT_S, *quick),
         "kv_transfer": run_benchmark("gpu.kv_transfer", TRANSFER_LIMIT_S, *quick),
-        "cluster": run_cluster(options.quick),
     }
+    try:
+        figures["cluster"] = run_cluster(options.quick)
+    except SystemExit as error:  # raised when the cluster does not start
+        figures["cluster"] = {"status": 1, "output": str(error)}
     aims = [Aim(**aim) for part in ("engine", "kv_transfer") for aim in figures[part].get("aims", [])]
     finish(Report.of("gpu.check", figures, aims), options.json)
 

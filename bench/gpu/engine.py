@@ -1,4 +1,4 @@
-"""One engine on one GPU against the GPU: decode against its memory bandwidth, prefill against its matrix rate.
+"""Engine steps on one GPU relative to its limits: decode to memory bandwidth, prefill to matrix throughput.
 
     python -m bench.gpu.engine [--quick] [--json FILE]
 
@@ -37,7 +37,7 @@ CONTEXT = 1024
 
 
 def seconds(function: Callable[[], object], repeat: int) -> float:
-    """Median wall time, by events on the device."""
+    """Returns the median time, measured with CUDA events."""
     times: list[float] = []
     for _ in range(3):
         function()
@@ -52,14 +52,14 @@ def seconds(function: Callable[[], object], repeat: int) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes read and written per second."""
+    """Returns bytes read and written per second by a device-to-device copy."""
     source = torch.randn(1 << 30, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.nbytes / seconds(lambda: target.copy_(source), 10)
 
 
 def matrix_rate() -> float:
-    """bfloat16 operations per second."""
+    """Returns bfloat16 operations per second of a large matrix product."""
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in "ab")
     return 2 * 8192**3 / seconds(lambda: a @ b, 20)
 
@@ -101,7 +101,7 @@ def main() -> None:
     add_common_options(parser)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device is visible; this benchmark needs one")
+        raise SystemExit("this benchmark needs a CUDA device, but none is visible")
     figures = measure(SMALL if options.quick else LLAMA_8B, options.quick)
     table = Table("case", "step ms", "share of the limit")
     for kind in ("decode", "prefill"):
@@ -116,7 +116,7 @@ def main() -> None:
         Aim.of(f"prefill of {size}, share of the matrix rate", v["share"], 0.5, "higher")
         for size, v in figures["prefill"].items()
     ]
-    finish(Report.of("gpu_engine", figures, aims), options.json)
+    finish(Report.of("gpu.engine", figures, aims), options.json)
 
 
 if __name__ == "__main__":

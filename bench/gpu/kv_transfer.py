@@ -1,10 +1,10 @@
-"""KV transfer between two processes with GPUs against a device-to-device copy in the same run.
+"""Throughput of KV transfers between two processes with GPUs, relative to a device-to-device copy in the same run.
 
     python -m bench.gpu.kv_transfer [--quick] [--json FILE]
 
-`ipc` is measured on one GPU; `nccl` between two, or between two processes on one where NCCL is 2.30 or newer. Blocks
-are 2 MiB, as 16 tokens of an 8 B model, once adjacent and once each on its own. The copy is within the sending process,
-from GPU to GPU where there are two. Each connector runs in processes of its own: one that hangs or dies costs itself.
+`ipc` runs on one GPU; `nccl` between two GPUs, or between two processes on one GPU with NCCL 2.30 or newer. Blocks are
+2 MiB (16 tokens of an 8 B model), adjacent or scattered. The sending process makes the reference copy, between the GPUs
+if there are two. Each connector runs in separate processes, so a hang or crash affects only its own figures.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ HOST = "127.0.0.1"
 MIB = 2**20
 BLOCK_BYTES = 2 * MIB
 SIZES = (16 * MIB, 64 * MIB, 256 * MIB)
-LAYOUT = KVLayout("model", "bfloat16", 32, 8, 128, 16)  # BLOCK_BYTES a block
+LAYOUT = KVLayout("model", "bfloat16", 32, 8, 128, 16)  # blocks of BLOCK_BYTES
 MODES = ("adjacent", "scattered")
 AIM = 0.8
 LIMIT_S = 45.0
 
 
 class Outcomes:
+    """Callback that queues the outcome of each transfer."""
+
     def __init__(self) -> None:
         self._queue: queue.Queue[KVTransferFailed | None] = queue.Queue()
 
@@ -57,7 +59,7 @@ class Outcomes:
 
 
 def block_ids(mode: str, num_blocks: int, side: str) -> list[int]:
-    """The same in both processes."""
+    """Returns the block ids; both processes get the same order."""
     ids = list(range(num_blocks))
     if mode == "scattered":
         random.Random(f"{side} {num_blocks}").shuffle(ids)
@@ -65,7 +67,7 @@ def block_ids(mode: str, num_blocks: int, side: str) -> list[int]:
 
 
 def decode_side(peer: Connection, connector: str, device_index: int) -> None:
-    """Takes what is announced, and tells the first bytes of each block when it is asked to look."""
+    """Receives announced blocks, and returns the first byte of each when asked to "look"."""
     torch.cuda.set_device(device_index)
     blocks = torch.zeros(max(SIZES) // BLOCK_BYTES, BLOCK_BYTES, dtype=torch.uint8, device=f"cuda:{device_index}")
     outcomes, server = Outcomes(), None
@@ -88,7 +90,7 @@ def decode_side(peer: Connection, connector: str, device_index: int) -> None:
 
 
 def prefill_side(results: Connection, connector: str, device_index: int, num_rounds: int) -> None:
-    """Runs in a process of its own too, so that what goes wrong with a device ends with it."""
+    """Sends and times all transfers; runs in its own process, so that a device error ends with it."""
     torch.cuda.set_device(0)
     context = multiprocessing.get_context("spawn")
     peer, theirs = context.Pipe()
@@ -96,13 +98,13 @@ def prefill_side(results: Connection, connector: str, device_index: int, num_rou
     process.start()
     theirs.close()
     if not peer.poll(LIMIT_S):
-        raise KVTransferFailed("the decode process does not come up")
+        raise KVTransferFailed("the decode process did not start")
     params = peer.recv()
     source = torch.zeros(max(SIZES) // BLOCK_BYTES, BLOCK_BYTES, dtype=torch.uint8, device="cuda:0")
     source[:] = torch.arange(len(source), device="cuda:0", dtype=torch.uint8)[:, None]
     target = torch.empty_like(source, device=f"cuda:{device_index}")
     outcomes = Outcomes()
-    writes_alone = load_connector(connector).one_sided
+    is_one_sided = load_connector(connector).one_sided
     sender = load_connector(connector).open_sender(Peer("pair", params), source, HOST, outcomes)
     outcomes.check_next()
     for size in SIZES:
@@ -113,18 +115,18 @@ def prefill_side(results: Connection, connector: str, device_index: int, num_rou
                 src, dst = block_ids(mode, num_blocks, "source"), block_ids(mode, num_blocks, "destination")
                 torch.cuda.synchronize()
                 started = time.perf_counter()
-                if not writes_alone:
+                if not is_one_sided:
                     peer.send(dst)
                 sender.send(src, dst, outcomes)
                 outcomes.check_next()
-                if writes_alone:
+                if is_one_sided:
                     peer.send(dst)
                 if not peer.poll(LIMIT_S) or peer.recv() != "done":
-                    raise KVTransferFailed("the decode process did not take the blocks")
+                    raise KVTransferFailed("the decode process did not receive the blocks")
                 times[mode].append(time.perf_counter() - started)
                 peer.send("look" if index == 0 else "go on")
                 if index == 0 and not torch.equal(peer.recv(), source[src, 0].cpu()):
-                    raise KVTransferFailed(f"other bytes arrived than were sent ({mode} blocks)")
+                    raise KVTransferFailed(f"wrong bytes arrived ({mode} blocks)")
             started = time.perf_counter()
             target[:num_blocks].copy_(source[:num_blocks])
             torch.cuda.synchronize()
@@ -141,11 +143,11 @@ def why_not_nccl() -> str | None:
     if torch.cuda.device_count() > 1 or (nccl := torch.cuda.nccl.version()) >= (2, 30):  # type: ignore[no-untyped-call]
         return None
     version = ".".join(map(str, nccl))
-    return f"one GPU, and NCCL {version}: two ranks share a GPU from 2.30 on"
+    return f"skipped: one GPU, and NCCL {version} needs to be 2.30 or newer to run two ranks on it"
 
 
 def measure(connector: str, num_rounds: int) -> dict[str, Any]:
-    """By MiB; or what went wrong."""
+    """Returns the figures by MiB, and under "problem" what failed."""
     second = connector == "nccl" and torch.cuda.device_count() > 1
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -159,11 +161,11 @@ def measure(connector: str, num_rounds: int) -> dict[str, Any]:
             if (result := ours.recv()) is None:
                 return figures
             figures["sizes"][result[0]] = result[1]
-        figures["problem"] = f"no end within {LIMIT_S:.0f} s"
+        figures["problem"] = f"not finished within {LIMIT_S:.0f} s"
     except EOFError:
-        figures["problem"] = "the sending process ended; what it said is above"
+        figures["problem"] = "the sending process ended early; see its output above"
     finally:
-        process.kill()  # its child ends with it, when its pipe does
+        process.kill()  # its child ends when the pipe closes
         process.join()
     return figures
 
@@ -173,7 +175,7 @@ def main() -> None:
     add_common_options(parser)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        raise SystemExit("no CUDA device is visible; this benchmark needs one")
+        raise SystemExit("this benchmark needs a CUDA device, but none is visible")
     os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
     figures: dict[str, Any] = {"ipc": measure("ipc", 5 if options.quick else 20)}
     problem = why_not_nccl()
@@ -189,7 +191,7 @@ def main() -> None:
                 Aim.of(f"{connector}, {size} MiB, {mode} blocks: rate / copy", f[mode], AIM, "higher") for mode in MODES
             ]
     Console().print(table)
-    finish(Report.of("gpu_kv_transfer", figures, aims), options.json)
+    finish(Report.of("gpu.kv_transfer", figures, aims), options.json)
 
 
 if __name__ == "__main__":

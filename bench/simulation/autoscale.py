@@ -1,9 +1,10 @@
-"""The planner against fixed numbers of workers, in simulated time: goodput under SLOs, and worker-hours.
+"""Goodput and worker-hours of the planner compared with fixed numbers of workers, in simulated time.
 
-`python -m bench.simulation.autoscale [--quick] [--json FILE] [--trace CSV]`. Traces: `bursty`, `diurnal` and `shifting`
-(long prompts with short answers, then the other way round) are synthetic and seeded; --trace reads a recorded one: CSV
-with the columns TIMESTAMP, ContextTokens, GeneratedTokens of the Azure LLM inference traces, or JSON lines with
-timestamp (ms), input_length and output_length, which is Mooncake's form. Takes a minute.
+    python -m bench.simulation.autoscale [--trace FILE] [--quick] [--json FILE]
+
+The traces `bursty`, `diurnal` and `shifting` (long prompts with short outputs, then the reverse) are synthetic and
+seeded. --trace reads a recorded one: CSV with the columns TIMESTAMP, ContextTokens and GeneratedTokens (Azure LLM
+inference traces), or JSON lines with timestamp (ms), input_length and output_length (Mooncake).
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from tandem.protocol.messages.membership import WorkerInfo, WorkerLoad
 TTFT_S = 1.0
 ITL_S = 0.05
 MIN_GOODPUT = 0.95
-"""Of that of the best fixed numbers."""
+"""Aim for goodput relative to the best fixed numbers of workers."""
 
 
 def bursty(
     rng: random.Random, duration_s: float = 3600.0, base_per_s: float = 4.0, burst_per_s: float = 20.0
 ) -> list[Request]:
-    """Quiet most of the time, with bursts of 2 to 5 minutes."""
+    """Low load with bursts of 2 to 5 minutes."""
     bursts = []
     at = rng.uniform(200, 400)
     while at < duration_s:
@@ -53,7 +54,7 @@ def bursty(
 def diurnal(
     rng: random.Random, duration_s: float = 3600.0, least_per_s: float = 2.0, most_per_s: float = 20.0
 ) -> list[Request]:
-    """A day, pressed into an hour: a sine."""
+    """A sine with a period of one hour, like a compressed day."""
 
     def rate(now: float) -> float:
         return least_per_s + (most_per_s - least_per_s) * 0.5 * (1 - math.cos(2 * math.pi * now / duration_s))
@@ -62,7 +63,7 @@ def diurnal(
 
 
 def shifting(rng: random.Random, duration_s: float = 3600.0, per_s: float = 10.0) -> list[Request]:
-    """Half the time 4,000 tokens of prompt and 60 of answer, then 400 and 600: the better ratio turns round."""
+    """4,000 prompt and 60 output tokens for half of the time, then 400 and 600, which reverses the best ratio."""
     return _poisson(
         rng,
         duration_s,
@@ -73,7 +74,7 @@ def shifting(rng: random.Random, duration_s: float = 3600.0, per_s: float = 10.0
 
 
 def _poisson(rng: random.Random, duration_s: float, most_per_s: float, rate: Any, sizes: Any) -> list[Request]:
-    """By thinning (Lewis and Shedler, 1979); sizes are log-normal about their means."""
+    """Draws arrivals by thinning (Lewis and Shedler, 1979) and log-normal sizes."""
     found = []
     now = 0.0
     while (now := now + rng.expovariate(most_per_s)) < duration_s:
@@ -88,13 +89,13 @@ def _size(rng: random.Random, mean: float, sigma: float = 0.5) -> int:
 
 
 def read_trace(file: Path) -> list[Request]:
-    """Raises ValueError for a file of another form."""
+    """Reads a recorded trace. Raises ValueError for an unknown format."""
     if file.suffix == ".jsonl":
         return _read_mooncake(file)
     with file.open(newline="") as lines:
         rows = list(csv.DictReader(lines))
     if not rows or not {"TIMESTAMP", "ContextTokens", "GeneratedTokens"} <= set(rows[0]):
-        raise ValueError(f"{file}: the columns TIMESTAMP, ContextTokens and GeneratedTokens are expected")
+        raise ValueError(f"{file}: expected the columns TIMESTAMP, ContextTokens and GeneratedTokens")
     times = [datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp() for row in rows]
     return sorted(
         (
@@ -106,7 +107,7 @@ def read_trace(file: Path) -> list[Request]:
 
 
 class _MooncakeLine(msgspec.Struct):
-    """timestamp: in ms. hash_ids, of the prefixes, are left out: the simulation has no prefix cache."""
+    """One request; `timestamp` in ms. Prefix hashes are ignored: the simulation has no prefix cache."""
 
     timestamp: float
     input_length: int
@@ -117,7 +118,7 @@ def _read_mooncake(file: Path) -> list[Request]:
     try:
         rows = [msgspec.json.decode(line, type=_MooncakeLine) for line in file.read_bytes().splitlines() if line]
     except msgspec.MsgspecError as error:
-        raise ValueError(f"{file}: JSON lines with timestamp, input_length and output_length are expected") from error
+        raise ValueError(f"{file}: expected JSON lines with timestamp, input_length and output_length") from error
     if not rows:
         raise ValueError(f"{file} has no requests")
     first = min(row.timestamp for row in rows)
@@ -128,7 +129,7 @@ def _read_mooncake(file: Path) -> list[Request]:
 
 
 class Proposes(Protocol):
-    """The planner, as the simulation needs it."""
+    """Interface of a planner."""
 
     def propose(self, now: float, demand: Demand, num_prefill: int, num_decode: int) -> Proposal: ...
 
@@ -141,7 +142,7 @@ def play(
     planner: Proposes | None,
     ttft_slo_s: float = math.inf,
 ) -> dict[str, Any]:
-    """One run; without a planner the numbers stay. Refused requests are no goodput."""
+    """Plays a trace and returns a row of figures. Without a planner the numbers of workers are fixed."""
     cluster = ClusterSimulation(speeds, num_prefill, num_decode, ttft_slo_s)
     meter = DemandMeter(speeds.max_num_seqs)
 
@@ -164,7 +165,7 @@ def play(
         "ttft_ms_p99": round(1000 * ttfts[int(0.99 * len(ttfts))]),
         "itl_ms_p99": round(1000 * itls[int(0.99 * len(itls))], 1),
         "worker_hours": round(cluster.worker_s / 3600, 2),
-        "most_workers": cluster.most_workers,
+        "most_workers": cluster.max_workers,
         "requests_per_worker_hour": round(num_good / (cluster.worker_s / 3600)),
         "changes": cluster.num_changes,
     }
@@ -186,9 +187,9 @@ def planner_for(speeds: Speeds, max_workers: int, least: int = 1) -> Planner:
 
 
 def aims(rows: list[dict[str, Any]]) -> list[Aim]:
-    """On each trace: what the best fixed numbers reach, at a fifth less worker hours.
+    """Compares the best planner with the best fixed numbers on each trace: equal goodput at 20 % fewer worker-hours.
 
-    Of the planners, the one of the fewest hours that keeps the goodput; where none does, the one of the most goodput.
+    The best planner has the fewest hours among those that keep the goodput, or else the highest goodput.
     """
     found = []
     for trace in dict.fromkeys(row["trace"] for row in rows):
@@ -197,21 +198,21 @@ def aims(rows: list[dict[str, Any]]) -> list[Aim]:
         good = [r for r in planners if r["goodput"] >= MIN_GOODPUT * best["goodput"]]
         planned = min(good, key=lambda r: float(r["worker_hours"])) if good else max(planners, key=_goodput)
         goodput, hours = (planned[key] / best[key] for key in ("goodput", "worker_hours"))
-        found.append(Aim.of(f"{trace}: goodput, of the best fixed", goodput, MIN_GOODPUT, "higher"))
-        found.append(Aim.of(f"{trace}: worker hours, of the best fixed", hours, 0.8, "lower"))
+        found.append(Aim.of(f"{trace}: goodput / best fixed", goodput, MIN_GOODPUT, "higher"))
+        found.append(Aim.of(f"{trace}: worker-hours / best fixed", hours, 0.8, "lower"))
     return found
 
 
 def _goodput(row: dict[str, Any]) -> tuple[float, float]:
-    """The cheaper of equals."""
+    """Sort key: goodput, then fewer worker-hours."""
     return row["goodput"], -row["worker_hours"]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m bench.simulation.autoscale", description=__doc__.splitlines()[0])
     add_common_options(parser)
-    parser.add_argument("--trace", type=Path, default=None, help="a recorded trace, instead of the synthetic ones")
-    parser.add_argument("--seed", type=int, default=1, help="of the synthetic traces")
+    parser.add_argument("--trace", type=Path, default=None, help="recorded trace to play instead of the synthetic ones")
+    parser.add_argument("--seed", type=int, default=1, help="seed of the synthetic traces")
     parser.add_argument("--max-workers", type=int, default=10)
     arguments = parser.parse_args()
     speeds = Speeds()
@@ -242,7 +243,7 @@ def main() -> None:
         "seed": arguments.seed,
         "speeds": vars(speeds),
     }
-    finish(Report.of("autoscale_simulation", {"settings": settings, "rows": rows}, aims(rows)), arguments.json)
+    finish(Report.of("simulation.autoscale", {"settings": settings, "rows": rows}, aims(rows)), arguments.json)
 
 
 if __name__ == "__main__":

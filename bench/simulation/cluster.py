@@ -1,8 +1,8 @@
-"""A cluster whose workers come and go, in simulated time, with the load reports that the planner reads.
+"""A cluster in simulated time whose number of workers changes, with the load reports that the planner reads.
 
-A prefill worker computes prompts in order at a fixed speed; a decode worker's step takes longer the more sequences it
-runs. A worker that is started serves after its boot time; one that is stopped takes nothing new and ends its work.
-Transfers, prefix caches, preemption and chunks are left out; a full decode worker makes sequences wait.
+A prefill worker computes prompts in order at a fixed speed; a decode step takes longer the more sequences run. A new
+worker serves after its boot time, a stopped one drains. KV transfers, prefix caches, preemption and chunked prefill are
+not modelled; sequences wait while a decode worker is full.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BLOCK_SIZE = 64
 
 @dataclass(frozen=True)
 class Request:
-    """at: seconds from the trace's start."""
+    """A request that arrives `at` seconds after the start of the trace."""
 
     at: float
     num_prompt_tokens: int
@@ -30,7 +30,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Speeds:
-    """Of one worker. boot_s: from its start until it serves. num_blocks: of a decode worker."""
+    """Speeds and sizes of one worker. `boot_s`: from its start until it serves. `num_blocks`: of a decode worker."""
 
     prompt_tokens_per_s: float = 8000.0
     fixed_step_s: float = 0.012
@@ -42,7 +42,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class Served:
-    """What one request saw. itl_s: its mean."""
+    """Latencies of one request; `itl_s` is its mean."""
 
     ttft_s: float
     itl_s: float
@@ -61,14 +61,14 @@ class Prefill:
 
 @dataclass(eq=False)
 class Decode:
-    """steps: how many it has run; a sequence that joins at step n with m tokens to come ends at step n + m."""
+    """`steps` counts executed steps: a sequence that joins at step n with m tokens left ends at step n + m."""
 
     info: WorkerInfo
-    running: list[tuple[float, int, Request, float, float]] = field(default_factory=list)  # by the step it ends at
+    running: list[tuple[float, int, Request, float, float]] = field(default_factory=list)  # heap by final step
     waiting: deque[tuple[Request, float]] = field(default_factory=deque)
     is_stopping: bool = False
     steps: float = 0.0
-    told_at: float = 0.0
+    advanced_at: float = 0.0
     num_used_blocks: int = 0
     version: int = 0
     num_finished: int = 0
@@ -79,9 +79,9 @@ def _num_blocks(request: Request) -> int:
 
 
 class ClusterSimulation:
-    """`run` plays a trace; each second `on_tick(now, loads)` may call `scale`. Workers count from their start.
+    """`run` plays a trace; every second `on_tick(now, loads)` may call `scale`.
 
-    ttft_slo_s: requests whose first token is predicted later are refused, as by `--ttft-slo-ms`.
+    Requests whose predicted TTFT exceeds `ttft_slo_s` are refused, as with `--ttft-slo-ms`.
     """
 
     def __init__(self, speeds: Speeds, num_prefill: int, num_decode: int, ttft_slo_s: float = math.inf) -> None:
@@ -90,10 +90,8 @@ class ClusterSimulation:
         self._ttft_slo_s = ttft_slo_s
         self.served: list[Served] = []
         self.worker_s = 0.0
-        self.num_prefill = num_prefill
-        """That there are to be, those that boot included."""
-        self.num_decode = num_decode
-        self.most_workers = num_prefill + num_decode
+        self.num_prefill, self.num_decode = num_prefill, num_decode  # targets, which include booting workers
+        self.max_workers = num_prefill + num_decode
         self.num_changes = 0
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
@@ -101,13 +99,13 @@ class ClusterSimulation:
         self._prefills = [Prefill(self._info("prefill")) for _ in range(num_prefill)]
         self._decodes = [Decode(self._info("decode")) for _ in range(num_decode)]
         self._booting: dict[Role, int] = {"prefill": 0, "decode": 0}
-        self._unwanted: dict[Role, int] = {"prefill": 0, "decode": 0}  # of those that boot
+        self._unwanted: dict[Role, int] = {"prefill": 0, "decode": 0}  # booting workers that will not be used
         self._handed_over: deque[tuple[Request, float]] = deque()
 
     def run(
         self, trace: Sequence[Request], on_tick: Callable[[float, list[tuple[WorkerInfo, WorkerLoad]]], None]
     ) -> None:
-        """Until the last request of the trace has ended; worker_s counts until the last one came."""
+        """Plays the trace to the end of its last request; `worker_s` counts until the last arrival."""
         end = trace[-1].at
         for request in trace:
             self._at(request.at, lambda request=request: self._arrive(request))  # type: ignore[misc]
@@ -115,7 +113,7 @@ class ClusterSimulation:
         def tick() -> None:
             alive = len(self._prefills) + len(self._decodes) + self._booting["prefill"] + self._booting["decode"]
             self.worker_s += alive
-            self.most_workers = max(self.most_workers, alive)
+            self.max_workers = max(self.max_workers, alive)
             on_tick(self._now, self.loads())
             if self._now < end:
                 self._at(self._now + 1.0, tick)
@@ -126,7 +124,7 @@ class ClusterSimulation:
             act()
 
     def loads(self) -> list[tuple[WorkerInfo, WorkerLoad]]:
-        """Of the workers that serve."""
+        """Returns the load reports of the workers that serve."""
         speeds = self.speeds
         found = []
         for prefill in self._prefills:
@@ -152,8 +150,6 @@ class ClusterSimulation:
             found.append((decode.info, load))
         return found
 
-    # ---- workers
-
     def scale(self, prefill: int, decode: int) -> None:
         for role, count, before in (("prefill", prefill, self.num_prefill), ("decode", decode, self.num_decode)):
             self.num_changes += count != before
@@ -173,13 +169,13 @@ class ClusterSimulation:
             elif role == "prefill":
                 self._prefills.append(Prefill(self._info(role)))
             else:
-                self._decodes.append(Decode(self._info(role), told_at=self._now))
+                self._decodes.append(Decode(self._info(role), advanced_at=self._now))
                 self._hand_over()
 
         self._at(self._now + self.speeds.boot_s, up)
 
     def _stop(self, role: Role) -> None:
-        """One that boots is given up first; else the one with the least to do ends what it has."""
+        """Cancels a booting worker if there is one; otherwise drains the one with the least work."""
         if self._booting[role] > self._unwanted[role]:
             self._unwanted[role] += 1
         elif role == "prefill":
@@ -204,8 +200,6 @@ class ClusterSimulation:
 
     def _at(self, at: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._events, (at, next(self._numbers), act))
-
-    # ---- one request
 
     def _arrive(self, request: Request) -> None:
         worker = min((w for w in self._prefills if not w.is_stopping), key=lambda w: w.num_waiting_tokens)
@@ -239,10 +233,10 @@ class ClusterSimulation:
 
     def _hand_over(self) -> None:
         while self._handed_over:
-            open_ones = [worker for worker in self._decodes if not worker.is_stopping]
-            if not open_ones:
+            candidates = [worker for worker in self._decodes if not worker.is_stopping]
+            if not candidates:
                 return
-            worker = min(open_ones, key=lambda w: (len(w.running) + len(w.waiting), w.num_used_blocks))
+            worker = min(candidates, key=lambda w: (len(w.running) + len(w.waiting), w.num_used_blocks))
             self._advance(worker)
             worker.waiting.append(self._handed_over.popleft())
             self._admit(worker)
@@ -251,13 +245,13 @@ class ClusterSimulation:
         return self.speeds.fixed_step_s + self.speeds.step_s_per_sequence * num_sequences
 
     def _advance(self, worker: Decode) -> None:
-        """To now, at the speed of the batch that it has."""
+        """Advances the step counter to now at the speed of the current batch."""
         if worker.running:
-            worker.steps += (self._now - worker.told_at) / self._step_s(len(worker.running))
-        worker.told_at = self._now
+            worker.steps += (self._now - worker.advanced_at) / self._step_s(len(worker.running))
+        worker.advanced_at = self._now
 
     def _admit(self, worker: Decode) -> None:
-        """Those that wait and have room, in order; then wake when the first of the batch ends."""
+        """Admits waiting sequences in order while they fit, and schedules the end of the next one to finish."""
         speeds = self.speeds
         while worker.waiting and len(worker.running) < speeds.max_num_seqs:
             request, first_token_at = worker.waiting[0]
@@ -276,13 +270,13 @@ class ClusterSimulation:
 
     def _ended(self, worker: Decode, version: int) -> None:
         if version != worker.version:
-            return  # the batch has changed since
+            return  # the batch has changed
         self._advance(worker)
         while worker.running and worker.running[0][0] <= worker.steps + 1e-6:
             _, _, request, first_token_at, _ = heapq.heappop(worker.running)
             worker.num_used_blocks -= _num_blocks(request)
             worker.num_finished += 1
-            itl_s = (self._now - first_token_at) / max(1, request.num_output_tokens)  # waiting for room counts
+            itl_s = (self._now - first_token_at) / max(1, request.num_output_tokens)  # includes waiting for blocks
             self.served.append(Served(first_token_at - request.at, itl_s))
         self._admit(worker)
         self._leave(worker)

@@ -1,4 +1,4 @@
-"""What a planner could do that knew the trace: a bound for the others in `bench.simulation.autoscale`. Pure."""
+"""A planner that knows the trace: an upper limit for the others in `bench.simulation.autoscale`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ MEAN_OVER_S = 10.0
 
 
 class Foresight:
-    """Sizes by the planner's own rules for what will arrive, starts workers when they are needed less their boot time,
-    and stops them when nothing that comes before others could start needs them.
-    """
+    """Applies the planner's sizing rules to future arrivals, and starts workers their boot time in advance."""
 
     def __init__(self, trace: Sequence[Request], speeds: Speeds, config: PlannerConfig) -> None:
         self.config = config
@@ -24,18 +22,18 @@ class Foresight:
         self._needs = []
         for number in range(int(trace[-1].at // MEAN_OVER_S) + 1):
             begin = number * MEAN_OVER_S
-            some = trace[bisect.bisect_left(times, begin) : bisect.bisect_left(times, begin + MEAN_OVER_S)]
-            self._needs.append(self._needed(some, speeds))
+            arrivals = trace[bisect.bisect_left(times, begin) : bisect.bisect_left(times, begin + MEAN_OVER_S)]
+            self._needs.append(self._needed(arrivals, speeds))
 
-    def _needed(self, some: Sequence[Request], speeds: Speeds) -> tuple[int, int]:
-        if not some:
+    def _needed(self, arrivals: Sequence[Request], speeds: Speeds) -> tuple[int, int]:
+        if not arrivals:
             return 1, 1
         demand = Demand(
-            prompts_per_s=len(some) / MEAN_OVER_S,
-            prompt_tokens_per_s=sum(request.num_prompt_tokens for request in some) / MEAN_OVER_S,
+            prompts_per_s=len(arrivals) / MEAN_OVER_S,
+            prompt_tokens_per_s=sum(request.num_prompt_tokens for request in arrivals) / MEAN_OVER_S,
             speed=speeds.prompt_tokens_per_s,
             most_sequences=1,
-            mean_output_tokens=sum(request.num_output_tokens for request in some) / len(some),
+            mean_output_tokens=sum(request.num_output_tokens for request in arrivals) / len(arrivals),
             fixed_step_s=speeds.fixed_step_s,
             step_s_per_sequence=speeds.step_s_per_sequence,
         )
@@ -43,7 +41,7 @@ class Foresight:
 
     @property
     def at_start(self) -> tuple[int, int]:
-        """Workers that are there before the first request."""
+        """Returns the numbers of workers before the first request."""
         proposal = self.propose(0.0, Demand(), 1, 1)
         return proposal.prefill, proposal.decode
 
