@@ -68,7 +68,6 @@ def cluster(connector: str) -> Iterator[str]:
         command = tandem(
             model, port, "--load-format", "dummy", "--dtype", "bfloat16", "--kv-cache-gib", str(KV_CACHE_GIB),
             "--kv-connector", connector, "--max-num-batched-tokens", str(CHUNK), "--threads-per-worker", "1",
-            "--decode-prefill-threshold", "0",
         )  # fmt: skip
         with server(command, port):
             yield f"http://127.0.0.1:{port}"
