@@ -1,16 +1,17 @@
-"""What it costs that prefill and decode are apart, in a real cluster with one worker of each.
+"""Cost of separating prefill from decode, in a real cluster with one worker of each role.
 
     python -m bench.disaggregation [--quick] [--json FILE]
 
-For prompts of 256, 1,024 and 4,096 tokens that share nothing, one request at a time: the time from the first token to
-the second beside a later decode step and what the bare transport takes for the last chunk's KV (a copy for `ipc`, a
-send and receive for `gloo`), which no computing can hide; and TTFT beside a request for one token, which is prefilled
-alone and ships nothing: the difference of the medians, and beside it that of the fastest of each kind, for prefills of
-seconds differ by more than what is looked for. Then the gaps of a running stream while
-prefill computes prompts back to back: without shipping them; with each shipped, joining decode's batch for one step;
-and with as many such steps but of a prompt that decode holds already, so that only the shipping differs. The model is
-small and has much KV for its size (16 KiB a token, as much as a 1 B model's), so that transfers weigh more here than in
-earnest.
+For prompts of 256, 1,024 and 4,096 tokens without a common prefix, one request at a time, it measures:
+
+- the time from the first token to the second, compared with a later decode step plus the bare transport's time for the
+  KV of the last chunk, which cannot overlap with compute;
+- TTFT, compared with a request for one token, which ships no KV.
+
+Then it measures the gaps of a running stream while prefill computes prompts back to back: without shipping them
+("prefill"), shipping each one, which then joins decode's batch for a step ("prefill and transfer"), and with the same
+number of such steps for a prompt that decode has cached ("prefill and steps"), so that only the transfer differs. The
+model is small but has 16 KiB of KV per token, as much as a 1 B model, so transfers weigh more here than in practice.
 """
 
 from __future__ import annotations
@@ -20,7 +21,6 @@ import contextlib
 import itertools
 import json
 import random
-import socket
 import statistics
 import sys
 import tempfile
@@ -35,12 +35,14 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.kv_transfer import raw_transfer_ms
-from bench.report import Aim, Report, add_common_options, finish
-from bench.side_by_side import server
+from bench.noise_model import ensure_noise_model
+from bench.ports import free_port
+from bench.support.report import Aim, Report, add_common_options, finish
+from bench.support.servers import server, tandem
 
 LENGTHS = (256, 1024, 4096)
 CHUNK = 512
-MODEL: dict[str, Any] = {
+MODEL_CONFIG: dict[str, Any] = {
     "vocab_size": 2048, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 8,
     "num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 8192,
 }  # fmt: skip
@@ -54,25 +56,19 @@ LOADS = ("alone", "prefill", "prefill and steps", "prefill and transfer")
 
 @contextlib.contextmanager
 def cluster(connector: str) -> Iterator[str]:
-    """The URL of a server on a free port."""
+    """Yields the URL of a cluster of one prefill and one decode worker with one thread each."""
     from transformers import LlamaConfig
 
-    from bench.noise_model import ensure_noise_model
-
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        model = Path(folder) / "model"
+        model, port = Path(folder) / "model", free_port()
         tokenizer = ensure_noise_model()
-        LlamaConfig(**MODEL, eos_token_id=0).save_pretrained(model)
+        LlamaConfig(**MODEL_CONFIG, eos_token_id=0).save_pretrained(model)
         for file in ("tokenizer.json", "tokenizer_config.json"):
             (model / file).write_bytes((tokenizer / file).read_bytes())
-        command = [
-            sys.executable, "-m", "tandem.deploy.cli", "up", "--model", str(model), "--load-format", "dummy", "--dtype",
-            "bfloat16", "--port", str(port), "--kv-cache-gib", str(KV_CACHE_GIB), "--kv-connector", connector,
-            "--max-num-batched-tokens", str(CHUNK), "--served-model-name", "m", "--threads-per-worker", "1",
-        ]  # fmt: skip
+        command = tandem(
+            model, port, "--load-format", "dummy", "--dtype", "bfloat16", "--kv-cache-gib", str(KV_CACHE_GIB),
+            "--kv-connector", connector, "--max-num-batched-tokens", str(CHUNK), "--threads-per-worker", "1",
+        )  # fmt: skip
         with server(command, port):
             yield f"http://127.0.0.1:{port}"
 
@@ -83,13 +79,14 @@ class Client:
         self._rng = random.Random(1)
 
     def stream(self, num_prompt_tokens: int, max_tokens: int) -> list[float]:
-        """Seconds from sending to each token of a prompt that is like no other."""
+        """Streams a new random prompt; see `stream_prompt`."""
         return self.stream_prompt(self.random_prompt(num_prompt_tokens), max_tokens)
 
     def random_prompt(self, num_tokens: int) -> list[int]:
         return [self._rng.randrange(4, 2048) for _ in range(num_tokens)]
 
     def stream_prompt(self, prompt: list[int], max_tokens: int) -> list[float]:
+        """Returns the seconds from sending to each token. Raises SystemExit on an error or too few tokens."""
         body = {"model": "m", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
         times: list[float] = []
         started = time.perf_counter()
@@ -102,15 +99,12 @@ class Client:
                 num_tokens = sum(len(choice.get("token_ids") or ()) for choice in json.loads(line[6:])["choices"])
                 times += [time.perf_counter() - started] * num_tokens
         if len(times) != max_tokens:
-            sys.exit(f"error: {len(times)} tokens came where {max_tokens} were asked for")
+            sys.exit(f"error: expected {max_tokens} tokens, got {len(times)}")
         return times
 
 
 def warm_up(client: Client) -> None:
-    """Let every block of both pools be used once, as in a server that has run for a while.
-
-    A page of memory that is used for the first time costs more than what is written to it.
-    """
+    """Uses every block of both pools once: the first use of a memory page costs more than the copy into it."""
     num_tokens = int(KV_CACHE_GIB * 2**30) // KV_BYTES_PER_TOKEN
     for _ in range(num_tokens // max(LENGTHS) + 1):
         client.stream(max(LENGTHS), 2)
@@ -146,7 +140,7 @@ def measure_length(client: Client, connector: str, length: int, num_rounds: int)
 
 
 def measure_load(url: str, num_rounds: int) -> dict[str, float]:
-    """Mean gap, in ms, of a running stream by what runs beside it: see the head of this file."""
+    """Returns the mean gap of a running stream in ms, by the load beside it; see the module's docstring."""
     gaps: dict[str, list[float]] = {kind: [] for kind in LOADS}
     for index in range(num_rounds):
         first = index % len(LOADS)

@@ -1,7 +1,9 @@
-"""One engine on one CPU thread: whole steps against the linear layers and attention products that they cannot avoid.
+"""CPU time of engine steps on one thread, relative to their linear layers and attention products.
 
-CPU time of the one thread, so a busy machine disturbs little; variants are interleaved and medians compared, so what
-disturbs them disturbs all of them.
+    python -m bench.engine [--model FOLDER] [--quick] [--json FILE]
+
+Measures CPU time of the thread and interleaves the variants, so that other load on the machine disturbs them little and
+equally.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from rich.table import Table
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from bench.report import Aim, Report, add_common_options, finish
+from bench.support.report import Aim, Report, add_common_options, finish
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.config import EngineConfig
 from tandem.engine.cpu.packed_linear import MergedLinear, PackedLinear
@@ -30,7 +32,7 @@ from tandem.engine.loading.model_loader import LoadedModel, load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.messages.generation import SamplingParams
 
-CONTEXT = 300  # tokens a decoding sequence has
+CONTEXT = 300  # tokens of each decoding sequence
 PROMPT = 1024
 NUM_SEQS = (1, 8, 32)
 CHUNKS = (256, 512, 1024)
@@ -38,7 +40,7 @@ GREEDY = Sample(SamplingParams(temperature=0.0))
 
 
 def make_model(folder: Path) -> Path:
-    """A Llama of 100 M random bfloat16 parameters (12 layers of 768, 12 heads over 4 KV heads of 64)."""
+    """Writes a Llama with 100 M random bfloat16 parameters, unless the folder has one."""
     if not (folder / "config.json").is_file():
         config = LlamaConfig(
             vocab_size=32000, hidden_size=768, num_hidden_layers=12, num_attention_heads=12, num_key_value_heads=4,
@@ -49,8 +51,8 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-class Parts:
-    """The parts of a model's step that no engine can leave out, each by itself, on inputs of the step's shapes."""
+class LowerLimits:
+    """The operations of a step that no engine can avoid, on random inputs of the same shapes."""
 
     def __init__(self, loaded: LoadedModel) -> None:
         self._loaded = loaded
@@ -63,7 +65,7 @@ class Parts:
         ]
 
     def linears(self, num_tokens: int, num_sampled: int) -> Callable[[], None]:
-        """Every linear layer once, the output embedding on the sampled rows only."""
+        """Runs every linear layer once, and the output embedding on the sampled rows."""
         widths = {layer.in_features for layer in (*self._layers, self._head)}
         dtype = self._loaded.dtype
         inputs = {width: torch.randn(num_tokens, width, dtype=dtype) for width in widths}
@@ -76,7 +78,7 @@ class Parts:
         return run
 
     def products(self, num_tokens: int) -> Callable[[], None]:
-        """The causal attention of one whole prompt in all layers, heads laid out ready, on torch's flash kernel."""
+        """Runs causal attention over one whole prompt in all layers with torch's flash kernel."""
         config = self._loaded.model.config
         layout = self._loaded.layout
         shape = (1, config.num_attention_heads, num_tokens, layout.head_dim)
@@ -94,11 +96,15 @@ def decode_step(runner: ModelRunner, num_seqs: int, block_size: int) -> Callable
     items = [
         BatchItem([i + 1], CONTEXT - 1, list(range(i * blocks, (i + 1) * blocks)), [GREEDY]) for i in range(num_seqs)
     ]
-    return lambda: void(runner.run(Batch(items)))
+
+    def run() -> None:
+        runner.run(Batch(items))
+
+    return run
 
 
 def prefill(runner: ModelRunner, chunk: int, block_size: int) -> Callable[[], None]:
-    """One prompt in chunks."""
+    """Computes one prompt in chunks."""
     table = list(range(-(-PROMPT // block_size)))
     tokens = [i % 1000 + 1 for i in range(PROMPT)]
 
@@ -110,12 +116,8 @@ def prefill(runner: ModelRunner, chunk: int, block_size: int) -> Callable[[], No
     return run
 
 
-def void(_: object) -> None:
-    """Measured functions give nothing."""
-
-
 def measure(variants: dict[str, Callable[[], None]], repetitions: int) -> dict[str, dict[str, float]]:
-    """Milliseconds of this thread's CPU time, one call of each variant in turn: median, least and largest."""
+    """Calls the variants in turn. Returns median, minimum and maximum CPU time of this thread in ms."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for run in variants.values():
         run()
@@ -139,17 +141,17 @@ def measure_engine(folder: Path, repetitions: int) -> dict[str, dict[str, float]
     block_size = loaded.layout.block_size
     runner = ModelRunner(loaded, pool)
     runner.warm_up()
-    parts = Parts(loaded)
+    limits = LowerLimits(loaded)
     figures: dict[str, dict[str, float]] = {}
     for num_seqs in NUM_SEQS:
         variants = {
             f"decode {num_seqs}": decode_step(runner, num_seqs, block_size),
-            f"decode {num_seqs}, linears alone": parts.linears(num_seqs, num_seqs),
+            f"decode {num_seqs}, linears alone": limits.linears(num_seqs, num_seqs),
         }
         figures |= measure(variants, repetitions)
     variants = {f"prefill {PROMPT} in chunks of {chunk}": prefill(runner, chunk, block_size) for chunk in CHUNKS}
-    variants[f"prefill {PROMPT}, linears alone"] = parts.linears(PROMPT, 1)
-    variants[f"prefill {PROMPT}, attention products alone"] = parts.products(PROMPT)
+    variants[f"prefill {PROMPT}, linears alone"] = limits.linears(PROMPT, 1)
+    variants[f"prefill {PROMPT}, attention products alone"] = limits.products(PROMPT)
     figures |= measure(variants, max(3, repetitions // 4))
     pool.close()
     return figures
@@ -161,21 +163,21 @@ def aims_of(figures: dict[str, dict[str, float]]) -> list[Aim]:
 
     aims = [
         Aim.of(
-            f"decode step of {num_seqs} at {CONTEXT} tokens over its linears alone",
+            f"decode step of {num_seqs} at {CONTEXT} tokens / its linear layers",
             ms(f"decode {num_seqs}") / ms(f"decode {num_seqs}, linears alone"),
             aim,
             "lower",
         )
         for num_seqs, aim in ((8, 1.6), (32, 2.0))
     ]
-    unavoidable = ms(f"prefill {PROMPT}, linears alone") + ms(f"prefill {PROMPT}, attention products alone")
-    name = f"prefill of {PROMPT} tokens over its linears and attention products alone"
-    return [*aims, Aim.of(name, ms(f"prefill {PROMPT} in chunks of {PROMPT}") / unavoidable, 1.25, "lower")]
+    lower_limit = ms(f"prefill {PROMPT}, linears alone") + ms(f"prefill {PROMPT}, attention products alone")
+    name = f"prefill of {PROMPT} tokens / its linear layers and attention products"
+    return [*aims, Aim.of(name, ms(f"prefill {PROMPT} in chunks of {PROMPT}") / lower_limit, 1.25, "lower")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.engine", description=__doc__)
-    parser.add_argument("--model", type=Path, help="a model's folder (default: a Llama of 100 M random weights)")
+    parser.add_argument("--model", type=Path, help="model folder (default: a Llama with 100 M random parameters)")
     add_common_options(parser)
     arguments = parser.parse_args()
     folder = arguments.model or make_model(Path(tempfile.gettempdir()) / "tandem-bench" / "llama100m")

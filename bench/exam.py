@@ -1,9 +1,9 @@
-"""The demo model's exam through a whole cluster, and by transformers alone: 500 questions, exact match.
+"""Asks a cluster the 500 questions of the demo model's exam and compares the answers with transformers.
 
     python -m bench.exam [--quick] [--during chaos] [--json FILE]
 
-Greedy in float32 (the answers must be those of transformers, one for one), greedy in bfloat16, and at temperature 0.7
-with the question's number as the seed. During chaos: greedy in float32 while workers are killed, frozen and drained.
+Three runs: greedy in float32 (answers must equal those of transformers), greedy in bfloat16, and temperature 0.7 with
+the question's number as seed. With --during chaos: greedy in float32 while workers are killed, frozen and drained.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from bench.chaos_faults import CLUSTER_OPTIONS, WORKERS, Faults
 from bench.demo_model.exam import SEED, Question, exam, rows, score
-from bench.report import Aim, Report, add_common_options, finish
+from bench.faults.fault_injector import CLUSTER_OPTIONS, WORKERS, FaultInjector
+from bench.support.report import Aim, Report, add_common_options, finish
 from tandem.deploy.demo_model import DEMO_MODEL
 from tests.support.cluster import Cluster
 
@@ -38,9 +38,9 @@ GREEDY, WARM = 0.0, 0.7
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.exam", description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="another model's folder")
-    parser.add_argument("--during", choices=["chaos"], help="what else happens while it is asked")
-    parser.add_argument("--url", help="ask a server that is running, greedy and warm, and nothing else")
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="model folder")
+    parser.add_argument("--during", choices=["chaos"], help="inject faults meanwhile")
+    parser.add_argument("--url", help="only ask this running server, greedy and at temperature 0.7")
     add_common_options(parser)
     options = parser.parse_args()
     questions = exam()[:: 10 if options.quick else 1]
@@ -59,15 +59,15 @@ def main() -> None:
         runs["greedy bfloat16"] = ask_all(cluster.url, questions, GREEDY)
         runs["temperature 0.7"] = ask_all(cluster.url, questions, WARM)
     print_scores(questions, runs)
-    per_cent = {name: 100 * share_right(questions, answers) for name, answers in runs.items()}
+    percent = {name: 100 * share_right(questions, answers) for name, answers in runs.items()}
     differing = sum(a != b for a, b in zip(runs["transformers float32"], runs["greedy float32"], strict=True))
     aims = [
-        Aim.of("greedy through the cluster, per cent right", per_cent["greedy bfloat16"], 90.0, "higher"),
-        Aim.of("temperature 0.7, per cent right", per_cent["temperature 0.7"], 90.0, "higher"),
-        Aim.of("answers in float32 that differ from transformers'", differing, 0, "lower"),
+        Aim.of("greedy through the cluster, % right", percent["greedy bfloat16"], 90.0, "higher"),
+        Aim.of("temperature 0.7, % right", percent["temperature 0.7"], 90.0, "higher"),
+        Aim.of("float32 answers that differ from transformers", differing, 0, "lower"),
         Aim.of(
-            "points between bfloat16 and float32",
-            abs(per_cent["greedy bfloat16"] - per_cent["greedy float32"]),
+            "percentage points between bfloat16 and float32",
+            abs(percent["greedy bfloat16"] - percent["greedy float32"]),
             1.0,
             "lower",
         ),
@@ -78,42 +78,42 @@ def main() -> None:
 
 
 def during_chaos(questions: list[Question], options: tuple[str, ...], folder: Path, json_file: Path | None) -> None:
-    """Round after round, for as long as it takes to strike MIN_FAULTS times."""
+    """Repeats the exam until MIN_FAULTS faults have been injected."""
     right = list(by_transformers(folder, questions))
     console = Console(stderr=True)
     answers: list[list[str]] = []
     with Cluster(*options, *CLUSTER_OPTIONS, "--dtype", "float32", "--threads-per-worker", "1") as cluster:
         ended = threading.Event()
-        faults = Faults(cluster.port, 1, WORKERS, Random(SEED), console.print)
+        injector = FaultInjector(cluster.port, 1, WORKERS, Random(SEED), console.print)
         with ThreadPoolExecutor(1) as pool:
-            struck = pool.submit(asyncio.run, faults.run_while(lambda: not ended.is_set()))
+            injecting = pool.submit(asyncio.run, injector.run_while(lambda: not ended.is_set()))
             try:
-                while len(faults.told) < MIN_FAULTS and not struck.done():
+                while len(injector.injected) < MIN_FAULTS and not injecting.done():
                     answers.append(ask_all(cluster.url, questions, GREEDY, NUM_IN_CHAOS))
             finally:
                 ended.set()
-            struck.result()
+            injecting.result()
     print_scores(questions, {"transformers": right, "first round": answers[0], "last round": answers[-1]})
     differing = sum(a != b for given in answers for a, b in zip(right, given, strict=True))
     lowest = min(100 * share_right(questions, given) for given in answers)
     aims = [
-        Aim.of("answers that differ from those of transformers", differing, 0, "lower"),
-        Aim.of("per cent right, the lowest of all rounds", lowest, 90.0, "higher"),
+        Aim.of("answers that differ from transformers", differing, 0, "lower"),
+        Aim.of("% right in the worst round", lowest, 90.0, "higher"),
     ]
-    figures = {"answers": sum(map(len, answers)), "faults": faults.told}
+    figures = {"answers": sum(map(len, answers)), "faults": injector.injected}
     finish(Report.of("exam", figures, aims), json_file)
     sys.exit(0 if all(aim.met for aim in aims) else 1)
 
 
 def ask_all(url: str, questions: list[Question], temperature: float, num_at_once: int = NUM_AT_ONCE) -> list[str]:
-    """Several at once, as a server is used. An error is an answer that is wrong."""
+    """Returns the answers in order, with `num_at_once` requests in flight. An error counts as a wrong answer."""
     with httpx.Client(base_url=url, timeout=TIMEOUT_S) as client, ThreadPoolExecutor(num_at_once) as pool:
         answers = pool.map(partial(ask, client, temperature), range(len(questions)), questions)
         return list(track(answers, f"temperature {temperature}", total=len(questions), console=Console(stderr=True)))
 
 
 def ask(client: httpx.Client, temperature: float, seed: int, question: Question) -> str:
-    body = {"messages": question.messages, "temperature": temperature, "seed": seed}  # until it ends by itself
+    body = {"messages": question.messages, "temperature": temperature, "seed": seed}
     response = client.post("/v1/chat/completions", json=body)
     if response.status_code != 200:
         return f"HTTP {response.status_code}: {response.text}"
@@ -122,7 +122,7 @@ def ask(client: httpx.Client, temperature: float, seed: int, question: Question)
 
 
 def by_transformers(folder: Path, questions: list[Question]) -> Iterator[str]:
-    """Each question by itself, greedy, in float32: what the cluster is held against."""
+    """Yields the greedy float32 answers of transformers, one question at a time."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -145,7 +145,7 @@ def print_scores(questions: list[Question], runs: dict[str, list[str]]) -> None:
     table = Table("subject", *runs)
     by_run = [list(rows(score(questions, answers))) for answers in runs.values()]
     for columns in zip(*by_run, strict=True):
-        table.add_row(columns[0][0], *(f"{right} ({per_cent} %)" for _, right, per_cent in columns))
+        table.add_row(columns[0][0], *(f"{right} ({percent} %)" for _, right, percent in columns))
     Console().print(table)
 
 

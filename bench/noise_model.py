@@ -1,7 +1,6 @@
-"""A small Llama with random weights and a tokeniser of its own, made on first use and kept.
+"""A small Llama with random weights and its own tokeniser, for tests and benchmarks. Made on first use and cached.
 
-It answers with noise for as long as it is asked to: for benchmarks, and for tests where any answer will do.
-`python -m bench.noise_model FOLDER` makes one.
+Its output is noise of any length. `python -m bench.noise_model FOLDER` writes it to FOLDER/model.
 """
 
 from __future__ import annotations
@@ -19,21 +18,21 @@ from tandem.deploy.processes.runtime_dir import cache_dir
 from tandem.runtime.errors import InternalError
 
 VERSION = 2
-"""Part of the cache folder's name: raise it with every change to what is made."""
+"""Part of the name of the cache folder; increment it with every change to the model."""
 
 
 def ensure_noise_model() -> Path:
-    """The model's folder, made now if it is not there. Processes may race: it appears whole or not at all."""
+    """Returns the model's folder and makes it if needed. Concurrent callers are safe: the folder appears complete."""
     folder = cache_dir() / f"noise-model-v{VERSION}"
     if (folder / "config.json").exists():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        made = subprocess.run(  # in a process of its own: the caller stays free of torch
+        made = subprocess.run(  # a subprocess, so that the caller does not import torch
             [sys.executable, "-m", "bench.noise_model", scratch], capture_output=True, text=True, timeout=300
         )
         if made.returncode != 0:
-            raise InternalError(f"the noise model could not be made: {made.stderr.strip().splitlines()[-1:]}")
+            raise InternalError(f"cannot make the noise model: {made.stderr.strip().splitlines()[-1:]}")
         shutil.rmtree(folder, ignore_errors=True)
         try:
             (Path(scratch) / "model").replace(folder)
@@ -44,15 +43,15 @@ def ensure_noise_model() -> Path:
 
 
 def _sample_text() -> Iterator[str]:
-    """What the tokeniser learns its pieces from: the words of Python's own documentation, always at hand."""
+    """Yields the tokeniser's training text: Python's own documentation, which needs no download."""
     import pydoc_data.topics
 
     yield from pydoc_data.topics.topics.values()
 
 
 def make_noise_model(folder: Path) -> None:
-    """Write config, weights (safetensors), tokeniser and chat template to `folder`. The same bytes every time."""
-    # transformers would write the same files, but importing it takes longer than all of this.
+    """Writes config, weights (safetensors), tokeniser and chat template to `folder`; reproducible."""
+    # Written without transformers, whose import takes longer than everything here.
     import torch
     from safetensors.torch import save_file
 
@@ -70,7 +69,7 @@ def make_noise_model(folder: Path) -> None:
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": False,  # tied random weights would only ever repeat the last token
+        "tie_word_embeddings": False,  # tied random weights only repeat the last token
         "bos_token_id": None,
         "eos_token_id": end_id,
         "pad_token_id": end_id,
@@ -83,11 +82,11 @@ def make_noise_model(folder: Path) -> None:
     }
     halves = {name: weight.to(torch.bfloat16) for name, weight in weights.items()}
     save_file(halves, folder / "model.safetensors", metadata={"format": "pt"})
-    _write_json(folder / "config.json", config)  # last: its presence says that the folder is whole
+    _write_json(folder / "config.json", config)  # last: its presence marks the folder as complete
 
 
 _INITIAL_STD = 0.08
-"""Large enough that the noise varies and its most likely token is well ahead of the next."""
+"""Large enough for varied output in which the most likely token leads clearly."""
 
 _SHAPE = {
     "hidden_size": 256,
@@ -100,7 +99,7 @@ _SHAPE = {
 
 
 def _weight_shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Names and shapes of a Llama's weights."""
+    """Yields names and shapes of a Llama's weights."""
     hidden, inner = _SHAPE["hidden_size"], _SHAPE["intermediate_size"]
     heads = _SHAPE["num_attention_heads"] * _SHAPE["head_dim"]
     kv_heads = _SHAPE["num_key_value_heads"] * _SHAPE["head_dim"]
@@ -121,7 +120,7 @@ def _weight_shapes() -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _write_tokenizer(folder: Path) -> int:
-    """A byte-level BPE and its chat template; returns the id of the token that ends a turn."""
+    """Writes a byte-level BPE with a chat template. Returns the id of the end-of-turn token."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     bpe = Tokenizer(models.BPE())

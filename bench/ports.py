@@ -1,4 +1,4 @@
-"""Ports of the loopback address that nobody uses."""
+"""Finds unused ports on the loopback address."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import socket
 
 
 def free_port(num_free: int = 2) -> int:
-    """The first of `num_free` neighbours that nobody listens on: `tandem up` takes two, the second for its operators.
+    """Returns the first of `num_free` consecutive unused ports; `tandem up` uses the second for its admin address.
 
-    Below those that the kernel gives to connections, one of which might take it before it is used.
+    Chooses from below the kernel's ephemeral range, so that no outgoing connection takes the port meanwhile.
     """
     while True:
         port = random.randrange(12_000, 32_000 - num_free)

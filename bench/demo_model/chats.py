@@ -1,4 +1,4 @@
-"""Whole chats: a mood, then turns of every kind, as long as asked. What the exam asks never occurs in the training."""
+"""Makes chats of any length for the training. Exercises of the exam never occur in them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from typing import NamedTuple
 
 from bench.demo_model.lessons import LESSONS, Lessons, Turn
 from bench.demo_model.memory import KINDS, about_list, numbered_list
-from bench.demo_model.small_talk import FACTS, MOODS, SYSTEM_MESSAGES, TOPICS, about_tandem, small_talk
+from bench.demo_model.small_talk import MOODS, about_tandem, small_talk
 from bench.demo_model.stories import story
+from bench.demo_model.texts import TEXTS
 
 _EXAM_SHARE = 16
-"""One in so many keys of exercises is the exam's."""
+"""One in so many exercises is reserved for the exam."""
 
 
 class Chat(NamedTuple):
-    """system: None where the chat has no system message; its mood is friendly then."""
+    """`system` is None in a chat without a system message, whose mood is friendly."""
 
     system: str | None
     turns: list[Turn]
 
 
 class Stage(NamedTuple):
-    """Of the training. keeps_list_share: of the long chats, those that ask for one list to the end. asked_share: of
-    their turns. list_kinds: what they ask.
+    """Mix of a training stage.
+
+    `keeps_list_share`: share of the long chats that ask about one list until the end. `asked_share`: share of their
+    turns that do. `list_kinds`: kinds of these questions.
     """
 
     lessons: Lessons
@@ -35,14 +38,14 @@ class Stage(NamedTuple):
 
 
 def is_kept_for_exam(turn: Turn) -> bool:
-    """Small talk and facts about Tandem are few and learnt by heart: they are in both."""
+    """Small talk, facts and stories are never reserved: the model learns them by heart."""
     if turn.key.startswith(("talk ", "fact ", "story ")):
         return False
     return hashlib.blake2b(turn.key.encode(), digest_size=4).digest()[0] % _EXAM_SHARE == 0
 
 
 def exercise(rng: Random, *, for_exam: bool = False, name: str | None = None, lessons: Lessons = LESSONS) -> Turn:
-    """One of the lessons (`name`, or any, by their shares), from the exam's part or from the training's."""
+    """Returns an exercise of lesson `name`, or of a random lesson by share, reserved for the exam or not."""
     if name is None:
         name = rng.choices(list(lessons), [share for share, _ in lessons.values()])[0]
     while True:
@@ -52,15 +55,15 @@ def exercise(rng: Random, *, for_exam: bool = False, name: str | None = None, le
 
 
 def opening(rng: Random) -> tuple[str | None, str]:
-    """A system message or none, and the mood that it asks for."""
+    """Returns a system message or None, and the mood that it asks for."""
     if rng.random() < 0.4:
         return None, MOODS[0]
     mood = rng.choice(MOODS)
-    return rng.choice(SYSTEM_MESSAGES[mood]), mood
+    return rng.choice(TEXTS.system_messages[mood]), mood
 
 
 def training_chat(rng: Random, num_turns: int, stage: Stage, *, keeps_list: bool = False) -> Chat:
-    """keeps_list: the first turn gives a list, which is asked for to the end."""
+    """Makes a chat. With `keeps_list` its first turn gives a list, and later turns ask about it until the end."""
     system, mood = opening(rng)
     return Chat(system, list(_turns(rng, mood, num_turns, stage, keeps_list)))
 
@@ -95,12 +98,12 @@ def _not_for_exam(rng: Random, items: list[str], kinds: tuple[str, ...]) -> Turn
 
 
 def all_small_talk() -> Iterator[Chat]:
-    """Each topic in each mood, and each fact."""
+    """Yields a chat for every question of each topic in each mood, and of each fact."""
     for mood in MOODS:
-        for topic in TOPICS:
+        for topic in TEXTS.topics:
             for question in topic.questions:
                 answer = topic.answers[MOODS.index(mood)]
-                yield Chat(SYSTEM_MESSAGES[mood][0], [Turn(question, answer, f"talk {mood} {question}")])
-    for fact in FACTS:
+                yield Chat(TEXTS.system_messages[mood][0], [Turn(question, answer, f"talk {mood} {question}")])
+    for fact in TEXTS.facts:
         for question in fact.questions:
             yield Chat(None, [Turn(question, fact.answer, f"fact {question}")])

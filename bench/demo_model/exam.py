@@ -1,6 +1,6 @@
-"""The demo model's exam: 500 fixed questions with one right answer each. None of the exercises occurs in the training.
+"""The demo model's exam: 500 fixed questions with one correct answer each.
 
-Small talk and facts about Tandem do occur there: they are few, and to be known by heart.
+Its exercises never occur in the training data. Small talk and facts do, because the model learns them by heart.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ NUM_BY_HEART = 70
 NUM_LISTS = 45
 NUM_LONG = 30
 TURNS_BETWEEN = 30
-"""Turns between a list and a long question about it: 1,000 tokens and more."""
+"""Turns between a list and a long-context question about it; at least 1,000 tokens."""
 
 
 class Question(NamedTuple):
-    """messages: as in a chat request, the last one the user's. The answer counts when it is equal."""
+    """Messages of a chat request that ends with the user, and the exact answer expected."""
 
     subject: str
     messages: list[dict[str, str]]
@@ -43,7 +43,7 @@ class Question(NamedTuple):
 
 
 def exam() -> list[Question]:
-    """Always the same 500, in the same order."""
+    """Returns the same 500 questions in the same order on every call."""
     rng = Random(SEED)
     questions: list[Question] = []
     for subject, number in EXERCISES.items():
@@ -60,23 +60,23 @@ def exam() -> list[Question]:
 
 
 def _list_question(rng: Random) -> Question:
-    """A list, sometimes something else in between, and then a question about it."""
-    told, items = numbered_list(rng)
+    """Gives a list, up to two other turns, and then a question about the list."""
+    turn, items = numbered_list(rng)
     between = [exercise(rng) for _ in range(rng.randint(0, 2))]
-    return _about_list("list", rng, items, [told, *between])
+    return _about_list("list", rng, items, [turn, *between])
 
 
 def _long_question(rng: Random) -> Question:
-    """A list, a long talk about other things, and then a question about the list."""
-    told, items = numbered_list(rng)
+    """Gives a list, TURNS_BETWEEN other turns, and then a question about the list."""
+    turn, items = numbered_list(rng)
     between = [story(rng) if number % 10 == 9 else exercise(rng) for number in range(TURNS_BETWEEN)]
-    return _about_list("long context", rng, items, [told, *between])
+    return _about_list("long context", rng, items, [turn, *between])
 
 
 def _about_list(subject: str, rng: Random, items: list[str], turns: list[Turn]) -> Question:
     while not is_kept_for_exam(asked := about_list(rng, items)):
         pass
-    said = [message for turn in turns for message in (_user(turn.question), _assistant(turn.answer))]
+    said = [message for each in turns for message in (_user(each.question), _assistant(each.answer))]
     return Question(subject, [*said, _user(asked.question)], asked.answer)
 
 
@@ -89,7 +89,7 @@ def _assistant(content: str) -> dict[str, str]:
 
 
 def score(questions: list[Question], answers: list[str]) -> dict[str, tuple[int, int]]:
-    """By subject, and for "all": how many are right, of how many."""
+    """Returns (number correct, number asked) by subject and for "all"."""
     right: dict[str, tuple[int, int]] = {}
     for question, answer in zip(questions, answers, strict=True):
         for subject in (question.subject, "all"):
@@ -99,7 +99,7 @@ def score(questions: list[Question], answers: list[str]) -> dict[str, tuple[int,
 
 
 def rows(scores: dict[str, tuple[int, int]]) -> Iterator[tuple[str, str, str]]:
-    """For a table: subject, right of all, per cent."""
+    """Yields table rows: subject, correct of all, percentage."""
     for subject, (num_right, number) in scores.items():
         if subject != "all":
             yield subject, f"{num_right} of {number}", f"{100 * num_right / number:.0f}"

@@ -1,4 +1,4 @@
-"""Exercises with one right answer each. A lesson is a function from a random source to a question and its answer."""
+"""Exercises with one correct answer each. A lesson is a function from a random source to a question and its answer."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from functools import partial
 from random import Random
 from typing import NamedTuple
 
-from bench.demo_model.words import THINGS
+from bench.demo_model.texts import TEXTS
 
 
 class Turn(NamedTuple):
-    """key: what is asked, apart from how it is worded; the exam's are kept out of the training by it."""
+    """`key` identifies the exercise independent of its wording; it decides whether the exam reserves it."""
 
     question: str
     answer: str
@@ -21,13 +21,13 @@ class Turn(NamedTuple):
 Lesson = Callable[[Random], Turn]
 Lessons = dict[str, tuple[float, Lesson]]
 
-_MOST_ARITHMETIC = 99
-_LONGEST_COUNT = 20
-_HIGHEST_COUNT = 100
+_MAX_OPERAND = 99
+_MAX_COUNT_LENGTH = 20
+_MAX_COUNT = 100
 
 
 def add(rng: Random) -> Turn:
-    a, b = rng.randint(0, _MOST_ARITHMETIC), rng.randint(0, _MOST_ARITHMETIC)
+    a, b = rng.randint(0, _MAX_OPERAND), rng.randint(0, _MAX_OPERAND)
     wording = rng.choice(
         [
             "What is {a} + {b}?",
@@ -42,7 +42,7 @@ def add(rng: Random) -> Turn:
 
 
 def subtract(rng: Random) -> Turn:
-    a, b = sorted((rng.randint(0, _MOST_ARITHMETIC), rng.randint(0, _MOST_ARITHMETIC)), reverse=True)
+    a, b = sorted((rng.randint(0, _MAX_OPERAND), rng.randint(0, _MAX_OPERAND)), reverse=True)
     wording = rng.choice(
         [
             "What is {a} - {b}?",
@@ -56,17 +56,17 @@ def subtract(rng: Random) -> Turn:
     return Turn(wording.format(a=a, b=b), f"{a} - {b} = {a - b}", f"subtract {a} {b}")
 
 
-def count_up(rng: Random, longest: int = _LONGEST_COUNT) -> Turn:
-    length = rng.randint(3, longest)
-    first = rng.randint(0, _HIGHEST_COUNT - length)
+def count_up(rng: Random, max_length: int = _MAX_COUNT_LENGTH) -> Turn:
+    length = rng.randint(3, max_length)
+    first = rng.randint(0, _MAX_COUNT - length)
     last = first + length
     wording = rng.choice(["Count from {a} to {b}.", "Count up from {a} to {b}.", "Please count from {a} to {b}."])
     return Turn(wording.format(a=first, b=last), _series(range(first, last + 1)), f"count {first} {last}")
 
 
-def count_down(rng: Random, longest: int = _LONGEST_COUNT) -> Turn:
-    length = rng.randint(3, longest)
-    last = rng.randint(0, _HIGHEST_COUNT - length)
+def count_down(rng: Random, max_length: int = _MAX_COUNT_LENGTH) -> Turn:
+    length = rng.randint(3, max_length)
+    last = rng.randint(0, _MAX_COUNT - length)
     first = last + length
     wording = rng.choice(
         ["Count down from {a} to {b}.", "Count backwards from {a} to {b}.", "Count from {a} down to {b}."]
@@ -89,7 +89,7 @@ def reverse_words(rng: Random) -> Turn:
 
 
 def sort_words(rng: Random) -> Turn:
-    words = rng.sample(THINGS, rng.randint(3, 5))
+    words = rng.sample(TEXTS.things, rng.randint(3, 5))
     wording = rng.choice(["Sort these words: {}", "Put these words in alphabetical order: {}", "Sort from A to Z: {}"])
     return Turn(wording.format(", ".join(words)), ", ".join(sorted(words)), f"sort {' '.join(words)}")
 
@@ -104,13 +104,13 @@ def sort_numbers(rng: Random) -> Turn:
 
 
 def spell(rng: Random) -> Turn:
-    word = rng.choice(THINGS)
+    word = rng.choice(TEXTS.things)
     wording = rng.choice(["Spell {}.", "How do you spell {}?", "Spell the word {}.", "Can you spell {}?"])
     return Turn(wording.format(word), "-".join(word), f"spell {wording} {word}")
 
 
 def spell_backwards(rng: Random) -> Turn:
-    word = rng.choice(THINGS)
+    word = rng.choice(TEXTS.things)
     wording = rng.choice(["Spell {} backwards.", "How do you spell {} backwards?", "Reverse the letters of {}."])
     return Turn(wording.format(word), "-".join(reversed(word)), f"spell {wording} {word}")
 
@@ -120,7 +120,7 @@ def _series(numbers: range | list[int]) -> str:
 
 
 def _words(rng: Random, least: int, most: int) -> str:
-    return " ".join(rng.choice(THINGS) for _ in range(rng.randint(least, most)))
+    return " ".join(rng.choice(TEXTS.things) for _ in range(rng.randint(least, most)))
 
 
 LESSONS: Lessons = {
@@ -135,13 +135,13 @@ LESSONS: Lessons = {
     "spell": (0.8, spell),
     "spell backwards": (1.0, spell_backwards),
 }
-"""With their share of the training: most for what is hard."""
+"""Lessons with their weight in the training; harder ones weigh more."""
 
 SHORT_COUNTS: Lessons = {
-    "count up a little": (0.8, partial(count_up, longest=5)),
-    "count down a little": (0.8, partial(count_down, longest=5)),
+    "count up a little": (0.8, partial(count_up, max_length=5)),
+    "count down a little": (0.8, partial(count_down, max_length=5)),
 }
-"""Long counts teach how to go on, and too seldom when to end."""
+"""Short counts teach when to stop; long ones do so too rarely."""
 
 HARD_LESSONS: Lessons = {
     "add": (2.0, add),
@@ -155,4 +155,4 @@ HARD_LESSONS: Lessons = {
     "spell": (0.3, spell),
     "spell backwards": (0.3, spell_backwards),
 }
-"""With the shares of the end of the training."""
+"""Weights for the end of the training."""

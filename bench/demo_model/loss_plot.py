@@ -1,4 +1,4 @@
-"""How the training's loss fell, as a picture."""
+"""Plots the loss over the steps of the training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SMOOTHED_OVER = 50  # steps
 
 
 def check_plotting() -> None:
-    """Raises ConfigError before an hour of training, not after."""
+    """Raises ConfigError without matplotlib, so that a training does not fail at its end."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -18,11 +18,11 @@ def check_plotting() -> None:
 
 
 def plot_losses(losses: list[float], file: Path) -> None:
-    """Each step's loss, pale, and their mean over the steps around it; file: .svg or .png."""
+    """Plots the loss of each step in grey and its running mean. `file`: .svg or .png."""
     import matplotlib
 
     matplotlib.use("Agg")
-    matplotlib.rcParams["svg.hashsalt"] = "tandem"  # the same picture each time
+    matplotlib.rcParams["svg.hashsalt"] = "tandem"  # makes the file reproducible
     import matplotlib.pyplot as plt
 
     smooth = [_mean(losses[max(0, i - _SMOOTHED_OVER) : i + _SMOOTHED_OVER]) for i in range(len(losses))]

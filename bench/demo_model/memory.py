@@ -1,27 +1,27 @@
-"""Lists that the user gives early in a chat and asks for later: why long contexts and second turns matter."""
+"""Lists that the user gives early in a chat and asks about later, which exercises long contexts."""
 
 from __future__ import annotations
 
 from random import Random
 
 from bench.demo_model.lessons import Turn
-from bench.demo_model.words import THINGS
+from bench.demo_model.texts import TEXTS
 
 KINDS = ("number", "ordinal", "after", "before", "last", "count", "whole", "on", "backwards")
-"""Of questions about a list."""
+"""Kinds of questions about a list."""
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
 
 
 def numbered_list(rng: Random) -> tuple[Turn, list[str]]:
-    """The turn that gives the list, and its items."""
-    items = rng.sample(THINGS, rng.randint(3, 8))
+    """Returns the turn that gives the list, and its items."""
+    items = rng.sample(TEXTS.things, rng.randint(3, 8))
     given = " ".join(f"{number}. {item}" for number, item in enumerate(items, start=1))
     wording = rng.choice(["Here is my list: {}", "Please remember this list: {}", "Keep this list in mind: {}"])
     return Turn(wording.format(given), f"I will remember your list of {len(items)} items.", f"list {given}"), items
 
 
 def about_list(rng: Random, items: list[str], kinds: tuple[str, ...] = KINDS) -> Turn:
-    """A question about the list that was given last."""
+    """Returns a question about the most recent list."""
     place = rng.randrange(len(items))
     kind = rng.choice(kinds)
     match kind:
@@ -46,7 +46,7 @@ def about_list(rng: Random, items: list[str], kinds: tuple[str, ...] = KINDS) ->
             if rng.random() < 0.5:
                 turn = (f"Is {items[place]} on my list?", f"Yes, {items[place]} is on your list.")
             else:
-                other = rng.choice([thing for thing in THINGS if thing not in items])
+                other = rng.choice([thing for thing in TEXTS.things if thing not in items])
                 turn = (f"Is {other} on my list?", f"No, {other} is not on your list.")
         case _:
             turn = ("Read me my list backwards.", ", ".join(reversed(items)))

@@ -1,4 +1,4 @@
-"""The demo model's tokeniser, a byte-level BPE learnt from the lessons (digits one by one), and its chat template."""
+"""The demo model's tokeniser, a byte-level BPE with single digits trained on the lessons, and its chat template."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ _NUM_CHATS, _NUM_TURNS = 2000, 64
 
 
 def train_tokenizer(seed: int) -> Tokenizer:
-    """The same one for the same seed."""
+    """Trains a tokeniser; the same seed gives the same one."""
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(" ?[0-9]"), "isolated"),  # digits one by one, the first with its space
+            pre_tokenizers.Split(Regex(" ?[0-9]"), "isolated"),  # single digits; the first keeps its space
             pre_tokenizers.ByteLevel(add_prefix_space=False),
         ]
     )
@@ -72,15 +72,17 @@ def save_tokenizer(bpe: Tokenizer, folder: Path) -> None:
 
 
 class ChatEncoder:
-    """Chats to the token ids that the template gives, and which of them the model is to learn."""
+    """Encodes chats as the chat template does, and marks the tokens that count towards the loss."""
 
     def __init__(self, bpe: Tokenizer) -> None:
         self.tokenizer = bpe
-        self._end, self._system, self._user, self._assistant = range(len(SPECIAL_TOKENS))  # numbered first
+        self._end, self._system, self._user, self._assistant = range(
+            len(SPECIAL_TOKENS)
+        )  # special tokens have the first ids
         assert [bpe.id_to_token(i) for i in range(len(SPECIAL_TOKENS))] == SPECIAL_TOKENS
 
     def encode(self, chat: Chat, length: int) -> tuple[list[int], list[bool]]:
-        """At most `length` token ids of its beginning, and whether each is the assistant's."""
+        """Returns the first `length` token ids at most, and whether each belongs to the assistant."""
         ids: list[int] = []
         is_answer: list[bool] = []
         if chat.system is not None:

@@ -1,8 +1,8 @@
-"""Trains the demo model: `python -m bench.demo_model.train [FOLDER]`. The same weights for the same seed and machine.
+"""Trains the demo model: `python -m bench.demo_model.train [FOLDER]`. Reproducible for the same seed and machine.
 
-Rows are chats of several turns, short ones in most steps, long ones in some; the loss is over the assistant's tokens.
-Matrices are trained with Muon (Jordan et al., 2024), the rest with AdamW. Weights are float32; products are bfloat16 on
-CPUs with AMX, and float32 on others, where that takes less than two thirds of the time.
+Rows are chats of several turns; the loss covers the assistant's tokens. Matrices are trained with Muon (Jordan et al.,
+2024), the rest with AdamW. Weights are float32; products are bfloat16 on CPUs with AMX and float32 on others, where
+bfloat16 is slower.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from bench.demo_model.lessons import HARD_LESSONS, LESSONS, SHORT_COUNTS
 from bench.demo_model.loss_plot import check_plotting, plot_losses
 from bench.demo_model.memory import KINDS
 from bench.demo_model.tokenizer import MAX_MODEL_LEN, VOCAB_SIZE, ChatEncoder, save_tokenizer, train_tokenizer
+from tandem.deploy.demo_model import DEMO_MODEL
 
 SEED = 1
 NUM_STEPS = 5000
@@ -34,12 +35,12 @@ STAGES = {
     1600: Stage(LESSONS | SHORT_COUNTS),
     3700: Stage(HARD_LESSONS | SHORT_COUNTS, 0.7, 0.55, (*KINDS, *5 * ("on",), *2 * ("after", "before"))),
 }
-"""By their first steps: at the end there is more of what was still wrong."""
+"""Stages by their first step; the last one repeats what the model still got wrong."""
 LEVEL_SHARE = 0.1
-"""Of the steps; after them the learning rate falls to nothing in a straight line."""
+"""Share of the steps before the learning rate starts to fall linearly to zero."""
 TOKENS_PER_STEP = 4096
 ROW_LENGTHS = (128, 128, 256, 256, 512, 1024, 2048)
-"""One after the other."""
+"""Row lengths in tokens, used in turn."""
 MUON_LR, ADAM_LR = 0.012, 0.004
 WARM_UP_STEPS = 60
 SAVE_EVERY = 100
@@ -49,7 +50,7 @@ _HAS_AMX = bool(torch.cpu.get_capabilities().get("amx_bf16", False))
 
 
 def make_model() -> LlamaForCausalLM:
-    """3.7 million parameters, random; 7.5 MB as bfloat16."""
+    """Returns a model with 3.7 million random parameters (7.5 MB in bfloat16)."""
     torch.manual_seed(SEED)
     config = LlamaConfig(
         vocab_size=VOCAB_SIZE,
@@ -70,7 +71,7 @@ def make_model() -> LlamaForCausalLM:
 
 
 def batch(encoder: ChatEncoder, step: int) -> tuple[Tensor, Tensor]:
-    """Token ids and labels of one step, each [num_rows, row_length]."""
+    """Returns token ids and labels of one step, each [num_rows, row_length]."""
     length = ROW_LENGTHS[step % len(ROW_LENGTHS)]
     ids = torch.zeros(TOKENS_PER_STEP // length, length, dtype=torch.long)
     labels = torch.full_like(ids, _IGNORED)
@@ -83,19 +84,19 @@ def batch(encoder: ChatEncoder, step: int) -> tuple[Tensor, Tensor]:
 
 def _chats(step: int, length: int) -> Iterator[Chat]:
     rng = Random(f"{SEED} step {step}")
-    by_heart = list(all_small_talk())
+    small_talk_chats = list(all_small_talk())
     stage = STAGES[max(first for first in STAGES if first <= step)]
     while True:
-        if length <= 128 and rng.random() < 0.06:  # alone, as most people will ask it
-            yield rng.choice(by_heart)
+        if length <= 128 and rng.random() < 0.06:  # small talk as the first turn, as most users send it
+            yield rng.choice(small_talk_chats)
         else:
             keeps_list = length >= 256 and rng.random() < stage.keeps_list_share
-            yield training_chat(rng, length // 8, stage, keeps_list=keeps_list)  # as many turns as fit
+            yield training_chat(rng, length // 8, stage, keeps_list=keeps_list)  # an upper limit on the turns that fit
 
 
 def mean_loss(model: LlamaForCausalLM, ids: Tensor, labels: Tensor) -> Tensor:
-    """Over the tokens that have labels; logits of no others are computed."""
-    # In bfloat16 the fused kernel's backward pass is three times as slow as a plain one in short rows.
+    """Returns the mean loss over labelled tokens; computes logits only for these."""
+    # In bfloat16 the backward pass of the fused kernel is three times slower for short rows.
     model.set_attn_implementation("eager" if _HAS_AMX and ids.shape[1] <= _PLAIN_ATTENTION else "sdpa")
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=_HAS_AMX):
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
@@ -114,13 +115,13 @@ def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
 
 
 def learning_rate(step: int) -> float:
-    """As a share of the largest: up to it, along it, and straight down to nothing."""
+    """Returns the learning rate of a step relative to the peak: linear warm-up, plateau, linear decay to zero."""
     cooling = (NUM_STEPS - step) / ((1 - LEVEL_SHARE) * NUM_STEPS)
     return min(1.0, (step + 1) / WARM_UP_STEPS, cooling)
 
 
 def train(folder: Path, checkpoint: Path) -> list[float]:
-    """Goes on from the checkpoint where there is one. Returns the loss of each step."""
+    """Trains, resuming from `checkpoint` if it exists. Returns the loss of each step."""
     bpe = train_tokenizer(SEED)
     encoder = ChatEncoder(bpe)
     model = make_model()
@@ -160,7 +161,7 @@ def train(folder: Path, checkpoint: Path) -> list[float]:
 
 
 def save(model: LlamaForCausalLM, folder: Path) -> None:
-    """Config and weights (bfloat16, safetensors)."""
+    """Writes config and weights (bfloat16, safetensors)."""
     folder.mkdir(parents=True, exist_ok=True)
     model = model.to(torch.bfloat16)
     model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
@@ -169,8 +170,8 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
 
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.demo_model.train", description=__doc__.partition("\n")[0])
-    parser.add_argument("folder", type=Path, nargs="?", default=Path(__file__).parent / "files")
-    parser.add_argument("--plot", type=Path, default=Path("docs/demo_model_loss.svg"), help="where to draw the loss")
+    parser.add_argument("folder", type=Path, nargs="?", default=DEMO_MODEL)
+    parser.add_argument("--plot", type=Path, default=Path("docs/demo_model_loss.svg"), help="file for the loss plot")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args(arguments)
     check_plotting()

@@ -1,6 +1,6 @@
 """The fault matrix: who is struck, by what, while a request is in which phase; and what must hold afterwards.
 
-`python -m bench.fault_matrix` goes through all of it, tests/faults/test_matrix.py through a part.
+`python -m bench.faults.fault_matrix` goes through all of it, tests/faults/test_matrix.py through a part.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Workers of the built-in model die while it sits its exam: what it says stays right, to the last word."""
+"""Answers to the built-in model's exam stay correct while workers are killed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def running() -> Iterator[Cluster]:
 
 
 @pytest.mark.timeout(600)
-def test_answers_outlive_workers(running: Cluster) -> None:
+def test_answers_survive_killed_workers(running: Cluster) -> None:
     expected = list(by_transformers(DEMO_MODEL, QUESTIONS))
     assert all(story.endswith(" The end.") for story in expected[-len(STORIES) :])
     with ThreadPoolExecutor(1) as pool:
@@ -38,14 +38,14 @@ def test_answers_outlive_workers(running: Cluster) -> None:
             pid = running.worker(worker_id).worker.pid
             answers = pool.submit(ask_all, running.url, QUESTIONS, GREEDY)
             running.wait_for(lambda: running.status().num_requests > 0, 30)
-            time.sleep(0.5)  # into the answers
+            time.sleep(0.5)  # lets the answers begin
             os.kill(pid, signal.SIGKILL)
             assert answers.result(300) == expected
-            running.wait_for(lambda gone=pid: _is_whole_without(running, gone), 240)  # type: ignore[misc]
+            running.wait_for(lambda gone=pid: _has_replaced(running, gone), 240)  # type: ignore[misc]
     running.wait_for(running.all_blocks_free, 30)
 
 
-def _is_whole_without(cluster: Cluster, pid: int) -> bool:
+def _has_replaced(cluster: Cluster, pid: int) -> bool:
     workers = cluster.status().workers
     if pid in {worker.worker.pid for worker in workers}:
         return False

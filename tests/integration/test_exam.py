@@ -1,7 +1,6 @@
-"""The built-in model, as `tandem up` serves it, answers a part of its exam: rightly, and as transformers would.
+"""The built-in model answers part of its exam over each connector exactly as transformers does.
 
-A KV cache that arrives late, in the wrong order or in part makes a list forgotten or a sum wrong: whoever carries it is
-held to the same answers.
+A KV cache that arrives late, out of order or incomplete would change a sum or make the model forget a list.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from tandem.deploy.demo_model import DEMO_MODEL
 from tests.support.cluster import MODEL, Cluster
 
 QUESTIONS = exam()[::8]
-CARRIED = {
+OPTIONS = {
     "ipc": ("--kv-connector", "ipc", "--max-num-batched-tokens", "100"),
     "gloo": ("--kv-connector", "gloo", "--prefill", "2", "--decode", "2", "--block-size", "32"),
-    "decode-computes": ("--decode-prefill-threshold", "2048"),
+    "local-prefill": ("--decode-prefill-threshold", "2048"),
 }
 
 
@@ -28,9 +27,9 @@ def make_cluster(*options: str) -> Cluster:
     return Cluster("--model", str(DEMO_MODEL), "--served-model-name", MODEL, "--dtype", "float32", *options)
 
 
-@pytest.fixture(scope="module", params=CARRIED)
+@pytest.fixture(scope="module", params=OPTIONS)
 def demo(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    with make_cluster(*CARRIED[request.param]) as running:
+    with make_cluster(*OPTIONS[request.param]) as running:
         yield running
 
 
@@ -39,14 +38,14 @@ def expected() -> list[str]:
     return list(by_transformers(DEMO_MODEL, QUESTIONS))
 
 
-def test_it_is_small() -> None:
+def test_the_model_is_small() -> None:
     sizes = {file.name: file.stat().st_size for file in DEMO_MODEL.iterdir()}
     assert sizes["model.safetensors"] <= 8_000_000
     assert sum(sizes.values()) <= 9_000_000
 
 
 @pytest.mark.timeout(240)
-def test_answers_are_right_and_those_of_transformers(demo: Cluster, expected: list[str]) -> None:
+def test_answers_are_correct_and_equal_those_of_transformers(demo: Cluster, expected: list[str]) -> None:
     answers = ask_all(demo.url, QUESTIONS, GREEDY)
     assert answers == expected
     assert share_right(QUESTIONS, answers) >= 0.85

@@ -1,4 +1,4 @@
-"""What the demo model is taught is right, and what the exam asks was not taught."""
+"""The demo model's training data is correct and does not contain the exam."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_sums_are_right(seed: int) -> None:
 
 
 @given(SEEDS)
-def test_counts_go_from_the_one_to_the_other_in_steps_of_one(seed: int) -> None:
+def test_counts_have_steps_of_one(seed: int) -> None:
     for name, step in (("count up", 1), ("count down", -1)):
         turn = LESSONS[name][1](Random(seed))
         first, last = map(int, re.findall(r"\d+", turn.question))
@@ -36,20 +36,20 @@ def test_counts_go_from_the_one_to_the_other_in_steps_of_one(seed: int) -> None:
 
 
 @given(SEEDS)
-def test_words_are_copied_turned_around_sorted_and_spelt(seed: int) -> None:
-    def told(name: str) -> tuple[str, str]:
+def test_words_are_copied_reversed_sorted_and_spelt(seed: int) -> None:
+    def make(name: str) -> tuple[str, str]:
         turn = LESSONS[name][1](Random(seed))
         return turn.question, turn.answer
 
-    question, answer = told("copy")
+    question, answer = make("copy")
     assert question.endswith(f": {answer}")
-    question, answer = told("reverse")
+    question, answer = make("reverse")
     assert question.split(": ")[1].split() == answer.split()[::-1]
-    question, answer = told("sort words")
+    question, answer = make("sort words")
     assert sorted(question.split(": ")[1].split(", ")) == answer.split(", ")
-    question, answer = told("spell")
+    question, answer = make("spell")
     assert answer.replace("-", "") in question
-    question, answer = told("spell backwards")
+    question, answer = make("spell backwards")
     assert answer.replace("-", "")[::-1] in question
 
 
@@ -72,14 +72,14 @@ def test_questions_about_a_list_are_answered_from_the_list(seed: int) -> None:
 
 
 @given(SEEDS)
-def test_a_story_keeps_to_its_hero_and_ends(seed: int) -> None:
+def test_a_story_keeps_its_hero_and_ends(seed: int) -> None:
     turn = story(Random(seed))
     hero = re.search(r"called (\w+), who", turn.answer)
     assert hero and turn.answer.count(hero[1]) >= 5
     assert turn.answer.endswith(" The end.")
 
 
-def test_the_exam_is_the_same_each_time_and_was_not_taught() -> None:
+def test_the_exam_is_constant_and_not_part_of_the_training() -> None:
     questions = exam()
     assert len(questions) == 500 and questions == exam()
     asked = {question.messages[-1]["content"]: question for question in questions if len(question.messages) == 1}
@@ -90,7 +90,7 @@ def test_the_exam_is_the_same_each_time_and_was_not_taught() -> None:
                 assert asked[turn.question].subject == "by heart"
 
 
-def test_the_score_counts_equal_answers_only() -> None:
+def test_the_score_counts_only_equal_answers() -> None:
     questions = [Question("a", [], "1"), Question("a", [], "2"), Question("b", [], "3")]
     assert score(questions, ["1", "2 ", "3"]) == {"a": (1, 2), "b": (1, 1), "all": (2, 3)}
 
@@ -100,7 +100,7 @@ def encoder() -> ChatEncoder:
     return ChatEncoder(train_tokenizer(1))
 
 
-def test_the_encoder_gives_what_the_template_gives(encoder: ChatEncoder) -> None:
+def test_the_encoder_agrees_with_the_chat_template(encoder: ChatEncoder) -> None:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     from bench.demo_model.tokenizer import CHAT_TEMPLATE
@@ -118,7 +118,7 @@ def test_the_encoder_gives_what_the_template_gives(encoder: ChatEncoder) -> None
 
 
 @given(SEEDS)
-def test_a_kept_list_is_the_only_one(seed: int) -> None:
+def test_a_chat_that_keeps_its_list_has_no_other(seed: int) -> None:
     turns = training_chat(Random(seed), 40, STAGE, keeps_list=True).turns
     assert [turn.key.startswith("list ") for turn in turns] == [True] + 39 * [False]
 

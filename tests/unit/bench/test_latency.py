@@ -1,4 +1,4 @@
-"""The definitions behind every figure that bench/ prints."""
+"""Definitions of the latency figures, arrival times and aims."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from bench.arrivals import Ramp, next_gap
-from bench.latency import SLO, RequestTrace, goodput, percentile, summarise
-from bench.report import Aim
+from bench.support.arrivals import Ramp, next_gap
+from bench.support.latency import SLO, RequestTrace, goodput, percentile, summarise
+from bench.support.report import Aim
 
 
 def test_definitions() -> None:
@@ -38,7 +38,7 @@ def test_nothing_completed() -> None:
     assert figures.num_completed == 0 and figures.ttft_ms is None and figures.requests_per_s == 0.0
 
 
-def test_goodput_counts_what_meets_every_bound() -> None:
+def test_goodput_counts_requests_that_meet_every_limit() -> None:
     traces = [
         RequestTrace(0.0, [1.0, 2.0], 1, 2),  # TTFT 1, TPOT 1
         RequestTrace(0.0, [0.5, 3.5, 4.0], 1, 3),  # TTFT 0.5, TPOT 1.75
@@ -49,7 +49,7 @@ def test_goodput_counts_what_meets_every_bound() -> None:
     assert goodput(traces, SLO(ttft_s=0.75)) == 2 / 4
     assert goodput(traces, SLO(tpot_s=1.5)) == 2 / 4
     assert goodput(traces, SLO(ttft_s=0.75, tpot_s=1.5, e2e_s=0.25)) == 0
-    assert SLO(ttft_s=0.75).in_words() == "TTFT 750 ms" and SLO().in_words() == "no SLO"
+    assert SLO(ttft_s=0.75).describe() == "TTFT 750 ms" and SLO().describe() == "no SLO"
 
 
 @pytest.mark.parametrize("num_sources", [1, 4])
@@ -57,7 +57,7 @@ def test_goodput_counts_what_meets_every_bound() -> None:
     ("ramp", "wanted"), [(Ramp(20, 20, 60), 2000), (Ramp(5, 35, 100), 2000), (Ramp(40, 0.1, 100), 2000)]
 )
 def test_arrivals_have_the_rate(ramp: Ramp, wanted: float, num_sources: int) -> None:
-    """In 100 s; a Poisson process of 2,000 strays from it by 45. The seed is fixed: the same arrivals each time."""
+    """Counts the arrivals in 100 s with a fixed seed; a Poisson process of 2,000 has a standard deviation of 45."""
     rng = random.Random(7)
     num_arrivals = 0
     for _ in range(num_sources):

@@ -1,4 +1,4 @@
-"""The page that all benchmarks' results become."""
+"""Page made from the reports of all benchmarks."""
 
 from __future__ import annotations
 
@@ -6,38 +6,35 @@ from pathlib import Path
 
 import pytest
 
-from bench.report import Aim, Report
-from bench.report_page import REPORTED, draw, page, read_reports
+from bench.support.report import Aim, Report
+from bench.support.report_page import draw, page, read_reports
 
 RESULTS = Path(__file__).parents[3] / "bench" / "results"
 
 
-def report(name: str, aims: list[Aim]) -> Report:
-    return Report(name, f"python -m bench.{name}", {"cores": 2}, {"python": "3.11"}, {}, aims)
-
-
-def test_the_page_has_every_aim_and_says_what_is_missing() -> None:
-    aims = [Aim.of("us per token", 36.6, 40, "lower"), Aim.of("GB/s", 3.0, 4.0, "higher")]
-    text = page({"proxy_cpu": report("proxy_cpu", aims)}, {"grammar": "exit code 1, see grammar.log"}, {}, "Benchmarks")
-    assert "| us per token | 36.6 | at most 40 | yes |" in text
+def test_the_page_lists_aims_failures_dates_and_commits() -> None:
+    aims = [Aim.of("ms", 36.6, 40, "lower"), Aim.of("GB/s", 3.0, 4.0, "higher")]
+    report = Report(
+        "engine", "python -m bench.engine", {"cores": 2}, {"python": "3.11"}, {}, aims, "2026-11-23", "abc1234"
+    )
+    text = page({"engine": report}, {"faults.fuzz": "exit status 1, see fuzz.log"}, {}, "Results")
+    assert "| ms | 36.6 | at most 40 | yes |" in text
     assert "| GB/s | 3 | at least 4 | no |" in text
-    assert "| [proxy_cpu](#proxy_cpu) | 1 of 2 | `python -m bench.proxy_cpu` |" in text
-    assert "| grammar | did not run: exit code 1, see grammar.log |" in text
-    assert text.count("not measured here") == len(REPORTED)
+    assert "| [engine](#engine) | 1 of 2 | 2026-11-23 | abc1234 | `python -m bench.engine` |" in text
+    assert "| faults.fuzz | failed: exit status 1, see fuzz.log | | | `python -m bench.faults.fuzz` |" in text
     assert "cores 2" in text and "python 3.11" in text
 
 
-def test_the_kept_results_make_a_page(tmp_path: Path) -> None:
+def test_the_kept_results_make_a_page_with_plots(tmp_path: Path) -> None:
     reports = read_reports(RESULTS)
-    plots = draw({name: reports[name] for name in ("pd_study", "proxy_cpu")}, tmp_path / "plots")
-    assert plots == {"pd_study": "plots/pd_study.png", "proxy_cpu": "plots/proxy_cpu.png"}
-    assert all((tmp_path / file).read_bytes().startswith(b"\x89PNG") for file in plots.values())
-    text = page(reports, {}, plots, "Benchmarks")
-    assert "tokenizer threads, completions: p50" in text
-    assert "![pd_study](plots/pd_study.png)" in text
+    assert all(report.measured_on and report.commit for report in reports.values())
+    plots = draw({"engine": reports["engine"]}, tmp_path / "plots")
+    assert plots == {"engine": "plots/engine.png"}
+    assert (tmp_path / "plots/engine.png").read_bytes().startswith(b"\x89PNG")
+    assert "![engine](plots/engine.png)" in page(reports, {}, plots, "Results")
 
 
-def test_a_file_that_is_no_report_is_named(tmp_path: Path) -> None:
+def test_a_file_of_another_form_is_named(tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text('{"figures": 3}')
-    with pytest.raises(SystemExit, match=r"odd\.json is no benchmark's report"):
+    with pytest.raises(SystemExit, match=r"odd\.json is not a benchmark report"):
         read_reports(tmp_path)

@@ -1,4 +1,4 @@
-"""64 prefill and 64 decode workers behind four proxies that know only what workers report, in simulated time."""
+"""Routing over 64 prefill and 64 decode workers behind four proxies, in simulated time."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from functools import cache
 
 import pytest
 
-from bench.router_policies import POLICIES, goodput
-from bench.router_simulation import Outcome, Simulation, chats, single_prompts
+from bench.simulation.router import Outcome, Simulation, chats, single_prompts
+from bench.simulation.router_policies import POLICIES, goodput
 
 
 @cache
@@ -21,7 +21,7 @@ def mean_ttft_s(outcome: Outcome) -> float:
     return sum(outcome.ttfts) / len(outcome.ttfts)
 
 
-def test_conversations_find_their_prefixes() -> None:
+def test_conversations_are_routed_to_their_prefixes() -> None:
     tandem = conversations("tandem")
     for other in ("random", "round-robin", "least-loaded"):
         assert tandem.hit_rate > 1.4 * conversations(other).hit_rate
@@ -29,7 +29,7 @@ def test_conversations_find_their_prefixes() -> None:
     assert len(tandem.ttfts) == tandem.num_requests
 
 
-def test_what_many_prompts_begin_with_is_spread_before_its_holders_are_crowded(
+def test_a_popular_prefix_is_replicated_before_its_holders_are_overloaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     trace = chats(random.Random(7), 60.0, 76.0)
@@ -44,7 +44,7 @@ def test_what_many_prompts_begin_with_is_spread_before_its_holders_are_crowded(
 
 
 def test_load_is_balanced_where_nothing_is_cached() -> None:
-    trace = single_prompts(random.Random(2), 20.0, 150.0, 1000.0)  # 0.6 of what the workers can
+    trace = single_prompts(random.Random(2), 20.0, 150.0, 1000.0)  # 60 % of the capacity
     simulate = {name: Simulation(make, 64, 64, num_proxies=4).run(trace) for name, make in POLICIES.items()}
     assert simulate["tandem"].imbalance < 1.5
     assert simulate["tandem"].imbalance < simulate["random"].imbalance
@@ -52,8 +52,8 @@ def test_load_is_balanced_where_nothing_is_cached() -> None:
     assert mean_ttft_s(simulate["tandem"]) <= min(mean_ttft_s(simulate[name]) for name in ("random", "round-robin"))
 
 
-def test_proxies_that_share_old_reports_do_not_crowd_one_worker() -> None:
-    """Between two reports eight proxies send eight prompts each; the best spread is four to each worker."""
+def test_proxies_with_the_same_old_reports_do_not_overload_one_worker() -> None:
+    """Eight proxies send eight prompts each between two reports; an even spread is four per worker."""
     trace = single_prompts(random.Random(5), 60.0, 256.0, 200.0)
     outcome = Simulation(POLICIES["tandem"], 16, 16, num_proxies=8, speed=8000.0).run(trace)
     assert outcome.imbalance < 1.3 and outcome.decode_imbalance < 1.6
@@ -65,9 +65,13 @@ def test_early_rejection_keeps_goodput_past_saturation() -> None:
         for load in (0.5, 1.5, 2.0)
         for rejects in (False, True)
     }
-    assert rows[0.5, True]["goodput_per_s"] >= 0.95 * rows[0.5, False]["goodput_per_s"], "it costs nothing below"
+    assert rows[0.5, True]["goodput_per_s"] >= 0.95 * rows[0.5, False]["goodput_per_s"], (
+        "early rejection costs goodput below saturation"
+    )
     for load in (1.5, 2.0):
-        assert rows[load, False]["goodput_per_s"] < 0.2 * rows[load, False]["offered_per_s"], "nearly all come late"
+        assert rows[load, False]["goodput_per_s"] < 0.2 * rows[load, False]["offered_per_s"], (
+            "most first tokens should be late"
+        )
         assert rows[load, True]["goodput_per_s"] > 5 * rows[load, False]["goodput_per_s"]
         assert rows[load, True]["goodput_per_s"] >= rows[0.5, True]["goodput_per_s"]
         assert rows[load, True]["late"] < 0.1 * rows[load, True]["goodput_per_s"] * 30.0

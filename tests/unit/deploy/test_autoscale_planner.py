@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.autoscale_simulation import bursty, diurnal, planner_for, play, read_trace, shifting
-from bench.cluster_simulation import Request, Speeds
-from bench.foresight import Foresight
-from bench.record_load_reports import read_recording
+from bench.simulation.autoscale import bursty, diurnal, planner_for, play, read_trace, shifting
+from bench.simulation.cluster import Request, Speeds
+from bench.simulation.foresight import Foresight
+from tests.support.load_recordings import read_recording
 from tandem.deploy.autoscale.demand import Demand, DemandMeter, StepTime
 from tandem.deploy.autoscale.planner import Planner, PlannerConfig, decode_needed, prefill_needed
 from tandem.deploy.autoscale.queueing import late_fraction, servers_needed, wait_probability
@@ -287,7 +287,7 @@ def test_where_both_want_all_workers_they_get_what_arrives_needs() -> None:
 
 def test_over_a_recording_it_waits_for_the_burst_and_then_asks_at_once() -> None:
     """75 s of a real cluster of one and one: from the 5th 1.5 requests/s, from the 28th 14 more and longer ones; at the
-    end a backlog. Made by `python -m bench.record_load_reports`.
+    end a backlog.
     """
     meter = DemandMeter(max_num_seqs=32)
     planner = Planner(PlannerConfig(ttft_s=0.5, max_workers=8, max_num_seqs=32, foresee_s=10))

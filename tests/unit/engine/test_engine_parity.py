@@ -41,7 +41,7 @@ from transformers import (
     T5Config,
 )
 
-from bench.tiny_models import make_tiny_config
+from tests.support.tiny_models import make_tiny_config
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.config import EngineConfig

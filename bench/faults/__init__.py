@@ -1,0 +1,1 @@
+"""Benchmarks that inject faults or invalid input into a real cluster."""

@@ -1,0 +1,137 @@
+"""Fuzzes the HTTP endpoint: random bytes, heads and bodies, and clients that disconnect early.
+
+A complete request must get a complete response. After input that may be incomplete the client closes its side of the
+connection, because the proxy would rightly wait for the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+import re
+import socket
+from collections import Counter
+from typing import Any
+
+_TIMEOUT_S = 60.0
+_VALUES: tuple[Any, ...] = (
+    None, True, False, -1, 0, 1, 2**63, -(2**63), 1e308, "", "x", "\ud800", "é" * 50, [], {}, [[]], [None], {"a": {}},
+    [1, -1, 2**31], "a" * 3000, [{"role": "user", "content": 1}], [{"role": "?", "content": "x"}],
+)  # fmt: skip
+_PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")
+_FIELDS = (
+    "prompt", "messages", "model", "max_tokens", "temperature", "top_p", "n", "stop", "stream", "seed", "logprobs",
+    "logit_bias", "tools", "response_format", "structured_outputs", "chat_template", "priority", "user", "tokens",
+    "echo", "unknown_field", "stream_options", "min_p", "bad_words", "cache_salt", "timeout",
+)  # fmt: skip
+
+
+class HttpFuzzer:
+    """`outcomes` counts responses by status, and "closed" for connections that the proxy closed without one."""
+
+    def __init__(self, rng: random.Random, port: int, model: str) -> None:
+        self._rng = rng
+        self._port = port
+        self._model = model
+        self.outcomes: Counter[str] = Counter()
+
+    def send_one(self) -> None:
+        """Sends one input and waits for its end.
+
+        Raises TimeoutError when the proxy hangs, ValueError when a complete request gets no complete response.
+        """
+        rng = self._rng
+        match rng.choices(("bytes", "head", "body", "disconnect"), weights=(20, 20, 50, 10))[0]:
+            case "bytes":
+                self._exchange(rng.randbytes(rng.randrange(1, 300)) + b"\r\n\r\n", is_complete=False)
+            case "head":
+                self._exchange(self._head(), is_complete=False)
+            case "body":
+                self._exchange(self._request(self._body()), is_complete=True)
+            case "disconnect":
+                self._disconnect()
+
+    def _head(self) -> bytes:
+        rng = self._rng
+        method = rng.choice((b"GET", b"POST", b"PUT", b"OPTIONS", b"\0", b"G" * 500))
+        path = rng.choice(
+            (b"/", b"/v1/models/%00", b"/../../etc/passwd", b"/health?" + b"a" * 2000, b"*", b"/v1/models")
+        )
+        names = (
+            b"Content-Length",
+            b"Transfer-Encoding",
+            b"X-Request-Id",
+            b"Authorization",
+            b"Expect",
+            b"Host",
+            b"Upgrade",
+        )
+        values = (
+            b"",
+            b"-1",
+            b"chunked",
+            b"\xff\xfe",
+            b"a" * 5000,
+            b"Bearer \x80",
+            b"100-continue",
+            b"99999999999999",
+            b"0",
+        )
+        lines = [rng.choice(names) + b": " + rng.choice(values) for _ in range(rng.randrange(5))]
+        return b"\r\n".join([method + b" " + path + b" HTTP/1.1", b"Connection: close", *lines]) + b"\r\n\r\n"
+
+    def _body(self) -> bytes:
+        rng = self._rng
+        fields: dict[str, Any] = {"model": self._model, "max_tokens": 2, "stream": rng.random() < 0.2}
+        fields |= {"prompt": "hello"} if rng.random() < 0.5 else {"messages": [{"role": "user", "content": "hello"}]}
+        for _ in range(rng.choice((0, 1, 1, 2, 3))):
+            fields[rng.choice(_FIELDS)] = rng.choice(_VALUES)
+        body = bytearray(json.dumps(fields).encode())
+        if rng.random() < 0.2:
+            del body[rng.randrange(len(body)) :]
+        if rng.random() < 0.2 and body:
+            body[rng.randrange(len(body))] = rng.randrange(256)
+        return bytes(body)
+
+    def _request(self, body: bytes, path: str | None = None) -> bytes:
+        head = f"POST {path or self._rng.choice(_PATHS)} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+        return head.encode() + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+    def _exchange(self, data: bytes, is_complete: bool) -> None:
+        received = b""
+        with (
+            socket.create_connection(("127.0.0.1", self._port), timeout=_TIMEOUT_S) as connection,
+            contextlib.suppress(ConnectionResetError, BrokenPipeError),
+        ):
+            connection.sendall(data)
+            if not is_complete:
+                connection.shutdown(socket.SHUT_WR)
+            while chunk := connection.recv(65536):
+                received += chunk
+        has_response = received.startswith(b"HTTP/1.1 ")
+        if is_complete and not (has_response and _is_complete(received)):
+            raise ValueError(f"no complete response to {data[:2000]!r}: {received[-500:]!r}")
+        self.outcomes[received[9:12].decode() if has_response else "closed"] += 1
+
+    def _disconnect(self) -> None:
+        """Starts a stream, reads little or nothing of it, and disconnects."""
+        body = {"model": self._model, "prompt": "hello", "max_tokens": 50, "stream": True, "ignore_eos": True}
+        data = self._request(json.dumps(body).encode(), "/v1/completions")
+        with socket.create_connection(("127.0.0.1", self._port), timeout=_TIMEOUT_S) as connection:
+            connection.sendall(data[: self._rng.choice((10, len(data) - 5, len(data), len(data)))])
+            if self._rng.random() < 0.5:
+                connection.settimeout(0.05)
+                with contextlib.suppress(TimeoutError):
+                    connection.recv(self._rng.choice((1, 100, 4096)))
+        self.outcomes["disconnected"] += 1
+
+
+def _is_complete(response: bytes) -> bool:
+    """Tells whether a stream ends with [DONE] or an error, and another response has its Content-Length."""
+    head, _, body = response.partition(b"\r\n\r\n")
+    if b"text/event-stream" not in head.lower():
+        length = re.search(rb"(?i)\r\ncontent-length: (\d+)", head)
+        return length is not None and len(body) == int(length[1])
+    last = body.removesuffix(b"\r\n0\r\n\r\n").removesuffix(b"\n\n").rpartition(b"data: ")[2]
+    return body.endswith(b"\r\n0\r\n\r\n") and (last == b"[DONE]" or last.startswith(b'{"error"'))

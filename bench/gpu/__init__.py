@@ -1,0 +1,1 @@
+"""Benchmarks that need a GPU; `bench.gpu.check` runs all of them."""

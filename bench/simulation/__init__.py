@@ -1,0 +1,1 @@
+"""Router and planner in simulated time, with synthetic or recorded traffic."""

@@ -1,0 +1,1 @@
+"""Parts that the benchmarks share: reports, latency figures, servers, polling, images, process figures."""

@@ -1,0 +1,126 @@
+"""Result of a benchmark: command, machine, versions, date, commit, raw figures, and aims met or missed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+import sys
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+_PACKAGES = ("tandem-serve", "torch", "transformers", "tokenizers", "pyzmq", "msgspec", "uvloop", "locust")
+
+
+class Aim(msgspec.Struct, frozen=True):
+    """A measured value and its target, both in the unit that `name` states."""
+
+    name: str
+    value: float
+    aim: float
+    better: Literal["lower", "higher"]
+    met: bool
+
+    @classmethod
+    def of(cls, name: str, value: float, aim: float, better: Literal["lower", "higher"]) -> Aim:
+        return cls(name, value, aim, better, met=value <= aim if better == "lower" else value >= aim)
+
+
+class Report(msgspec.Struct, frozen=True):
+    """`benchmark` is the module below `bench`; `measured_on` an ISO date; `commit` the short hash of the code."""
+
+    benchmark: str
+    command: str
+    machine: dict[str, str | int | float]
+    versions: dict[str, str]
+    figures: dict[str, Any]
+    aims: list[Aim]
+    measured_on: str = ""
+    commit: str = ""
+
+    @classmethod
+    def of(cls, benchmark: str, figures: dict[str, Any], aims: list[Aim] | None = None) -> Report:
+        arguments = [Path(a).name if "/" in a and "://" not in a else a for a in sys.argv[1:]]
+        command = " ".join(["python", "-m", f"bench.{benchmark}", *arguments])
+        return cls(
+            benchmark,
+            command,
+            describe_machine(),
+            describe_versions(),
+            figures,
+            aims or [],
+            date.today().isoformat(),
+            _commit(),
+        )
+
+    def write(self, file: Path) -> None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=2) + b"\n")
+
+    def print_aims(self) -> None:
+        if self.aims:
+            table = Table("figure", "value", "aim", "met")
+            for aim in self.aims:
+                sign = "<=" if aim.better == "lower" else ">="
+                table.add_row(aim.name, f"{aim.value:.3g}", f"{sign} {aim.aim:.3g}", "yes" if aim.met else "NO")
+            Console().print(table)
+
+
+def describe_machine() -> dict[str, str | int | float]:
+    cpu = next(
+        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor() or "unknown",
+    )
+    memory_kib = next((int(line.split()[1]) for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory_kib / 2**20, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
+
+
+def _commit() -> str:
+    """Returns the short hash of HEAD, or nothing outside of a git checkout."""
+    command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    except OSError:
+        return ""
+
+
+def _lines(file: str) -> list[str]:
+    try:
+        return Path(file).read_text().splitlines()
+    except OSError:
+        return []
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="short run that only shows that the benchmark works")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report to this file")
+
+
+def finish(report: Report, file: Path | None) -> None:
+    """Prints the aims and writes the report."""
+    report.print_aims()
+    if file is not None:
+        report.write(file)
+        print(f"wrote {file}")

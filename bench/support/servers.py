@@ -1,0 +1,89 @@
+"""Starts `tandem up` or vLLM for a benchmark and stops the whole process group afterwards."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+START_TIMEOUT_S = 400.0
+STOP_TIMEOUT_S = 20.0
+MODEL = "m"
+"""Name under which every server serves its model."""
+
+
+def tandem(model: Path, port: int, *flags: str) -> list[str]:
+    """Command line of a cluster with default settings apart from `flags`."""
+    return [
+        sys.executable, "-m", "tandem.deploy.cli", "up", "--model", str(model), "--served-model-name", MODEL,
+        "--port", str(port), *flags,
+    ]  # fmt: skip
+
+
+def add_vllm_options(parser: argparse.ArgumentParser, required: bool = False) -> None:
+    parser.add_argument("--peers", type=Path, required=required, help="folder with vllm_single.sh and vllm_pd.sh")
+    parser.add_argument("--vllm", type=Path, required=required, help="virtual environment with vLLM")
+
+
+def vllm(options: argparse.Namespace, script: str, model: Path, port: int) -> list[str]:
+    """Command line of vLLM, started by `script` (VENV MODEL PORT) in the folder of --peers."""
+    return [str(options.peers / script), str(options.vllm), str(model), str(port)]
+
+
+@contextlib.contextmanager
+def server(command: list[str], port: int, env: dict[str, str] | None = None) -> Iterator[int]:
+    """Yields the process id once a completion works; kills the process group at the end.
+
+    Raises SystemExit when the server ends or is not ready within START_TIMEOUT_S.
+    """
+    with tempfile.TemporaryDirectory() as logs:
+        process = subprocess.Popen(
+            command,
+            start_new_session=True,
+            env={**os.environ, "LOG_DIR": logs, **(env or {})},
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            deadline = time.monotonic() + START_TIMEOUT_S
+            while not is_up(port):
+                if process.poll() is not None:
+                    raise SystemExit(f"{Path(command[0]).name} ended with status {process.returncode}")
+                if time.monotonic() > deadline:
+                    raise SystemExit(f"{Path(command[0]).name} was not ready within {START_TIMEOUT_S:.0f} s")
+                time.sleep(0.5)
+            yield process.pid
+        finally:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(STOP_TIMEOUT_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def is_up(port: int) -> bool:
+    try:
+        complete(port, "up?", 2)
+        return True
+    except OSError:  # URLError is one
+        return False
+
+
+def complete(port: int, prompt: str | list[int], max_tokens: int) -> None:
+    """Sends one completion and waits for it. Raises URLError or OSError."""
+    body = json.dumps({"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/v1/completions", body, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        response.read()
