@@ -33,8 +33,8 @@ import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch._C._distributed_c10d import HashStore, ProcessGroup
-from torch.distributed import FileStore, PrefixStore, ProcessGroupGloo
+from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, ProcessGroup
+from torch.distributed import ProcessGroupGloo
 
 from bench.support.report import Aim, Report, add_common_options, finish
 from tandem.kv_transfer.connector import Peer
