@@ -1,4 +1,4 @@
-"""How much text one token can stand for at most, so that a text can be known to be too long without tokenising it."""
+"""The largest number of characters per token, which proves that a text is too long without tokenising it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from tokenizers import Tokenizer
 
 
 def max_characters_per_token(tokenizer: Tokenizer) -> int | None:
-    """That of the longest token; None where nothing can be promised.
+    """Returns the length of the longest token, or None if a token may stand for more text than that.
 
-    That is wherever the tokeniser may drop or replace text on the way: by a normaliser, by splitting that removes what
-    it splits at, by added tokens that swallow the space around them, by an unknown token. Byte-level BPE without these
-    (GPT-2's kind, which most models have) keeps every byte, and a token of N bytes stands for at most N characters.
+    Byte-level BPE (GPT-2's kind, which most models use) keeps every byte, and a token of N bytes stands for at most N
+    characters. Normalisers, splitters that remove text, added tokens that strip whitespace and unknown tokens break
+    this.
     """
     rules: dict[str, Any] = msgspec.json.decode(tokenizer.to_str())
     model, added = rules["model"], rules["added_tokens"]
@@ -28,7 +28,6 @@ def max_characters_per_token(tokenizer: Tokenizer) -> int | None:
     )
     if not keeps_all:
         return None
-    # A byte-level vocabulary writes each byte as one character.
     return max(max(map(len, model["vocab"]), default=1), max((len(token["content"]) for token in added), default=1))
 
 

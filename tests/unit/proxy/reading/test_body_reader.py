@@ -16,7 +16,7 @@ from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.cluster.registry import ModelLimits
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.text.model_text import ModelText
-from tandem.proxy.text.rendering import ContextLengthExceeded, RenderedPrompts, has_token_ids
+from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded, RenderedPrompts, has_token_ids
 from tandem.proxy.text.token_size import max_characters_per_token
 from tandem.runtime.errors import InvalidRequest, TandemError
 
@@ -46,8 +46,10 @@ class FakeText:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = CountingTokenizer(tokenizer)
 
-    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **_others: Any) -> str:
-        return "".join(message["content"] for message in messages) + ("|" if add_generation_prompt else "")
+    def render_chat(self, prompt: ChatPrompt) -> str:
+        return "".join(message["content"] for message in prompt.messages) + (
+            "|" if prompt.add_generation_prompt else ""
+        )
 
 
 def byte_level(vocab_size: int = 300) -> Tokenizer:
@@ -66,11 +68,11 @@ TOKENIZER = byte_level()
 
 def reader_and_tokenizer(tokenizer: Tokenizer = TOKENIZER) -> tuple[BodyReader, CountingTokenizer]:
     text = FakeText(tokenizer)
-    return BodyReader.of(cast(ModelText, text), "m"), text.tokenizer
+    return BodyReader(cast(ModelText, text), "m"), text.tokenizer
 
 
 def read(reader: BodyReader, kind: Any = "completion", **fields: Any) -> list[list[int]]:
-    request = reader.read(kind, json.dumps(fields).encode(), LIMITS)
+    request = reader.read(json.dumps(fields).encode(), kind, LIMITS)
     assert isinstance(request.prompt, RenderedPrompts)
     for prompt in request.prompt.prompts:
         assert prompt.num_tokens * 4 == len(prompt.token_ids)
@@ -93,7 +95,7 @@ def test_every_form_of_prompt() -> None:
 )
 def test_what_needs_no_tokenising(prompt: Any, holds: bool) -> None:
     reader, _ = reader_and_tokenizer()
-    assert has_token_ids(reader.decode("completion", json.dumps({"prompt": prompt}, indent=1).encode()).prompt) == holds
+    assert has_token_ids(reader.decode(json.dumps({"prompt": prompt}, indent=1).encode(), "completion").prompt) == holds
 
 
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised_whole() -> None:
@@ -201,9 +203,9 @@ def test_a_body_with_a_few_wrong_bytes_is_read_or_refused(junk: bytes, place: in
     body = bytearray(json.dumps({"model": "m", "max_tokens": 2, "stop": ["a"], "user": "u", **prompt}).encode())
     body[place % len(body) : place % len(body) + len(junk)] = junk
     with contextlib.suppress(TandemError):
-        reader.read(kind, bytes(body), LIMITS)
+        reader.read(bytes(body), kind, LIMITS)
     with pytest.raises(InvalidRequest, match="prompt"):
-        reader.read("completion", b'{"model": "m", "prompt": "a\x92b"}', LIMITS)
+        reader.read(b'{"model": "m", "prompt": "a\x92b"}', "completion", LIMITS)
 
 
 @given(st.binary(max_size=200))
@@ -211,4 +213,4 @@ def test_any_body_is_read_or_refused(body: bytes) -> None:
     reader, _ = reader_and_tokenizer()
     for kind in ("completion", "chat"):
         with pytest.raises(TandemError):
-            reader.read(cast(Any, kind), body, LIMITS)
+            reader.read(body, cast(Any, kind), LIMITS)
