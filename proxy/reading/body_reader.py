@@ -13,7 +13,7 @@ from tandem.proxy.api.tool_formats import ToolFormat, ToolFormatName
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.registry import ModelLimits
 from tandem.proxy.text.model_text import ModelText
-from tandem.proxy.text.prompt import ChatPrompt, MediaPrompt, RenderedPrompts, has_media
+from tandem.proxy.text.prompt import ChatPrompt, RenderedPrompts, has_media
 from tandem.proxy.text.rendering import Renderer
 from tandem.runtime.errors import TandemError
 
@@ -70,10 +70,6 @@ class BodyReader:
         """Renders the template of a chat, with one placeholder per image or video. Raises InvalidRequest."""
         assert isinstance(request.prompt, ChatPrompt)
         return self._renderer.chat_text(request.prompt)
-
-    def render_media(self, request: GenerationRequest, limits: ModelLimits, prompt: MediaPrompt) -> GenerationRequest:
-        """Tokenises a request whose media are cached. prompt: replaces the request's. Raises InvalidRequest."""
-        return self.render(msgspec.structs.replace(request, prompt=prompt), limits)
 
     def tokenize(self, body: bytes, max_model_len: int | None) -> bytes:
         """Returns the JSON answer of `/tokenize`. Raises InvalidRequest."""

@@ -127,7 +127,7 @@ class MediaPool:
         self._check_queue()
         assert self._writer is not None
         lease_id = self._cache.new_id()
-        done = asyncio.get_running_loop().create_future()
+        done: asyncio.Future[GenerationRequest] = asyncio.get_running_loop().create_future()
         self._jobs[lease_id] = done
         content, path = (body, "") if isinstance(body, bytes) else (b"", body.path)
         write_message(self._writer, MediaJob(lease_id, kind, content, limits, path))
@@ -198,9 +198,9 @@ class MediaPool:
             log.error("the media process ended with status %d", code)
             if code == EXIT_BAD_CONFIG:
                 self._config_error = "images and video are not served: see the proxy's log for the model's processor"
-            error = InternalError(self._config_error or "the media process that read the request was lost; try again")
+            lost = InternalError(self._config_error or "the media process that read the request was lost; try again")
             for lease_id in list(self._jobs):
-                self._on_answer(MediaJobFailed.of(lease_id, error))
+                self._on_answer(MediaJobFailed.of(lease_id, lost))
 
     async def _ping(self, writer: asyncio.StreamWriter, process: asyncio.subprocess.Process) -> None:
         """Kills a process that has jobs and sends nothing."""

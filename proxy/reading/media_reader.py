@@ -82,4 +82,4 @@ class MediaReader:
             media.append(CachedMedia(kind, content.key.digest, segment, prepared.tensors, prepared.num_tokens))
         text = self.processor.expand(self._bodies.chat_text(request), replacements)
         prompt = MediaPrompt(text, media, self.processor.token_ids, request.prompt.add_special_tokens)
-        return self._bodies.render_media(request, limits, prompt)
+        return self._bodies.render(msgspec.structs.replace(request, prompt=prompt), limits)

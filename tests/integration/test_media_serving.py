@@ -111,7 +111,7 @@ def test_answers_are_those_of_transformers_alone(served: Cluster, model: Path) -
 def test_bad_media_are_the_clients_fault_and_leave_nothing(served: Cluster) -> None:
     good = image_part(data_url(encoded(picture(seed=9))))
     for part, reason in (
-        (image_part(data_url(b"no image")), "no image of a known type"),
+        (image_part(data_url(b"no image")), "not an image of a supported type"),
         (image_part("http://127.0.0.1/a.png"), "not a public one"),
     ):
         answer = chat(served, good, part, stream=True)
