@@ -1,4 +1,4 @@
-"""From the fields of a request to its grammar, and what is refused on the way."""
+"""Structured output: from the fields of a request to its grammar, and errors."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def schema(value: Any, strict: bool | None = None) -> dict[str, Any]:
         ({"tools": [OTHER]}, ["Hello", ""], ["<tool_call>\nHello"]),
     ],
 )  # fmt: skip
-def test_the_grammar_is_what_was_asked_for(
+def test_the_grammar_accepts_what_the_fields_request(
     reader: BodyReader, tokenizer: Any, fields: dict[str, Any], taken: list[str], not_taken: list[str]
 ) -> None:
     request = read(reader, fields)
@@ -103,7 +103,7 @@ def test_the_grammar_is_what_was_asked_for(
         {"tools": [TOOL], "tool_choice": "none"},
     ],
 )
-def test_who_asks_for_nothing_has_no_grammar(reader: BodyReader, fields: dict[str, Any]) -> None:
+def test_requests_without_constraints_have_no_grammar(reader: BodyReader, fields: dict[str, Any]) -> None:
     request = read(reader, fields)
     assert request.base_sampling.grammar is None and request.tool_format is None
 
@@ -128,14 +128,14 @@ def test_who_asks_for_nothing_has_no_grammar(reader: BodyReader, fields: dict[st
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "regex"),
     ],
 )  # fmt: skip
-def test_what_is_refused_names_its_field(reader: BodyReader, fields: dict[str, Any], param: str, says: str) -> None:
+def test_errors_name_the_field(reader: BodyReader, fields: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         read(reader, fields)
     assert says in raised.value.message and "\n" not in raised.value.message
     assert raised.value.param == param
 
 
-def test_an_answer_with_a_grammar_always_has_an_end(reader: BodyReader, text: ModelText) -> None:
+def test_a_grammar_requires_a_token_that_ends_the_answer(reader: BodyReader, text: ModelText) -> None:
     request = read(reader, {"guided_regex": "a", "ignore_eos": True})
     assert request.stop_conditions(5, LIMITS, text.eos_token_ids).stop_token_ids == text.eos_token_ids != frozenset()
     with pytest.raises(InvalidRequest, match="give one in stop_token_ids"):

@@ -79,11 +79,11 @@ def test_addresses_that_are_not_public_are_refused(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
-def test_public_addresses_are_not(address: str) -> None:
+def test_public_addresses_are_accepted(address: str) -> None:
     check_address(address)
 
 
-def test_bytes_come_as_they_are() -> None:
+def test_downloaded_bytes_are_unchanged() -> None:
     seen: list[str] = []
 
     async def reply(path: str, writer: asyncio.StreamWriter) -> None:
@@ -117,7 +117,7 @@ def test_each_redirect_is_checked_like_the_first_url(monkeypatch: pytest.MonkeyP
 
 
 def test_a_name_is_resolved_once_and_its_checked_address_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second answer, after the check, would be another."""
+    """A second resolution would give another address."""
     answers = [["8.8.8.8"], ["127.0.0.1"]]
     connected: list[str] = []
 
@@ -135,7 +135,7 @@ def test_a_name_is_resolved_once_and_its_checked_address_used(monkeypatch: pytes
     assert connected == ["8.8.8.8"] and len(answers) == 1
 
 
-def test_redirects_lead_on_but_not_for_ever() -> None:
+def test_redirects_are_followed_up_to_a_limit() -> None:
     async def reply(path: str, writer: asyncio.StreamWriter) -> None:
         number = int(path[1:])
         writer.write(answer("307 Next", b"", f"location: /{number - 1}") if number else answer("200 OK", b"there"))
@@ -161,7 +161,7 @@ def test_answers_that_are_refused(data: bytes, reason: str) -> None:
         fetch(replying(data))
 
 
-def test_a_url_that_gives_no_answer_is_given_up() -> None:
+def test_a_download_has_a_timeout() -> None:
     async def reply(path: str, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n")
         await asyncio.Event().wait()
@@ -170,13 +170,13 @@ def test_a_url_that_gives_no_answer_is_given_up() -> None:
         fetch(reply, limits=msgspec.structs.replace(LIMITS, fetch_timeout_s=0.2))
 
 
-def test_there_is_an_end_to_what_waits_to_be_processed() -> None:
+def test_the_total_of_fetched_bytes_is_limited() -> None:
     with pytest.raises(Overloaded, match="waiting to be processed"):
         fetch(replying(answer("200 OK", bytes(900))), limits=msgspec.structs.replace(LIMITS, max_fetched_bytes=800))
 
 
 @given(st.text(max_size=60) | st.text(max_size=40).map(lambda text: f"data:image/png;base64,{text}"))
-def test_no_url_is_more_than_refused(url: str) -> None:
+def test_any_url_is_read_or_refused(url: str) -> None:
     try:
         read_local(source(url), LIMITS)
     except InvalidRequest as error:

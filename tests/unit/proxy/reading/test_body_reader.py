@@ -79,7 +79,7 @@ def read(reader: BodyReader, kind: Any = "completion", **fields: Any) -> list[li
     return [unpack_token_ids(prompt.token_ids) for prompt in request.prompt.prompts]
 
 
-def test_every_form_of_prompt() -> None:
+def test_all_forms_of_prompt() -> None:
     reader, _ = reader_and_tokenizer()
     fox = TOKENIZER.encode("the fox").ids
     assert read(reader, prompt="the fox") == [fox]
@@ -93,7 +93,7 @@ def test_every_form_of_prompt() -> None:
 @pytest.mark.parametrize(
     ("prompt", "holds"), [([1], True), ([[1, 2], [3]], True), ("[1]", False), (["1"], False), ([], False)]
 )
-def test_what_needs_no_tokenising(prompt: Any, holds: bool) -> None:
+def test_prompts_of_token_ids_are_recognised(prompt: Any, holds: bool) -> None:
     reader, _ = reader_and_tokenizer()
     assert has_token_ids(reader.decode(json.dumps({"prompt": prompt}, indent=1).encode(), "completion").prompt) == holds
 
@@ -118,7 +118,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised_whole() -> N
 
 
 def test_a_long_text_of_few_tokens_still_fits() -> None:
-    """Where the tokeniser drops text no length proves anything, and probing must not refuse."""
+    """If the tokeniser drops text, the number of characters is no proof, and probing must not refuse."""
     reader, counting = reader_and_tokenizer(normalized())
     assert len(read(reader, prompt="~" * 5000 + "the fox")[0]) == len(TOKENIZER.encode("the fox").ids)
     assert counting.num_characters < 2 * 5007, "probing costs half more at most"
@@ -133,7 +133,7 @@ def test_truncation_keeps_the_end() -> None:
 
 
 def test_mixed_truncation_on_threads_never_fails() -> None:
-    """A tokeniser that is told to truncate is state that threads share; here none is told."""
+    """The tokeniser's own truncation would be state that threads share."""
     reader, _ = reader_and_tokenizer()
     text = "the quick brown fox " * 12
     whole = TOKENIZER.encode(text).ids
@@ -175,13 +175,13 @@ def normalized() -> Tokenizer:
 
 
 @given(st.text(max_size=300))
-def test_no_token_stands_for_more_characters_than_promised(text: str) -> None:
+def test_max_characters_per_token_is_an_upper_limit(text: str) -> None:
     longest = max_characters_per_token(TOKENIZER)
     assert longest is not None
     assert len(text) <= longest * len(TOKENIZER.encode(text).ids)
 
 
-def test_nothing_is_promised_where_text_may_vanish() -> None:
+def test_no_limit_for_tokenisers_that_drop_text() -> None:
     assert max_characters_per_token(normalized()) is None
     swallowing = Tokenizer.from_str(TOKENIZER.to_str())
     swallowing.add_special_tokens([AddedToken("<s>", lstrip=True)])
@@ -197,7 +197,7 @@ def test_nothing_is_promised_where_text_may_vanish() -> None:
 
 @given(junk=st.binary(min_size=1, max_size=5), place=st.integers(0, 200), kind=st.sampled_from(["completion", "chat"]))
 def test_a_body_with_a_few_wrong_bytes_is_read_or_refused(junk: bytes, place: int, kind: Any) -> None:
-    """Bytes that are no UTF-8 too, wherever they are."""
+    """Including bytes that are not UTF-8."""
     reader, _ = reader_and_tokenizer()
     prompt = {"prompt": "hello"} if kind == "completion" else {"messages": [{"role": "user", "content": "hello"}]}
     body = bytearray(json.dumps({"model": "m", "max_tokens": 2, "stop": ["a"], "user": "u", **prompt}).encode())

@@ -34,7 +34,7 @@ SETUP = MediaSetup("media", "info", "m", "m", False, "hermes", False, "", MediaL
 
 
 class Process:
-    """Takes jobs, and does nothing by itself."""
+    """Receives messages and never answers."""
 
     def __init__(self) -> None:
         self.messages: asyncio.Queue[MediaJob | CancelMediaJob] = asyncio.Queue()
@@ -48,7 +48,7 @@ class Process:
 
 
 class Cache(MediaCacheClient):
-    """Never answers; notes the leases that are released."""
+    """A client of a cache that never answers; records released leases."""
 
     released: list[str]
 

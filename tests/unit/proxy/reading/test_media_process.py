@@ -71,7 +71,7 @@ def expected_inputs(processor: Any, parts: list[dict[str, Any]], images: list[An
     return processor(text=[text], images=images, videos=[frames], return_tensors="np")
 
 
-def test_image_video_and_text_are_what_transformers_makes_of_them(reader: MediaReader, processor: Any) -> None:
+def test_prompts_equal_those_of_transformers(reader: MediaReader, processor: Any) -> None:
     first, second, video = picture(100, 80, seed=1), picture(150, 60, seed=2), clip(6)
     token_ids, media, tensors = reader.prompt(
         "look: ",
@@ -101,7 +101,7 @@ def test_image_video_and_text_are_what_transformers_makes_of_them(reader: MediaR
         assert token_ids[start - 1] != token_ids[start] != token_ids[start + length]
 
 
-def test_what_was_seen_before_is_not_processed_again(reader: MediaReader) -> None:
+def test_cached_items_are_not_processed_again(reader: MediaReader) -> None:
     part = image_part(data_url(encoded(picture(seed=7))))
     before = reader.status()
     _, [one, same], _ = reader.prompt(part, "one", part)
@@ -116,7 +116,7 @@ def test_what_was_seen_before_is_not_processed_again(reader: MediaReader) -> Non
     assert other.digest != again.digest
 
 
-def test_many_at_once_share_no_state(reader: MediaReader) -> None:
+def test_concurrent_requests_share_no_state(reader: MediaReader) -> None:
     """Two threads, images of different sizes, some of them in several requests."""
     parts = [image_part(data_url(encoded(picture(60 + 20 * i, 70, seed=30 + i)))) for i in range(6)]
     jobs = [reader.job(parts[i % 6], "and", parts[(i + 1) % 6]) for i in range(12)]
@@ -131,7 +131,7 @@ def test_many_at_once_share_no_state(reader: MediaReader) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
-def test_kinds_of_images(reader: MediaReader, kind: str) -> None:
+def test_image_formats(reader: MediaReader, kind: str) -> None:
     _, [item], [tensors] = reader.prompt(image_part(data_url(encoded(picture(), kind), f"image/{kind.lower()}")))
     assert item.kind == "image" and tensors["pixel_values"].shape[1] == 1176
 
@@ -144,7 +144,7 @@ def test_files_webm_the_short_form_and_many_frames(reader: MediaReader) -> None:
     assert tensors["video_grid_thw"][0][0] == reader.limits.max_video_frames // 2, "sampled"
 
 
-def test_bad_ones_are_refused_with_index_and_reason(reader: MediaReader) -> None:
+def test_invalid_items_are_refused_with_index_and_reason(reader: MediaReader) -> None:
     good = image_part(data_url(encoded(picture(seed=20))))
     png, jpeg, video = encoded(picture(400, 300)), encoded(picture(400, 300), "JPEG"), clip(30)
     secret = reader.folder / "config.json"
@@ -198,7 +198,7 @@ def test_images_that_cannot_fit_the_model_are_refused_before_they_are_processed(
     assert reader.status().num_misses == before.num_misses
 
 
-def test_a_cancelled_request_is_answered_all_the_same(reader: MediaReader) -> None:
+def test_a_cancelled_job_is_answered(reader: MediaReader) -> None:
     async def cancel() -> MediaJobDone | MediaJobFailed:
         job = reader.job(video_part(data_url(clip(20), "video/mp4")))
         reader.process.on_message(job)

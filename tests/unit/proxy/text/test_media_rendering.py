@@ -72,7 +72,7 @@ def test_parts_that_are_refused(parts: list[Any], max_media: int, reason: str) -
         BodyDecoder("m", max_media=max_media).chat(body(*parts))
 
 
-def test_audio_is_not_known() -> None:
+def test_audio_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="'input_audio'; this server supports parts of type 'text', 'image_url'"):
         BodyDecoder("m", max_media=1).chat(body({"type": "input_audio"}))
 
@@ -98,14 +98,14 @@ def test_each_item_gets_its_own_placeholders(wanted: list[tuple[MediaKind, list[
     assert [each.kind for each in placed] == [kind for kind, _ in wanted]
 
 
-def test_placeholders_that_nothing_stands_for_are_refused() -> None:
+def test_surplus_placeholders_are_refused() -> None:
     packed = pack_token_ids([7, IMAGE, IMAGE, IMAGE])
     with pytest.raises(InvalidRequest, match="3 placeholder tokens, but its images and videos need 2"):
         place_media(packed, [item("image", 2)], {"image": IMAGE})
 
 
 @given(st.binary(max_size=40), st.lists(st.integers(1, 12), max_size=12))
-def test_media_are_noticed_wherever_the_body_is_cut(before: bytes, sizes: list[int]) -> None:
+def test_media_fields_are_found_however_the_body_is_split(before: bytes, sizes: list[int]) -> None:
     spooled = SpooledBody()
     try:
         data = before + b'"image_url": "x"'
