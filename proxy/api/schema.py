@@ -76,7 +76,7 @@ class StreamOptions(msgspec.Struct):
 
 
 class NotServed(msgspec.Struct):
-    """Fields that are not supported. Only null and `validation.NEUTRAL_VALUES` are accepted."""
+    """Fields that are not supported. Only null and `NEUTRAL_VALUES` are accepted."""
 
     suffix: Any = None
     use_beam_search: Any = None
@@ -101,6 +101,28 @@ class NotServed(msgspec.Struct):
     watermarking: Any = None
     media_io_kwargs: Any = None
     return_prompt_text: Any = None
+
+
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
+    "truncation_side": ("left",),
+    "watermarking": (False,),
+    "media_io_kwargs": ({},),
+    "return_prompt_text": (False,),
+}
+"""Accepted values of fields that are not supported, besides null: they request nothing."""
 
 
 class GenerationFields(NotServed):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -12,6 +12,7 @@ from tandem.protocol.messages.generation import SamplingParams
 from tandem.proxy.api.chat_messages import template_message
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.schema import (
+    NEUTRAL_VALUES,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -28,28 +29,6 @@ from tandem.proxy.text.prompt import ChatPrompt, CompletionPrompt
 from tandem.runtime.errors import InvalidRequest
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
-
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
-    "kv_transfer_params": ({},),
-    "vllm_xargs": ({},),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "verbosity": ("medium",),
-    "truncation_side": ("left",),
-    "watermarking": (False,),
-    "media_io_kwargs": ({},),
-    "return_prompt_text": (False,),
-}
-"""Accepted values of fields that are not supported, besides null: they request nothing."""
-
 _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$(?:\.([^`]*?))?(?:\[\.\.\.\])?`$")
 _MISSING_FIELD = re.compile(r"required field `(\w+)`")
 

@@ -74,14 +74,6 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
                 check_address(address)
         return await self._network.connect_tcp(addresses[0], port, timeout, local_address, socket_options)
 
-    async def connect_unix_socket(
-        self, path: str, timeout: float | None = None, socket_options: Iterable[Any] | None = None
-    ) -> httpcore.AsyncNetworkStream:
-        raise _RefusedAddress("it leads to a local socket")
-
-    async def sleep(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-
 
 async def _resolve(host: str, port: int) -> list[str]:
     try:

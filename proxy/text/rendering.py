@@ -29,7 +29,6 @@ from tandem.proxy.text.prompt import (
     Prompt,
     RenderedPrompts,
 )
-from tandem.proxy.text.token_size import max_characters_per_token
 from tandem.runtime.errors import InvalidRequest
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -45,7 +44,6 @@ _PROBE_SLACK_TOKENS = 16
 class Renderer:
     def __init__(self, text: ModelText) -> None:
         self._text = text
-        self._max_characters_per_token = max_characters_per_token(text.tokenizer)
 
     def render(
         self, prompt: AnyPrompt, limits: ModelLimits, max_tokens: int | None = None, cache_salt: str = ""
@@ -149,25 +147,20 @@ class Renderer:
     def _refuse_if_too_long(self, text: str, limits: ModelLimits, param: str) -> None:
         """Raises ContextLengthExceeded for a text that certainly does not fit, at a fraction of the cost of tokenising.
 
-        Uses the number of characters if that is proof. Otherwise tokenises prefixes of doubling length, in total at
-        most half of the text.
+        Tokenises prefixes of doubling length, in total at most half of the text.
         """
-        limit, max_characters = limits.max_model_len, self._max_characters_per_token
-        reason = ""
-        if max_characters is not None and len(text) > limit * max_characters:
-            reason = f"it has {len(text)} characters, and no token has more than {max_characters}"
+        limit = limits.max_model_len
         num_probed = limit * _PROBE_CHARACTERS_PER_TOKEN
-        while not reason and 4 * num_probed <= len(text):
+        while 4 * num_probed <= len(text):
             num_tokens = len(self._encode(text[:num_probed], False, param))
             if num_tokens > limit + _PROBE_SLACK_TOKENS:
-                reason = f"the first {num_probed} of its {len(text)} characters have {num_tokens}"
+                raise ContextLengthExceeded(
+                    f"The prompt has far more than {limit} tokens (the first {num_probed} of its {len(text)} "
+                    f"characters have {num_tokens}), but this model's limit is {limit} tokens for prompt and "
+                    "output together.",
+                    param,
+                )
             num_probed *= 2
-        if reason:
-            raise ContextLengthExceeded(
-                f"The prompt has far more than {limit} tokens ({reason}), but this model's limit is {limit} tokens for "
-                "prompt and output together.",
-                param,
-            )
 
 
 def check_prompt_length(num_tokens: int, limits: ModelLimits, param: str) -> None:

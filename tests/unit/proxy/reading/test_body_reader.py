@@ -10,14 +10,13 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.cluster.registry import ModelLimits
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded, RenderedPrompts, has_token_ids
-from tandem.proxy.text.token_size import max_characters_per_token
 from tandem.runtime.errors import InvalidRequest, TandemError
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=500)
@@ -99,12 +98,6 @@ def test_prompts_of_token_ids_are_recognised(prompt: Any, holds: bool) -> None:
 
 
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised_whole() -> None:
-    reader, counting = reader_and_tokenizer()
-    longest = max_characters_per_token(TOKENIZER)
-    assert longest is not None
-    with pytest.raises(ContextLengthExceeded, match=f"no token has more than {longest}"):
-        read(reader, prompt="x" * (100 * longest + 1))
-    assert counting.num_characters == 0, "its length says enough"
     reader, counting = reader_and_tokenizer(normalized())
     for fields in ({"prompt": "xyzzy" * 10_000}, {"prompt": ["xyzzy" * 10_000, "a"]}):
         counting.num_characters = 0
@@ -165,34 +158,10 @@ def test_bad_prompts(fields: dict[str, Any], message: str) -> None:
         read(reader, **fields)
 
 
-# ---- how much text a token can stand for
-
-
 def normalized() -> Tokenizer:
     tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
     tokenizer.normalizer = normalizers.Replace("~", "")
     return tokenizer
-
-
-@given(st.text(max_size=300))
-def test_max_characters_per_token_is_an_upper_limit(text: str) -> None:
-    longest = max_characters_per_token(TOKENIZER)
-    assert longest is not None
-    assert len(text) <= longest * len(TOKENIZER.encode(text).ids)
-
-
-def test_no_limit_for_tokenisers_that_drop_text() -> None:
-    assert max_characters_per_token(normalized()) is None
-    swallowing = Tokenizer.from_str(TOKENIZER.to_str())
-    swallowing.add_special_tokens([AddedToken("<s>", lstrip=True)])
-    assert max_characters_per_token(swallowing) is None
-    splitting = Tokenizer.from_str(TOKENIZER.to_str())
-    removed = pre_tokenizers.Split(" ", "removed")
-    splitting.pre_tokenizer = pre_tokenizers.Sequence([removed, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    assert max_characters_per_token(splitting) is None
-    words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    assert max_characters_per_token(words) is None
 
 
 @given(junk=st.binary(min_size=1, max_size=5), place=st.integers(0, 200), kind=st.sampled_from(["completion", "chat"]))
