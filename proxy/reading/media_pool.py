@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 1
 _PING_INTERVAL_S = 2.0
-_SILENCE_S = 20.0
-"""Without a message for this long, a process with jobs is killed. Loading a model blocks its loop for less."""
+_MAX_UNANSWERED_PINGS = 10
+"""Loading a model blocks the process's loop for less than these 20 s."""
 _CANCEL_GRACE_S = 10.0
 """Added to twice the decode timeout: time for a cancelled job to be answered before the process is killed."""
 
@@ -73,7 +73,7 @@ class MediaPool:
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None  # None while no process runs
         self._watching: asyncio.Task[None] | None = None
-        self._last_message_at = 0.0
+        self._unanswered_pings: int | None = None  # None until the process has sent a message
         self._config_error: str | None = None
 
     @property
@@ -171,18 +171,17 @@ class MediaPool:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: asyncio.subprocess.Process
     ) -> None:
         """Handles the messages of one process until it has ended, then fails its jobs."""
-        loop = asyncio.get_running_loop()
-        self._last_message_at = loop.time()
+        self._unanswered_pings = None
         pinging = asyncio.create_task(self._ping(writer, process))
         try:
             while True:
                 message = await read_message(reader, FROM_PROCESS)
-                self._last_message_at = loop.time()
+                self._unanswered_pings = 0
                 match message:
                     case MediaProcessAlive():
                         pass
                     case MediaJobStarted():
-                        self._queue.begin(message.lease_id, loop.time())
+                        self._queue.begin(message.lease_id, asyncio.get_running_loop().time())
                     case MediaJobDone() | MediaJobFailed():
                         self._on_answer(message)
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -203,18 +202,16 @@ class MediaPool:
                 self._on_answer(MediaJobFailed.of(lease_id, lost))
 
     async def _ping(self, writer: asyncio.StreamWriter, process: asyncio.subprocess.Process) -> None:
-        """Kills a process that has jobs and sends nothing."""
-        loop = asyncio.get_running_loop()
+        """Kills a process that has started and then leaves pings unanswered."""
         while True:
             await asyncio.sleep(_PING_INTERVAL_S)
-            if not self._jobs:
-                self._last_message_at = loop.time()
-            elif loop.time() - self._last_message_at > _SILENCE_S:
-                log.error("the media process has been silent for %.0f s; killing it", _SILENCE_S)
-                _kill(process)
-                return
-            else:
-                write_message(writer, PingMediaProcess())
+            if self._unanswered_pings is not None:
+                self._unanswered_pings += 1
+                if self._unanswered_pings > _MAX_UNANSWERED_PINGS:
+                    log.error("the media process does not answer; killing it")
+                    _kill(process)
+                    return
+            write_message(writer, PingMediaProcess())
 
     def _on_answer(self, message: MediaJobDone | MediaJobFailed) -> None:
         self._queue.remove(message.lease_id)

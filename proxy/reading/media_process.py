@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _NICENESS = 10
-"""CPU-only work on media yields to the proxy's loop and the workers."""
+"""Of the threads: CPU work on media yields to this process's loop, the proxy and the workers."""
 _LOAD_TIMEOUT_S = 600.0
 
 
@@ -81,6 +81,7 @@ class MediaProcess:
         def load() -> None:
             all_threads.wait(_LOAD_TIMEOUT_S)  # keeps one thread from taking two of these calls
             reader.processor.load_for_thread()
+            os.nice(_NICENESS)  # on Linux this affects the calling thread only
 
         await asyncio.gather(*(self._on_thread(load) for _ in range(self._num_threads)))
         gc.freeze()
@@ -222,7 +223,6 @@ async def _receive(reader: asyncio.StreamReader, process: MediaProcess) -> None:
 
 def main(channel_fd: int) -> int:
     die_with_parent()
-    os.nice(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     try:
         return uvloop.run(serve(socket.socket(fileno=channel_fd)))
