@@ -32,7 +32,6 @@ def main(arguments: list[str]) -> int:
         from tandem.proxy.reading.body_reader import BodyReader
         from tandem.proxy.reading.reader_pool import ReaderPool
         from tandem.proxy.server import serve
-        from tandem.proxy.text.heap import give_back_large_blocks
         from tandem.proxy.text.model_text import ModelText
         from tandem.runtime.scheduling import ask_for_short_slices
 
@@ -40,13 +39,12 @@ def main(arguments: list[str]) -> int:
         options = (config.served_model_name, config.trust_request_chat_template, config.tool_call_parser)
         max_media = config.media.max_items if config.media_cache_endpoint else 0
         readers = ReaderPool(
-            BodyReader.of(text, *options, max_media),
+            BodyReader(text, *options, max_media),
             partial(BodyReader.load, config.model, *options, max_media),
             config.tokenizer_threads,
         )
         readers.fork([*config.listen_fds, *config.admin_listen_fds])
         ask_for_short_slices()  # after the fork: what takes long is not to come before what answers at once
-        give_back_large_blocks()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         uvloop.run(serve(config, text, readers))
     except ConfigError as error:

@@ -39,7 +39,7 @@ from tandem.proxy.observe.figures import serving_figures
 from tandem.proxy.observe.scrapes import Scrapes
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.observe.tracing import make_tracer
-from tandem.proxy.reading.media_jobs import MediaSetup
+from tandem.proxy.reading.media_messages import MediaSetup
 from tandem.proxy.reading.media_pool import MediaPool
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.model_text import ModelText

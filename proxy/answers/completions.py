@@ -14,6 +14,7 @@ from tandem.protocol.messages.generation import FinishReason, SampledToken
 from tandem.proxy.answers.errors import error_body, log
 from tandem.proxy.answers.event_stream import DONE
 from tandem.proxy.answers.logprobs import chat_logprobs, completion_logprobs, prompt_logprobs
+from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import (
     AssistantMessage,
     ChatChoice,
@@ -30,7 +31,6 @@ from tandem.proxy.api.responses import (
     PromptTokensDetails,
     Usage,
 )
-from tandem.proxy.api.validation import GenerationRequest
 from tandem.proxy.dispatch.generation import Generation, TextDelta, ToldPrompt
 from tandem.proxy.text.token_text import TokensAsIds, TokenText
 from tandem.runtime.errors import InternalError, TandemError

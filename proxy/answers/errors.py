@@ -15,7 +15,7 @@ from tandem.proxy.api.responses import ErrorDetail, ErrorResponse
 from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.cluster.router import NoWorkerReady, SLOUnreachable
 from tandem.proxy.media.source import InvalidMedia
-from tandem.proxy.text.rendering import ContextLengthExceeded
+from tandem.proxy.text.prompt import ContextLengthExceeded
 from tandem.runtime.errors import (
     DeadlineExceeded,
     InternalError,

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from tandem.protocol.messages.generation import FinishReason
 from tandem.proxy.answers.completions import ChatAnswers
+from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import (
     AnsweredToolCall,
     AssistantMessage,
@@ -20,7 +21,6 @@ from tandem.proxy.api.responses import (
 )
 from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.proxy.api.tool_parser import Arguments, CallBegun, Content, Piece, ToolParser
-from tandem.proxy.api.validation import GenerationRequest
 from tandem.proxy.dispatch.generation import Generation, TextDelta
 
 

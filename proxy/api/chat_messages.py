@@ -1,52 +1,102 @@
-"""Chat messages as templates take them: content as one text, or as parts where there are images or video among them;
-the arguments of tool calls as objects."""
+"""Chat messages: the structs that clients send, and their conversion to what chat templates take."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from tandem.protocol.messages.media import MediaKind
-from tandem.proxy.api.schema import ChatMessage, ContentPart, MediaUrl, ToolCall
 from tandem.proxy.media.source import MediaSource
 from tandem.runtime.errors import InvalidRequest
 
-_KINDS: dict[str, MediaKind] = {"image_url": "image", "video_url": "video"}
+JsonObject = dict[str, Any]
+
+_MEDIA_KINDS: dict[str, MediaKind] = {"image_url": "image", "video_url": "video"}
 
 
-def template_message(number: int, message: ChatMessage, media: list[MediaSource] | None = None) -> dict[str, Any]:
-    """number: of the message, for errors. media: what is found is added; None refuses it. Raises InvalidRequest."""
-    where = f"messages[{number}]"
+class MediaUrl(msgspec.Struct):
+    """url: data, http, https, or file where the server allows it. detail: accepted and ignored."""
+
+    url: str
+    detail: str | None = None
+
+
+class ContentPart(msgspec.Struct):
+    """type: names the field that holds the content: text, refusal, image_url or video_url."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal", "image_url", "video_url"]})]
+    text: str | None = None
+    refusal: str | None = None
+    image_url: Annotated[MediaUrl | str | None, Meta(description="a PNG, JPEG, WebP or GIF; docs/media.md")] = None
+    video_url: Annotated[MediaUrl | str | None, Meta(description="an MP4 or WebM; docs/media.md")] = None
+
+
+class FunctionCall(msgspec.Struct):
+    """arguments: a JSON object, or a string that contains one (OpenAI's form)."""
+
+    name: str
+    arguments: str | JsonObject | None = None
+
+
+class ToolCall(msgspec.Struct):
+    function: FunctionCall
+    id: str | None = None
+    type: str | None = "function"
+
+
+class ChatMessage(msgspec.Struct):
+    """role: developer, system, user, assistant, tool, or another role that the chat template supports."""
+
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    content: Annotated[
+        str | list[ContentPart] | None, Meta(description="text or content parts; null only together with tool_calls")
+    ] = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall] | None, Meta(description="earlier calls of the assistant")] = None
+    tool_call_id: Annotated[str | None, Meta(description="in a tool message: the call that it answers")] = None
+    reasoning_content: Annotated[str | None, Meta(description="for templates that render earlier reasoning")] = None
+
+
+def template_message(index: int, message: ChatMessage, media: list[MediaSource] | None = None) -> JsonObject:
+    """Converts one message to the form that Hugging Face chat templates take.
+
+    Content becomes one string, or a list of parts if it includes images or video. Arguments of tool calls become
+    objects. index: of the message, for errors. media: receives the images and videos; None refuses them.
+    Raises InvalidRequest.
+    """
+    param = f"messages[{index}]"
     content: Any = message.content
     if isinstance(content, list):
-        parts = [_part(f"{where}.content[{i}]", part, media) for i, part in enumerate(content)]
+        parts = [_template_part(f"{param}.content[{i}]", part, media) for i, part in enumerate(content)]
         is_text = all(part["type"] == "text" for part in parts)
         content = "\n".join(part["text"] for part in parts) if is_text else parts
     if content is None:
         if not message.tool_calls:
-            raise InvalidRequest(f"{where}.content must be a string or a list of text parts.", f"{where}.content")
+            raise InvalidRequest(
+                f"{param}.content is null; send a string or a list of content parts.", f"{param}.content"
+            )
         content = ""
-    rendered: dict[str, Any] = {"role": message.role, "content": content}
+    rendered: JsonObject = {"role": message.role, "content": content}
     for field in ("name", "tool_call_id", "reasoning_content"):
         if (value := getattr(message, field)) is not None:
             rendered[field] = value
     if message.tool_calls:
         rendered["tool_calls"] = [
-            _tool_call(f"{where}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)
+            _template_call(f"{param}.tool_calls[{i}]", call) for i, call in enumerate(message.tool_calls)
         ]
     return rendered
 
 
-def _part(where: str, part: ContentPart, media: list[MediaSource] | None) -> dict[str, str]:
-    """As Hugging Face's templates take it."""
-    kind = _KINDS.get(part.type)
+def _template_part(param: str, part: ContentPart, media: list[MediaSource] | None) -> dict[str, str]:
+    kind = _MEDIA_KINDS.get(part.type)
     if kind is None:
-        return {"type": "text", "text": _text(where, part, media is not None)}
+        return {"type": "text", "text": _text(param, part, takes_media=media is not None)}
     url = getattr(part, part.type)
     if isinstance(url, MediaUrl):
         url = url.url
-    source = MediaSource(len(media or ()), kind, url or "", where)
+    source = MediaSource(len(media or ()), kind, url or "", param)
     if media is None:
         raise source.refused("this model takes text only")
     if not url:
@@ -55,23 +105,25 @@ def _part(where: str, part: ContentPart, media: list[MediaSource] | None) -> dic
     return {"type": kind}
 
 
-def _text(where: str, part: ContentPart, takes_media: bool) -> str:
+def _text(param: str, part: ContentPart, takes_media: bool) -> str:
     if part.type not in ("text", "refusal"):
-        known = "'text', 'image_url' and 'video_url'" if takes_media else "'text'"
-        raise InvalidRequest(f"{where} is of type {part.type!r}; this server takes parts of type {known}.", where)
+        supported = "'text', 'image_url' and 'video_url'" if takes_media else "'text'"
+        raise InvalidRequest(
+            f"{param}.type is {part.type!r}; this server supports parts of type {supported}.", f"{param}.type"
+        )
     text = part.text if part.type == "text" else part.refusal
     if text is None:
-        raise InvalidRequest(f"{where} has no {part.type}.", where)
+        raise InvalidRequest(f"{param} has type {part.type!r} but no field {part.type}; add it.", param)
     return text
 
 
-def _tool_call(where: str, call: ToolCall) -> dict[str, Any]:
+def _template_call(param: str, call: ToolCall) -> JsonObject:
     arguments = call.function.arguments or {}
-    if isinstance(arguments, str):  # as OpenAI writes them; templates take objects
+    if isinstance(arguments, str):
         try:
-            arguments = msgspec.json.decode(arguments, type=dict[str, Any])
+            arguments = msgspec.json.decode(arguments, type=JsonObject)
         except msgspec.DecodeError as error:
-            param = f"{where}.function.arguments"
-            raise InvalidRequest(f"{param} must be a JSON object in a string: {error}.", param) from error
-    rendered: dict[str, Any] = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
+            param = f"{param}.function.arguments"
+            raise InvalidRequest(f"{param} must be a string that contains a JSON object: {error}.", param) from error
+    rendered: JsonObject = {"type": "function", "function": {"name": call.function.name, "arguments": arguments}}
     return rendered if call.id is None else {"id": call.id, **rendered}

@@ -1,4 +1,4 @@
-"""The bodies of answers as structs: OpenAI's, with vLLM's extensions. `/openapi.json` is made of them."""
+"""Bodies of answers as structs: OpenAI's fields and vLLM's extensions. `/openapi.json` is generated from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.protocol.messages.generation import FinishReason
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """cached_tokens: those of the prompt that the prefill worker found in its prefix cache."""
+    """cached_tokens: prompt tokens that the prefill worker found in its prefix cache."""
 
     cached_tokens: int
 
@@ -24,7 +24,7 @@ class Usage(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """Of each token. The first of an echoed prompt has none. text_offset: in characters, from the text's beginning."""
+    """Logprobs of each token; null for the first token of an echoed prompt. text_offset: in characters."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -51,7 +51,7 @@ class ChatLogprobs(msgspec.Struct, frozen=True):
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
-    """As vLLM tells it. rank: 1 is the most likely."""
+    """vLLM's form. rank: 1 is the most likely."""
 
     logprob: float
     rank: int
@@ -59,11 +59,11 @@ class PromptLogprob(msgspec.Struct, frozen=True):
 
 
 PromptLogprobs = list[dict[str, PromptLogprob] | None]
-"""By token id, as a string: the prompt's own token and the most likely ones. None for the first."""
+"""For each token, by token id as a string: the prompt's own token and the most likely ones. None for the first."""
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """Whole or a piece, which OpenAI gives the same shape. token_ids: only when asked for by return_token_ids."""
+    """A complete choice, or a piece of one in a stream. token_ids: set if the request has return_token_ids."""
 
     index: int
     text: str
@@ -74,7 +74,7 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
 
 class CompletionResponse(msgspec.Struct, frozen=True):
-    """usage: unset in streams that have not asked for it."""
+    """usage: unset in streams without stream_options.include_usage."""
 
     id: str
     created: int
@@ -88,14 +88,14 @@ ChatFinishReason = FinishReason | Literal["tool_calls"]
 
 
 class CalledFunction(msgspec.Struct, frozen=True):
-    """arguments: JSON in a string. In a stream, what this chunk adds to it; the name comes once."""
+    """arguments: JSON in a string. A stream's first chunk of a call has the name, and each chunk adds arguments."""
 
     arguments: str
     name: str | UnsetType = UNSET
 
 
 class AnsweredToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """index: in streams. id and type: whole, or with the first chunk of a call."""
+    """index: in streams only. id, type: in complete answers and in a call's first chunk."""
 
     index: int | UnsetType = UNSET
     id: str | UnsetType = UNSET
@@ -104,7 +104,7 @@ class AnsweredToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):
-    """content: None where there are only calls."""
+    """content: None if the answer consists of tool calls."""
 
     content: str | None
     role: Literal["assistant"] = "assistant"
@@ -154,7 +154,7 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True):
 
 
 class ModelCard(msgspec.Struct, frozen=True):
-    """max_model_len: as vLLM tells it; None while no worker is there."""
+    """max_model_len: vLLM's field; None while no worker is ready."""
 
     id: str
     created: int
@@ -189,7 +189,7 @@ class HealthResponse(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True):
-    """max_model_len: None while no worker is there. token_strs: as the vocabulary writes them."""
+    """max_model_len: None while no worker is ready. token_strs: as the vocabulary writes them."""
 
     count: int
     max_model_len: int | None

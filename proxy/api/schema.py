@@ -1,7 +1,7 @@
-"""The bodies of requests as structs: OpenAI's, with vLLM's extensions. Unknown fields are ignored, as OpenAI does.
+"""Request bodies as structs: OpenAI's fields and vLLM's extensions. Unknown fields are ignored, as OpenAI does.
 
-The types are what `/openapi.json` and docs/api.md say: ranges and descriptions stand here alone. Fields that are known
-but not served are declared too, so that validation refuses what they ask for in place of dropping it in silence.
+`/openapi.json` and docs/api.md are generated from these types: ranges and descriptions exist only here. Fields that are
+known but not supported are declared too, so that validation refuses them instead of ignoring them.
 """
 
 from __future__ import annotations
@@ -11,102 +11,72 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from tandem.proxy.api.chat_messages import ChatMessage, JsonObject
+from tandem.proxy.api.output_schema import (
+    Choices,
+    GrammarText,
+    NamedToolChoice,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+)
+
+
+def doc(description: str) -> Meta:
+    return Meta(description=description)
+
+
 REQUEST_ID_PATTERN = r"^[!-~]{1,128}$"
 """Visible ASCII."""
+SOONEST_PRIORITY = -100
+
 OptionalBool = bool | None
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
-Bias = Annotated[float, Meta(ge=-100, le=100)]
-DecimalTokenId = Annotated[str, Meta(pattern=r"^[0-9]{1,9}$")]
-StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
-NumTop = Annotated[int, Meta(ge=0, le=20)]
 MaxTokens = Annotated[int, Meta(ge=1, lt=2**31)]
-JsonObject = dict[str, Any]
+MaxTokensOrZero = Annotated[int, Meta(ge=0, lt=2**31)]
+Count = Annotated[int, Meta(ge=1, le=128)]
+NumTop = Annotated[int, Meta(ge=0, le=20)]
+Temperature = Annotated[float, Meta(ge=0, le=2)]
+TopP = Annotated[float, Meta(gt=0, le=1)]
+TopK = Annotated[int, Meta(ge=-1, lt=2**31)]
+MinP = Annotated[float, Meta(ge=0, le=1)]
+Factor = Annotated[float, Meta(gt=0, le=1e6)]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+DecimalTokenId = Annotated[str, Meta(pattern=r"^[0-9]{1,9}$")]
+Bias = Annotated[float, Meta(ge=-100, le=100)]
+LogitBias = Annotated[dict[DecimalTokenId, Bias], Meta(max_length=1024)]
+AllowedTokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=65536)]
+BadWords = Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=128)]
+Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+StopString = Annotated[str, Meta(min_length=1, max_length=1024)]
+StopStrings = Annotated[list[StopString], Meta(max_length=16)]
+StopTokenIds = Annotated[list[TokenId], Meta(max_length=1024)]
+Truncation = Annotated[int, Meta(ge=-1, lt=2**31, extra_json_schema={"not": {"const": 0}})]
+Priority = Annotated[int, Meta(ge=SOONEST_PRIORITY, le=100)]
+Seconds = Annotated[float, Meta(gt=0)]
+RequestId = Annotated[str, Meta(pattern=REQUEST_ID_PATTERN)]
+CacheSalt = Annotated[str, Meta(max_length=1024)]
+Template = Annotated[str, Meta(min_length=1, max_length=65536)]
 
+_ONE_PROMPT = {"type": "string", "minLength": 1}
+_TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
 _PROMPT_SCHEMA: JsonObject = {
     "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "minItems": 1, "items": {"type": "string", "minLength": 1}},
-        {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}},
-        {
-            "type": "array",
-            "minItems": 1,
-            "items": {
-                "type": "array",
-                "minItems": 1,
-                "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
-            },
-        },
+        _ONE_PROMPT,
+        {"type": "array", "minItems": 1, "items": _ONE_PROMPT},
+        _TOKEN_IDS,
+        {"type": "array", "minItems": 1, "items": _TOKEN_IDS},
     ]
 }
 
-SOONEST_PRIORITY = -100
-
 
 class StreamOptions(msgspec.Struct):
-    include_usage: Annotated[OptionalBool, Meta(description="one more chunk at the end, with the usage")] = False
-    continuous_usage_stats: Annotated[OptionalBool, Meta(description="the usage so far in every chunk")] = False
-
-
-GrammarText = Annotated[str, Meta(min_length=1, max_length=131072)]
-Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=65536)]], Meta(min_length=1, max_length=10000)]
-
-
-class JsonSchemaFormat(msgspec.Struct):
-    """strict: keywords of the schema that cannot be held to are refused; false passes them over."""
-
-    name: str = ""
-    description: str | None = None
-    schema: JsonObject | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct):
-    """json_schema: with the type of that name."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchemaFormat | None = None
-
-
-class StructuredOutputs(msgspec.Struct):
-    """As vLLM's, exactly one of them. grammar: Lark or GBNF."""
-
-    json: str | JsonObject | None = None
-    regex: GrammarText | None = None
-    choice: Choices | None = None
-    grammar: GrammarText | None = None
-    json_object: bool | None = None
-
-
-class FunctionDefinition(msgspec.Struct):
-    """parameters: the JSON schema of the arguments. strict: as that of a response_format."""
-
-    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
-    description: str | None = None
-    parameters: JsonObject | None = None
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct):
-    function: FunctionDefinition
-    type: Literal["function"] = "function"
-
-
-class NamedFunction(msgspec.Struct):
-    name: str
-
-
-class NamedToolChoice(msgspec.Struct):
-    function: NamedFunction
-    type: Literal["function"] = "function"
-
-
-Tools = Annotated[
-    Annotated[list[Tool], Meta(max_length=128)] | None, Meta(description="functions that the model may call")
-]
+    include_usage: Annotated[OptionalBool, doc("one more chunk at the end, with the usage")] = False
+    continuous_usage_stats: Annotated[OptionalBool, doc("the usage so far in every chunk")] = False
 
 
 class NotServed(msgspec.Struct):
-    """Neutral values are accepted (`validation.NEUTRAL_VALUES`); the base of both requests."""
+    """Fields that are not supported. Only null and `NEUTRAL_VALUES` are accepted."""
 
     suffix: Any = None
     use_beam_search: Any = None
@@ -133,240 +103,151 @@ class NotServed(msgspec.Struct):
     return_prompt_text: Any = None
 
 
+NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "modalities": (["text"],),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "kv_transfer_params": ({},),
+    "vllm_xargs": ({},),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "verbosity": ("medium",),
+    "truncation_side": ("left",),
+    "watermarking": (False,),
+    "media_io_kwargs": ({},),
+    "return_prompt_text": (False,),
+}
+"""Accepted values of fields that are not supported, besides null: they request nothing."""
+
+
 class GenerationFields(NotServed):
-    """What both kinds of request share. A null is the default. What one field must be beside another is checked in
-    `validation`; what it must be alone is said here, in the type, and so in `/openapi.json` too.
+    """Fields of both completions and chats. Null means the default.
+
+    The types check each field by itself; `validation` checks combinations of fields.
     """
 
-    model: Annotated[str | None, Meta(description="the name that /v1/models tells; null takes the one there is")] = None
-    temperature: Annotated[
-        Annotated[float, Meta(ge=0, le=2)] | None, Meta(description="0 always takes the most likely token")
-    ] = 1.0
-    top_p: Annotated[
-        Annotated[float, Meta(gt=0, le=1)] | None,
-        Meta(description="the fewest tokens whose probabilities reach this sum"),
-    ] = 1.0
-    top_k: Annotated[
-        Annotated[int, Meta(ge=-1, lt=2**31)] | None, Meta(description="so many most likely tokens; 0 or -1: all")
-    ] = 0
-    min_p: Annotated[
-        Annotated[float, Meta(ge=0, le=1)] | None,
-        Meta(description="tokens at least so likely, relative to the most likely one"),
-    ] = 0.0
+    model: Annotated[str | None, doc("a name from /v1/models; null selects the served model")] = None
+    temperature: Annotated[Temperature | None, doc("0 is greedy decoding")] = 1.0
+    top_p: Annotated[TopP | None, doc("samples from the most likely tokens with this total probability")] = 1.0
+    top_k: Annotated[TopK | None, doc("samples from this many most likely tokens; 0 or -1: all")] = 0
+    min_p: Annotated[MinP | None, doc("minimum probability, relative to the most likely token")] = 0.0
     repetition_penalty: Annotated[
-        Annotated[float, Meta(gt=0, le=1e6)] | None,
-        Meta(description="of tokens in prompt and output; more than 1 makes them less likely"),
+        Factor | None, doc("for tokens of the prompt and output; above 1 makes them less likely")
     ] = 1.0
-    presence_penalty: Annotated[
-        Annotated[float, Meta(ge=-2, le=2)] | None, Meta(description="of tokens that are in the output")
-    ] = 0.0
-    frequency_penalty: Annotated[
-        Annotated[float, Meta(ge=-2, le=2)] | None, Meta(description="the same, times how often they are")
-    ] = 0.0
-    logit_bias: Annotated[
-        Annotated[dict[DecimalTokenId, Bias], Meta(max_length=1024)] | None,
-        Meta(description="token id to what is added to its logit"),
-    ] = None
-    allowed_token_ids: Annotated[
-        Annotated[list[TokenId], Meta(min_length=1, max_length=65536)] | None,
-        Meta(description="no other token is chosen"),
-    ] = None
-    bad_words: Annotated[
-        Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=128)] | None,
-        Meta(description="strings whose tokens are not generated one after the other"),
-    ] = None
+    presence_penalty: Annotated[Penalty | None, doc("subtracted from the logit of tokens in the output")] = 0.0
+    frequency_penalty: Annotated[Penalty | None, doc("the same, times the number of occurrences")] = 0.0
+    logit_bias: Annotated[LogitBias | None, doc("token id to a value that is added to its logit")] = None
+    allowed_token_ids: Annotated[AllowedTokenIds | None, doc("only these tokens are generated")] = None
+    bad_words: Annotated[BadWords | None, doc("strings whose token sequences are not generated")] = None
     response_format: Annotated[
-        ResponseFormat | None, Meta(description="the text is JSON, of this schema; docs/structured_output.md")
+        ResponseFormat | None, doc("JSON output, optionally with a schema; docs/structured_output.md")
     ] = None
     structured_outputs: Annotated[
-        StructuredOutputs | None, Meta(description="the text follows this schema, regex, grammar or is one of these")
+        StructuredOutputs | None, doc("output that follows a JSON schema, regex, grammar or list of choices")
     ] = None
-    guided_json: Annotated[str | JsonObject | None, Meta(description="structured_outputs.json by its older name")] = (
-        None
-    )
-    guided_regex: Annotated[GrammarText | None, Meta(description="structured_outputs.regex by its older name")] = None
-    guided_choice: Annotated[Choices | None, Meta(description="structured_outputs.choice by its older name")] = None
-    guided_grammar: Annotated[GrammarText | None, Meta(description="structured_outputs.grammar by its older name")] = (
-        None
-    )
-    seed: Annotated[
-        Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None,
-        Meta(description="the same request with the same seed gives the same answer; choice i takes seed + i"),
-    ] = None
-    n: Annotated[
-        Annotated[int, Meta(ge=1, le=128)] | None, Meta(description="choices for each prompt, which is computed once")
-    ] = 1
-    stop: Annotated[
-        StopString | Annotated[list[StopString], Meta(max_length=16)] | None,
-        Meta(description="strings that end the text, which does not include them"),
-    ] = None
-    stop_token_ids: Annotated[
-        Annotated[list[TokenId], Meta(max_length=1024)] | None, Meta(description="tokens that end the text")
-    ] = None
-    include_stop_str_in_output: Annotated[OptionalBool, Meta(description="the text ends with the stop string")] = False
-    ignore_eos: Annotated[OptionalBool, Meta(description="go on after the model's end-of-sequence tokens")] = False
+    guided_json: Annotated[str | JsonObject | None, doc("older name of structured_outputs.json")] = None
+    guided_regex: Annotated[GrammarText | None, doc("older name of structured_outputs.regex")] = None
+    guided_choice: Annotated[Choices | None, doc("older name of structured_outputs.choice")] = None
+    guided_grammar: Annotated[GrammarText | None, doc("older name of structured_outputs.grammar")] = None
+    seed: Annotated[Seed | None, doc("makes sampling reproducible; choice i uses seed + i")] = None
+    n: Annotated[Count | None, doc("number of choices per prompt; the prompt is computed once")] = 1
+    stop: Annotated[StopString | StopStrings | None, doc("strings that end the text; not part of it")] = None
+    stop_token_ids: Annotated[StopTokenIds | None, doc("tokens that end the text")] = None
+    include_stop_str_in_output: Annotated[OptionalBool, doc("the text includes the stop string")] = False
+    ignore_eos: Annotated[OptionalBool, doc("continue after end-of-sequence tokens")] = False
     min_tokens: Annotated[
-        Annotated[int, Meta(ge=0, lt=2**31)] | None,
-        Meta(description="stop tokens are impossible until so many tokens are generated; at most max_tokens"),
+        MaxTokensOrZero | None, doc("stop tokens are not generated before this many tokens; at most max_tokens")
     ] = 0
     prompt_logprobs: Annotated[
-        NumTop | None, Meta(description="so many most likely tokens for each of the prompt's; not in streams")
+        NumTop | None, doc("number of most likely tokens to return per prompt token; not for streams")
     ] = None
-    stream: Annotated[OptionalBool, Meta(description="server-sent events, a chunk for each piece of text")] = False
-    stream_options: Annotated[StreamOptions | None, Meta(description="only together with stream")] = None
-    return_token_ids: Annotated[OptionalBool, Meta(description="token_ids in every choice")] = False
-    return_tokens_as_token_ids: Annotated[
-        OptionalBool, Meta(description="tokens in logprobs are told as token_id:NUMBER")
-    ] = False
-    skip_special_tokens: Annotated[OptionalBool, Meta(description="special tokens are not in the text")] = True
-    spaces_between_special_tokens: Annotated[
-        OptionalBool, Meta(description="accepted; these tokenisers write no spaces of their own")
-    ] = True
+    stream: Annotated[OptionalBool, doc("server-sent events, one chunk per piece of text")] = False
+    stream_options: Annotated[StreamOptions | None, doc("only together with stream")] = None
+    return_token_ids: Annotated[OptionalBool, doc("adds token_ids to every choice")] = False
+    return_tokens_as_token_ids: Annotated[OptionalBool, doc("logprobs show tokens as token_id:NUMBER")] = False
+    skip_special_tokens: Annotated[OptionalBool, doc("leaves special tokens out of the text")] = True
+    spaces_between_special_tokens: Annotated[OptionalBool, doc("accepted and ignored")] = True
     truncate_prompt_tokens: Annotated[
-        Annotated[int, Meta(ge=-1, lt=2**31, extra_json_schema={"not": {"const": 0}})] | None,
-        Meta(description="a longer prompt loses its beginning; -1: as many as fit beside max_tokens"),
+        Truncation | None, doc("keeps this many tokens at the end of the prompt; -1: as many as fit beside max_tokens")
     ] = None
-    priority: Annotated[
-        Annotated[int, Meta(ge=SOONEST_PRIORITY, le=100)] | None, Meta(description="a lower one is served first")
-    ] = 0
+    priority: Annotated[Priority | None, doc("lower values are served first")] = 0
     timeout: Annotated[
-        Annotated[float, Meta(gt=0)] | None,
-        Meta(
-            description="seconds until the last token, or the request ends with deadline_exceeded; the header "
-            "X-Request-Timeout and the server's --request-timeout-s may say less"
-        ),
+        Seconds | None, doc("seconds until the last token; X-Request-Timeout and --request-timeout-s may be shorter")
     ] = None
-    request_id: Annotated[
-        Annotated[str, Meta(pattern=REQUEST_ID_PATTERN)] | None,
-        Meta(description="the answer's id ends with it; the header X-Request-Id comes first"),
-    ] = None
-    cache_salt: Annotated[
-        Annotated[str, Meta(max_length=1024)] | None,
-        Meta(description="requests with different salts share no cached prefix"),
-    ] = None
-    user: Annotated[str | None, Meta(description="accepted; nothing is done with it")] = None
+    request_id: Annotated[RequestId | None, doc("the answer's id ends with it; X-Request-Id overrides it")] = None
+    cache_salt: Annotated[CacheSalt | None, doc("requests with different salts share no cached prefix")] = None
+    user: Annotated[str | None, doc("accepted and ignored")] = None
 
 
-AddSpecialTokens = Annotated[
-    OptionalBool, Meta(description="the tokeniser adds its own, such as one that begins the sequence")
-]
-ReturnTokenStrs = Annotated[OptionalBool, Meta(description="token_strs in the answer")]
+AddSpecialTokens = Annotated[OptionalBool, doc("the tokeniser adds its own tokens, such as a BOS token")]
+ReturnTokenStrs = Annotated[OptionalBool, doc("adds token_strs to the answer")]
 
 
 class CompletionRequest(GenerationFields, kw_only=True):
     prompt: Annotated[
         msgspec.Raw,
         Meta(
-            description="a string, a list of strings, a list of token ids or a list of those",
+            description="a string, a list of strings, a list of token ids or a list of lists of token ids",
             extra_json_schema=_PROMPT_SCHEMA,
         ),
     ]
     max_tokens: Annotated[
-        Annotated[int, Meta(ge=0, lt=2**31)] | None,
-        Meta(description="to generate at most; by default 16, or less where less fits. 0 only with echo"),
+        MaxTokensOrZero | None, doc("by default 16, or fewer if fewer fit; 0 only together with echo")
     ] = None
-    best_of: Annotated[
-        Annotated[int, Meta(ge=1, le=128)] | None, Meta(description="accepted if it equals n; all choices are told")
-    ] = None
-    logprobs: Annotated[NumTop | bool | None, Meta(description="so many most likely tokens beside each chosen one")] = (
-        None
-    )
-    echo: Annotated[OptionalBool, Meta(description="the text begins with the prompt, its logprobs too")] = False
+    best_of: Annotated[Count | None, doc("accepted if equal to n; all choices are returned")] = None
+    logprobs: Annotated[NumTop | bool | None, doc("number of most likely tokens to return per token")] = None
+    echo: Annotated[OptionalBool, doc("the text and logprobs begin with the prompt")] = False
     add_special_tokens: AddSpecialTokens = True
 
 
-class MediaUrl(msgspec.Struct):
-    """url: data, http, https, or file where the server allows it. detail: accepted; the model sees all there is."""
-
-    url: str
-    detail: str | None = None
-
-
-class ContentPart(msgspec.Struct):
-    """type: text (with text), refusal (with refusal), and for models that take them image_url and video_url."""
-
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["text", "refusal", "image_url", "video_url"]})]
-    text: str | None = None
-    refusal: str | None = None
-    image_url: Annotated[MediaUrl | str | None, Meta(description="a PNG, JPEG, WebP or GIF; docs/media.md")] = None
-    video_url: Annotated[MediaUrl | str | None, Meta(description="an MP4 or WebM")] = None
-
-
-class FunctionCall(msgspec.Struct):
-    """arguments: JSON in a string, as the model wrote it."""
-
-    name: str
-    arguments: str | JsonObject | None = None
-
-
-class ToolCall(msgspec.Struct):
-    function: FunctionCall
-    id: str | None = None
-    type: str | None = "function"
-
-
-class ChatMessage(msgspec.Struct):
-    """role: developer, system, user, assistant, tool, or another that the chat template knows."""
-
-    role: Annotated[str, Meta(min_length=1, max_length=64)]
-    content: Annotated[
-        str | list[ContentPart] | None, Meta(description="text, or parts of it; null only beside tool_calls")
-    ] = None
-    name: str | None = None
-    tool_calls: Annotated[list[ToolCall] | None, Meta(description="what an assistant has called before")] = None
-    tool_call_id: Annotated[str | None, Meta(description="of a tool: which call this answers")] = None
-    reasoning_content: Annotated[str | None, Meta(description="for templates that show earlier reasoning")] = None
-
-
 Messages = Annotated[
-    Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)],
-    Meta(description="the chat so far, as the model's template takes it"),
+    Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)], doc("the chat, for the model's chat template")
 ]
+Tools = Annotated[Annotated[list[Tool], Meta(max_length=128)] | None, doc("functions that the model may call")]
 AddGenerationPrompt = Annotated[
-    OptionalBool,
-    Meta(description="the prompt ends with the beginning of an answer; by default it does, without the next field"),
+    OptionalBool, doc("the prompt ends with the beginning of an answer; by default true without continue_final_message")
 ]
 ContinueFinalMessage = Annotated[
-    OptionalBool, Meta(description="the answer goes on with the last message; not with add_generation_prompt")
+    OptionalBool, doc("the answer continues the last message; not together with add_generation_prompt")
 ]
 ChatTemplate = Annotated[
-    Annotated[str, Meta(min_length=1, max_length=65536)] | None,
-    Meta(description="jinja, in place of the model's; only with --trust-request-chat-template"),
+    Template | None, doc("jinja template in place of the model's; requires --trust-request-chat-template")
 ]
-ChatTemplateKwargs = Annotated[JsonObject | None, Meta(description="variables that the template sees")]
-Documents = Annotated[list[JsonObject] | None, Meta(description="variable of that name, for RAG templates")]
-ReasoningEffort = Annotated[str | None, Meta(description="variable of that name, for templates that know it")]
-AddSpecialTokensToChat = Annotated[
-    OptionalBool, Meta(description="the tokeniser adds its own tokens to those that the template writes")
-]
+ChatTemplateKwargs = Annotated[JsonObject | None, doc("variables for the template")]
+Documents = Annotated[list[JsonObject] | None, doc("template variable of this name, for RAG templates")]
+ReasoningEffort = Annotated[str | None, doc("template variable of this name, for templates that use it")]
+AddSpecialTokensToChat = Annotated[OptionalBool, doc("the tokeniser adds its own tokens to those of the template")]
 
 
 class ChatCompletionRequest(GenerationFields, kw_only=True):
     messages: Messages
-    max_completion_tokens: Annotated[
-        MaxTokens | None, Meta(description="to generate at most; by default as many as fit")
-    ] = None
-    max_tokens: Annotated[MaxTokens | None, Meta(description="the same by its older name")] = None
-    logprobs: Annotated[OptionalBool, Meta(description="of each token")] = False
+    max_completion_tokens: Annotated[MaxTokens | None, doc("by default as many as fit")] = None
+    max_tokens: Annotated[MaxTokens | None, doc("older name of max_completion_tokens")] = None
+    logprobs: Annotated[OptionalBool, doc("returns the logprob of each token")] = False
     tools: Tools = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedToolChoice | None,
-        Meta(description="whether the answer may or must call tools, or which one; by default it may"),
+        doc("whether the answer may or must call tools, or which one; by default auto"),
     ] = None
-    parallel_tool_calls: Annotated[OptionalBool, Meta(description="an answer may call more than one")] = True
-    top_logprobs: Annotated[NumTop | None, Meta(description="and so many most likely ones; only with logprobs")] = None
+    parallel_tool_calls: Annotated[OptionalBool, doc("an answer may contain more than one call")] = True
+    top_logprobs: Annotated[NumTop | None, doc("most likely tokens to return per token; requires logprobs")] = None
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = False
     chat_template: ChatTemplate = None
     chat_template_kwargs: ChatTemplateKwargs = None
     documents: Documents = None
     reasoning_effort: ReasoningEffort = None
-    echo: Annotated[OptionalBool, Meta(description="not served: true is refused")] = False
+    echo: Annotated[OptionalBool, doc("not supported: true is refused")] = False
     add_special_tokens: AddSpecialTokensToChat = False
 
 
 class TokenizeTextRequest(msgspec.Struct, kw_only=True):
-    """As vLLM's."""
+    """vLLM's `/tokenize` of a prompt."""
 
     prompt: str
     model: str | None = None
@@ -375,7 +256,7 @@ class TokenizeTextRequest(msgspec.Struct, kw_only=True):
 
 
 class TokenizeChatRequest(msgspec.Struct, kw_only=True):
-    """As vLLM's: the tokens of the prompt that a chat completion would have."""
+    """vLLM's `/tokenize` of a chat: the prompt tokens that a chat completion would have."""
 
     messages: Messages
     model: str | None = None

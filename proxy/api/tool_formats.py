@@ -1,4 +1,4 @@
-"""How models write tool calls: the grammar that holds them to it, and the parser that reads it back.
+"""The formats in which models write tool calls: the grammar that enforces a format, and its parser.
 
 hermes: `<tool_call>`, a line of JSON with name and arguments, `</tool_call>` (Hermes 2 Pro, Qwen 2.5 and 3).
 llama3_json: the answer is JSON with name and parameters, and nothing else (Llama 3.1 and later).
@@ -20,18 +20,18 @@ _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 
 
 class CalledTool(msgspec.Struct, frozen=True):
-    """parameters: the JSON schema of its arguments, as the grammar takes it."""
+    """A tool that the answer may call. parameters: JSON schema of its arguments, with llguidance's options."""
 
     name: str
     parameters: dict[str, Any]
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
-    """One way, with one tokeniser.
+    """One format with one tokeniser.
 
-    opening, closing: as terms of a grammar: text, or the id where the tokeniser has a token for it.
-    text_tokens: ids of added tokens that are part of text (such as `<think>`), which a grammar must name to allow.
-    has_special_markers: detokenising must not skip special tokens, or the markers would be gone.
+    opening, closing: the markers as grammar terms: quoted text, or a token id if the tokeniser has a token for it.
+    text_tokens: ids of added tokens that are part of text (such as `<think>`); a grammar must list them explicitly.
+    has_special_markers: the markers are special tokens, so detokenising must not skip those.
     """
 
     name: ToolFormatName = "hermes"
@@ -56,7 +56,11 @@ class ToolFormat(msgspec.Struct, frozen=True):
     def grammar(
         self, tools: Sequence[CalledTool], *, is_required: bool, is_parallel: bool, content: str | None = None
     ) -> str:
-        """In llguidance's Lark. is_required: calls and nothing else. content: the rule for other answers."""
+        """Returns a grammar in llguidance's Lark.
+
+        is_required: the answer consists of calls only. content: the grammar rule for answers without calls; None allows
+        any text.
+        """
         rules = self._calls(is_parallel)
         if is_required:
             start = "calls"
@@ -83,7 +87,7 @@ class ToolFormat(msgspec.Struct, frozen=True):
         return [r'calls: marked ("\n" marked)*' if is_parallel else "calls: marked", marked, rest]
 
     def _free_text(self, is_parallel: bool) -> tuple[str, list[str]]:
-        """Any text; where it begins a call, one that is right."""
+        """Returns the start expression and rules for any text in which every call that is begun is valid."""
         tokens = "".join(f" | <[{token_id}]>" for token_id in self.text_tokens)
         if self.name == "llama3_json":
             return "calls | text", [f"text: (TEXT{tokens})*", r'TEXT: /(.|\n)+/ & ~/\{"name": "(.|\n)*/']

@@ -1,7 +1,7 @@
-"""Tool calls out of generated text, as it comes: pure and incremental, the same result however the text is cut.
+"""Incremental parser of tool calls in generated text. Pure; the result does not depend on how the text is split.
 
-Two ways of writing a call are known, see `proxy.api.tool_formats`. What looks like a call and turns out to be none is
-content, nothing of it lost; what is certain is told at once, arguments too, before the call is complete.
+See `proxy.api.tool_formats` for the formats. Text that begins like a call but is none becomes content. Arguments are
+emitted as they arrive, before the call is complete.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Text that belongs to no call."""
+    """Text outside of calls."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """index: of the call among the sequence's calls."""
+    """The name of a call. index: of the call within the sequence."""
 
     index: int
     name: str
@@ -27,7 +27,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A piece of the JSON object that a call's arguments are."""
+    """A piece of a call's arguments, which are a JSON object."""
 
     index: int
     text: str
@@ -35,26 +35,38 @@ class Arguments:
 
 Piece = Content | CallBegun | Arguments
 
+_S = r"[ \t\r\n]*"
+_NAME = r'[^"\\]*'
+_KEYS = ("arguments", "parameters")
 _HEAD = re.compile(
-    r'\s*\{\s*"name"\s*:\s*"(?P<name>[^"\\]*)"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)',
+    rf'{_S}\{{{_S}"name"{_S}:{_S}"(?P<name>{_NAME})"{_S},{_S}"(?:{"|".join(_KEYS)})"{_S}:{_S}(?=\{{)',
 )
-"""What comes before a call's arguments. Other orders and escapes in names are not written by models that know these."""
+"""The beginning of a call, up to its arguments. Models of these formats write neither another order nor escapes."""
+
+
+def _prefix_pattern(key: str) -> str:
+    """Returns a pattern that matches every beginning of a call whose arguments have this key."""
+    parts = [_S, r"\{", _S, *'"name"', _S, ":", _S, '"', _NAME, '"', _S, ",", _S, '"', *key, '"', _S, ":", _S, r"\{"]
+    pattern = ".*"
+    for part in reversed(parts):
+        pattern = rf"{part}(?:\Z|{pattern})"
+    return pattern
+
+
+_HEAD_PREFIX = re.compile("|".join(_prefix_pattern(key) for key in _KEYS), re.DOTALL)
 _MAX_HEAD_CHARACTERS = 1024
 _SPACE = " \t\r\n"
 
 
 class ToolParser:
-    """One sequence's. opening: begins a call; "" where the whole text is one. closing: comes after a call.
-
-    A text whose calls have no opening is a call if it begins like one.
-    """
+    """Parser of one sequence. opening: marker before a call; "" if a call begins the text. closing: marker after it."""
 
     def __init__(self, opening: str, closing: str) -> None:
         self._opening = opening
         self._closing = closing
-        self._held = ""  # what is not yet certain
+        self._held = ""  # text that may be part of a call or marker
         self._read = self._read_content if opening else self._read_head
-        self._before_head = ""  # what is content again if there is no call: its opening and the space before it
+        self._before_head = ""  # opening marker and whitespace before it: content if no call follows
         self.num_calls = 0
         self._depth = 0
         self._in_string = self._is_escaped = False
@@ -67,30 +79,30 @@ class ToolParser:
         return pieces
 
     def flush(self) -> list[Piece]:
-        """The text has ended."""
+        """Parses what is held as the end of the text."""
         pieces: list[Piece] = []
         while self._read(pieces, True):
             pass
         return pieces
 
-    # ---- one method for each part of the text. Each returns whether there may be more to do with what is held.
+    # ---- states: one method each, which returns whether the next state may parse more of the held text
 
     def _read_content(self, pieces: list[Piece], is_end: bool) -> bool:
         start = self._held.find(self._opening)
         if start >= 0:
-            # Space before a call is layout.
+            # Whitespace before a call is layout.
             content = self._held[:start].rstrip(_SPACE)
-            self._tell(pieces, content)
+            self._emit(pieces, content)
             self._before_head = self._held[len(content) : start + len(self._opening)]
             self._held = self._held[start + len(self._opening) :]
             self._read = self._read_head
             return True
-        num_sure = len(self._held)
+        num_certain = len(self._held)
         if not is_end:
-            num_sure -= _num_held(self._held, self._opening)
-            num_sure = len(self._held[:num_sure].rstrip(_SPACE))
-        self._tell(pieces, self._held[:num_sure])
-        self._held = self._held[num_sure:]
+            num_certain -= _num_held(self._held, self._opening)
+            num_certain = len(self._held[:num_certain].rstrip(_SPACE))
+        self._emit(pieces, self._held[:num_certain])
+        self._held = self._held[num_certain:]
         return False
 
     def _read_head(self, pieces: list[Piece], is_end: bool) -> bool:
@@ -104,8 +116,8 @@ class ToolParser:
             self._in_string = self._is_escaped = False
             self._read = self._read_arguments
             return True
-        if is_end or _is_no_head(self._held):
-            self._tell(pieces, self._before_head)
+        if is_end or len(self._held) > _MAX_HEAD_CHARACTERS or not _HEAD_PREFIX.match(self._held):
+            self._emit(pieces, self._before_head)
             self._before_head = ""
             self._read = self._read_content if self._opening else self._read_rest
             return True
@@ -127,16 +139,16 @@ class ToolParser:
             elif character in "}]":
                 self._depth -= 1
                 if self._depth == 0:
-                    self._tell_arguments(pieces, self._held[: number + 1])
+                    self._emit_arguments(pieces, self._held[: number + 1])
                     self._held = self._held[number + 1 :]
                     self._read = self._read_closing
                     return True
-        self._tell_arguments(pieces, self._held)
+        self._emit_arguments(pieces, self._held)
         self._held = ""
         return False
 
     def _read_closing(self, pieces: list[Piece], is_end: bool) -> bool:
-        """The rest of the call's own object, which nobody is told, up to where another call or content may begin."""
+        """Skips the rest of the call's object, up to and including the closing marker."""
         end = self._held.find(self._closing)
         if end < 0:
             kept = 0 if is_end else _num_held(self._held, self._closing)
@@ -147,49 +159,22 @@ class ToolParser:
         return True
 
     def _read_rest(self, pieces: list[Piece], is_end: bool) -> bool:
-        self._tell(pieces, self._held)
+        self._emit(pieces, self._held)
         self._held = ""
         return False
 
     @staticmethod
-    def _tell(pieces: list[Piece], text: str) -> None:
+    def _emit(pieces: list[Piece], text: str) -> None:
         if text:
             pieces.append(Content(text))
 
-    def _tell_arguments(self, pieces: list[Piece], text: str) -> None:
+    def _emit_arguments(self, pieces: list[Piece], text: str) -> None:
         if text:
             pieces.append(Arguments(self.num_calls - 1, text))
 
 
-_HEAD_PARTS = ("{", '"name"', ":", None, ",", ('"arguments"', '"parameters"'), ":", "{")
-
-
-def _is_no_head(text: str) -> bool:
-    """Whether no text that goes on from this one can be the beginning of a call."""
-    if len(text) > _MAX_HEAD_CHARACTERS:
-        return True
-    for part in _HEAD_PARTS:
-        text = text.lstrip(_SPACE)
-        if not text:
-            return False
-        if part is None:  # a name in quotes
-            if not text.startswith('"') or "\\" in text.split('"')[1]:
-                return True
-            end = text.find('"', 1)
-            if end < 0:
-                return False
-            text = text[end + 1 :]
-            continue
-        options = (part,) if isinstance(part, str) else part
-        found = next((option for option in options if text.startswith(option)), None)
-        if found is None:
-            return not any(option.startswith(text) for option in options)
-        text = text[len(found) :]
-    return False
-
-
 def _num_held(text: str, marker: str) -> int:
-    """How many characters at the end of `text` may be the beginning of `marker`."""
+    """Returns how many characters at the end of `text` may be the beginning of `marker`."""
     for length in range(min(len(marker) - 1, len(text)), 0, -1):
         if marker.startswith(text[-length:]):
             return length

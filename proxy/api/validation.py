@@ -1,18 +1,18 @@
-"""Request bodies to `GenerationRequest`, or InvalidRequest naming the field. What cannot be served is refused here."""
+"""Decodes request bodies and checks them. Every error names the field, what is wrong, and how to correct it."""
 
 from __future__ import annotations
 
 import re
-import secrets
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.generation import SamplingParams
 from tandem.proxy.api.chat_messages import template_message
-from tandem.proxy.api.sampling_fields import num_prompt_logprobs, require, sampling_params
+from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.schema import (
+    NEUTRAL_VALUES,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -21,136 +21,24 @@ from tandem.proxy.api.schema import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-from tandem.proxy.api.structured_output import plan_output, shown_tool
+from tandem.proxy.api.structured_output import plan_output, template_tool
 from tandem.proxy.api.tool_formats import ToolFormat
-from tandem.proxy.cluster.registry import ModelLimits
-from tandem.proxy.media.lease import MediaLease
 from tandem.proxy.media.source import InvalidMedia, MediaSource
 from tandem.proxy.text.model_text import RESERVED_VARIABLES
-from tandem.proxy.text.rendering import (
-    AnyPrompt,
-    ChatPrompt,
-    CompletionPrompt,
-    ContextLengthExceeded,
-)
+from tandem.proxy.text.prompt import ChatPrompt, CompletionPrompt
 from tandem.runtime.errors import InvalidRequest
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
+_ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$(?:\.([^`]*?))?(?:\[\.\.\.\])?`$")
+_MISSING_FIELD = re.compile(r"required field `(\w+)`")
 
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
-    "kv_transfer_params": ({},),
-    "vllm_xargs": ({},),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "verbosity": ("medium",),
-    "truncation_side": ("left",),
-    "watermarking": (False,),
-    "media_io_kwargs": ({},),
-    "return_prompt_text": (False,),
-}
-"""Beside null, which always is: values of fields not served that ask for nothing."""
+R = TypeVar("R")
 
 
 class ModelNotFound(InvalidRequest):
-    """The client names a model that is not served here."""
+    """The request names a model that this server does not serve."""
 
     code = "model_not_found"
-
-
-class GenerationRequest(msgspec.Struct, frozen=True):
-    """One HTTP request for generation, checked.
-
-    max_tokens: None takes `default_max_tokens`, or all that fits. base_sampling: without a seed. seed: of the first of
-    the n sequences of a prompt. prompt_logprobs: how many top tokens the client wants to see for each of the prompt;
-    num_prompt_logprobs: how many to ask prefill for, which an echo may need too. is_prompt_only: the client wants to
-    see its prompt and nothing generated; max_tokens is 1 then, because workers generate at least one. bad_words: of
-    `base_sampling`, before they are tokenised. priority: less is served first. request_id: "" for a new one.
-    timeout_s: None for the server's limit, from arrival to the last token.
-    grammar_param: the field that `base_sampling.grammar` comes from. tool_format: of the calls in the answer.
-    media_lease: to be released when the request has ended.
-    """
-
-    prompt: AnyPrompt
-    max_tokens: int | None
-    default_max_tokens: int | None
-    max_tokens_param: str
-    n: int
-    base_sampling: SamplingParams
-    seed: int | None
-    stop: list[str]
-    stop_token_ids: frozenset[int]
-    min_tokens: int
-    ignore_eos: bool
-    num_prompt_logprobs: int | None
-    prompt_logprobs: int | None
-    echo: bool
-    is_prompt_only: bool
-    bad_words: list[str]
-    priority: int
-    request_id: str
-    timeout_s: float | None
-    tokens_as_ids: bool
-    grammar_param: str
-    tool_format: ToolFormat | None
-    skip_special_tokens: bool
-    include_stop_string: bool
-    truncate_prompt_tokens: int | None
-    cache_salt: str
-    stream: bool
-    include_usage: bool
-    continuous_usage: bool
-    return_token_ids: bool
-    media_lease: MediaLease | None = None
-
-    def samplings(self) -> list[SamplingParams]:
-        """Of the n sequences of one prompt. The seeds stay in [0, 2**63)."""
-        first = secrets.randbits(63) if self.seed is None else self.seed
-        return [msgspec.structs.replace(self.base_sampling, seed=(first + i) % 2**63) for i in range(self.n)]
-
-    def check_vocabulary(self, limits: ModelLimits) -> None:
-        """Raises InvalidRequest when the client biases, allows or stops at tokens that the model does not have."""
-        sampling = self.base_sampling
-        for param, token_ids in (
-            ("logit_bias", [token_id for token_id, _ in sampling.logit_bias]),
-            ("allowed_token_ids", sampling.allowed_token_ids),
-        ):
-            largest = max(token_ids, default=0)
-            require(largest < limits.vocab_size, param, f"token ids below {limits.vocab_size}", largest)
-
-    def max_prompt_tokens(self, limits: ModelLimits) -> int | None:
-        """What a longer prompt is cut to, from its beginning, or None where it is refused."""
-        if self.truncate_prompt_tokens == -1:
-            return max(1, limits.max_model_len - (self.max_tokens or 1))
-        return self.truncate_prompt_tokens
-
-    def stop_conditions(
-        self, num_prompt_tokens: int, limits: ModelLimits, eos_token_ids: frozenset[int]
-    ) -> StopConditions:
-        """Raises ContextLengthExceeded when the client insists on more tokens than fit."""
-        room = limits.max_model_len - num_prompt_tokens
-        if self.max_tokens is not None and self.max_tokens > room:
-            raise ContextLengthExceeded(
-                f"The prompt has {num_prompt_tokens} tokens and {self.max_tokens_param} is {self.max_tokens}, together "
-                f"{num_prompt_tokens + self.max_tokens}, but this model's limit is {limits.max_model_len} tokens.",
-                self.max_tokens_param,
-            )
-        max_tokens = self.max_tokens or min(room, self.default_max_tokens or room)
-        stop_token_ids = self.stop_token_ids | (frozenset() if self.ignore_eos else eos_token_ids)
-        if self.base_sampling.grammar is not None and not stop_token_ids:
-            raise InvalidRequest(
-                f"{self.grammar_param} needs a token that ends the answer, and this model names none; give one in "
-                f"stop_token_ids.",
-                self.grammar_param,
-            )
-        return StopConditions(max_tokens, stop_token_ids, self.min_tokens)
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True):
@@ -164,13 +52,11 @@ class _TokenizeKind(msgspec.Struct):
     messages: msgspec.Raw | UnsetType = UNSET
 
 
-R = TypeVar("R")
-
-
 class BodyDecoder:
-    """Decodes and checks the bodies. trust_chat_template: clients may bring templates of their own.
+    """Decodes and checks bodies. All methods raise InvalidRequest.
 
-    max_media: images and videos in one chat; 0 where the model takes text only.
+    trust_chat_template: clients may send their own chat templates. max_media: images and videos per chat; 0 if the
+    model takes text only.
     """
 
     def __init__(
@@ -197,7 +83,7 @@ class BodyDecoder:
         prompt = CompletionPrompt(msgspec.Raw(bytes(request.prompt)), request.add_special_tokens is not False)
         if request.best_of is not None and request.best_of != (request.n or 1):
             raise InvalidRequest(
-                f"best_of must equal n, which is {request.n or 1}: all choices are told; choose among them yourself.",
+                f"best_of must equal n ({request.n or 1}): all choices are returned; select among them in the client.",
                 "best_of",
             )
         if request.max_tokens == 0 and not request.echo:
@@ -208,7 +94,7 @@ class BodyDecoder:
         request = _decode(self._chat, body)
         self._check_model(request.model)
         if request.echo:
-            raise InvalidRequest("echo is not supported for chats; the last message is yours already.", "echo")
+            raise InvalidRequest("echo is not supported for chats; leave it out.", "echo")
         prompt = self._chat_prompt(request)
         if request.max_completion_tokens is not None:
             return self._check(request, prompt, request.max_completion_tokens, "max_completion_tokens", None)
@@ -217,7 +103,7 @@ class BodyDecoder:
     def tokenize(self, body: bytes) -> TokenizeRequest:
         kind = _decode(self._tokenize_kind, body)
         if (kind.prompt is UNSET) == (kind.messages is UNSET):
-            raise InvalidRequest("Send either prompt, a string, or messages, a list.", "prompt")
+            raise InvalidRequest("Send either prompt (a string) or messages (a list).", "prompt")
         if kind.messages is UNSET:
             text = _decode(self._tokenize_text, body)
             self._check_model(text.model)
@@ -227,13 +113,13 @@ class BodyDecoder:
         prompt = self._chat_prompt(chat)
         if prompt.media:
             raise InvalidMedia(
-                "Only text is tokenised here; how many tokens an image takes is told in the usage of an answer.",
+                "/tokenize supports text only; the usage of a chat completion shows how many tokens its media have.",
                 prompt.media[0].param,
             )
         return TokenizeRequest(prompt, bool(chat.add_special_tokens), bool(chat.return_token_strs))
 
     def detokenize(self, body: bytes) -> list[int]:
-        """The token ids."""
+        """Returns the token ids."""
         request = _decode(self._detokenize, body)
         self._check_model(request.model)
         return request.tokens
@@ -241,14 +127,14 @@ class BodyDecoder:
     def _check_model(self, model: str | None) -> None:
         if model is not None and model != self._served_model_name:
             raise ModelNotFound(
-                f"The model {model!r} does not exist; this server has {self._served_model_name!r}.", "model"
+                f"The model {model!r} does not exist; this server serves {self._served_model_name!r}.", "model"
             )
 
     def _chat_prompt(self, request: ChatCompletionRequest | TokenizeChatRequest) -> ChatPrompt:
         if request.chat_template is not None and not self._trust_chat_template:
             raise InvalidRequest(
-                "This server renders the model's own chat template alone; leave chat_template out, or have it started "
-                "with --trust-request-chat-template.",
+                "chat_template is not enabled on this server; leave it out, or start the server with "
+                "--trust-request-chat-template.",
                 "chat_template",
             )
         continues = bool(request.continue_final_message)
@@ -260,16 +146,17 @@ class BodyDecoder:
         variables = dict(request.chat_template_kwargs or {})
         if reserved := sorted(RESERVED_VARIABLES & variables.keys()):
             raise InvalidRequest(
-                f"chat_template_kwargs may not set {reserved[0]!r}, which is a field or the server's own.",
+                f"chat_template_kwargs must not contain {reserved[0]!r}, which the server sets itself; remove it.",
                 "chat_template_kwargs",
             )
         if request.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", request.reasoning_effort)
         media: list[MediaSource] | None = [] if self._max_media else None
-        messages = [template_message(number, message, media) for number, message in enumerate(request.messages)]
+        messages = [template_message(index, message, media) for index, message in enumerate(request.messages)]
         if media is not None and len(media) > self._max_media:
-            first = media[self._max_media]
-            raise first.refused(f"a request may bring {self._max_media} images and videos, this one has {len(media)}")
+            raise media[self._max_media].refused(
+                f"the limit is {self._max_media} images and videos per request, but this one has {len(media)}"
+            )
         return ChatPrompt(
             messages=messages,
             media=media or [],
@@ -279,7 +166,7 @@ class BodyDecoder:
             template=request.chat_template,
             variables=variables,
             documents=request.documents,
-            tools=[shown_tool(tool) for tool in request.tools or ()] or None,
+            tools=[template_tool(tool) for tool in request.tools or ()] or None,
         )
 
     def _check(
@@ -290,22 +177,27 @@ class BodyDecoder:
         max_tokens_param: str,
         default_max_tokens: int | None,
     ) -> GenerationRequest:
-        _refuse_what_is_not_served(request)
+        _refuse_unsupported_fields(request)
         is_prompt_only = max_tokens == 0
         if is_prompt_only:
             max_tokens = 1
         min_tokens = request.min_tokens or 0
-        most = 2**31 if max_tokens is None else max_tokens
-        require(min_tokens <= most, "min_tokens", f"from 0 to {max_tokens_param}", min_tokens)
-        truncate = request.truncate_prompt_tokens
-        require(truncate != 0, "truncate_prompt_tokens", "1 or more, or -1", truncate)
+        if max_tokens is not None and min_tokens > max_tokens:
+            raise InvalidRequest(
+                f"min_tokens is {min_tokens}, but must be at most {max_tokens_param}, which is {max_tokens}.",
+                "min_tokens",
+            )
+        if request.truncate_prompt_tokens == 0:
+            raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1, not 0.", "truncate_prompt_tokens")
+        options = request.stream_options
+        if options is not None and not request.stream:
+            raise InvalidRequest(
+                "stream_options requires stream; set stream to true or leave it out.", "stream_options"
+            )
         output = plan_output(request, self._tool_format)
         if isinstance(prompt, ChatPrompt):
             prompt = msgspec.structs.replace(prompt, tools=output.tools)
-        sampling = sampling_params(request, output.grammar)
-        options = request.stream_options
-        if options is not None and not request.stream:
-            raise InvalidRequest("stream_options is only allowed together with stream.", "stream_options")
+        sampling = _sampling_params(request, output.grammar)
         return GenerationRequest(
             prompt=prompt,
             max_tokens=max_tokens,
@@ -317,9 +209,9 @@ class BodyDecoder:
             stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
             stop_token_ids=frozenset(request.stop_token_ids or ()),
             min_tokens=min_tokens,
-            # A grammar that has come to its end leaves nothing else to say.
+            # A completed grammar allows no token but the end of the sequence.
             ignore_eos=bool(request.ignore_eos) and output.grammar is None,
-            num_prompt_logprobs=num_prompt_logprobs(request, sampling.logprobs),
+            num_prompt_logprobs=_num_prompt_logprobs(request, sampling.logprobs),
             prompt_logprobs=request.prompt_logprobs,
             echo=isinstance(request, CompletionRequest) and bool(request.echo),
             is_prompt_only=is_prompt_only,
@@ -329,11 +221,11 @@ class BodyDecoder:
             timeout_s=request.timeout,
             tokens_as_ids=bool(request.return_tokens_as_token_ids),
             grammar_param=output.param or "",
-            tool_format=self._tool_format if output.calls else None,
+            tool_format=self._tool_format if output.may_call else None,
             skip_special_tokens=request.skip_special_tokens is not False
-            and not (output.calls and self._tool_format.has_special_markers),
+            and not (output.may_call and self._tool_format.has_special_markers),
             include_stop_string=bool(request.include_stop_str_in_output),
-            truncate_prompt_tokens=truncate,
+            truncate_prompt_tokens=request.truncate_prompt_tokens,
             cache_salt=request.cache_salt or "",
             stream=bool(request.stream),
             include_usage=options is not None and bool(options.include_usage),
@@ -342,7 +234,41 @@ class BodyDecoder:
         )
 
 
-_PATH = re.compile(r" - at (?:`key` in )?`\$(?:\.([^`]*?))?(?:\[\.\.\.\])?`$")
+def _sampling_params(request: GenerationFields, grammar: str | None) -> SamplingParams:
+    """Returns all but the seed and the bad words, which are tokenised later."""
+    return SamplingParams(
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=max(request.top_k or 0, 0),  # -1 also means all
+        min_p=request.min_p or 0.0,
+        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        presence_penalty=request.presence_penalty or 0.0,
+        frequency_penalty=request.frequency_penalty or 0.0,
+        logit_bias=tuple((int(token_id), bias) for token_id, bias in (request.logit_bias or {}).items()),
+        allowed_token_ids=tuple(sorted(set(request.allowed_token_ids or ()))),
+        logprobs=_num_logprobs(request),
+        grammar=grammar,
+    )
+
+
+def _num_logprobs(request: GenerationFields) -> int | None:
+    if isinstance(request, ChatCompletionRequest):
+        if request.top_logprobs and not request.logprobs:
+            raise InvalidRequest("top_logprobs requires logprobs; set logprobs to true.", "top_logprobs")
+        return (request.top_logprobs or 0) if request.logprobs else None
+    assert isinstance(request, CompletionRequest)
+    return None if request.logprobs is None or request.logprobs is False else int(request.logprobs)
+
+
+def _num_prompt_logprobs(request: GenerationFields, num_logprobs: int | None) -> int | None:
+    requested = request.prompt_logprobs
+    if requested is not None and request.stream:
+        raise InvalidRequest(
+            "prompt_logprobs is not available for streams; leave it out or set stream to false.", "prompt_logprobs"
+        )
+    if not (isinstance(request, CompletionRequest) and request.echo) or num_logprobs is None:
+        return requested
+    return max(num_logprobs, requested or 0)
 
 
 def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
@@ -350,25 +276,22 @@ def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
         return decoder.decode(body)
     except msgspec.ValidationError as error:
         message = str(error)
-        path = _PATH.search(message)
-        if path is None:  # a required field is missing, say; msgspec names it in backticks
-            missing = re.search(r"required field `(\w+)`", message)
-            raise InvalidRequest(f"{message}.", missing.group(1) if missing else None) from error
-        field = path.group(1)
-        message = message[: path.start()]
-        missing = re.search(r"required field `(\w+)`", message)
-        param = ".".join(part for part in (field, missing and missing.group(1)) if part) or None
+        path = _ERROR_PATH.search(message)
+        field = path.group(1) if path is not None else None
+        message = message if path is None else message[: path.start()]
+        missing = _MISSING_FIELD.search(message)
+        param = ".".join(name for name in (field, missing and missing.group(1)) if name) or None
         raise InvalidRequest(f"{field}: {message}." if field else f"{message}.", param) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
 
 
-def _refuse_what_is_not_served(request: NotServed) -> None:
+def _refuse_unsupported_fields(request: NotServed) -> None:
     for field in NotServed.__struct_fields__:
         value = getattr(request, field)
         if value is None:
             continue
-        # `0 == False` in Python; a 0 for logprobs does ask for something.
+        # In Python `0 == False`, but 0 is not a neutral value of a boolean field.
         neutral = NEUTRAL_VALUES.get(field, ())
         if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
             raise InvalidRequest(f"{field} is not supported with this value; leave it out.", field)

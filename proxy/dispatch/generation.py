@@ -23,7 +23,7 @@ from tandem.protocol.messages.generation import (
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.admission import Admission, Ticket
 from tandem.proxy.admission.rejections import rejection_reason
-from tandem.proxy.api.validation import GenerationRequest
+from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import NoWorkerReady
@@ -37,8 +37,7 @@ from tandem.proxy.reading.media_pool import MediaPool
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.detokenizer import Detokenizer
 from tandem.proxy.text.model_text import ModelText
-from tandem.proxy.text.prompt import Prompt
-from tandem.proxy.text.rendering import RenderedPrompts
+from tandem.proxy.text.prompt import Prompt, RenderedPrompts
 from tandem.proxy.text.stop_strings import StopStrings
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import TandemError

@@ -28,9 +28,10 @@ from tandem.proxy.answers.errors import (
 from tandem.proxy.answers.event_stream import EventStream, first_of, unless_disconnected
 from tandem.proxy.answers.request_id import HEADER, check_request_id, id_header, request_id_of
 from tandem.proxy.answers.tool_answers import ToolAnswers
+from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import HealthResponse, ModelCard, ModelList, VersionResponse
 from tandem.proxy.api.schema import SOONEST_PRIORITY
-from tandem.proxy.api.validation import GenerationRequest, ModelNotFound
+from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.generation import AppState, Generation
@@ -42,6 +43,7 @@ from tandem.proxy.reading.body_reader import BodyKind, HasMedia
 from tandem.proxy.reading.spooled_body import SpooledBody, mentions_media
 from tandem.runtime.errors import DeadlineExceeded, InternalError, Overloaded, TandemError
 from tandem.runtime.logs import serving
+from tandem.telemetry.request_log import RequestRecord
 
 HttpRequest = Request[Any, Any, Any]
 _JSON = "application/json"
@@ -183,6 +185,24 @@ async def _serve(
     if HEADER not in request.headers and asked.request_id:
         door.requests.rename(record, asked.request_id)
         serving(record.request_id)
+    try:
+        return await _generate(request, door, asked, record, client, timeout_s, make_answers, model)
+    except BaseException:
+        if asked.media_lease is not None:  # the client may have gone before the generation began
+            asked.media_lease.release()
+        raise
+
+
+async def _generate(
+    request: HttpRequest,
+    door: AppState,
+    asked: GenerationRequest,
+    record: RequestRecord,
+    client: str,
+    timeout_s: float | None,
+    make_answers: Callable[[Generation, GenerationRequest, str, str], Answers],
+    model: str,
+) -> Response[Any]:
     generation = Generation(door, asked, record, client, timeout_s)
     request_id = record.request_id
     headers = {HEADER: request_id}

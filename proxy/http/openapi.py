@@ -23,6 +23,7 @@ from tandem.proxy.api.responses import (
     VersionResponse,
 )
 from tandem.proxy.api.schema import (
+    NEUTRAL_VALUES,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -30,7 +31,6 @@ from tandem.proxy.api.schema import (
     TokenizeChatRequest,
     TokenizeTextRequest,
 )
-from tandem.proxy.api.validation import NEUTRAL_VALUES
 
 Json = dict[str, Any]
 

@@ -1,4 +1,4 @@
-"""From bytes to pixels, for images (Pillow) and video (PyAV). What is too large is refused before it is decoded."""
+"""Decodes images (Pillow) and video (PyAV). Items that are too large are refused before decoding."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ T = TypeVar("T")
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 VIDEO_FORMATS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 _PROBE_BYTES = 5 << 20
-_WHOLE = 0.9
-"""A video of which fewer frames can be decoded, or which ends sooner than it says, is damaged."""
+_MIN_COMPLETE_SHARE = 0.9
+"""A video is damaged if a smaller share of its frames or of its declared duration can be decoded."""
 
-Image.MAX_IMAGE_PIXELS = None  # our own limit is checked before anything is decoded
+Image.MAX_IMAGE_PIXELS = None  # MediaLimits.max_pixels is checked instead
 
 
 class VideoInfo(msgspec.Struct, frozen=True):
-    """What a video's container says of it, and how many frames it really has. fps: on average."""
+    """Properties of a video. num_frames: counted, not declared. fps: average."""
 
     num_frames: int
     fps: float
@@ -42,22 +42,22 @@ class VideoInfo(msgspec.Struct, frozen=True):
 
 
 def image_size(source: MediaSource, data: bytes, limits: MediaLimits) -> tuple[int, int]:
-    """(width, height) by the header alone. Raises InvalidMedia for what is no image, or one of too many pixels."""
+    """Returns (width, height) from the header. Raises InvalidMedia if it is no image or has too many pixels."""
     with _open(source, data) as image:
         return _checked_size(source, image.size, limits)
 
 
 def decode_image(source: MediaSource, data: bytes, limits: MediaLimits) -> Image.Image:
-    """As RGB, upright, the first frame; transparent parts on white. Raises InvalidMedia."""
+    """Returns the first frame as RGB, upright, with transparent parts on white. Raises InvalidMedia."""
     with _open(source, data) as image:
         _checked_size(source, image.size, limits)
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about odd metadata
+                warnings.simplefilter("ignore")  # about unusual metadata
                 image.load()
                 upright = ImageOps.exif_transpose(image)
         except (OSError, ValueError, SyntaxError, EOFError, MemoryError) as error:
-            raise source.refused(f"it is damaged or cut short: {_one_line(error)}") from None
+            raise source.refused(f"it is damaged or cut short: {_one_line(error)}") from error
     if upright.has_transparency_data:
         layers = upright.convert("RGBA")
         white = Image.new("RGBA", layers.size, (255, 255, 255, 255))
@@ -72,10 +72,10 @@ def _open(source: MediaSource, data: bytes) -> Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
-    except UnidentifiedImageError:
-        raise source.refused(f"it is no image of a known type ({', '.join(IMAGE_FORMATS)})") from None
+    except UnidentifiedImageError as error:
+        raise source.refused(f"it is not an image of a supported type ({', '.join(IMAGE_FORMATS)})") from error
     except (OSError, ValueError, SyntaxError, EOFError, MemoryError) as error:
-        raise source.refused(f"it is damaged or cut short: {_one_line(error)}") from None
+        raise source.refused(f"it is damaged or cut short: {_one_line(error)}") from error
 
 
 def _checked_size(source: MediaSource, size: tuple[int, int], limits: MediaLimits) -> tuple[int, int]:
@@ -88,29 +88,29 @@ def _checked_size(source: MediaSource, size: tuple[int, int], limits: MediaLimit
 
 
 def video_info(source: MediaSource, data: bytes, limits: MediaLimits) -> VideoInfo:
-    """Counts frames without decoding any. Raises InvalidMedia."""
+    """Counts the frames without decoding them. Raises InvalidMedia."""
     return _with_video(source, data, lambda container: _info(source, container, limits))
 
 
 def decode_video(
     source: MediaSource, data: bytes, info: VideoInfo, indices: Sequence[int], limits: MediaLimits
 ) -> NDArray[np.uint8]:
-    """The frames of these numbers, ascending: uint8 [num_frames, height, width, 3]. Raises InvalidMedia."""
+    """Returns the frames of these ascending indices: uint8 [num_frames, height, width, 3]. Raises InvalidMedia."""
     return _with_video(source, data, lambda container: _frames(source, container, info, indices, limits))
 
 
-def sampled(num_frames: int, most: int) -> list[int]:
-    """`most` frame numbers at equal distances, the first and the last among them; all where there are no more."""
-    if num_frames <= most:
+def sampled(num_frames: int, max_frames: int) -> list[int]:
+    """Returns up to `max_frames` equidistant frame indices, including the first and the last."""
+    if num_frames <= max_frames:
         return list(range(num_frames))
-    return [int(index) for index in np.linspace(0, num_frames - 1, most).astype(int)]
+    return [int(index) for index in np.linspace(0, num_frames - 1, max_frames).astype(int)]
 
 
 def _with_video(source: MediaSource, data: bytes, use: Callable[[Any], T]) -> T:
     if not data:
         raise source.refused("it is empty")
     try:
-        # Of the demuxers the named alone: others would read playlists, and with them files and addresses.
+        # Only these demuxers: others read playlists, which name files and URLs.
         with av.open(
             io.BytesIO(data),
             options={
@@ -120,39 +120,42 @@ def _with_video(source: MediaSource, data: bytes, use: Callable[[Any], T]) -> T:
             },
         ) as container:
             if container.format.name not in VIDEO_FORMATS:
-                raise source.refused("it is neither MP4 nor WebM")
+                raise source.refused("it is not an MP4 or WebM video")
             if not container.streams.video:
                 raise source.refused("it has no video stream")
             return use(container)
     except InvalidMedia:
         raise
     except (av.error.FFmpegError, ValueError, OverflowError, MemoryError) as error:
-        raise source.refused(f"it is no MP4 or WebM video, or damaged: {_one_line(error)}") from None
+        raise source.refused(f"it is not an MP4 or WebM video, or it is damaged: {_one_line(error)}") from error
 
 
 def _info(source: MediaSource, container: Any, limits: MediaLimits) -> VideoInfo:
     stream = container.streams.video[0]
     size = stream.codec_context.width, stream.codec_context.height
-    if size == (0, 0):  # not known before there is a frame
+    if size == (0, 0):  # unknown without a frame
         raise source.refused("it has no frames")
     width, height = _checked_size(source, size, limits)
-    most = limits.max_video_pixels // (width * height)
+    max_frames = limits.max_video_pixels // (width * height)
     rate = stream.average_rate or stream.guessed_rate
     fps = float(rate) if rate else 24.0
     num_frames, end_s = 0, 0.0
-    for packet in container.demux():  # sound too: it may go on after the last frame
+    for packet in container.demux():  # including sound, which may be longer than the video
         if packet.pts is not None:
             end_s = max(end_s, float(packet.pts * packet.time_base) + 1 / fps)
         num_frames += packet.size > 0 and packet.stream is stream
-        if num_frames > most:
+        if num_frames > max_frames:
             raise source.refused(
-                f"it has more than {most} frames of {width} x {height}; the limit is {limits.max_video_pixels} pixels"
+                f"it has more than {max_frames} frames of {width} x {height}; "
+                f"the limit is {limits.max_video_pixels} pixels"
             )
     if not num_frames:
         raise source.refused("it has no frames")
-    told_s = (container.duration or 0) / av.time_base
-    if end_s - (container.start_time or 0) / av.time_base < _WHOLE * told_s:
-        raise source.refused(f"it is cut short: it says that it lasts {told_s:.3g} s, and ends after {end_s:.3g} s")
+    declared_s = (container.duration or 0) / av.time_base
+    if end_s - (container.start_time or 0) / av.time_base < _MIN_COMPLETE_SHARE * declared_s:
+        raise source.refused(
+            f"it is cut short: its declared duration is {declared_s:.3g} s, but it ends after {end_s:.3g} s"
+        )
     return VideoInfo(num_frames, fps, width, height)
 
 
@@ -166,16 +169,18 @@ def _frames(
         if time.monotonic() > deadline:
             raise source.refused(f"it takes more than {limits.decode_timeout_s:g} s to decode")
         if (frame.width, frame.height) != (info.width, info.height):
-            raise source.refused("its frames change their size")
+            raise source.refused("its frames have different sizes")
         if number in wanted:
             found[number] = frame.to_ndarray(format="rgb24")
             if len(found) == len(wanted):
                 break
     if not found:
-        raise source.refused("it has no frames that can be decoded")
-    if number + 1 < _WHOLE * info.num_frames and len(found) < len(wanted):
-        raise source.refused(f"it is damaged or cut short: {number + 1} of its {info.num_frames} frames can be decoded")
-    # A packet or two may hold no frame of their own: the model sees as many as were asked for.
+        raise source.refused("none of its frames can be decoded")
+    if number + 1 < _MIN_COMPLETE_SHARE * info.num_frames and len(found) < len(wanted):
+        raise source.refused(
+            f"it is damaged or cut short: only {number + 1} of its {info.num_frames} frames can be decoded"
+        )
+    # Some packets contain no frame: repeats the previous frame, so that the number of frames is as requested.
     frames, last = [], found[min(found)]
     for index in indices:
         last = found.get(index, last)

@@ -1,6 +1,7 @@
-"""The model's Hugging Face processor, one for each thread, since it is changed by use: an item to tensors and to text.
+"""Turns images and videos into tensors and prompt text with the model's Hugging Face processor.
 
-It runs in the media process alone (`proxy.reading.media_process`): the processor brings torch with it.
+Runs only in the media process (`proxy.reading.media_process`), because the processor imports torch. Each thread has a
+processor of its own, because calls change its state.
 """
 
 from __future__ import annotations
@@ -30,15 +31,16 @@ from tandem.runtime.errors import ConfigError, InvalidRequest
 _IDENTITY_FILES = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 _TEXT_FEATURES = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "text_replacement_offsets")
 _MAX_VIDEO_FRAME_PIXELS = 768 * 28 * 28
-"""Of a frame, for what is set aside before a video is processed; what it really takes is known after."""
-_BYTES_PER_PIXEL = 12
+"""Pixels per frame in the estimate of a video's size, which is corrected when the video is committed."""
+_BYTES_PER_PIXEL = 12  # float32 RGB
+_SIZE_SLACK_BYTES = 4096
 _PROBE = Image.new("RGB", (224, 224))
 
 
 class PreparedMedia(msgspec.Struct, frozen=True):
-    """What the cache keeps beside an item's tensors.
+    """The description that the cache keeps beside an item's tensors.
 
-    replacement: what its placeholder in the prompt becomes; it holds num_tokens tokens that stand for the item.
+    replacement: replaces the item's placeholder in the prompt; it contains num_tokens placeholder tokens.
     """
 
     replacement: str
@@ -47,14 +49,17 @@ class PreparedMedia(msgspec.Struct, frozen=True):
 
 
 class MediaSize(msgspec.Struct, frozen=True):
-    """Before anything is decoded. num_bytes: expected, of the segment. num_tokens: of the prompt, 0 if not known."""
+    """An item's size from its header. num_bytes: expected size of the segment. num_tokens: 0 if unknown (video)."""
 
     num_bytes: int
     num_tokens: int
 
 
 class MediaProcessor:
-    """Raises ConfigError for a model whose processor takes no media."""
+    """placeholders, token_ids: text and token id of the placeholder by kind.
+
+    Raises ConfigError if the model's processor takes no media.
+    """
 
     def __init__(self, folder: Path, limits: MediaLimits, trust_remote_code: bool = False) -> None:
         self._folder = folder
@@ -74,7 +79,9 @@ class MediaProcessor:
             if token is not None and getattr(processor, f"{kind}_processor", None) is not None:
                 self.placeholders[kind] = token
         if not self.placeholders or type(processor).replace_image_token is ProcessorMixin.replace_image_token:
-            raise ConfigError(f"the processor of {folder} ({type(processor).__name__}) takes no images that we can use")
+            raise ConfigError(
+                f"the processor of {folder} ({type(processor).__name__}) is not supported for images or video"
+            )
         self.token_ids: dict[MediaKind, int] = {
             kind: int(getattr(processor, f"{kind}_token_ids")[0]) for kind in self.placeholders
         }
@@ -86,7 +93,7 @@ class MediaProcessor:
 
     @property
     def _processor(self) -> Any:
-        """This thread's."""
+        """The calling thread's processor, loaded with its first use."""
         processor = getattr(self._local, "processor", None)
         if processor is None:
             try:
@@ -99,23 +106,23 @@ class MediaProcessor:
             self._local.processor = processor
         return processor
 
-    def warm(self) -> None:
-        """Load this thread's processor."""
+    def load_for_thread(self) -> None:
+        """Loads the calling thread's processor."""
         assert self._processor is not None
 
     def digest(self, source: MediaSource, data: bytes) -> bytes:
-        """Of what the model will see of it. Lets go of the interpreter's lock."""
+        """Hashes all that determines the tensors: the bytes and the processor's files, version and options."""
         digest = sha256(self._identity + source.kind.encode())
         digest.update(data)
         return digest.digest()
 
     def size(self, source: MediaSource, data: bytes) -> MediaSize:
-        """By the header alone. Raises InvalidMedia."""
+        """Reads the header only. Raises InvalidMedia."""
         if source.kind not in self.placeholders:
             raise source.refused(f"this model takes no {source.kind}s")
         if source.kind == "image":
             width, height = image_size(source, data, self._limits)
-            with _refusing(source):
+            with _processor_errors(source):
                 num_patches, num_tokens = self._num_patches(height, width)
             return MediaSize(_with_slack(num_patches * self._bytes_per_patch), num_tokens)
         info = video_info(source, data, self._limits)
@@ -124,20 +131,20 @@ class MediaProcessor:
         return MediaSize(_with_slack(num_frames * num_pixels * _BYTES_PER_PIXEL), 0)
 
     def prepare(self, source: MediaSource, data: bytes) -> tuple[PreparedMedia, list[NDArray[Any]]]:
-        """The item decoded and processed, with its tensors in the order of `tensors`. Raises InvalidMedia."""
-        with _refusing(source):
+        """Decodes and processes the item. Returns its arrays in the order of `tensors`. Raises InvalidMedia."""
+        with _processor_errors(source):
             if source.kind == "image":
                 return self._prepare_image(decode_image(source, data, self._limits))
             return self._prepare_video(source, data)
 
     def expand(self, text: str, replacements: dict[MediaKind, list[str]]) -> str:
-        """The rendered prompt with each item's placeholder replaced by what stands for it. Raises InvalidRequest."""
+        """Replaces each placeholder in the rendered chat by its item's replacement. Raises InvalidRequest."""
         for kind, token in self.placeholders.items():
             num_found, num_wanted = text.count(token), len(replacements.get(kind, []))
             if num_found != num_wanted:
                 raise InvalidRequest(
-                    f"The rendered chat has {num_found} {kind} placeholders ({token}) for {num_wanted} {kind}s: send "
-                    "media as content parts, and write no placeholders into the text.",
+                    f"The rendered chat has {num_found} {kind} placeholders ({token}) for {num_wanted} {kind}s; send "
+                    "media as content parts and write no placeholders into the text.",
                     "messages",
                 )
         [expanded], _ = self._processor.get_text_with_replacements(
@@ -147,7 +154,7 @@ class MediaProcessor:
         return expanded
 
     def _num_patches(self, height: int, width: int) -> tuple[int, int]:
-        """(patches, tokens) of an image of that size."""
+        """Returns (patches, tokens) of an image of this size."""
         found = self._processor._get_num_multimodal_tokens(image_sizes=[(height, width)])
         return int(found["num_image_patches"][0]), int(found["num_image_tokens"][0])
 
@@ -166,7 +173,7 @@ class MediaProcessor:
         )
         video_processor = self._processor.video_processor
         indices = sampled(info.num_frames, limits.max_video_frames)
-        if getattr(video_processor, "do_sample_frames", False):  # the model's own way
+        if getattr(video_processor, "do_sample_frames", False):  # the model's own sampling
             wanted = [int(index) for index in video_processor.sample_frames(metadata=metadata)]
             indices = [wanted[index] for index in sampled(len(wanted), limits.max_video_frames)]
         metadata.frames_indices = indices
@@ -188,20 +195,22 @@ class MediaProcessor:
         tensors = []
         for name, part, offset in zip(names, parts, offsets, strict=True):
             if part.dtype.name not in BYTES_PER_ELEMENT:
-                raise ConfigError(f"the model's processor makes {name} of type {part.dtype.name}, which is not served")
+                raise ConfigError(
+                    f"the model's processor returns {name} of type {part.dtype.name}, which is not supported"
+                )
             tensors.append(MediaTensor(name, part.dtype.name, part.shape, offset, part.nbytes))
         return PreparedMedia(replaced["replacement"], num_tokens, tuple(tensors)), parts
 
 
 @contextmanager
-def _refusing(source: MediaSource) -> Iterator[None]:
-    """What the processor stumbles over is the item's fault: InvalidMedia."""
+def _processor_errors(source: MediaSource) -> Iterator[None]:
+    """Raises InvalidMedia for an error of the processor."""
     try:
         yield
     except (ValueError, TypeError, RuntimeError, IndexError, ZeroDivisionError) as error:
         line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise source.refused(f"the model's processor cannot take it: {line[:160]}") from error
+        raise source.refused(f"the model's processor cannot process it: {line[:160]}") from error
 
 
 def _with_slack(num_bytes: float) -> int:
-    return int(num_bytes) + 4096
+    return int(num_bytes) + _SIZE_SLACK_BYTES

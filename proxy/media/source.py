@@ -1,4 +1,4 @@
-"""The images and videos of a request: what is asked for, and what this server takes. Pure."""
+"""Images and videos as a request names them, and the limits that apply to them. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from tandem.runtime.errors import InvalidRequest
 
 
 class MediaLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What requests may bring. Sizes and times are of one item, max_items is of one request.
+    """Limits per item, unless stated otherwise.
 
-    max_bytes: as it is sent or fetched. max_pixels: of an image or a frame, before anything is decoded.
-    max_video_frames: sampled from a video. max_video_pixels: of all frames that must be decoded to sample these.
-    max_fetched_bytes: of all requests together that were fetched from URLs and are not processed yet.
-    fetch_timeout_s: for a URL to be fetched whole. decode_timeout_s: for a video's frames to be decoded.
-    allowed_path: file URLs may name what lies in it; "" allows none. allow_private: URLs may lead to private, loopback
-    and link-local addresses.
+    max_items: images and videos per request. max_bytes: size as sent or fetched. max_pixels: of an image or a video
+    frame, checked before decoding. max_video_frames: frames sampled from a video. max_video_pixels: of all frames of a
+    video. max_fetched_bytes: fetched and not processed yet, for all requests together.
+    fetch_timeout_s: for the whole download. decode_timeout_s: for decoding a video's frames.
+    allowed_path: folder that file URLs may read from; "" refuses file URLs. allow_private: URLs may lead to private,
+    loopback and link-local addresses.
     """
 
     max_items: Annotated[int, Meta(ge=1, le=1024)] = 32
@@ -35,16 +35,13 @@ class MediaLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class InvalidMedia(InvalidRequest):
-    """An image or a video of the request cannot be served; the message says which and why."""
+    """An image or video cannot be served; the message says which one and why."""
 
     code = "invalid_media"
 
 
 class MediaSource(msgspec.Struct, frozen=True):
-    """One item as the request names it. number: among the request's items, from 0. param: where it stands in the body.
-
-    url: data, http, https or file.
-    """
+    """number: index of the item in the request. url: data, http, https or file. param: its position in the body."""
 
     number: int
     kind: MediaKind

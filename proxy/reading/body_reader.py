@@ -1,4 +1,4 @@
-"""A request's body, from bytes to a checked request with its prompts tokenised. Pure; runs wherever there is time."""
+"""Turns a request body into a validated request with tokenised prompts. Pure; runs in any process."""
 
 from __future__ import annotations
 
@@ -6,86 +6,73 @@ from typing import Any, Literal
 
 import msgspec
 
+from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import DetokenizeResponse, TokenizeResponse
 from tandem.proxy.api.structured_output import checked_grammar
 from tandem.proxy.api.tool_formats import ToolFormat, ToolFormatName
-from tandem.proxy.api.validation import BodyDecoder, GenerationRequest
+from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.registry import ModelLimits
 from tandem.proxy.text.model_text import ModelText
-from tandem.proxy.text.rendering import ChatPrompt, MediaPrompt, RenderedPrompts, Renderer, has_media
+from tandem.proxy.text.prompt import ChatPrompt, RenderedPrompts, has_media
+from tandem.proxy.text.rendering import Renderer
 from tandem.runtime.errors import TandemError
 
 BodyKind = Literal["completion", "chat"]
 
 
 class HasMedia(TandemError):
-    """Its images and videos are fetched and processed where `proxy.reading.media_pool` says. Never told to a client."""
+    """The request has images or video, which `proxy.reading.media_pool` reads. Clients never see this error."""
 
 
 class BodyReader:
-    def __init__(self, decoder: BodyDecoder, renderer: Renderer) -> None:
-        self._decoder = decoder
-        self._renderer = renderer
+    """max_media: images and videos per chat; 0 if the model takes text only."""
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         text: ModelText,
         served_model_name: str,
         trust_chat_template: bool = False,
         tool_call_parser: ToolFormatName = "hermes",
         max_media: int = 0,
-    ) -> BodyReader:
-        """max_media: as BodyDecoder's."""
+    ) -> None:
         tool_format = ToolFormat.of(tool_call_parser, text.tokenizer)
-        return cls(BodyDecoder(served_model_name, trust_chat_template, tool_format, max_media), Renderer(text))
+        self._decoder = BodyDecoder(served_model_name, trust_chat_template, tool_format, max_media)
+        self._renderer = Renderer(text)
 
     @classmethod
-    def load(
-        cls,
-        model: str,
-        served_model_name: str,
-        trust_chat_template: bool = False,
-        tool_call_parser: ToolFormatName = "hermes",
-        max_media: int = 0,
-    ) -> BodyReader:
-        """In a process that has nothing yet. Raises ConfigError."""
-        return cls.of(ModelText(model), served_model_name, trust_chat_template, tool_call_parser, max_media)
+    def load(cls, model: str, *options: Any) -> BodyReader:
+        """Loads the model's text files; options: as the constructor's. Raises ConfigError."""
+        return cls(ModelText(model), *options)
 
-    def decode(self, kind: BodyKind, body: bytes) -> GenerationRequest:
-        """Checked, but for what needs the prompts' tokens. Raises InvalidRequest."""
+    def decode(self, body: bytes, kind: BodyKind) -> GenerationRequest:
+        """Validates everything except what depends on the prompt's tokens. Raises InvalidRequest."""
         return self._decoder.chat(body) if kind == "chat" else self._decoder.completion(body)
 
-    def read(self, kind: BodyKind, body: bytes, limits: ModelLimits) -> GenerationRequest:
-        """With `RenderedPrompts`. Raises InvalidRequest, or HasMedia for what another process must read."""
-        request = self.decode(kind, body)
+    def read(self, body: bytes, kind: BodyKind, limits: ModelLimits) -> GenerationRequest:
+        """Returns a request with `RenderedPrompts`. Raises InvalidRequest, HasMedia."""
+        request = self.decode(body, kind)
         if has_media(request.prompt):
             raise HasMedia("the request has images or video")
         return self.render(request, limits)
 
     def render(self, request: GenerationRequest, limits: ModelLimits) -> GenerationRequest:
-        """The second half of `read`. Raises InvalidRequest. Off the loop where there is a grammar: it is compiled."""
+        """Tokenises a decoded request, and compiles its grammar if it has one. Raises InvalidRequest."""
         if request.base_sampling.grammar is not None:
             grammar = checked_grammar(request.base_sampling.grammar, request.grammar_param)
             request = _with_sampling(request, grammar=grammar)
         prompts = self._renderer.render(request.prompt, limits, request.max_prompt_tokens(limits), request.cache_salt)
         request = msgspec.structs.replace(request, prompt=RenderedPrompts(prompts))
         if request.bad_words:
-            bad_words = self._renderer.bad_words(request.bad_words)
-            request = _with_sampling(request, bad_words=bad_words)
+            request = _with_sampling(request, bad_words=self._renderer.bad_words(request.bad_words))
         return request
 
     def chat_text(self, request: GenerationRequest) -> str:
-        """Of a chat, as the template writes it: one placeholder for each item of its media. Raises InvalidRequest."""
+        """Renders the template of a chat, with one placeholder per image or video. Raises InvalidRequest."""
         assert isinstance(request.prompt, ChatPrompt)
         return self._renderer.chat_text(request.prompt)
 
-    def render_media(self, request: GenerationRequest, limits: ModelLimits, prompt: MediaPrompt) -> GenerationRequest:
-        """In place of the request's prompt, whose media are cached now. Raises InvalidRequest."""
-        return self.render(msgspec.structs.replace(request, prompt=prompt), limits)
-
     def tokenize(self, body: bytes, max_model_len: int | None) -> bytes:
-        """The answer to `/tokenize`. Raises InvalidRequest."""
+        """Returns the JSON answer of `/tokenize`. Raises InvalidRequest."""
         request = self._decoder.tokenize(body)
         text = request.prompt if isinstance(request.prompt, str) else self._renderer.chat_text(request.prompt)
         token_ids = self._renderer.tokens_of(text, request.add_special_tokens)
@@ -93,12 +80,12 @@ class BodyReader:
         return msgspec.json.encode(TokenizeResponse(len(token_ids), max_model_len, token_ids, strings))
 
     def detokenize(self, body: bytes) -> bytes:
-        """The answer to `/detokenize`. Raises InvalidRequest."""
-        return msgspec.json.encode(
-            DetokenizeResponse(self._renderer.text_with_specials(self._decoder.detokenize(body)))
-        )
+        """Returns the JSON answer of `/detokenize`. Raises InvalidRequest."""
+        text = self._renderer.text_with_specials(self._decoder.detokenize(body))
+        return msgspec.json.encode(DetokenizeResponse(text))
 
     def text_of(self, token_ids: list[int]) -> str:
+        """Returns the text of a prompt without special tokens."""
         return self._renderer.text_of(token_ids)
 
 

@@ -1,8 +1,7 @@
-"""The proxy's side of requests with images and video: hands their bodies to a process, and keeps their leases.
+"""The proxy's side of requests with images and video: hands bodies to the media process and owns their leases.
 
-The process (`proxy.reading.media_process`) is apart from those that tokenise, so text never waits behind images, and
-it alone
-loads torch. It is started with the proxy, and again when a request comes after it was lost.
+The media process (`proxy.reading.media_process`) is separate from the reader processes, so text never waits for images
+and only this process loads torch. It is restarted when a request arrives after it was lost.
 """
 
 from __future__ import annotations
@@ -18,46 +17,46 @@ import msgspec
 
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.proxy.admission.admission import QueueFull
-from tandem.proxy.api.validation import GenerationRequest
+from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.registry import ModelLimits
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.media.lease import MediaLease
 from tandem.proxy.media.queue import MediaQueue
 from tandem.proxy.reading.body_reader import BodyKind
-from tandem.proxy.reading.media_jobs import (
+from tandem.proxy.reading.media_messages import (
+    EXIT_BAD_CONFIG,
     FROM_PROCESS,
-    AreYouThere,
-    CancelJob,
-    IAmHere,
-    JobBegun,
-    JobDone,
-    JobFailed,
+    CancelMediaJob,
     MediaJob,
+    MediaJobDone,
+    MediaJobFailed,
+    MediaJobStarted,
+    MediaProcessAlive,
     MediaSetup,
+    PingMediaProcess,
     read_message,
     write_message,
 )
 from tandem.proxy.reading.spooled_body import SpooledBody
-from tandem.proxy.text.rendering import RenderedPrompts
+from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.runtime.errors import InternalError, ProtocolError, TandemError, WorkerLost
 from tandem.runtime.file_limits import out_of_descriptors
 
 log = logging.getLogger(__name__)
 
-_EXIT_BAD_CONFIG = 2
 _RETRY_AFTER_S = 1
-_ASK_INTERVAL_S = 2.0
-_SILENCE_S = 20.0
-"""Far more than its loop is ever kept waiting, also where loading a model holds the interpreter."""
-_PATIENCE_S = 10.0
-"""Beside twice the time that decoding may take: for processing one item, in a process that has little of a core."""
+_PING_INTERVAL_S = 2.0
+_MAX_UNANSWERED_PINGS = 10
+"""Loading a model blocks the process's loop for less than these 20 s."""
+_CANCEL_GRACE_S = 10.0
+"""Added to twice the decode timeout: time for a cancelled job to be answered before the process is killed."""
 
 
 class MediaPool:
-    """Belongs to the proxy's loop. max_waiting: requests that are read or wait for that; more are refused.
+    """Belongs to the proxy's loop.
 
-    ttft_slo_s: of first tokens. A request whose turn is predicted to come after half of it is refused at once: the rest
-    is for its prompt. One that is not read when it is over is refused then.
+    max_waiting: requests that may wait or be read at the same time; others are refused. ttft_slo_s: a request is
+    refused at once if its turn is predicted after half of this time, and when this time has passed.
     """
 
     def __init__(
@@ -67,31 +66,31 @@ class MediaPool:
         self._cache = cache
         self._max_waiting = max_waiting
         self._ttft_slo_s = ttft_slo_s
+        self._cancel_timeout_s = 2 * setup.limits.decode_timeout_s + _CANCEL_GRACE_S
         self._queue = MediaQueue()
-        self._waiting: dict[str, asyncio.Future[GenerationRequest]] = {}  # by lease, until the job is done
-        self._process: asyncio.subprocess.Process | None = None
-        self._writer: asyncio.StreamWriter | None = None
-        self._watching: asyncio.Task[None] | None = None
-        self._sent: set[str] = set()  # those of them that a process has
-        self._patience_s = 2 * setup.limits.decode_timeout_s + _PATIENCE_S
-        self._heard_at = 0.0  # while it has jobs
+        self._jobs: dict[str, asyncio.Future[GenerationRequest]] = {}  # by lease, until the process has answered
         self._starting = asyncio.Lock()
-        self._wrong_config: str | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None  # None while no process runs
+        self._watching: asyncio.Task[None] | None = None
+        self._unanswered_pings: int | None = None  # None until the process has sent a message
+        self._config_error: str | None = None
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._jobs)
 
     async def start(self) -> None:
+        """Starts the process if it is not running. Raises Overloaded without descriptors, InternalError."""
         async with self._starting:
             if self._writer is not None:
                 return
             if self._watching is not None:
-                await asyncio.shield(self._watching)  # a request that is cancelled here must not take it along
-            ours: socket.socket | None = None
+                await asyncio.shield(self._watching)  # until the previous process is gone
             try:
                 ours, theirs = socket.socketpair()
-                with theirs:
+                with contextlib.ExitStack() as on_error, theirs:
+                    on_error.callback(ours.close)
                     self._process = await asyncio.create_subprocess_exec(
                         sys.executable,
                         "-m",
@@ -100,159 +99,158 @@ class MediaPool:
                         pass_fds=[theirs.fileno()],
                         stdin=asyncio.subprocess.DEVNULL,
                     )
-                reader, self._writer = await asyncio.open_connection(sock=ours)
+                    reader, self._writer = await asyncio.open_connection(sock=ours)
+                    on_error.pop_all()
             except OSError as error:
-                if ours is not None:
-                    ours.close()
-                if (none_left := out_of_descriptors(error, "the process that reads images and video")) is not None:
-                    raise none_left from error
-                raise InternalError(f"the process that reads images and video cannot be started: {error}") from error
+                if (overloaded := out_of_descriptors(error, "the media process")) is not None:
+                    raise overloaded from error
+                raise InternalError(f"the media process cannot be started: {error}") from error
             write_message(self._writer, self._setup)
-            self._watching = asyncio.create_task(self._watch(reader, self._process))
+            self._watching = asyncio.create_task(self._watch(reader, self._writer, self._process))
 
     async def read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
-        """With its prompts tokenised and its media in memory, as long as its `media_lease` is not released.
+        """Returns the request with tokenised prompts and a `media_lease`, which the caller must release.
 
-        Raises InvalidRequest, QueueFull when too many wait already, SLOUnreachable, Overloaded when the cache is full,
-        InternalError when the process was lost, WorkerLost when the cache is lost again and again.
+        Raises InvalidRequest, QueueFull, SLOUnreachable, Overloaded if the cache is full, InternalError if the process
+        died, WorkerLost if the cache died twice.
         """
         try:
             return await self._read(kind, body, limits)
         except WorkerLost as error:
-            log.warning("a request with media is read again: %s", error)
+            log.warning("the media cache was lost; reading a request again: %s", error)
         return await self._read(kind, body, limits)
 
     async def _read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
-        slo_s, loop = self._ttft_slo_s, asyncio.get_running_loop()
-        if len(self._waiting) >= self._max_waiting:
+        if self._config_error is not None:
+            raise InternalError(self._config_error)
+        await self.start()
+        self._check_queue()
+        assert self._writer is not None
+        lease_id = self._cache.new_id()
+        done: asyncio.Future[GenerationRequest] = asyncio.get_running_loop().create_future()
+        self._jobs[lease_id] = done
+        content, path = (body, "") if isinstance(body, bytes) else (b"", body.path)
+        write_message(self._writer, MediaJob(lease_id, kind, content, limits, path))
+        self._queue.add(lease_id, asyncio.get_running_loop().time())
+        try:
+            async with asyncio.timeout(self._ttft_slo_s):
+                await done
+        except BaseException as error:
+            if done.cancelled():
+                self._cancel(lease_id)
+            elif done.exception() is None:  # answered at the moment of the time-out or cancellation
+                _release(done.result())
+            if isinstance(error, TimeoutError) and self._ttft_slo_s is not None:
+                raise SLOUnreachable(self._ttft_slo_s, 0.0) from error
+            raise
+        return done.result()
+
+    def _check_queue(self) -> None:
+        if len(self._jobs) >= self._max_waiting:
             raise QueueFull(
-                f"{len(self._waiting)} requests with images or video are waiting already; the limit is "
+                f"{len(self._jobs)} requests with images or video are waiting already; the limit is "
                 f"{self._max_waiting}. Try again later.",
                 _RETRY_AFTER_S,
             )
-        if slo_s is not None and self._queue.wait_s > slo_s / 2:
-            raise SLOUnreachable(self._queue.wait_s, slo_s / 2)
-        if self._wrong_config is not None:
-            raise InternalError(f"images and video are not served: {self._wrong_config}")
-        lease_id = self._cache.new_id()
-        done: asyncio.Future[GenerationRequest] = loop.create_future()
-        done.add_done_callback(_look_at)
-        self._waiting[lease_id] = done
-        try:
-            await self.start()
-        except BaseException:
-            self._waiting.pop(lease_id, None)
-            raise
-        assert self._writer is not None
-        content, path = (body, "") if isinstance(body, bytes) else (b"", body.path)
-        job = MediaJob(lease_id, kind, content, limits, path)
-        write_message(self._writer, job)
-        self._sent.add(lease_id)
-        self._queue.add(lease_id, loop.time())
-        try:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(slo_s):
-                    return await asyncio.shield(done)
-        finally:
-            if not done.done():
-                self._queue.remove(lease_id)
-                if self._writer is not None:
-                    write_message(self._writer, CancelJob(lease_id))
-                    loop.call_later(self._patience_s, self._expect_answer, lease_id)
-            del done  # with an error in it, it would keep this frame, and the body
-        assert slo_s is not None  # it is over
-        raise SLOUnreachable(slo_s, 0.0)  # with no context: a timeout's frames lead to the task that ends with this
+        if self._ttft_slo_s is not None and self._queue.wait_s > self._ttft_slo_s / 2:
+            raise SLOUnreachable(self._queue.wait_s, self._ttft_slo_s / 2)
 
-    async def _watch(self, reader: asyncio.StreamReader, process: asyncio.subprocess.Process) -> None:
-        """Until the process has ended."""
-        loop = asyncio.get_running_loop()
-        self._heard_at = loop.time()
-        asking = asyncio.create_task(self._ask(process))
+    def _cancel(self, lease_id: str) -> None:
+        """Cancels a job. The process is killed if it does not answer in time, as when a decoder hangs."""
+        self._queue.remove(lease_id)
+        if self._writer is not None:
+            write_message(self._writer, CancelMediaJob(lease_id))
+            asyncio.get_running_loop().call_later(self._cancel_timeout_s, self._expect_answer, lease_id)
+
+    def _expect_answer(self, lease_id: str) -> None:
+        if lease_id in self._jobs and self._process is not None:
+            log.error("the media process did not end a job in %.0f s; killing it", self._cancel_timeout_s)
+            _kill(self._process)
+
+    async def _watch(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, process: asyncio.subprocess.Process
+    ) -> None:
+        """Handles the messages of one process until it has ended, then fails its jobs."""
+        self._unanswered_pings = None
+        pinging = asyncio.create_task(self._ping(writer, process))
         try:
             while True:
                 message = await read_message(reader, FROM_PROCESS)
-                self._heard_at = loop.time()
+                self._unanswered_pings = 0
                 match message:
-                    case IAmHere():
+                    case MediaProcessAlive():
                         pass
-                    case JobBegun():
-                        self._queue.begin(message.lease_id, loop.time())
-                    case JobDone() | JobFailed():
-                        self._on_done(message)
+                    case MediaJobStarted():
+                        self._queue.begin(message.lease_id, asyncio.get_running_loop().time())
+                    case MediaJobDone() | MediaJobFailed():
+                        self._on_answer(message)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        except ProtocolError as wrong:
-            log.error("the media process says what it must not: %s", wrong)
-            _end(process)
+        except ProtocolError as error:
+            log.error("the media process sent an invalid message; killing it: %s", error)
+            _kill(process)
         finally:
-            asking.cancel()
-            if self._writer is not None:
-                self._writer.close()
+            pinging.cancel()
+            writer.close()
             self._writer = None
             code = await process.wait()
-            log.error("the media process ended with %d", code)
-            if code == _EXIT_BAD_CONFIG:
-                self._wrong_config = "the model's processor cannot be loaded; the proxy's log tells why"
-            error = InternalError(self._wrong_config or "the process that read the request's images or video was lost")
-            for lease_id in list(self._sent):  # what was not sent yet is for the next one
-                self._on_done(JobFailed.of(lease_id, error))
+            log.error("the media process ended with status %d", code)
+            if code == EXIT_BAD_CONFIG:
+                self._config_error = "images and video are not served: see the proxy's log for the model's processor"
+            lost = InternalError(self._config_error or "the media process that read the request was lost; try again")
+            for lease_id in list(self._jobs):
+                self._on_answer(MediaJobFailed.of(lease_id, lost))
 
-    async def _ask(self, process: asyncio.subprocess.Process) -> None:
-        """While it has jobs, whether it is there; a process that says nothing stands still, and is ended."""
-        loop = asyncio.get_running_loop()
+    async def _ping(self, writer: asyncio.StreamWriter, process: asyncio.subprocess.Process) -> None:
+        """Kills a process that has started and then leaves pings unanswered."""
         while True:
-            await asyncio.sleep(_ASK_INTERVAL_S)
-            if not self._sent:
-                self._heard_at = loop.time()
-            elif loop.time() - self._heard_at > _SILENCE_S:
-                log.error("the media process has said nothing for %.0f s; it is ended", _SILENCE_S)
-                _end(process)
-                return
-            elif self._writer is not None:
-                write_message(self._writer, AreYouThere())
+            await asyncio.sleep(_PING_INTERVAL_S)
+            if self._unanswered_pings is not None:
+                self._unanswered_pings += 1
+                if self._unanswered_pings > _MAX_UNANSWERED_PINGS:
+                    log.error("the media process does not answer; killing it")
+                    _kill(process)
+                    return
+            write_message(writer, PingMediaProcess())
 
-    def _on_done(self, message: JobDone | JobFailed) -> None:
+    def _on_answer(self, message: MediaJobDone | MediaJobFailed) -> None:
         self._queue.remove(message.lease_id)
-        self._sent.discard(message.lease_id)
-        done = self._waiting.pop(message.lease_id, None)
+        done = self._jobs.pop(message.lease_id, None)
         if done is None:
             return
         lease = MediaLease(self._cache, message.lease_id)
-        result = message.result if isinstance(message.result, TandemError) else _held(message.result, lease)
-        if isinstance(result, TandemError):
+        try:
+            if isinstance(message, MediaJobFailed):
+                raise message.error
+            request = _with_lease(message.request, lease)
+        except TandemError as error:
             lease.release()
-            done.set_exception(result)
+            if not done.done():
+                done.set_exception(error)
+            return
+        if done.done():  # cancelled
+            lease.release()
         else:
-            done.set_result(result)
-
-    def _expect_answer(self, lease_id: str) -> None:
-        """What is given up ends with the work on one item. Later its thread hangs, or the process stands still."""
-        if lease_id in self._sent and self._process is not None:
-            log.error("the media process has not answered for %.0f s; it is ended", self._patience_s)
-            _end(self._process)
+            done.set_result(request)
 
     def close(self) -> None:
         if self._process is not None:
-            _end(self._process)  # it holds nothing that the proxy's end would not end too
+            _kill(self._process)
 
 
-def _end(process: asyncio.subprocess.Process) -> None:
+def _kill(process: asyncio.subprocess.Process) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
 
 
-def _held(request: GenerationRequest, lease: MediaLease) -> GenerationRequest | TandemError:
-    """With its media under that lease; or why not, without the frames in which that was found, which lead to it."""
+def _with_lease(request: GenerationRequest, lease: MediaLease) -> GenerationRequest:
+    """Opens the request's media in this process. Raises WorkerLost, Overloaded."""
     assert isinstance(request.prompt, RenderedPrompts)
-    try:
-        prompts = [replace(prompt, media=lease.hold(prompt.media)) for prompt in request.prompt.prompts]
-    except TandemError as error:
-        return error.with_traceback(None)
+    prompts = [replace(prompt, media=lease.hold(prompt.media)) for prompt in request.prompt.prompts]
     return msgspec.structs.replace(request, prompt=RenderedPrompts(prompts), media_lease=lease)
 
 
-def _look_at(done: asyncio.Future[GenerationRequest]) -> None:
-    """So that an error which nobody waits for is not logged as forgotten."""
-    if not done.cancelled():
-        done.exception()
+def _release(request: GenerationRequest) -> None:
+    if request.media_lease is not None:
+        request.media_lease.release()

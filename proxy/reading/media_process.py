@@ -1,8 +1,8 @@
-"""The process that reads requests with images and video: one for each proxy, started by `proxy.reading.media_pool`.
+"""The media process: reads requests with images and video, one process per proxy (`proxy.reading.media_pool`).
 
-Fetching waits on this loop; everything that takes time is done on threads, each with a processor of its own. A request
-goes through: decode the body; fetch; hash, and look at headers; ask the cache; decode and process what is missing;
-write and commit it; render the chat, and tokenise. It ends with one `JobDone`. The lease is the proxy's to release.
+Its loop fetches URLs; everything else runs on threads. Steps of a request: decode the body; fetch; read headers and
+hash; ask the cache; decode, process, write and commit what is not cached; render the chat and tokenise. Each job is
+answered by one `MediaJobDone` or `MediaJobFailed`. The proxy releases the leases.
 """
 
 from __future__ import annotations
@@ -15,207 +15,130 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import uvloop
 
 from tandem.protocol.media_client import MediaCacheClient
-from tandem.protocol.media_segment import write_segment
-from tandem.protocol.messages.media import MediaKind
-from tandem.protocol.messages.media_cache import CommittedMedia, GrantedMedia, MediaKey, WantedMedia
+from tandem.protocol.messages.media_cache import GrantedMedia, MediaKey, WantedMedia
 from tandem.protocol.sockets import new_context
-from tandem.proxy.api.validation import GenerationRequest
-from tandem.proxy.cluster.registry import ModelLimits
-from tandem.proxy.media.fetch import Fetched, MediaFetcher, is_remote, read_local
-from tandem.proxy.media.processor import MediaProcessor, MediaSize, PreparedMedia
-from tandem.proxy.media.source import MediaSource
-from tandem.proxy.reading.body_reader import BodyReader
-from tandem.proxy.reading.media_jobs import (
+from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.media.fetch import FetchedMedia, MediaFetcher, is_remote
+from tandem.proxy.reading.media_messages import (
+    EXIT_BAD_CONFIG,
     TO_PROCESS,
-    AreYouThere,
-    CancelJob,
+    CancelMediaJob,
     FromMediaProcess,
-    IAmHere,
-    JobBegun,
-    JobDone,
-    JobFailed,
     MediaJob,
+    MediaJobDone,
+    MediaJobFailed,
+    MediaJobStarted,
+    MediaProcessAlive,
     MediaSetup,
+    PingMediaProcess,
     ToMediaProcess,
     read_message,
     write_message,
 )
-from tandem.proxy.text.model_text import ModelText
-from tandem.proxy.text.rendering import CachedMedia, ChatPrompt, ContextLengthExceeded, MediaPrompt
-from tandem.runtime.collector import forget_frames
+from tandem.proxy.reading.media_reader import MediaContent, MediaReader
+from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded
 from tandem.runtime.errors import ConfigError, InternalError, RequestAborted, TandemError
 from tandem.runtime.lifetime import die_with_parent
 from tandem.runtime.logs import setup_logging
-from tandem.runtime.scheduling import ask_for_long_slices, leave_session
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_NICENESS = 19
-"""Of the threads, nicer than the workers: who processes media leaves text and tokens their part."""
-EXIT_BAD_CONFIG = 2
-
-
-class _Item(msgspec.Struct, frozen=True):
-    """A source with its bytes at hand."""
-
-    source: MediaSource
-    data: bytes
-    key: MediaKey
-    size: MediaSize
-
-
-class MediaReader:
-    """What is done on threads. Loads the processor; raises ConfigError."""
-
-    def __init__(self, setup: MediaSetup) -> None:
-        text = ModelText(setup.model)
-        self._limits = setup.limits
-        self._bodies = BodyReader.of(
-            text, setup.served_model_name, setup.trust_chat_template, setup.tool_call_parser, setup.limits.max_items
-        )
-        self.processor = MediaProcessor(text.folder, setup.limits, setup.trust_remote_code)
-        self._description: msgspec.msgpack.Decoder[PreparedMedia] = msgspec.msgpack.Decoder(PreparedMedia)
-
-    def decode(self, job: MediaJob) -> GenerationRequest:
-        body = Path(job.path).read_bytes() if job.path else job.body
-        return self._bodies.decode(job.kind, body)
-
-    def look_at(self, source: MediaSource, fetched: bytes | None) -> _Item:
-        """By header and hash. Raises InvalidMedia."""
-        data = read_local(source, self._limits) if fetched is None else fetched
-        size = self.processor.size(source, data)
-        return _Item(source, data, MediaKey(self.processor.digest(source, data), "input"), size)
-
-    def write(self, item: _Item, segment: str) -> CommittedMedia:
-        """Decode and process it, and put the tensors in their place. Raises InvalidMedia."""
-        prepared, parts = self.processor.prepare(item.source, item.data)
-        _, num_bytes = write_segment(segment, item.key, [part.data for part in parts])
-        return CommittedMedia(item.key, num_bytes, msgspec.msgpack.encode(prepared))
-
-    def render(
-        self,
-        request: GenerationRequest,
-        limits: ModelLimits,
-        items: list[_Item],
-        cached: dict[MediaKey, tuple[str, bytes]],
-    ) -> GenerationRequest:
-        """cached: segment and description of each item. Raises InvalidRequest."""
-        assert isinstance(request.prompt, ChatPrompt)
-        replacements: dict[MediaKind, list[str]] = {}
-        media = []
-        for item in items:
-            segment, description = cached[item.key]
-            prepared = self._description.decode(description)
-            kind = item.source.kind
-            replacements.setdefault(kind, []).append(prepared.replacement)
-            media.append(CachedMedia(kind, item.key.digest, segment, prepared.tensors, prepared.num_tokens))
-        text = self.processor.expand(self._bodies.chat_text(request), replacements)
-        prompt = MediaPrompt(text, media, self.processor.token_ids, request.prompt.add_special_tokens)
-        return self._bodies.render_media(request, limits, prompt)
+_NICENESS = 10
+"""Of the threads: CPU work on media yields to this process's loop, the proxy and the workers."""
+_LOAD_TIMEOUT_S = 600.0
 
 
 class MediaProcess:
-    """tell: called with one JobDone or JobFailed for each job, before which there may be a JobBegun.
+    """send: sends a message to the proxy. client_pid: of the proxy, which owns the leases."""
 
-    client_pid: of the proxy, whose the leases are: they outlive this process.
-    """
-
-    def __init__(self, setup: MediaSetup, tell: Callable[[FromMediaProcess], None], client_pid: int) -> None:
-        self._tell = tell
+    def __init__(self, setup: MediaSetup, send: Callable[[FromMediaProcess], None], client_pid: int) -> None:
+        self._send = send
+        self._num_threads = setup.num_threads
         self._threads = ThreadPoolExecutor(setup.num_threads, "media")
         self._reader = asyncio.get_running_loop().run_in_executor(self._threads, MediaReader, setup)
-        self._num_threads = setup.num_threads
         self._fetcher = MediaFetcher(setup.limits)
         self._context = new_context()
         self._cache = MediaCacheClient(self._context, setup.cache_endpoint, client_pid)
-        # So many requests are worked on at once: the first is to be done before the last has begun.
+        # One request per thread, so that the first request is done before the last one has begun.
         self._turns = asyncio.Semaphore(setup.num_threads)
         self._running: dict[str, asyncio.Task[GenerationRequest]] = {}
 
     async def load(self) -> None:
-        """Raises ConfigError."""
+        """Loads one processor per thread. Raises ConfigError."""
         reader = await self._reader
-        barrier = threading.Barrier(self._num_threads)  # so that each thread takes one
+        all_threads = threading.Barrier(self._num_threads)
 
-        def warm() -> None:
-            barrier.wait(600)
-            reader.processor.warm()
-            os.nice(_NICENESS)  # of this thread alone, and not before it has loaded
-            ask_for_long_slices()
+        def load() -> None:
+            all_threads.wait(_LOAD_TIMEOUT_S)  # keeps one thread from taking two of these calls
+            reader.processor.load_for_thread()
+            os.nice(_NICENESS)  # on Linux this affects the calling thread only
 
-        await asyncio.gather(*(self._on_thread(warm) for _ in range(self._num_threads)))
-        gc.freeze()  # what is loaded stays; the collector need not look at it again
-        log.info(
-            "takes %s, on %d threads", " and ".join(f"{k}s" for k in reader.processor.placeholders), self._num_threads
-        )
+        await asyncio.gather(*(self._on_thread(load) for _ in range(self._num_threads)))
+        gc.freeze()
+        kinds = " and ".join(f"{kind}s" for kind in reader.processor.placeholders)
+        log.info("processes %s on %d threads", kinds, self._num_threads)
 
     def on_message(self, message: ToMediaProcess) -> None:
         match message:
             case MediaJob():
                 reading = asyncio.create_task(self._read(message))
-                reading.add_done_callback(partial(self._on_read, message))
+                reading.add_done_callback(partial(self._on_end, message.lease_id))
                 self._running[message.lease_id] = reading
-            case AreYouThere():
-                self._tell(IAmHere())
-            case CancelJob():
+            case PingMediaProcess():
+                self._send(MediaProcessAlive())
+            case CancelMediaJob():
                 if (running := self._running.get(message.lease_id)) is not None:
                     running.cancel()
 
-    def _on_read(self, job: MediaJob, reading: asyncio.Task[GenerationRequest]) -> None:
-        """However it ended: a task that is cancelled before it begins runs nothing of its own."""
-        del self._running[job.lease_id]
+    def _on_end(self, lease_id: str, reading: asyncio.Task[GenerationRequest]) -> None:
+        """Answers the job. A callback, because a task that is cancelled before it starts runs no code of its own."""
+        del self._running[lease_id]
         if reading.cancelled():
-            gone = RequestAborted("nobody waits for the request any more")
-            self._tell(JobFailed.of(job.lease_id, gone))
-        elif (error := reading.exception()) is None:
-            self._tell(JobDone(job.lease_id, reading.result()))
-        else:
-            self._tell(JobFailed.of(job.lease_id, _told(error)))
-            forget_frames(error)  # they hold the images' bytes
+            self._send(MediaJobFailed.of(lease_id, RequestAborted("the client closed the connection")))
+            return
+        match reading.exception():
+            case None:
+                self._send(MediaJobDone(lease_id, reading.result()))
+            case TandemError() as error:
+                self._send(MediaJobFailed.of(lease_id, error))
+            case error:
+                log.error("a request with media failed", exc_info=error)
+                text = "the request's images or video could not be processed; see the server's log"
+                self._send(MediaJobFailed.of(lease_id, InternalError(text)))
 
     async def _read(self, job: MediaJob) -> GenerationRequest:
         reader = await asyncio.shield(self._reader)
         async with self._turns:
-            self._tell(JobBegun(job.lease_id))
+            self._send(MediaJobStarted(job.lease_id))
             request = await self._on_thread(reader.decode, job)
             assert isinstance(request.prompt, ChatPrompt)
-            sources = request.prompt.media
-            remote = [source for source in sources if is_remote(source)]
+            remote = [source for source in request.prompt.media if is_remote(source)]
             if not remote:
-                return await self._finish(reader, job, request, {})
-        fetched = Fetched(self._fetcher)
-        try:
-            async with asyncio.TaskGroup() as group:
-                fetching = [group.create_task(_alone(self._fetcher.fetch(source, fetched))) for source in remote]
-            for task in fetching:
-                if (error := task.result()) is not None:
-                    raise error
+                return await self._process(reader, job, request, {})
+        with FetchedMedia(self._fetcher) as fetched:
+            await _gather(*(fetched.fetch(source) for source in remote))
             async with self._turns:
-                return await self._finish(reader, job, request, fetched.data)
-        finally:
-            fetched.close()
+                return await self._process(reader, job, request, fetched.data)
 
-    async def _finish(
+    async def _process(
         self, reader: MediaReader, job: MediaJob, request: GenerationRequest, fetched: dict[int, bytes]
     ) -> GenerationRequest:
-        """fetched: bytes of remote items, by number."""
+        """fetched: bytes of remote items, by item number."""
         assert isinstance(request.prompt, ChatPrompt)
-        items = await self._on_threads(
-            [(reader.look_at, (source, fetched.get(source.number))) for source in request.prompt.media]
+        contents = await _gather(
+            *(self._on_thread(reader.inspect, source, fetched.get(source.number)) for source in request.prompt.media)
         )
-        num_tokens = sum(item.size.num_tokens for item in items)
+        num_tokens = sum(content.size.num_tokens for content in contents)
         if num_tokens >= job.limits.max_model_len:
             raise ContextLengthExceeded(
                 f"The images alone have {num_tokens} tokens, but this model's limit is {job.limits.max_model_len} "
@@ -224,26 +147,26 @@ class MediaProcess:
             )
         granted = await self._cache.acquire(
             job.lease_id,
-            [WantedMedia(item.key, item.size.num_bytes) for item in items],
-            timeout_s=None,  # another request may be decoding one of them; the proxy cancels when this one is over
+            [WantedMedia(content.key, content.size.num_bytes) for content in contents],
+            timeout_s=None,  # another request may be decoding an item; the proxy cancels at the request's deadline
         )
-        missing: dict[MediaKey, tuple[_Item, GrantedMedia]] = {}
+        missing: dict[MediaKey, tuple[MediaContent, GrantedMedia]] = {}
         cached: dict[MediaKey, tuple[str, bytes]] = {}
-        for item, grant in zip(items, granted, strict=True):
+        for content, grant in zip(contents, granted, strict=True):
             assert grant is not None
             if grant.is_ready:
-                cached[item.key] = grant.segment, grant.description
+                cached[content.key] = grant.segment, grant.description
             else:
-                missing.setdefault(item.key, (item, grant))
+                missing.setdefault(content.key, (content, grant))
         if missing:
-            written = await self._on_threads([(reader.write, (item, g.segment)) for item, g in missing.values()])
+            written = await _gather(*(self._on_thread(reader.write, c, g.segment) for c, g in missing.values()))
             await self._cache.commit(job.lease_id, written)
-            for done in written:
-                cached[done.key] = missing[done.key][1].segment, done.description
-        return await self._on_thread(reader.render, request, job.limits, items, cached)
+            for committed in written:
+                cached[committed.key] = missing[committed.key][1].segment, committed.description
+        return await self._on_thread(reader.render, request, job.limits, contents, cached)
 
     async def _on_thread(self, work: Callable[..., T], *arguments: object) -> T:
-        """When the request is cancelled, what has begun is waited for: it uses the lease. The rest never begins."""
+        """Runs work on a thread. Cancelling waits for work that has begun, because it uses the lease's memory."""
         job = self._threads.submit(work, *arguments)
         future = asyncio.wrap_future(job)
         try:
@@ -252,18 +175,6 @@ class MediaProcess:
             if not job.cancel():
                 await asyncio.wait([future])
             raise
-        finally:
-            del future, job  # with an error in them, they would keep this frame and its arguments
-
-    async def _on_threads(self, calls: list[tuple[Callable[..., T], tuple[Any, ...]]]) -> list[T]:
-        """All of them, side by side; the first error of the first item comes out when all have ended."""
-        outcomes = await asyncio.gather(
-            *(self._on_thread(work, *arguments) for work, arguments in calls), return_exceptions=True
-        )
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                raise outcome
-        return outcomes  # type: ignore[return-value]  # no exceptions are left
 
     async def close(self) -> None:
         for task in self._running.values():
@@ -273,43 +184,36 @@ class MediaProcess:
         self._context.destroy(linger=0)
 
 
-def _told(error: BaseException) -> TandemError:
-    if isinstance(error, TandemError):
-        return error
-    log.error("a request with media failed", exc_info=error)
-    return InternalError("the request's images or video could not be processed; the server's log tells more")
-
-
-async def _alone(fetching: Coroutine[Any, Any, None]) -> TandemError | None:
-    """An error as a value: those that fetch beside it go on, so that the first item's error is the one told."""
-    try:
-        await fetching
-    except TandemError as error:
-        return error
-    return None
+async def _gather(*work: Any) -> list[Any]:
+    """Waits for all of them, then raises the error of the first one that failed."""
+    results = await asyncio.gather(*work, return_exceptions=True)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
 
 
 async def serve(channel: socket.socket) -> int:
-    """The exit code, when the proxy is gone or the model cannot be served."""
+    """Serves until the proxy closes the channel. Returns the exit status."""
     reader, writer = await asyncio.open_connection(sock=channel)
     setup = await read_message(reader, TO_PROCESS)
     assert isinstance(setup, MediaSetup)
     setup_logging(setup.name, setup.log_level)
-    process = MediaProcess(setup, lambda message: write_message(writer, message), os.getppid())
+    process = MediaProcess(setup, partial(write_message, writer), os.getppid())
     loading = asyncio.create_task(process.load())
-    listening = asyncio.create_task(_listen(reader, process))
-    await asyncio.wait([loading, listening], return_when=asyncio.FIRST_COMPLETED)
+    receiving = asyncio.create_task(_receive(reader, process))
+    await asyncio.wait([loading, receiving], return_when=asyncio.FIRST_COMPLETED)
     if loading.done() and (error := loading.exception()) is not None:
         if not isinstance(error, ConfigError):
             raise error
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    await listening
+    await receiving
     await process.close()
     return 0
 
 
-async def _listen(reader: asyncio.StreamReader, process: MediaProcess) -> None:
+async def _receive(reader: asyncio.StreamReader, process: MediaProcess) -> None:
     while True:
         try:
             process.on_message(await read_message(reader, TO_PROCESS))
@@ -319,8 +223,7 @@ async def _listen(reader: asyncio.StreamReader, process: MediaProcess) -> None:
 
 def main(channel_fd: int) -> int:
     die_with_parent()
-    leave_session(_NICENESS)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     try:
         return uvloop.run(serve(socket.socket(fileno=channel_fd)))
     except Exception:
@@ -329,7 +232,7 @@ def main(channel_fd: int) -> int:
 
 
 if __name__ == "__main__":
-    code = main(int(sys.argv[1]))
+    status = main(int(sys.argv[1]))
     logging.shutdown()
     sys.stderr.flush()
-    os._exit(code)  # a thread in the middle of a video must not hold up the end
+    os._exit(status)  # does not wait for threads that are decoding

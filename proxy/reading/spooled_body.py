@@ -1,41 +1,34 @@
-"""Large request bodies in a file in memory, for another process to read.
-
-A megabyte that is joined, pickled and sent through a pipe costs the loop milliseconds and the heap its size several
-times over. Written to a memfd as it comes, it costs one copy, never lies in this process's heap, and goes with its last
-descriptor, whoever dies.
-"""
+"""Large request bodies in a memfd, which another process reads without a copy through this one's heap."""
 
 from __future__ import annotations
 
 import os
-import re
 
 from tandem.runtime.file_limits import out_of_descriptors
 
-_MEDIA_FIELD = re.compile(rb"\"(?:image|video)_url\"")
-_TAIL_BYTES = 10
-"""One less than what is looked for has: a piece may end in the middle of it."""
-_SEARCHED_BYTES = 64 * 1024
-"""Of a large body: images mostly come early, and to find none in a long text would cost the loop a millisecond."""
+_MEDIA_FIELDS = (b'"image_url"', b'"video_url"')
+_TAIL_BYTES = max(map(len, _MEDIA_FIELDS)) - 1
+"""Bytes kept from the last piece: a field name may be split between two pieces."""
 
 
 def mentions_media(body: bytes | SpooledBody) -> bool:
-    """Whether it looks like a request with images or video; a guess, so that it need not be decoded to know.
+    """Guesses, without decoding, whether a request has images or video. A wrong guess costs a second decoding."""
+    return body.mentions_media if isinstance(body, SpooledBody) else _has_media_field(body)
 
-    Where it is wrong the body is decoded twice, once by a reader that finds media.
-    """
-    return body.mentions_media if isinstance(body, SpooledBody) else _MEDIA_FIELD.search(body) is not None
+
+def _has_media_field(data: bytes) -> bool:
+    return any(field in data for field in _MEDIA_FIELDS)
 
 
 class SpooledBody:
-    """path: where any process of this user can read it, until `close`. Raises Overloaded where no more can be kept."""
+    """path: readable by processes of this user until `close`. Raises Overloaded if no descriptors are left."""
 
     def __init__(self) -> None:
         try:
             self._fd = os.memfd_create("body")
         except OSError as error:
-            if (none_left := out_of_descriptors(error, "large requests")) is not None:
-                raise none_left from error
+            if (overloaded := out_of_descriptors(error, "large requests")) is not None:
+                raise overloaded from error
             raise
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
         self.num_bytes = 0
@@ -43,11 +36,8 @@ class SpooledBody:
         self._tail = b""
 
     def write(self, piece: bytes) -> None:
-        if not self.mentions_media and self.num_bytes < _SEARCHED_BYTES:
-            self.mentions_media = _MEDIA_FIELD.search(self._tail + piece[:_TAIL_BYTES]) is not None or bool(
-                _MEDIA_FIELD.search(piece)
-            )
-            self._tail = (self._tail + piece[-_TAIL_BYTES:])[-_TAIL_BYTES:]
+        self.mentions_media = self.mentions_media or _has_media_field(self._tail + piece)
+        self._tail = (self._tail + piece[-_TAIL_BYTES:])[-_TAIL_BYTES:]
         self.num_bytes += len(piece)
         rest = memoryview(piece)
         while rest:

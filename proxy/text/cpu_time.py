@@ -1,4 +1,4 @@
-"""Bounds the processor time of code that clients bring."""
+"""Limits the CPU time of code that clients send."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from tandem.runtime.errors import InvalidRequest
 
 @contextmanager
 def cpu_time_limit(seconds: float) -> Iterator[None]:
-    """Raises InvalidRequest inside, where Python code runs for longer. On a main thread that has no other such timer.
+    """Raises InvalidRequest in the body of the `with` when it has used this much CPU time. Main thread only.
 
-    By processor time and not by the clock: a busy machine is not the client's fault.
+    Limits CPU time and not elapsed time, so that a busy machine causes no errors.
     """
     assert threading.current_thread() is threading.main_thread()
 
-    def on_late(_number: int, _frame: FrameType | None) -> None:
-        raise InvalidRequest(f"Rendering takes more than {seconds:g} s; send a simpler template.", "chat_template")
+    def on_timer(_number: int, _frame: FrameType | None) -> None:
+        raise InvalidRequest(
+            f"Rendering chat_template takes more than {seconds:g} s; send a simpler template.", "chat_template"
+        )
 
-    before = signal.signal(signal.SIGVTALRM, on_late)
+    before = signal.signal(signal.SIGVTALRM, on_timer)
     signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
     try:
         yield

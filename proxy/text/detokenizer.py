@@ -1,7 +1,7 @@
-"""Token ids to text, piece by piece. Characters that span tokens (emoji, most of CJK) are held until they are whole.
+"""Incremental detokenising. Characters that span tokens (emoji, most of CJK) are held until they are complete.
 
-`DecodeStream` does the work. It does not give up what it holds, and fails when bytes that it took for a character turn
-out to be none; so the tokens it holds are kept here too, to flush them at the end and to start anew.
+`DecodeStream` of tokenizers does the work. It cannot be flushed, and fails on bytes that form no character. The tokens
+that it holds are therefore kept here too, to flush them at the end and to restart the stream.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from tokenizers.decoders import DecodeStream
 from tandem.protocol.messages.token_ids import unpack_token_ids
 
 _MAX_HELD_TOKENS = 16
-"""A character has at most four bytes; what is held longer is no character, and holding on would cost ever more."""
+"""Tokens after which held bytes are flushed: a character has at most four bytes, so these are no character."""
 _NUM_CONTEXT_TOKENS = 6
-"""Tokens before the text that are looked at: a first word keeps its leading space when it continues a prompt."""
+"""Prompt tokens before the text: with them the first word keeps its leading space."""
 
 
 class Detokenizer:
-    """One sequence's. prompt_token_ids: packed; only the last few are used."""
+    """Detokenises one sequence. prompt_token_ids: packed; only the last few are used."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: bytes, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -28,11 +28,11 @@ class Detokenizer:
         self._restart(unpack_token_ids(prompt_token_ids[-4 * _NUM_CONTEXT_TOKENS :]))
 
     def step(self, token_id: int) -> str:
-        """The text that becomes certain with this token, often one word, sometimes nothing."""
+        """Returns the text that this token completes; may be empty."""
         self._held.append(token_id)
         try:
             text = self._stream.step(self._tokenizer, token_id)
-        except Exception:  # a bare Exception is what tokenizers raises: "Invalid prefix encountered"
+        except Exception:  # tokenizers raises a bare Exception: "Invalid prefix encountered"
             return self.flush()
         if text is None:
             return self.flush() if len(self._held) >= _MAX_HELD_TOKENS else ""
@@ -40,7 +40,7 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """What is held, whole or not (then with U+FFFD in place of broken characters)."""
+        """Returns the text that is held, with U+FFFD in place of incomplete characters."""
         if not self._held:
             return ""
         before = self._decode(self._context)
@@ -50,7 +50,7 @@ class Detokenizer:
         return text
 
     def _restart(self, context: list[int]) -> None:
-        # With a broken character at its end DecodeStream would take the context for new text.
+        # DecodeStream would emit a context that ends with an incomplete character.
         self._context = [] if self._decode(context).endswith("�") else context
         self._held = []
         self._stream = DecodeStream(ids=self._context, skip_special_tokens=self._skip_special_tokens)

@@ -1,4 +1,4 @@
-"""The files of the served model but for its weights: where they are, and what they say of images and video."""
+"""Finds the served model's files other than weights, and reads from them whether it takes images or video."""
 
 from __future__ import annotations
 
@@ -29,19 +29,21 @@ _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
 
 def find_model(model: str) -> Path:
-    """Its folder; from the hub the files named here are fetched. Raises ConfigError when there is no such model."""
+    """Returns the model's folder; downloads the files listed here if it is a hub id. Raises ConfigError."""
     folder = Path(model).expanduser()
     if folder.is_dir():
         return folder
     if model.startswith(("/", ".", "~")) or model.count("/") > 1 or not model:
-        raise ConfigError(f"there is no model folder {model!r}: give a folder or a hub id such as org/name")
-    from huggingface_hub import snapshot_download  # half a second, which a folder need not cost
+        raise ConfigError(f"there is no model folder {model!r}: give an existing folder or a hub id such as org/name")
+    from huggingface_hub import snapshot_download  # slow import, not needed for a folder
 
     try:
         return Path(snapshot_download(model, allow_patterns=_TEXT_FILES))
     except Exception as error:
         first_line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ConfigError(f"{model!r} is no folder here, and the hub does not give it: {first_line}") from error
+        raise ConfigError(
+            f"there is no folder {model!r}, and it cannot be downloaded from the hub: {first_line}"
+        ) from error
 
 
 class _MediaConfig(msgspec.Struct):
@@ -52,7 +54,7 @@ class _MediaConfig(msgspec.Struct):
 
 
 def takes_media(model: str) -> bool:
-    """Whether the model takes images or video, by its files. Raises ConfigError."""
+    """Returns whether the model takes images or video. Raises ConfigError."""
     folder = find_model(model)
     if not any((folder / name).is_file() for name in _PROCESSOR_FILES):
         return False

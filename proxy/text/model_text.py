@@ -1,7 +1,6 @@
-"""The text side of the served model: its tokeniser, chat template and end-of-sequence ids. Loads no weights, no torch.
+"""The text side of the served model: tokeniser, chat template and end-of-sequence ids. Loads no weights and no torch.
 
-`TokenizersBackend` is the part of transformers that reads tokenizer.json and chat templates; unlike AutoTokenizer it
-does not import torch (0.1 GB and 2 s in place of 0.6 GB and 5 s, measured).
+`TokenizersBackend` reads tokenizer.json and chat templates; unlike transformers' AutoTokenizer it imports no torch.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from tandem.proxy.text.model_files import find_model
+from tandem.proxy.text.prompt import ChatPrompt
 from tandem.runtime.errors import ConfigError, InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -23,19 +23,19 @@ log = logging.getLogger(__name__)
 RESERVED_VARIABLES = frozenset(
     {*signature(TokenizersBackend.apply_chat_template).parameters, "conversations", "messages", "raise_exception"}
 )
-"""Of templates: what is passed by itself."""
+"""Template variables that the server sets itself."""
 
 _PROBE_TEXT = "tandem"
 
 
 class ModelText:
-    """tokenizer: never changed after loading (no truncation, no padding), so that threads may share it.
+    """tokenizer: never changed after loading (no truncation, no padding), so threads may share it.
 
-    eos_token_ids: these end a sequence unless the client ignores them.
+    eos_token_ids: tokens that end a sequence unless the request ignores them.
     """
 
     def __init__(self, model: str) -> None:
-        """Raises ConfigError when there is no such model or it has no tokeniser that can be read."""
+        """Raises ConfigError if there is no such model or its tokeniser cannot be read."""
         folder = self.folder = find_model(model)
         try:
             self._backend: Any = TokenizersBackend.from_pretrained(str(folder))
@@ -43,68 +43,52 @@ class ModelText:
             first_line = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(f"cannot read the tokeniser of model {model!r} (tokenizer.json): {first_line}") from error
         self.tokenizer: Tokenizer = self._backend.backend_tokenizer
-        self._lists_only: bool | None = None  # whether its template takes content as a list of parts alone
+        self._needs_parts: bool | None = None  # found out with the first chat
         self.eos_token_ids = _eos_token_ids(folder, self._backend.eos_token_id)
         if not self.eos_token_ids:
-            log.warning("model %s names no end-of-sequence token: sequences end by max_tokens alone", model)
+            log.warning("model %s has no end-of-sequence token: sequences end only at max_tokens", model)
 
-    def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        add_generation_prompt: bool,
-        *,
-        continue_final_message: bool = False,
-        template: str | None = None,
-        variables: dict[str, Any] | None = None,
-        documents: list[dict[str, Any]] | None = None,
-        tools: list[dict[str, Any]] | None = None,
-    ) -> str:
-        """The chat as the template writes it, in transformers' jinja sandbox. Raises InvalidRequest.
-
-        template: in place of the model's.
-        """
-        if template is None and not self._backend.chat_template:
+    def render_chat(self, prompt: ChatPrompt) -> str:
+        """Renders the chat in transformers' jinja sandbox. Raises InvalidRequest."""
+        if prompt.template is None and not self._backend.chat_template:
             raise InvalidRequest("This model has no chat template; use /v1/completions.", "messages")
+        messages = prompt.messages
         try:
-            source = self._backend.get_chat_template(template)
-            if "developer" not in source:  # OpenAI's newer name for it, which few templates know
+            source = self._backend.get_chat_template(prompt.template)
+            if "developer" not in source:  # OpenAI's newer name of the role, which few templates support
                 messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
-            if template is None and self._takes_lists_only(source):
+            if prompt.template is None and self._requires_parts(source):
                 messages = [_with_parts(message) for message in messages]
             text = self._backend.apply_chat_template(
                 messages,
                 tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
+                add_generation_prompt=prompt.add_generation_prompt,
+                continue_final_message=prompt.continue_final_message,
                 chat_template=source,
-                documents=documents,
-                tools=tools,
-                **(variables or {}),
+                documents=prompt.documents,
+                tools=prompt.tools,
+                **prompt.variables,
             )
         except InvalidRequest:
             raise
-        except Exception as error:  # templates refuse by raise_exception, and stumble in any way over odd messages
-            whose, param = ("The model's", "messages") if template is None else ("The request's", "chat_template")
-            raise InvalidRequest(f"{whose} chat template refuses these messages: {error}", param) from error
+        except Exception as error:  # templates call raise_exception, or fail in any way on unusual messages
+            whose, param = ("model's", "messages") if prompt.template is None else ("request's", "chat_template")
+            raise InvalidRequest(f"The {whose} chat template refuses these messages: {error}", param) from error
         assert isinstance(text, str)
         return text
 
-    def _takes_lists_only(self, source: str) -> bool:
-        """Templates of models that take media may lose a content that is a plain string."""
-        if self._lists_only is None:
+    def _requires_parts(self, source: str) -> bool:
+        """Returns whether the model's template drops content that is a string and renders it as a list of parts."""
+        if self._needs_parts is None:
             message = {"role": "user", "content": _PROBE_TEXT}
-            try:
-                told = self._backend.apply_chat_template([message], tokenize=False, chat_template=source)
-                self._lists_only = _PROBE_TEXT not in told
-            except Exception:  # whatever a template stumbles over; does it take the other form?
-                try:
-                    told = self._backend.apply_chat_template(
-                        [_with_parts(message)], tokenize=False, chat_template=source
-                    )
-                    self._lists_only = _PROBE_TEXT in told
-                except Exception:
-                    self._lists_only = False
-        return self._lists_only
+            self._needs_parts = not self._renders(source, message) and self._renders(source, _with_parts(message))
+        return self._needs_parts
+
+    def _renders(self, source: str, message: dict[str, Any]) -> bool:
+        try:
+            return _PROBE_TEXT in self._backend.apply_chat_template([message], tokenize=False, chat_template=source)
+        except Exception:  # any error of the template
+            return False
 
 
 def _with_parts(message: dict[str, Any]) -> dict[str, Any]:
@@ -120,7 +104,7 @@ class _EosConfig(msgspec.Struct):
 
 
 def _eos_token_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
-    """generation_config.json knows best (chat models list several), else config.json; the tokeniser's own is added."""
+    """Reads generation_config.json (chat models list several ids there), else config.json; adds the tokeniser's own."""
     ids = set() if tokenizer_eos is None else {tokenizer_eos}
     for name in ("generation_config.json", "config.json"):
         try:

@@ -1,20 +1,77 @@
-"""A rendered prompt: token ids, the hashes of its blocks, and its media."""
+"""Prompts, from what a request contains to token ids."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from typing import Any
 
-from tandem.protocol.messages.media import MediaItem
+import msgspec
+
+from tandem.protocol.messages.media import MediaItem, MediaKind, MediaTensor
+from tandem.proxy.media.source import MediaSource
+from tandem.runtime.errors import InvalidRequest
+
+_TOKEN_IDS = re.compile(rb"\s*\[[\s\[]*\d")
+
+
+class ContextLengthExceeded(InvalidRequest):
+    """The prompt, or prompt and output together, do not fit the model."""
+
+    code = "context_length_exceeded"
+
+
+class ChatPrompt(msgspec.Struct, frozen=True, tag=True):
+    """A chat before its template is applied.
+
+    messages: as chat templates take them. template: jinja from the client; None means the model's.
+    variables: additional template variables. media: the images and videos among the content parts, in order.
+    """
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool
+    add_special_tokens: bool = False
+    continue_final_message: bool = False
+    template: str | None = None
+    variables: dict[str, Any] = {}
+    documents: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+    media: list[MediaSource] = []
+
+
+class CompletionPrompt(msgspec.Struct, frozen=True, tag=True):
+    """json: the request's `prompt`, not decoded yet because it may contain a million token ids."""
+
+    json: msgspec.Raw
+    add_special_tokens: bool = True
+
+
+class CachedMedia(msgspec.Struct, frozen=True):
+    """An item whose tensors are in the media cache. num_tokens: its placeholder tokens in the prompt."""
+
+    kind: MediaKind
+    digest: bytes
+    segment: str
+    tensors: tuple[MediaTensor, ...]
+    num_tokens: int
+
+
+class MediaPrompt(msgspec.Struct, frozen=True, tag=True):
+    """A rendered chat in which each placeholder is repeated as its item needs. placeholder_ids: token ids by kind."""
+
+    text: str
+    media: list[CachedMedia]
+    placeholder_ids: dict[MediaKind, int]
+    add_special_tokens: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """token_ids: packed, see `tandem.protocol.messages.token_ids`. num_prompt_logprobs, cache_salt and priority: as
-    StartPrefill's.
+    """A tokenised prompt.
 
-
-    prefix_hashes: of the full blocks, packed (`protocol.prefix_hash`); the router finds cached prefixes by them.
-    media: whose placeholders are among the tokens; readable until the sequence is dropped.
+    token_ids: packed, see `tandem.protocol.messages.token_ids`. num_prompt_logprobs, cache_salt, priority: see
+    StartPrefill. prefix_hashes: hashes of the full blocks, packed; the router finds cached prefixes by them.
+    media: readable until the sequence is dropped.
     """
 
     token_ids: bytes
@@ -24,3 +81,26 @@ class Prompt:
     priority: int = 0
     prefix_hashes: bytes = b""
     media: tuple[MediaItem, ...] = ()
+
+
+class RenderedPrompts(msgspec.Struct, frozen=True, tag=True):
+    """The tokenised prompts of a request: one for a chat, one or more for a completion."""
+
+    prompts: list[Prompt]
+
+
+AnyPrompt = ChatPrompt | MediaPrompt | CompletionPrompt | RenderedPrompts
+
+
+def has_token_ids(prompt: AnyPrompt) -> bool:
+    """Returns whether the prompt consists of token ids, so that there is nothing to tokenise."""
+    return isinstance(prompt, CompletionPrompt) and _TOKEN_IDS.match(bytes(prompt.json)) is not None
+
+
+def has_media(prompt: AnyPrompt) -> bool:
+    return isinstance(prompt, ChatPrompt) and bool(prompt.media)
+
+
+def has_own_template(prompt: AnyPrompt) -> bool:
+    """Returns whether the client brings its own template, which may take long to render."""
+    return isinstance(prompt, ChatPrompt) and prompt.template is not None

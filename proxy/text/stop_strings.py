@@ -1,4 +1,4 @@
-"""Ends text at stop strings that arrive in pieces: what may be the beginning of one is held back."""
+"""Ends streamed text at stop strings; text that may be the beginning of one is held back."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """One sequence's. The match that is complete first wins, however the text is cut into pieces."""
+    """Stop strings of one sequence. The match that ends first wins, however the text is split into pieces.
+
+    is_shown: the text includes the stop string.
+    """
 
     def __init__(self, stops: Sequence[str], is_shown: bool = False) -> None:
-        """is_shown: the text ends with the stop string, not before it."""
         assert all(stops), "validation refuses empty stop strings"
         self._stops = tuple(stops)
         self._longest = max(map(len, stops), default=0)
@@ -17,7 +19,7 @@ class StopStrings:
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text that is certain to be shown, whether a stop string has ended it)."""
+        """Returns (text that can be shown, whether a stop string has ended it)."""
         if not self._stops or not text:
             return text, False
         text = self._held + text
@@ -31,7 +33,7 @@ class StopStrings:
         return text[: len(text) - num_held], False
 
     def flush(self) -> str:
-        """At the end of the sequence: what was held after all is no stop string."""
+        """Returns the held text at the end of the sequence."""
         held, self._held = self._held, ""
         return held
 

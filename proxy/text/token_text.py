@@ -1,4 +1,4 @@
-"""Single tokens as text and bytes, for logprobs. Text streams are `proxy.text.detokenizer`'s."""
+"""Text and bytes of single tokens, for logprobs. `proxy.text.detokenizer` handles text streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _REPLACEMENT = "�"
 
 
 class TokenText:
-    """Of one tokeniser. Tokens that are parts of characters are told by their bytes, their text has U+FFFD in it."""
+    """Tokens of one tokeniser. The text of a token that is part of a character contains U+FFFD; its bytes are exact."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -22,15 +22,15 @@ class TokenText:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
     def text(self, token_id: int) -> str:
-        """Special tokens by name."""
+        """Returns the token's text; special tokens by name."""
         return self._cached_text(token_id)
 
     def plain(self, token_id: int) -> str:
-        """As it counts in the text."""
+        """Returns the token's text as it counts for text offsets."""
         return self.text(token_id)
 
     def bytes(self, token_id: int) -> list[int]:
-        """Those of the text; for a part of a character, the ones that it stands for."""
+        """Returns the token's bytes, also for a part of a character."""
         text = self.text(token_id)
         if _REPLACEMENT not in text:
             return list(text.encode())
@@ -43,7 +43,7 @@ class TokenText:
 
 
 class TokensAsIds(TokenText):
-    """Tells tokens as `token_id:NUMBER`, as vLLM's return_tokens_as_token_ids does; their bytes are as ever."""
+    """Shows tokens as `token_id:NUMBER`, as vLLM's return_tokens_as_token_ids does; their bytes do not change."""
 
     def __init__(self, plain: TokenText) -> None:
         self._plain = plain
@@ -59,7 +59,7 @@ class TokensAsIds(TokenText):
 
 
 def _byte_of() -> dict[str, int]:
-    """Byte-level BPE (GPT-2) writes printable bytes as themselves and the others as the characters from U+0100 on."""
+    """Returns GPT-2's mapping: printable bytes stand for themselves, others are characters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -1,4 +1,4 @@
-"""Media at a real proxy: text does not wait for it, a full queue refuses, a lost process is replaced."""
+"""Requests with media at a real proxy: text does not wait, a full queue refuses, a lost process is replaced."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_text_is_served_while_images_wait_and_a_full_queue_refuses(served: Media
     wait_until(lambda: served.cache_status().num_leases == 0, PATIENCE_S)
 
 
-def test_a_lost_media_process_fails_what_it_held_and_is_replaced(served: MediaProxy) -> None:
+def test_a_lost_media_process_fails_its_jobs_and_is_replaced(served: MediaProxy) -> None:
     assert served.chat(an_image(20)).status_code == 200
     pid = media_process(served)
     with ThreadPoolExecutor(1) as clients:
@@ -72,8 +72,8 @@ def test_a_lost_media_process_fails_what_it_held_and_is_replaced(served: MediaPr
     wait_until(lambda: served.cache_status().num_leases == 0, PATIENCE_S)
 
 
-def test_a_media_process_that_gives_no_answer_is_replaced(tmp_path: Path) -> None:
-    """What is given up gets no answer, as where a thread hangs. (Later the process would be missed anyway.)"""
+def test_a_media_process_that_does_not_answer_a_cancelled_job_is_replaced(tmp_path: Path) -> None:
+    """As when a decoder hangs. It is replaced before the limit on silence."""
     with media_proxy(tmp_path, media={"decode_timeout_s": 0.5}) as served:
         assert served.chat(an_image(30)).status_code == 200
         pid = media_process(served)
@@ -88,7 +88,7 @@ def test_a_media_process_that_gives_no_answer_is_replaced(tmp_path: Path) -> Non
         wait_until(lambda: served.cache_status().num_leases == 0, PATIENCE_S)
 
 
-def test_what_only_looks_like_media_is_text(served: MediaProxy) -> None:
+def test_text_that_mentions_image_url_is_served_as_text(served: MediaProxy) -> None:
     before = served.cache_status()
     assert served.chat('say "image_url"').status_code == 200
     after = served.cache_status()
@@ -96,10 +96,10 @@ def test_what_only_looks_like_media_is_text(served: MediaProxy) -> None:
     tokenized = httpx.post(
         f"{served.url}/tokenize", json={"messages": [{"role": "user", "content": [an_image(1)]}]}, timeout=PATIENCE_S
     )
-    assert tokenized.status_code == 400 and "Only text is tokenised here" in tokenized.text
+    assert tokenized.status_code == 400 and "supports text only" in tokenized.text
 
 
-def test_what_is_not_read_within_the_limit_for_first_tokens_is_refused(tmp_path: Path) -> None:
+def test_requests_that_miss_the_ttft_slo_are_refused(tmp_path: Path) -> None:
     with media_proxy(tmp_path, ttft_slo_ms=500) as served:
         pid = media_process(served)
         os.kill(pid, signal.SIGSTOP)
@@ -112,7 +112,7 @@ def test_what_is_not_read_within_the_limit_for_first_tokens_is_refused(tmp_path:
             os.kill(pid, signal.SIGCONT)
 
 
-def test_a_media_process_that_stands_still_is_missed_while_requests_wait(served: MediaProxy) -> None:
+def test_a_frozen_media_process_is_replaced(served: MediaProxy) -> None:
     assert served.chat(an_image(40)).status_code == 200
     pid = media_process(served)
     os.kill(pid, signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""Images and video through a whole cluster: what transformers alone gives, and nothing left in the cache's leases."""
+"""Images and video through a whole cluster: answers equal those of transformers, and no lease is left."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def transformers_alone(
     return answers
 
 
-def test_answers_are_those_of_transformers_alone(served: Cluster, model: Path) -> None:
+def test_answers_equal_those_of_transformers(served: Cluster, model: Path) -> None:
     one, two, video = picture(120, 90, seed=1), picture(90, 150, seed=2), clip(6)
     image, video_url = image_part(data_url(encoded(one))), video_part(data_url(video, "video/mp4"))
     sent = [
@@ -108,10 +108,10 @@ def test_answers_are_those_of_transformers_alone(served: Cluster, model: Path) -
     Cluster.wait_for(served.all_blocks_free, TIMEOUT_S)
 
 
-def test_bad_media_are_the_clients_fault_and_leave_nothing(served: Cluster) -> None:
+def test_invalid_media_are_refused_and_leave_no_lease(served: Cluster) -> None:
     good = image_part(data_url(encoded(picture(seed=9))))
     for part, reason in (
-        (image_part(data_url(b"no image")), "no image of a known type"),
+        (image_part(data_url(b"no image")), "not an image of a supported type"),
         (image_part("http://127.0.0.1/a.png"), "not a public one"),
     ):
         answer = chat(served, good, part, stream=True)
@@ -126,7 +126,7 @@ def test_bad_media_are_the_clients_fault_and_leave_nothing(served: Cluster) -> N
 
 
 def test_no_request_fails_when_the_media_cache_is_killed(served: Cluster) -> None:
-    """Whether its image is being read then, waits in the cache for prefill, or comes when no cache is there."""
+    """Also if the image is being read, waits in the cache for prefill, or arrives while there is no cache."""
     parts = [image_part(data_url(encoded(picture(seed=30 + number)))) for number in range(8)]
 
     def answer(number: int) -> list[int]:

@@ -22,10 +22,17 @@ from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.protocol.sockets import new_context
 from tandem.proxy.cluster.registry import ModelLimits
 from tandem.proxy.media.source import MediaLimits
-from tandem.proxy.reading.media_jobs import FROM_PROCESS, FromMediaProcess, JobDone, JobFailed, MediaJob, MediaSetup
+from tandem.proxy.reading.media_messages import (
+    FROM_PROCESS,
+    FromMediaProcess,
+    MediaJob,
+    MediaJobDone,
+    MediaJobFailed,
+    MediaSetup,
+)
 from tandem.proxy.reading.media_process import MediaProcess
-from tandem.proxy.text.rendering import RenderedPrompts
-from tandem.runtime.errors import InvalidRequest, TandemError
+from tandem.proxy.text.prompt import RenderedPrompts
+from tandem.runtime.errors import InvalidRequest
 
 LIMITS = ModelLimits(4096, 320, "m", 64)
 T = TypeVar("T")
@@ -52,17 +59,17 @@ class MediaReader:
         self._serving = asyncio.create_task(self._server.run())
         self._context = new_context()
         self.client = MediaCacheClient(self._context, endpoint)
-        self.done: asyncio.Queue[JobDone | JobFailed] = asyncio.Queue()
+        self.done: asyncio.Queue[MediaJobDone | MediaJobFailed] = asyncio.Queue()
         setup = MediaSetup(
             "media", "info", str(self.folder), "m", False, "hermes", False, endpoint, self.limits, num_threads=2
         )
 
-        def on_told(told: FromMediaProcess) -> None:
-            told = FROM_PROCESS.decode(FROM_PROCESS.encode(told))  # as the proxy gets it
-            if isinstance(told, JobDone | JobFailed):
-                self.done.put_nowait(told)
+        def on_message(message: FromMediaProcess) -> None:
+            message = FROM_PROCESS.decode(FROM_PROCESS.encode(message))  # as the proxy gets it
+            if isinstance(message, MediaJobDone | MediaJobFailed):
+                self.done.put_nowait(message)
 
-        self.process = MediaProcess(setup, on_told, os.getpid())
+        self.process = MediaProcess(setup, on_message, os.getpid())
         await self.process.load()
 
     def close(self) -> None:
@@ -81,10 +88,10 @@ class MediaReader:
         body = msgspec.json.encode({"messages": [{"role": "user", "content": content}], **fields})
         return MediaJob(self.client.new_id(), "chat", body, LIMITS)
 
-    def read_all(self, jobs: list[MediaJob]) -> list[JobDone | JobFailed]:
+    def read_all(self, jobs: list[MediaJob]) -> list[MediaJobDone | MediaJobFailed]:
         """At once; in their order."""
 
-        async def read() -> list[JobDone | JobFailed]:
+        async def read() -> list[MediaJobDone | MediaJobFailed]:
             for job in jobs:
                 self.process.on_message(job)
             return [await self.done.get() for _ in jobs]
@@ -103,18 +110,18 @@ class MediaReader:
     def refusal(self, *parts: dict[str, Any] | str, **fields: Any) -> str:
         [done] = self.read_all([self.job(*parts, **fields)])
         self.client.release([done.lease_id])
-        assert isinstance(done.result, InvalidRequest), done.result
-        return done.result.message
+        assert isinstance(done, MediaJobFailed) and isinstance(done.error, InvalidRequest), done
+        return done.error.message
 
     def status(self) -> MediaCacheStatus:
         return self.run(self.client.status())
 
 
-def prompt_of(done: JobDone | JobFailed) -> tuple[list[int], tuple[MediaItem, ...], list[dict[str, Any]]]:
-    if isinstance(done.result, TandemError):
-        raise done.result
-    assert isinstance(done.result.prompt, RenderedPrompts)
-    [prompt] = done.result.prompt.prompts
+def prompt_of(done: MediaJobDone | MediaJobFailed) -> tuple[list[int], tuple[MediaItem, ...], list[dict[str, Any]]]:
+    if isinstance(done, MediaJobFailed):
+        raise done.error
+    assert isinstance(done.request.prompt, RenderedPrompts)
+    [prompt] = done.request.prompt.prompts
     token_ids = unpack_token_ids(prompt.token_ids)
     check_media(prompt.media, len(token_ids))
     return token_ids, prompt.media, [tensors_of(item) for item in prompt.media]

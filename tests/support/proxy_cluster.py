@@ -103,7 +103,7 @@ class Cluster:
         self.text = FakeText()
         text = cast(ModelText, self.text)
         self.admission = Admission(8, time.monotonic)
-        self.reader = BodyReader.of(text, "m")
+        self.reader = BodyReader(text, "m")
         readers = ReaderPool(self.reader, lambda: self.reader, 1)  # what is small starts no process
         requests = RequestLog()
         self.door = AppState(

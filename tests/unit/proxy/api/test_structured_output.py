@@ -1,4 +1,4 @@
-"""From the fields of a request to its grammar, and what is refused on the way."""
+"""Structured output: from the fields of a request to its grammar, and errors."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llguidance import LLMatcher
 
 from tandem.engine.sampling.grammar import compile_grammar, read_tokenizer
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
-from tandem.proxy.api.validation import GenerationRequest
+from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.registry import ModelLimits
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
@@ -36,7 +36,7 @@ def text(noise_model: Path) -> ModelText:
 
 @pytest.fixture(scope="module")
 def reader(text: ModelText) -> BodyReader:
-    return BodyReader.of(text, "m")
+    return BodyReader(text, "m")
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def tokenizer(noise_model: Path) -> Any:
 
 
 def read(reader: BodyReader, fields: dict[str, Any]) -> GenerationRequest:
-    return reader.read("chat", msgspec.json.encode(CHAT | fields), LIMITS)
+    return reader.read(msgspec.json.encode(CHAT | fields), "chat", LIMITS)
 
 
 def schema(value: Any, strict: bool | None = None) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def schema(value: Any, strict: bool | None = None) -> dict[str, Any]:
         ({"tools": [OTHER]}, ["Hello", ""], ["<tool_call>\nHello"]),
     ],
 )  # fmt: skip
-def test_the_grammar_is_what_was_asked_for(
+def test_the_grammar_accepts_what_the_fields_request(
     reader: BodyReader, tokenizer: Any, fields: dict[str, Any], taken: list[str], not_taken: list[str]
 ) -> None:
     request = read(reader, fields)
@@ -103,7 +103,7 @@ def test_the_grammar_is_what_was_asked_for(
         {"tools": [TOOL], "tool_choice": "none"},
     ],
 )
-def test_who_asks_for_nothing_has_no_grammar(reader: BodyReader, fields: dict[str, Any]) -> None:
+def test_requests_without_constraints_have_no_grammar(reader: BodyReader, fields: dict[str, Any]) -> None:
     request = read(reader, fields)
     assert request.base_sampling.grammar is None and request.tool_format is None
 
@@ -111,7 +111,7 @@ def test_who_asks_for_nothing_has_no_grammar(reader: BodyReader, fields: dict[st
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs json_schema"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "requires json_schema"),
         ({"response_format": schema({"uniqueItems": True})}, "response_format.json_schema.schema", "uniqueItems"),
         ({"response_format": {"type": "yaml"}}, "response_format.type", "yaml"),
         ({"guided_json": "[1"}, "guided_json", "must be a JSON schema"),
@@ -121,21 +121,21 @@ def test_who_asks_for_nothing_has_no_grammar(reader: BodyReader, fields: dict[st
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "guided_regex", "exclude each other"),
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "exactly one"),
         ({"guided_regex": "a", "bad_words": ["b"]}, "bad_words", "exclude each other"),
-        ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+        ({"tool_choice": "required"}, "tool_choice", "requires tools"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g'"),
         ({"tools": [TOOL, TOOL]}, "tools", "different names"),
-        ({"tools": [TOOL], "guided_regex": "a"}, "guided_regex", "tools that may be called"),
+        ({"tools": [TOOL], "guided_regex": "a"}, "guided_regex", "cannot be combined with tools"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "regex"),
     ],
 )  # fmt: skip
-def test_what_is_refused_names_its_field(reader: BodyReader, fields: dict[str, Any], param: str, says: str) -> None:
+def test_errors_name_the_field(reader: BodyReader, fields: dict[str, Any], param: str, says: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         read(reader, fields)
     assert says in raised.value.message and "\n" not in raised.value.message
     assert raised.value.param == param
 
 
-def test_an_answer_with_a_grammar_always_has_an_end(reader: BodyReader, text: ModelText) -> None:
+def test_a_grammar_requires_a_token_that_ends_the_answer(reader: BodyReader, text: ModelText) -> None:
     request = read(reader, {"guided_regex": "a", "ignore_eos": True})
     assert request.stop_conditions(5, LIMITS, text.eos_token_ids).stop_token_ids == text.eos_token_ids != frozenset()
     with pytest.raises(InvalidRequest, match="give one in stop_token_ids"):
@@ -159,7 +159,7 @@ class _NoRendering(BodyReader):
 
 
 def test_grammars_are_compiled_off_the_loop(text: ModelText, reader: BodyReader) -> None:
-    here = _NoRendering.of(text, "m")
+    here = _NoRendering(text, "m")
     pool = ReaderPool(here, lambda: reader, 1)
     ran: list[str] = []
 
@@ -170,6 +170,6 @@ def test_grammars_are_compiled_off_the_loop(text: ModelText, reader: BodyReader)
     pool._run = run  # type: ignore[method-assign]
     body = msgspec.json.encode(CHAT | {"tools": [TOOL]})
     request = asyncio.run(pool.read("chat", body, LIMITS))
-    assert ran == ["_read"] and request == reader.read("chat", body, LIMITS)
+    assert ran == ["read"] and request == reader.read(body, "chat", LIMITS)
     with pytest.raises(AssertionError, match="on the loop"):
         asyncio.run(pool.read("chat", msgspec.json.encode(CHAT), LIMITS))

@@ -1,4 +1,4 @@
-"""Tool calls out of text, cut anywhere; and the grammars that hold models to such text."""
+"""The tool parser, with text split anywhere; and the grammars of tool calls."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ TRICKY = st.lists(
 @given(
     calls=CALLS, content=st.text(max_size=20), indent=st.sampled_from([None, 2]), is_ascii=st.booleans(), places=PLACES
 )
-def test_hermes_calls_come_back_however_they_are_cut(
+def test_hermes_calls_are_parsed_however_the_text_is_split(
     calls: list[tuple[str, dict[str, Any]]], content: str, indent: int | None, is_ascii: bool, places: list[int]
 ) -> None:
     content = content.replace("<tool_call>", "").rstrip()
@@ -97,7 +97,9 @@ def test_hermes_calls_come_back_however_they_are_cut(
 
 
 @given(calls=CALLS, places=PLACES)
-def test_llama_calls_come_back_however_they_are_cut(calls: list[tuple[str, dict[str, Any]]], places: list[int]) -> None:
+def test_llama_calls_are_parsed_however_the_text_is_split(
+    calls: list[tuple[str, dict[str, Any]]], places: list[int]
+) -> None:
     written = [(name, json.dumps(arguments)) for name, arguments in calls]
     text = "; ".join(f'{{"name": "{name}", "parameters": {arguments}}}' for name, arguments in written)
     assert parse(LLAMA.parser(), cut_up(text, places)) == ("", written)
@@ -106,9 +108,7 @@ def test_llama_calls_come_back_however_they_are_cut(calls: list[tuple[str, dict[
 @pytest.mark.parametrize("tool_format", [HERMES, LLAMA], ids=["hermes", "llama"])
 @given(text=st.text(max_size=30) | TRICKY, places=PLACES)
 @settings(max_examples=300)
-def test_any_text_gives_the_same_in_one_piece_and_in_many(
-    tool_format: ToolFormat, text: str, places: list[int]
-) -> None:
+def test_splitting_any_text_does_not_change_the_result(tool_format: ToolFormat, text: str, places: list[int]) -> None:
     whole = parse(tool_format.parser(), [text])
     assert parse(tool_format.parser(), cut_up(text, places)) == whole
     assert parse(tool_format.parser(), list(text)) == whole
@@ -127,11 +127,11 @@ def test_any_text_gives_the_same_in_one_piece_and_in_many(
         'a <tool_call>{"name": "f\\n", "arguments": {}}</tool_call> b',
     ],
 )
-def test_what_is_no_call_is_content(text: str) -> None:
+def test_text_that_is_no_call_becomes_content(text: str) -> None:
     assert parse(HERMES.parser(), [text]) == (text, [])
 
 
-def test_what_is_certain_is_told_at_once() -> None:
+def test_text_and_arguments_are_emitted_as_soon_as_they_are_certain() -> None:
     parser = HERMES.parser()
     assert parser.push("I see. ") == [Content("I see.")]
     assert parser.push("<too") == [] and parser.push('l_call>\n{"name": "f", "argum') == []
@@ -141,7 +141,7 @@ def test_what_is_certain_is_told_at_once() -> None:
     assert LLAMA.parser().push("No,") == [Content("No,")]
 
 
-def test_a_call_that_is_cut_off_keeps_what_it_had() -> None:
+def test_an_incomplete_call_keeps_its_arguments() -> None:
     assert parse(HERMES.parser(), ['<tool_call>\n{"name": "f", "arguments": {"a": [1, 2']) == (
         "",
         [("f", '{"a": [1, 2')],
@@ -199,7 +199,7 @@ def accepts(tool_format: ToolFormat, tokenizers: tuple[Tokenizer, LLTokenizer], 
 
 @pytest.mark.parametrize("kind", list(TOKENIZERS))
 @pytest.mark.parametrize("name", ["hermes", "llama3_json"])
-def test_grammars_take_right_calls_and_no_others(name: ToolFormatName, kind: str) -> None:
+def test_grammars_accept_only_valid_calls(name: ToolFormatName, kind: str) -> None:
     tokenizers = TOKENIZERS[kind]
     tool_format = ToolFormat.of(name, tokenizers[0])
     assert tool_format.has_special_markers == (name == "hermes" and kind == "special")
@@ -224,7 +224,7 @@ def test_grammars_take_right_calls_and_no_others(name: ToolFormatName, kind: str
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json"])
-def test_what_a_grammar_takes_its_parser_reads(name: ToolFormatName) -> None:
+def test_the_parser_reads_what_the_grammar_accepts(name: ToolFormatName) -> None:
     text = text_of(name, [W, F])
     content, calls = parse(ToolFormat(name).parser(), [text])
     assert (content, calls) == ("", [("get_weather", '{"b": "é"}'), ("f", '{"a": 12}')])

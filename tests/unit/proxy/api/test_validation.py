@@ -1,4 +1,4 @@
-"""What clients may send: every refusal names the field and both numbers where there are two."""
+"""Validation of bodies: every error names the field, and both numbers if there are two."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.proxy.answers.errors import error_body, status_of
-from tandem.proxy.api.validation import BodyDecoder, GenerationRequest
+from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.registry import ModelLimits
-from tandem.proxy.text.rendering import ChatPrompt, check_prompt_length, split_prompt
+from tandem.proxy.text.prompt import ChatPrompt
+from tandem.proxy.text.rendering import check_prompt_length, split_prompt
 from tandem.runtime.errors import InvalidRequest
 
 DECODER = BodyDecoder("tiny")
@@ -64,7 +66,7 @@ def test_sampling_fields_reach_the_workers() -> None:
         completion(logit_bias={str(LIMITS.vocab_size): 1}).check_vocabulary(LIMITS)
 
 
-def test_what_prefill_is_asked_of_the_prompt() -> None:
+def test_number_of_prompt_logprobs() -> None:
     assert completion(logprobs=3).num_prompt_logprobs is None
     assert completion(logprobs=3, echo=True).num_prompt_logprobs == 3
     assert completion(logprobs=3, echo=True, prompt_logprobs=5).num_prompt_logprobs == 5
@@ -226,7 +228,7 @@ def test_prompt_shapes() -> None:
         assert caught.value.param == "prompt"
 
 
-def test_too_long_says_both_numbers() -> None:
+def test_context_length_errors_name_both_numbers() -> None:
     with pytest.raises(InvalidRequest, match=r"5000 tokens, but .* 2048") as caught:
         check_prompt_length(5000, LIMITS, "prompt")
     assert caught.value.code == "context_length_exceeded"

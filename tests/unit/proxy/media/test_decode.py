@@ -1,4 +1,4 @@
-"""Images and videos that would cost too much, or hold nothing: refused before they are decoded, or in the middle."""
+"""Images and videos that are too large, damaged or empty: refused before or while decoding."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VIDEO = MediaSource(0, "video", "data:", "messages[0].content[0]")
 
 
 def png_of(width: int, height: int) -> bytes:
-    """A few bytes that say they are an image of this size."""
+    """A few bytes whose header declares an image of this size."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
@@ -37,7 +37,7 @@ def png_of(width: int, height: int) -> bytes:
 
 
 def without_frames() -> bytes:
-    """An MP4 with a video stream in which nothing is."""
+    """An MP4 with an empty video stream."""
     file = io.BytesIO()
     with av.open(file, "w", format="mp4", options={"movflags": "empty_moov"}) as container:
         stream: Any = container.add_stream("mpeg4", rate=Fraction(8))
@@ -47,7 +47,7 @@ def without_frames() -> bytes:
 
 
 def remuxed(video: bytes, sound_s: float = 0.0, **options: str) -> bytes:
-    """The same frames, with silence beside them where some is asked for."""
+    """The same frames, with this many seconds of silent sound."""
     with tempfile.NamedTemporaryFile(suffix=".mp4") as file:  # libav writes the index first in a second pass
         with av.open(io.BytesIO(video)) as whole, av.open(file.name, "w", format="mp4", options=options) as container:
             stream = container.add_stream_from_template(whole.streams.video[0])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.proxy.media import fetch as media_fetch
-from tandem.proxy.media.fetch import Fetched, MediaFetcher, _RefusedAddress, check_address, read_local
+from tandem.proxy.media.fetch import FetchedMedia, MediaFetcher, _RefusedAddress, check_address, read_local
 from tandem.proxy.media.source import InvalidMedia, MediaLimits, MediaSource
 from tandem.runtime.errors import InvalidRequest, Overloaded
 
@@ -45,12 +45,11 @@ def fetch(reply: Reply, path: str = "/a.png", limits: MediaLimits = LIMITS, host
         port = server.sockets[0].getsockname()[1]
         fetcher = MediaFetcher(limits)
         try:
-            fetched = Fetched(fetcher)
             item = source(f"http://{host}:{port}{path}")
-            await fetcher.fetch(item, fetched)
-            return fetched.data[item.number]
+            with FetchedMedia(fetcher) as fetched:
+                await fetched.fetch(item)
+                return fetched.data[item.number]
         finally:
-            fetched.close()
             assert fetcher.held_bytes == 0
             await fetcher.close()
             server.close()
@@ -80,11 +79,11 @@ def test_addresses_that_are_not_public_are_refused(address: str) -> None:
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
-def test_public_addresses_are_not(address: str) -> None:
+def test_public_addresses_are_accepted(address: str) -> None:
     check_address(address)
 
 
-def test_bytes_come_as_they_are() -> None:
+def test_downloaded_bytes_are_unchanged() -> None:
     seen: list[str] = []
 
     async def reply(path: str, writer: asyncio.StreamWriter) -> None:
@@ -113,30 +112,30 @@ def test_each_redirect_is_checked_like_the_first_url(monkeypatch: pytest.MonkeyP
         with pytest.raises(InvalidMedia, match="is not a public one"):
             fetch(replying(redirect), limits=msgspec.structs.replace(LIMITS, allow_private=False))
     for target in ("file:///etc/passwd", "gopher://x/", "http://user@127.0.0.1/"):
-        with pytest.raises(InvalidMedia, match="something else than http or https"):
+        with pytest.raises(InvalidMedia, match="must be http or https"):
             fetch(replying(answer("302 Found", b"", f"location: {target}")))
 
 
 def test_a_name_is_resolved_once_and_its_checked_address_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second answer, after the check, would be another."""
+    """A second resolution would give another address."""
     answers = [["8.8.8.8"], ["127.0.0.1"]]
     connected: list[str] = []
 
-    async def resolve(self: object, host: str, port: int) -> list[str]:
+    async def resolve(host: str, port: int) -> list[str]:
         return answers.pop(0)
 
     async def connect(self: object, host: str, *others: object) -> None:
         connected.append(host)
         raise OSError("not in a test")
 
-    monkeypatch.setattr(media_fetch._CheckedNetwork, "_resolve", resolve)
+    monkeypatch.setattr(media_fetch, "_resolve", resolve)
     monkeypatch.setattr(media_fetch.httpcore.AnyIOBackend, "connect_tcp", connect)
     with pytest.raises(InvalidMedia, match="cannot be fetched"):
         fetch(replying(b""), host="rebind.example", limits=msgspec.structs.replace(LIMITS, allow_private=False))
     assert connected == ["8.8.8.8"] and len(answers) == 1
 
 
-def test_redirects_lead_on_but_not_for_ever() -> None:
+def test_redirects_are_followed_up_to_a_limit() -> None:
     async def reply(path: str, writer: asyncio.StreamWriter) -> None:
         number = int(path[1:])
         writer.write(answer("307 Next", b"", f"location: /{number - 1}") if number else answer("200 OK", b"there"))
@@ -154,7 +153,7 @@ def test_redirects_lead_on_but_not_for_ever() -> None:
         (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + b"200\r\n" + bytes(512) + b"\r\n" * 1, "cannot be"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\nhalf", "cannot be fetched"),
         (b"nonsense\r\n\r\n", "cannot be fetched"),
-        (answer("302 Found"), "redirects to nowhere"),
+        (answer("302 Found"), "redirect without a location"),
     ],
 )
 def test_answers_that_are_refused(data: bytes, reason: str) -> None:
@@ -162,22 +161,22 @@ def test_answers_that_are_refused(data: bytes, reason: str) -> None:
         fetch(replying(data))
 
 
-def test_a_url_that_gives_no_answer_is_given_up() -> None:
+def test_a_download_has_a_timeout() -> None:
     async def reply(path: str, writer: asyncio.StreamWriter) -> None:
         writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n")
         await asyncio.Event().wait()
 
-    with pytest.raises(InvalidMedia, match=r"no whole answer within 0\.2 s"):
+    with pytest.raises(InvalidMedia, match=r"not downloaded within 0\.2 s"):
         fetch(reply, limits=msgspec.structs.replace(LIMITS, fetch_timeout_s=0.2))
 
 
-def test_there_is_an_end_to_what_waits_to_be_processed() -> None:
-    with pytest.raises(Overloaded, match="wait to be processed"):
+def test_the_total_of_fetched_bytes_is_limited() -> None:
+    with pytest.raises(Overloaded, match="waiting to be processed"):
         fetch(replying(answer("200 OK", bytes(900))), limits=msgspec.structs.replace(LIMITS, max_fetched_bytes=800))
 
 
 @given(st.text(max_size=60) | st.text(max_size=40).map(lambda text: f"data:image/png;base64,{text}"))
-def test_no_url_is_more_than_refused(url: str) -> None:
+def test_any_url_is_read_or_refused(url: str) -> None:
     try:
         read_local(source(url), LIMITS)
     except InvalidRequest as error:

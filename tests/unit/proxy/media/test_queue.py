@@ -1,4 +1,4 @@
-"""The prediction of when a request's images have their turn."""
+"""The predicted wait of requests with media."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.proxy.media.queue import MediaQueue
 
 
 def queue_of(num_waiting: int, interval_s: float) -> MediaQueue:
-    """After so many turns at that pace that it is known, with so many that wait."""
+    """A queue that has measured this interval, with this many waiting requests."""
     queue = MediaQueue()
     for number in range(20 + num_waiting):
         queue.add(f"r{number}", 0.0)
@@ -19,13 +19,13 @@ def queue_of(num_waiting: int, interval_s: float) -> MediaQueue:
     return queue
 
 
-def test_who_comes_to_a_queue_waits_for_all_before_it() -> None:
+def test_predicted_wait_grows_with_the_queue() -> None:
     assert queue_of(9, 0.5).wait_s == pytest.approx(5.0)
     assert queue_of(0, 0.5).wait_s == 0.0
     assert MediaQueue().wait_s == 0.0
 
 
-def test_idle_time_is_no_sign_of_slowness() -> None:
+def test_idle_time_does_not_count_as_an_interval() -> None:
     queue = MediaQueue()
     for number in range(5):  # one a minute, each begun at once
         queue.add(f"r{number}", 60.0 * number)
@@ -34,7 +34,7 @@ def test_idle_time_is_no_sign_of_slowness() -> None:
     assert queue.wait_s == 0.0
 
 
-def test_one_that_takes_long_does_not_close_the_door_for_ever() -> None:
+def test_one_slow_request_does_not_refuse_later_ones() -> None:
     queue = queue_of(2, 0.1)
     queue.begin("r20", 100.0)
     assert queue.wait_s > 10.0
@@ -42,7 +42,7 @@ def test_one_that_takes_long_does_not_close_the_door_for_ever() -> None:
     assert queue.wait_s == 0.0, "nobody waits"
 
 
-def test_what_was_given_up_is_not_waited_for() -> None:
+def test_cancelled_requests_do_not_count() -> None:
     queue = queue_of(3, 1.0)
     queue.remove("r21")
     queue.remove("r21")
@@ -51,7 +51,7 @@ def test_what_was_given_up_is_not_waited_for() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "begin", "remove"]), st.integers(0, 5), st.floats(0, 100))))
-def test_no_order_of_events_leaves_anybody_behind(events: list[tuple[str, int, float]]) -> None:
+def test_any_order_of_events_keeps_the_queue_consistent(events: list[tuple[str, int, float]]) -> None:
     queue, now, waiting = MediaQueue(), 0.0, set()
     for kind, number, passed_s in events:
         now += passed_s

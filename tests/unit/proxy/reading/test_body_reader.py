@@ -10,14 +10,13 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.cluster.registry import ModelLimits
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.text.model_text import ModelText
-from tandem.proxy.text.rendering import ContextLengthExceeded, RenderedPrompts, has_token_ids
-from tandem.proxy.text.token_size import max_characters_per_token
+from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded, RenderedPrompts, has_token_ids
 from tandem.runtime.errors import InvalidRequest, TandemError
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=500)
@@ -46,8 +45,10 @@ class FakeText:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = CountingTokenizer(tokenizer)
 
-    def render_chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool, **_others: Any) -> str:
-        return "".join(message["content"] for message in messages) + ("|" if add_generation_prompt else "")
+    def render_chat(self, prompt: ChatPrompt) -> str:
+        return "".join(message["content"] for message in prompt.messages) + (
+            "|" if prompt.add_generation_prompt else ""
+        )
 
 
 def byte_level(vocab_size: int = 300) -> Tokenizer:
@@ -66,18 +67,18 @@ TOKENIZER = byte_level()
 
 def reader_and_tokenizer(tokenizer: Tokenizer = TOKENIZER) -> tuple[BodyReader, CountingTokenizer]:
     text = FakeText(tokenizer)
-    return BodyReader.of(cast(ModelText, text), "m"), text.tokenizer
+    return BodyReader(cast(ModelText, text), "m"), text.tokenizer
 
 
 def read(reader: BodyReader, kind: Any = "completion", **fields: Any) -> list[list[int]]:
-    request = reader.read(kind, json.dumps(fields).encode(), LIMITS)
+    request = reader.read(json.dumps(fields).encode(), kind, LIMITS)
     assert isinstance(request.prompt, RenderedPrompts)
     for prompt in request.prompt.prompts:
         assert prompt.num_tokens * 4 == len(prompt.token_ids)
     return [unpack_token_ids(prompt.token_ids) for prompt in request.prompt.prompts]
 
 
-def test_every_form_of_prompt() -> None:
+def test_all_forms_of_prompt() -> None:
     reader, _ = reader_and_tokenizer()
     fox = TOKENIZER.encode("the fox").ids
     assert read(reader, prompt="the fox") == [fox]
@@ -91,18 +92,12 @@ def test_every_form_of_prompt() -> None:
 @pytest.mark.parametrize(
     ("prompt", "holds"), [([1], True), ([[1, 2], [3]], True), ("[1]", False), (["1"], False), ([], False)]
 )
-def test_what_needs_no_tokenising(prompt: Any, holds: bool) -> None:
+def test_prompts_of_token_ids_are_recognised(prompt: Any, holds: bool) -> None:
     reader, _ = reader_and_tokenizer()
-    assert has_token_ids(reader.decode("completion", json.dumps({"prompt": prompt}, indent=1).encode()).prompt) == holds
+    assert has_token_ids(reader.decode(json.dumps({"prompt": prompt}, indent=1).encode(), "completion").prompt) == holds
 
 
 def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised_whole() -> None:
-    reader, counting = reader_and_tokenizer()
-    longest = max_characters_per_token(TOKENIZER)
-    assert longest is not None
-    with pytest.raises(ContextLengthExceeded, match=f"no token has more than {longest}"):
-        read(reader, prompt="x" * (100 * longest + 1))
-    assert counting.num_characters == 0, "its length says enough"
     reader, counting = reader_and_tokenizer(normalized())
     for fields in ({"prompt": "xyzzy" * 10_000}, {"prompt": ["xyzzy" * 10_000, "a"]}):
         counting.num_characters = 0
@@ -116,7 +111,7 @@ def test_a_prompt_that_cannot_fit_is_refused_before_it_is_tokenised_whole() -> N
 
 
 def test_a_long_text_of_few_tokens_still_fits() -> None:
-    """Where the tokeniser drops text no length proves anything, and probing must not refuse."""
+    """If the tokeniser drops text, the number of characters is no proof, and probing must not refuse."""
     reader, counting = reader_and_tokenizer(normalized())
     assert len(read(reader, prompt="~" * 5000 + "the fox")[0]) == len(TOKENIZER.encode("the fox").ids)
     assert counting.num_characters < 2 * 5007, "probing costs half more at most"
@@ -131,7 +126,7 @@ def test_truncation_keeps_the_end() -> None:
 
 
 def test_mixed_truncation_on_threads_never_fails() -> None:
-    """A tokeniser that is told to truncate is state that threads share; here none is told."""
+    """The tokeniser's own truncation would be state that threads share."""
     reader, _ = reader_and_tokenizer()
     text = "the quick brown fox " * 12
     whole = TOKENIZER.encode(text).ids
@@ -163,47 +158,23 @@ def test_bad_prompts(fields: dict[str, Any], message: str) -> None:
         read(reader, **fields)
 
 
-# ---- how much text a token can stand for
-
-
 def normalized() -> Tokenizer:
     tokenizer = Tokenizer.from_str(TOKENIZER.to_str())
     tokenizer.normalizer = normalizers.Replace("~", "")
     return tokenizer
 
 
-@given(st.text(max_size=300))
-def test_no_token_stands_for_more_characters_than_promised(text: str) -> None:
-    longest = max_characters_per_token(TOKENIZER)
-    assert longest is not None
-    assert len(text) <= longest * len(TOKENIZER.encode(text).ids)
-
-
-def test_nothing_is_promised_where_text_may_vanish() -> None:
-    assert max_characters_per_token(normalized()) is None
-    swallowing = Tokenizer.from_str(TOKENIZER.to_str())
-    swallowing.add_special_tokens([AddedToken("<s>", lstrip=True)])
-    assert max_characters_per_token(swallowing) is None
-    splitting = Tokenizer.from_str(TOKENIZER.to_str())
-    removed = pre_tokenizers.Split(" ", "removed")
-    splitting.pre_tokenizer = pre_tokenizers.Sequence([removed, pre_tokenizers.ByteLevel(add_prefix_space=False)])
-    assert max_characters_per_token(splitting) is None
-    words = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    assert max_characters_per_token(words) is None
-
-
 @given(junk=st.binary(min_size=1, max_size=5), place=st.integers(0, 200), kind=st.sampled_from(["completion", "chat"]))
 def test_a_body_with_a_few_wrong_bytes_is_read_or_refused(junk: bytes, place: int, kind: Any) -> None:
-    """Bytes that are no UTF-8 too, wherever they are."""
+    """Including bytes that are not UTF-8."""
     reader, _ = reader_and_tokenizer()
     prompt = {"prompt": "hello"} if kind == "completion" else {"messages": [{"role": "user", "content": "hello"}]}
     body = bytearray(json.dumps({"model": "m", "max_tokens": 2, "stop": ["a"], "user": "u", **prompt}).encode())
     body[place % len(body) : place % len(body) + len(junk)] = junk
     with contextlib.suppress(TandemError):
-        reader.read(kind, bytes(body), LIMITS)
+        reader.read(bytes(body), kind, LIMITS)
     with pytest.raises(InvalidRequest, match="prompt"):
-        reader.read("completion", b'{"model": "m", "prompt": "a\x92b"}', LIMITS)
+        reader.read(b'{"model": "m", "prompt": "a\x92b"}', "completion", LIMITS)
 
 
 @given(st.binary(max_size=200))
@@ -211,4 +182,4 @@ def test_any_body_is_read_or_refused(body: bytes) -> None:
     reader, _ = reader_and_tokenizer()
     for kind in ("completion", "chat"):
         with pytest.raises(TandemError):
-            reader.read(cast(Any, kind), body, LIMITS)
+            reader.read(body, cast(Any, kind), LIMITS)

@@ -1,33 +1,43 @@
-"""Requests with images that wait for the media process: what ends their wait, and that nothing of them stays."""
+"""Requests with images that wait for the media process: what ends their wait, and that every lease is released."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tandem.protocol.media_client import MediaCacheClient
+from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.sockets import new_context
-from tandem.proxy.answers.event_stream import unless_disconnected
+from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.media.source import MediaLimits
-from tandem.proxy.reading.media_jobs import TO_PROCESS, CancelJob, JobFailed, MediaJob, MediaSetup
+from tandem.proxy.reading.media_messages import (
+    TO_PROCESS,
+    CancelMediaJob,
+    MediaJob,
+    MediaJobDone,
+    MediaJobFailed,
+    MediaSetup,
+)
 from tandem.proxy.reading.media_pool import MediaPool
-from tandem.runtime.errors import InternalError, InvalidRequest
-from tests.support.garbage import kept_garbage
+from tandem.proxy.text.prompt import Prompt, RenderedPrompts
+from tandem.runtime.errors import InternalError, InvalidRequest, WorkerLost
 
 LIMITS = ModelLimits(4096, 320, "m", 64)
+SETUP = MediaSetup("media", "info", "m", "m", False, "hermes", False, "", MediaLimits(), 1)
 
 
 class Process:
-    """Takes jobs, and does nothing by itself."""
+    """Receives messages and never answers."""
 
     def __init__(self) -> None:
-        self.messages: asyncio.Queue[MediaJob | CancelJob] = asyncio.Queue()
+        self.messages: asyncio.Queue[MediaJob | CancelMediaJob] = asyncio.Queue()
         self._bytes = b""
 
     def write(self, data: bytes) -> None:
@@ -37,94 +47,146 @@ class Process:
             self._bytes = self._bytes[4 + size :]
 
 
+class Cache(MediaCacheClient):
+    """A client of a cache that never answers; records released leases."""
+
+    released: list[str]
+
+    def release(self, lease_ids: list[str]) -> None:
+        self.released += lease_ids
+
+
 class Pool(MediaPool):
-    def __init__(self, cache: MediaCacheClient, ttft_slo_s: float | None) -> None:
-        super().__init__(
-            MediaSetup("media", "info", "m", "m", False, "hermes", False, "", MediaLimits(), 1), cache, 8, ttft_slo_s
-        )
+    def __init__(self, cache: Cache, ttft_slo_s: float | None = None) -> None:
+        super().__init__(SETUP, cache, 8, ttft_slo_s)
+        self.cache = cache
         self.process = Process()
 
     async def start(self) -> None:
         self._writer = self.process  # type: ignore[assignment]
 
-    async def asked(self) -> MediaJob:
+    async def job(self) -> MediaJob:
         """The next message is a job."""
         job = await self.process.messages.get()
         assert isinstance(job, MediaJob)
         return job
 
+    def begin(self) -> asyncio.Task[GenerationRequest]:
+        return asyncio.create_task(self.read("chat", b"{}", LIMITS))
 
-@contextmanager
-def a_cache(folder: Path) -> Iterator[MediaCacheClient]:
-    """One that never answers."""
-    context = new_context()
-    client = MediaCacheClient(context, f"ipc://{folder}/nobody.sock")
-    try:
-        yield client
-    finally:
-        client.close()
-        context.destroy(linger=0)
+    def answer(self, job: MediaJob, answer: GenerationRequest | Exception) -> None:
+        if isinstance(answer, GenerationRequest):
+            self._on_answer(MediaJobDone(job.lease_id, answer))
+        else:
+            self._on_answer(MediaJobFailed.of(job.lease_id, answer))  # type: ignore[arg-type]
 
 
-async def never() -> Any:
-    await asyncio.Event().wait()
-
-
-async def end_of(reading: asyncio.Task[Any]) -> str:
-    """The error's class; raised here, it would refer to its task."""
-    [error] = await asyncio.gather(reading, return_exceptions=True)
-    return type(error).__name__
-
-
-async def refused(cache: MediaCacheClient) -> None:
-    pool = Pool(cache, None)
-    reading = asyncio.create_task(unless_disconnected(never, pool.read("chat", b"{}", LIMITS)))
-    job = await pool.asked()
-    pool._on_done(JobFailed.of(job.lease_id, InvalidRequest("no picture")))
-    assert await end_of(reading) == "InvalidRequest"
-    assert not pool.num_waiting
-
-
-async def lost(cache: MediaCacheClient) -> None:
-    pool = Pool(cache, 60.0)
-    reading = asyncio.create_task(unless_disconnected(never, pool.read("chat", b"{}", LIMITS)))
-    job = await pool.asked()
-    pool._on_done(JobFailed.of(job.lease_id, InternalError("the process was lost")))
-    assert await end_of(reading) == "InternalError"
-
-
-async def late(cache: MediaCacheClient) -> None:
-    pool = Pool(cache, 0.001)
-    reading = asyncio.create_task(unless_disconnected(never, pool.read("chat", b"{}", LIMITS)))
-    job = await pool.asked()
-    assert await end_of(reading) == "SLOUnreachable"
-    assert pool.process.messages.get_nowait() == CancelJob(job.lease_id), (
-        "the process is told that nobody waits any more"
+def request_with(segment: Path) -> GenerationRequest:
+    request = BodyDecoder("m").chat(b'{"messages": [{"role": "user", "content": "hi"}]}')
+    item = MediaItem(b"d" * 32, "image", ((0, 1),), str(segment), ())
+    return GenerationRequest(
+        **{name: getattr(request, name) for name in request.__struct_fields__}
+        | {"prompt": RenderedPrompts([Prompt(b"\0" * 4, 1, media=(item,))])}
     )
-    pool._on_done(JobFailed.of(job.lease_id, InvalidRequest("nobody waits")))
-    assert not pool.num_waiting
 
 
-async def given_up(cache: MediaCacheClient) -> None:
-    pool = Pool(cache, None)
-    reading = asyncio.create_task(unless_disconnected(never, pool.read("chat", b"{}", LIMITS)))
-    job = await pool.asked()
-    reading.cancel()
-    assert await end_of(reading) == "CancelledError"
-    assert pool.process.messages.get_nowait() == CancelJob(job.lease_id)
-    assert pool.num_waiting == 1, "until the process has let go of it"
-    pool._on_done(JobFailed.of(job.lease_id, InvalidRequest("nobody waits")))
-    assert not pool.num_waiting
+def run(test: Callable[[Cache], Awaitable[Any]], folder: Path) -> None:
+    async def with_cache() -> None:
+        context = new_context()
+        cache = Cache(context, f"ipc://{folder}/nobody.sock")
+        cache.released = []
+        try:
+            await asyncio.wait_for(test(cache), 30)
+        finally:
+            cache.close()
+            context.destroy(linger=0)
+
+    asyncio.run(with_cache())
 
 
-@pytest.mark.parametrize("life", [refused, lost, late, given_up])
-def test_nothing_refers_to_itself(life: Callable[[MediaCacheClient], Awaitable[None]], tmp_path: Path) -> None:
-    async def test() -> None:
-        with a_cache(tmp_path) as cache:
-            await life(cache)  # whatever is made once
-            with kept_garbage() as garbage:
-                await life(cache)
-                await asyncio.sleep(0)
-        assert not garbage
+def num_open(segment: Path) -> int:
+    return sum(link.resolve() == segment for link in Path("/proc/self/fd").iterdir())
 
-    asyncio.run(test())
+
+def test_the_request_owns_its_lease(tmp_path: Path) -> None:
+    segment = tmp_path / "segment"
+    segment.touch()
+
+    async def test(cache: Cache) -> None:
+        pool = Pool(cache)
+        reading = pool.begin()
+        job = await pool.job()
+        pool.answer(job, request_with(segment))
+        request = await reading
+        assert num_open(segment) == 1 and not cache.released and not pool.num_waiting
+        assert request.media_lease is not None
+        for _ in range(2):
+            request.media_lease.release()
+        assert num_open(segment) == 0 and cache.released == [job.lease_id]
+
+    run(test, tmp_path)
+
+
+@pytest.mark.parametrize("error", [InvalidRequest("no picture"), InternalError("the process was lost")], ids=str)
+def test_an_error_releases_the_lease(error: Exception, tmp_path: Path) -> None:
+    async def test(cache: Cache) -> None:
+        pool = Pool(cache, 60.0)
+        reading = pool.begin()
+        job = await pool.job()
+        pool.answer(job, error)
+        with pytest.raises(type(error)):
+            await reading
+        assert cache.released == [job.lease_id] and not pool.num_waiting
+
+    run(test, tmp_path)
+
+
+def test_a_request_is_read_again_if_its_media_cannot_be_opened(tmp_path: Path) -> None:
+    async def test(cache: Cache) -> None:
+        pool = Pool(cache)
+        reading = pool.begin()
+        first = await pool.job()
+        pool.answer(first, request_with(tmp_path / "gone"))
+        second = await pool.job()
+        pool.answer(second, WorkerLost("gone again"))
+        with pytest.raises(WorkerLost):
+            await reading
+        assert cache.released == [first.lease_id, second.lease_id]
+
+    run(test, tmp_path)
+
+
+def test_a_late_request_is_refused_and_its_job_cancelled(tmp_path: Path) -> None:
+    async def test(cache: Cache) -> None:
+        pool = Pool(cache, 0.001)
+        reading = pool.begin()
+        job = await pool.job()
+        with pytest.raises(SLOUnreachable):
+            await reading
+        assert pool.process.messages.get_nowait() == CancelMediaJob(job.lease_id)
+        assert pool.num_waiting == 1, "until the process has answered"
+        pool.answer(job, InvalidRequest("cancelled"))
+        assert not pool.num_waiting and cache.released == [job.lease_id]
+
+    run(test, tmp_path)
+
+
+@pytest.mark.parametrize("is_answered_first", [False, True])
+def test_a_cancelled_request_releases_its_lease_in_the_end(is_answered_first: bool, tmp_path: Path) -> None:
+    segment = tmp_path / "segment"
+    segment.touch()
+
+    async def test(cache: Cache) -> None:
+        pool = Pool(cache)
+        reading = pool.begin()
+        job = await pool.job()
+        if is_answered_first:
+            pool.answer(job, request_with(segment))
+        reading.cancel()
+        await asyncio.gather(reading, return_exceptions=True)
+        if not is_answered_first:
+            assert pool.process.messages.get_nowait() == CancelMediaJob(job.lease_id)
+            pool.answer(job, request_with(segment))
+        assert reading.cancelled() and cache.released == [job.lease_id] and num_open(segment) == 0
+
+    run(test, tmp_path)

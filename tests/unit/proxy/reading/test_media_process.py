@@ -13,17 +13,30 @@ from pathlib import Path
 from typing import Any
 
 import av
+import msgspec
 import numpy as np
 import pytest
 from transformers import AutoProcessor
 
 from tandem.proxy.cluster.registry import ModelLimits
-from tandem.proxy.reading.media_jobs import CancelJob, JobDone, MediaJob
+from tandem.proxy.media.source import MediaLimits
+from tandem.proxy.reading.media_messages import CancelMediaJob, MediaJob, MediaJobDone, MediaJobFailed, MediaSetup
+from tandem.proxy.reading.media_reader import MediaReader as ThreadsReader
 from tandem.runtime.errors import InvalidRequest, RequestAborted
-from tests.support.garbage import frames_in, kept_garbage
 from tests.support.media_proxy import data_url, image_part, video_part
 from tests.support.media_reader import MediaReader, prompt_of
 from tests.support.vision_model import clip, encoded, picture, save_processor
+
+
+def test_a_chat_template_of_the_client_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+    setup = MediaSetup(
+        "media", "info", str(save_processor(tmp_path_factory.mktemp("own"))), "m", True, "hermes", False, "",
+        MediaLimits(), 1,
+    )  # fmt: skip
+    part = image_part(data_url(encoded(picture())))
+    body = {"messages": [{"role": "user", "content": [part]}], "chat_template": "x"}
+    with pytest.raises(InvalidRequest, match="cannot be combined with images"):
+        ThreadsReader(setup).decode(MediaJob("lease", "chat", msgspec.json.encode(body), ModelLimits(64, 300)))
 
 
 @contextmanager
@@ -58,7 +71,7 @@ def expected_inputs(processor: Any, parts: list[dict[str, Any]], images: list[An
     return processor(text=[text], images=images, videos=[frames], return_tensors="np")
 
 
-def test_image_video_and_text_are_what_transformers_makes_of_them(reader: MediaReader, processor: Any) -> None:
+def test_prompts_equal_those_of_transformers(reader: MediaReader, processor: Any) -> None:
     first, second, video = picture(100, 80, seed=1), picture(150, 60, seed=2), clip(6)
     token_ids, media, tensors = reader.prompt(
         "look: ",
@@ -88,7 +101,7 @@ def test_image_video_and_text_are_what_transformers_makes_of_them(reader: MediaR
         assert token_ids[start - 1] != token_ids[start] != token_ids[start + length]
 
 
-def test_what_was_seen_before_is_not_processed_again(reader: MediaReader) -> None:
+def test_cached_items_are_not_processed_again(reader: MediaReader) -> None:
     part = image_part(data_url(encoded(picture(seed=7))))
     before = reader.status()
     _, [one, same], _ = reader.prompt(part, "one", part)
@@ -103,7 +116,7 @@ def test_what_was_seen_before_is_not_processed_again(reader: MediaReader) -> Non
     assert other.digest != again.digest
 
 
-def test_many_at_once_share_no_state(reader: MediaReader) -> None:
+def test_concurrent_requests_share_no_state(reader: MediaReader) -> None:
     """Two threads, images of different sizes, some of them in several requests."""
     parts = [image_part(data_url(encoded(picture(60 + 20 * i, 70, seed=30 + i)))) for i in range(6)]
     jobs = [reader.job(parts[i % 6], "and", parts[(i + 1) % 6]) for i in range(12)]
@@ -118,7 +131,7 @@ def test_many_at_once_share_no_state(reader: MediaReader) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
-def test_kinds_of_images(reader: MediaReader, kind: str) -> None:
+def test_image_formats(reader: MediaReader, kind: str) -> None:
     _, [item], [tensors] = reader.prompt(image_part(data_url(encoded(picture(), kind), f"image/{kind.lower()}")))
     assert item.kind == "image" and tensors["pixel_values"].shape[1] == 1176
 
@@ -131,7 +144,7 @@ def test_files_webm_the_short_form_and_many_frames(reader: MediaReader) -> None:
     assert tensors["video_grid_thw"][0][0] == reader.limits.max_video_frames // 2, "sampled"
 
 
-def test_bad_ones_are_refused_with_index_and_reason(reader: MediaReader) -> None:
+def test_invalid_items_are_refused_with_index_and_reason(reader: MediaReader) -> None:
     good = image_part(data_url(encoded(picture(seed=20))))
     png, jpeg, video = encoded(picture(400, 300)), encoded(picture(400, 300), "JPEG"), clip(30)
     secret = reader.folder / "config.json"
@@ -140,7 +153,7 @@ def test_bad_ones_are_refused_with_index_and_reason(reader: MediaReader) -> None
     cases = [
         ("it is damaged or cut short", image_part(data_url(png[: len(png) // 2]))),
         ("it is damaged or cut short", image_part(data_url(jpeg[: len(jpeg) // 2], "image/jpeg"))),
-        ("no image of a known type", image_part(data_url(b"hello"))),
+        ("not an image of a supported type", image_part(data_url(b"hello"))),
         ("it is empty", image_part("data:image/png;base64,")),
         ("not valid base64", image_part("data:image/png;base64,@@@@")),
         ("has no comma", image_part("data:image/png;base64")),
@@ -156,22 +169,20 @@ def test_bad_ones_are_refused_with_index_and_reason(reader: MediaReader) -> None
         ("::1 is not a public one", image_part("http://[::1]:1/a.png")),
         ("169.254.169.254 is not a public one", image_part("http://169.254.169.254/latest/meta-data")),
         ("has no image_url", {"type": "image_url"}),
-        ("it is no MP4 or WebM", video_part(data_url(png, "video/mp4"))),
-        ("it is no MP4 or WebM", video_part(data_url(video[: len(video) // 2], "video/mp4"))),
+        ("it is not an MP4 or WebM", video_part(data_url(png, "video/mp4"))),
+        ("it is not an MP4 or WebM", video_part(data_url(video[: len(video) // 2], "video/mp4"))),
         ("it has no video stream", video_part(data_url(sound(), "video/mp4"))),
-        ("processor cannot take it", image_part(data_url(encoded(picture(2000, 4))))),
+        ("processor cannot process it", image_part(data_url(encoded(picture(2000, 4))))),
     ]
     reader.run(reader.client.clear())
     with num_memfds_unchanged():
-        with kept_garbage() as garbage:
-            for reason, part in cases:
-                message = reader.refusal(good, part)
-                assert reason in message and "messages[0].content[1]" in message, (reason, message)
-        assert not frames_in("proxy/", garbage), "a refused request's bytes wait for the collector"
+        for reason, part in cases:
+            message = reader.refusal(good, part)
+            assert reason in message and "messages[0].content[1]" in message, (reason, message)
         assert "this one has 5" in reader.refusal(*[good] * 5)
-        assert "takes parts of type" in reader.refusal(good, {"type": "input_audio"})
+        assert "supports parts of type" in reader.refusal(good, {"type": "input_audio"})
         assert "1 image placeholders" in reader.refusal("<|image_pad|>", video_part(data_url(clip(4), "video/mp4")))
-        assert "cannot be cut" in reader.refusal(good, truncate_prompt_tokens=5)
+        assert "cannot be truncated" in reader.refusal(good, truncate_prompt_tokens=5)
         status = reader.status()
         assert (status.pinned_bytes, status.num_leases) == (0, 0), "a refused request holds something"
         reader.run(reader.client.clear())
@@ -182,20 +193,22 @@ def test_images_that_cannot_fit_the_model_are_refused_before_they_are_processed(
     job = reader.job(*parts)
     before = reader.status()
     [done] = reader.read_all([MediaJob(job.lease_id, "chat", job.body, ModelLimits(64, 300, "m", 64))])
-    assert isinstance(done.result, InvalidRequest) and "The images alone have" in done.result.message
+    assert isinstance(done, MediaJobFailed) and isinstance(done.error, InvalidRequest)
+    assert "The images alone have" in done.error.message
     assert reader.status().num_misses == before.num_misses
 
 
-def test_a_cancelled_request_is_answered_all_the_same(reader: MediaReader) -> None:
-    async def cancel() -> JobDone:
+def test_a_cancelled_job_is_answered(reader: MediaReader) -> None:
+    async def cancel() -> MediaJobDone | MediaJobFailed:
         job = reader.job(video_part(data_url(clip(20), "video/mp4")))
         reader.process.on_message(job)
-        reader.process.on_message(CancelJob(job.lease_id))
+        reader.process.on_message(CancelMediaJob(job.lease_id))
         done = await reader.done.get()
         reader.client.release([done.lease_id])
         return done
 
-    assert isinstance(reader.run(cancel()).result, RequestAborted)
+    answer = reader.run(cancel())
+    assert isinstance(answer, MediaJobFailed) and isinstance(answer.error, RequestAborted)
     assert reader.status().num_leases == 0
 
 

@@ -14,7 +14,8 @@ from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.media.source import InvalidMedia, MediaSource
 from tandem.proxy.reading.spooled_body import SpooledBody, mentions_media
-from tandem.proxy.text.rendering import CachedMedia, ChatPrompt, has_media, place_media
+from tandem.proxy.text.placeholders import place_media
+from tandem.proxy.text.prompt import CachedMedia, ChatPrompt, has_media
 from tandem.runtime.errors import InvalidRequest
 
 IMAGE, VIDEO = 1000, 1001
@@ -59,7 +60,11 @@ def test_parts_become_what_templates_take_and_sources_in_order() -> None:
         ([{"type": "image_url", "image_url": URL}], 0, r"image 0 \(messages\[0\]\.content\[0\]\).*takes text only"),
         ([{"type": "image_url"}], 1, r"image 0 .* has no image_url"),
         ([{"type": "video_url", "video_url": ""}], 1, "has no video_url"),
-        ([{"type": "image_url", "image_url": URL}] * 3, 2, "image 2 .*may bring 2 images and videos, this one has 3"),
+        (
+            [{"type": "image_url", "image_url": URL}] * 3,
+            2,
+            "image 2 .*the limit is 2 images and videos per request, but this one has 3",
+        ),
     ],
 )
 def test_parts_that_are_refused(parts: list[Any], max_media: int, reason: str) -> None:
@@ -67,8 +72,8 @@ def test_parts_that_are_refused(parts: list[Any], max_media: int, reason: str) -
         BodyDecoder("m", max_media=max_media).chat(body(*parts))
 
 
-def test_audio_is_not_known() -> None:
-    with pytest.raises(InvalidRequest, match="'input_audio'; this server takes parts of type 'text', 'image_url'"):
+def test_audio_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="'input_audio'; this server supports parts of type 'text', 'image_url'"):
         BodyDecoder("m", max_media=1).chat(body({"type": "input_audio"}))
 
 
@@ -93,14 +98,14 @@ def test_each_item_gets_its_own_placeholders(wanted: list[tuple[MediaKind, list[
     assert [each.kind for each in placed] == [kind for kind, _ in wanted]
 
 
-def test_placeholders_that_nothing_stands_for_are_refused() -> None:
+def test_surplus_placeholders_are_refused() -> None:
     packed = pack_token_ids([7, IMAGE, IMAGE, IMAGE])
-    with pytest.raises(InvalidRequest, match="3 placeholder tokens where its images and videos need 2"):
+    with pytest.raises(InvalidRequest, match="3 placeholder tokens, but its images and videos need 2"):
         place_media(packed, [item("image", 2)], {"image": IMAGE})
 
 
 @given(st.binary(max_size=40), st.lists(st.integers(1, 12), max_size=12))
-def test_media_are_noticed_wherever_the_body_is_cut(before: bytes, sizes: list[int]) -> None:
+def test_media_fields_are_found_however_the_body_is_split(before: bytes, sizes: list[int]) -> None:
     spooled = SpooledBody()
     try:
         data = before + b'"image_url": "x"'

@@ -1,4 +1,4 @@
-"""What the proxy and its media process say to each other, as bytes."""
+"""Messages between the proxy and its media process, as bytes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 from tandem.protocol.codec import MAX_MESSAGE_BYTES
 from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.media.source import InvalidMedia
-from tandem.proxy.reading.media_jobs import FROM_PROCESS, TO_PROCESS, JobFailed, read_message
-from tandem.proxy.text.rendering import ContextLengthExceeded
+from tandem.proxy.reading.media_messages import FROM_PROCESS, TO_PROCESS, MediaJobFailed, read_message
+from tandem.proxy.text.prompt import ContextLengthExceeded
 from tandem.runtime.errors import (
     InternalError,
     InvalidRequest,
@@ -36,14 +36,14 @@ from tandem.runtime.errors import (
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_errors_reach_the_proxy_as_what_they_are(error: TandemError) -> None:
-    told = FROM_PROCESS.decode(FROM_PROCESS.encode(JobFailed.of("lease", error)))
-    assert isinstance(told, JobFailed)
-    assert type(told.result) is type(error)
-    assert (told.result.message, told.result.param, told.result.code) == (error.message, error.param, error.code)
+def test_errors_keep_their_class_on_the_way_to_the_proxy(error: TandemError) -> None:
+    decoded = FROM_PROCESS.decode(FROM_PROCESS.encode(MediaJobFailed.of("lease", error)))
+    assert isinstance(decoded, MediaJobFailed)
+    assert type(decoded.error) is type(error)
+    assert (decoded.error.message, decoded.error.param, decoded.error.code) == (error.message, error.param, error.code)
 
 
-def test_what_is_too_large_or_no_message_is_refused_before_it_is_read() -> None:
+def test_too_large_and_invalid_messages_are_refused() -> None:
     async def read(data: bytes) -> None:
         reader = asyncio.StreamReader()
         reader.feed_data(data)

@@ -1,0 +1,107 @@
+"""One request for generation after validation, as the rest of the proxy uses it."""
+
+from __future__ import annotations
+
+import secrets
+
+import msgspec
+
+from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.proxy.api.tool_formats import ToolFormat
+from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.media.lease import MediaLease
+from tandem.proxy.text.prompt import AnyPrompt, ContextLengthExceeded
+from tandem.runtime.errors import InvalidRequest
+
+
+class GenerationRequest(msgspec.Struct, frozen=True):
+    """A validated completion or chat.
+
+    max_tokens: None means `default_max_tokens`, or as many as fit if that is None too.
+    max_tokens_param: the field that max_tokens comes from, for errors.
+    base_sampling: sampling parameters without a seed. bad_words: added to base_sampling once they are tokenised.
+    seed: of the first of the n sequences of a prompt; None draws one.
+    prompt_logprobs: number of top tokens to return per prompt token.
+    num_prompt_logprobs: number of top tokens to request from prefill; an echo with logprobs needs them too.
+    is_prompt_only: nothing is to be generated. max_tokens is 1 then, because workers generate at least one token.
+    priority: lower values are served first. request_id: "" if the client sent none.
+    timeout_s: from arrival to the last token; None means the server's limit.
+    grammar_param: the field that base_sampling.grammar comes from, for errors.
+    tool_format: how the answer writes tool calls; None if it may contain none.
+    media_lease: keeps the prompt's media in the cache. The owner of the request releases it.
+    """
+
+    prompt: AnyPrompt
+    max_tokens: int | None
+    default_max_tokens: int | None
+    max_tokens_param: str
+    n: int
+    base_sampling: SamplingParams
+    seed: int | None
+    stop: list[str]
+    stop_token_ids: frozenset[int]
+    min_tokens: int
+    ignore_eos: bool
+    num_prompt_logprobs: int | None
+    prompt_logprobs: int | None
+    echo: bool
+    is_prompt_only: bool
+    bad_words: list[str]
+    priority: int
+    request_id: str
+    timeout_s: float | None
+    tokens_as_ids: bool
+    grammar_param: str
+    tool_format: ToolFormat | None
+    skip_special_tokens: bool
+    include_stop_string: bool
+    truncate_prompt_tokens: int | None
+    cache_salt: str
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    return_token_ids: bool
+    media_lease: MediaLease | None = None
+
+    def samplings(self) -> list[SamplingParams]:
+        """Returns the sampling parameters of the n sequences of one prompt, with seeds in [0, 2**63)."""
+        first = secrets.randbits(63) if self.seed is None else self.seed
+        return [msgspec.structs.replace(self.base_sampling, seed=(first + i) % 2**63) for i in range(self.n)]
+
+    def check_vocabulary(self, limits: ModelLimits) -> None:
+        """Raises InvalidRequest if logit_bias or allowed_token_ids name a token that the model does not have."""
+        sampling = self.base_sampling
+        for param, token_ids in (
+            ("logit_bias", [token_id for token_id, _ in sampling.logit_bias]),
+            ("allowed_token_ids", sampling.allowed_token_ids),
+        ):
+            largest = max(token_ids, default=0)
+            if largest >= limits.vocab_size:
+                raise InvalidRequest(f"{param} must have token ids below {limits.vocab_size}, not {largest}.", param)
+
+    def max_prompt_tokens(self, limits: ModelLimits) -> int | None:
+        """Returns the length to which longer prompts are truncated; None refuses prompts that do not fit."""
+        if self.truncate_prompt_tokens == -1:
+            return max(1, limits.max_model_len - (self.max_tokens or 1))
+        return self.truncate_prompt_tokens
+
+    def stop_conditions(
+        self, num_prompt_tokens: int, limits: ModelLimits, eos_token_ids: frozenset[int]
+    ) -> StopConditions:
+        """Raises ContextLengthExceeded if prompt and max_tokens together exceed the model's limit."""
+        room = limits.max_model_len - num_prompt_tokens
+        if self.max_tokens is not None and self.max_tokens > room:
+            raise ContextLengthExceeded(
+                f"The prompt has {num_prompt_tokens} tokens and {self.max_tokens_param} is {self.max_tokens}, together "
+                f"{num_prompt_tokens + self.max_tokens}, but this model's limit is {limits.max_model_len} tokens.",
+                self.max_tokens_param,
+            )
+        max_tokens = self.max_tokens or min(room, self.default_max_tokens or room)
+        stop_token_ids = self.stop_token_ids | (frozenset() if self.ignore_eos else eos_token_ids)
+        if self.base_sampling.grammar is not None and not stop_token_ids:
+            raise InvalidRequest(
+                f"{self.grammar_param} needs a token that ends the answer, but this model has no end-of-sequence "
+                "token; give one in stop_token_ids.",
+                self.grammar_param,
+            )
+        return StopConditions(max_tokens, stop_token_ids, self.min_tokens)

@@ -1,0 +1,116 @@
+"""Messages between a proxy and its media process, over a private socket pair. A length precedes each message."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+import msgspec
+
+from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
+from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.tool_formats import ToolFormatName
+from tandem.proxy.api.validation import ModelNotFound
+from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.media.source import InvalidMedia, MediaLimits
+from tandem.proxy.reading.body_reader import BodyKind
+from tandem.proxy.text.prompt import ContextLengthExceeded
+from tandem.runtime.errors import ErrorInfo, ProtocolError, TandemError
+
+M = TypeVar("M")
+
+EXIT_BAD_CONFIG = 2
+"""Exit status of a media process that cannot load the model's processor."""
+_LENGTH_BYTES = 4
+_PROXY_ERRORS: dict[str, type[TandemError]] = {
+    error.code: error for error in (InvalidMedia, ContextLengthExceeded, ModelNotFound)
+}
+"""Errors of the proxy's own, which `ErrorInfo.to_error` does not know."""
+
+
+class MediaSetup(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The first message: the configuration of the process. num_threads: that decode and process media."""
+
+    name: str
+    log_level: str
+    model: str
+    served_model_name: str
+    trust_chat_template: bool
+    tool_call_parser: ToolFormatName
+    trust_remote_code: bool
+    cache_endpoint: str
+    limits: MediaLimits
+    num_threads: int
+
+
+class MediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """A body to read. lease_id: the lease under which its media are cached. path: of the body's file, if not ""."""
+
+    lease_id: str
+    kind: BodyKind
+    body: bytes
+    limits: ModelLimits
+    path: str = ""
+
+
+class CancelMediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The client is gone. The job is answered nevertheless."""
+
+    lease_id: str
+
+
+class PingMediaProcess(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Asks for MediaProcessAlive, which is sent at once even if all threads are busy."""
+
+
+class MediaProcessAlive(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The answer to PingMediaProcess."""
+
+
+class MediaJobStarted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The job has left the queue. A job may also be answered without this message."""
+
+    lease_id: str
+
+
+class MediaJobDone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The answer to a MediaJob. After it the process no longer uses the lease."""
+
+    lease_id: str
+    request: GenerationRequest
+
+
+class MediaJobFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """The other answer to a MediaJob. After it the process no longer uses the lease."""
+
+    lease_id: str
+    info: ErrorInfo
+
+    @classmethod
+    def of(cls, lease_id: str, error: TandemError) -> MediaJobFailed:
+        return cls(lease_id, ErrorInfo.of(error))
+
+    @property
+    def error(self) -> TandemError:
+        known = _PROXY_ERRORS.get(self.info.code)
+        return self.info.to_error() if known is None else known(self.info.message, self.info.param)
+
+
+ToMediaProcess = MediaSetup | MediaJob | CancelMediaJob | PingMediaProcess
+FromMediaProcess = MediaProcessAlive | MediaJobStarted | MediaJobDone | MediaJobFailed
+
+TO_PROCESS: Codec[ToMediaProcess] = Codec(ToMediaProcess)
+FROM_PROCESS: Codec[FromMediaProcess] = Codec(FromMediaProcess)
+
+
+async def read_message(reader: asyncio.StreamReader, codec: Codec[M]) -> M:
+    """Raises IncompleteReadError when the other end is closed, ProtocolError for an invalid message."""
+    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "little")
+    if length > MAX_MESSAGE_BYTES:
+        raise ProtocolError(f"a message of {length} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    return codec.decode(await reader.readexactly(length))
+
+
+def write_message(writer: asyncio.StreamWriter, message: ToMediaProcess | FromMediaProcess) -> None:
+    data = TO_PROCESS.encode(message)
+    writer.write(len(data).to_bytes(_LENGTH_BYTES, "little") + data)

@@ -1,0 +1,85 @@
+"""The steps of reading a request with images and video that run on the media process's threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from tandem.protocol.media_segment import write_segment
+from tandem.protocol.messages.media import MediaKind
+from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey
+from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.media.fetch import read_local
+from tandem.proxy.media.processor import MediaProcessor, MediaSize, PreparedMedia
+from tandem.proxy.media.source import MediaSource
+from tandem.proxy.reading.body_reader import BodyReader
+from tandem.proxy.reading.media_messages import MediaJob, MediaSetup
+from tandem.proxy.text.model_text import ModelText
+from tandem.proxy.text.prompt import CachedMedia, ChatPrompt, MediaPrompt, has_own_template
+from tandem.runtime.errors import InvalidRequest
+
+
+class MediaContent(msgspec.Struct, frozen=True):
+    """An item with its bytes. size: known from its header."""
+
+    source: MediaSource
+    data: bytes
+    key: MediaKey
+    size: MediaSize
+
+
+class MediaReader:
+    """Loads the tokeniser and the processor. Raises ConfigError."""
+
+    def __init__(self, setup: MediaSetup) -> None:
+        text = ModelText(setup.model)
+        self._limits = setup.limits
+        self._bodies = BodyReader(
+            text, setup.served_model_name, setup.trust_chat_template, setup.tool_call_parser, setup.limits.max_items
+        )
+        self.processor = MediaProcessor(text.folder, setup.limits, setup.trust_remote_code)
+        self._description: msgspec.msgpack.Decoder[PreparedMedia] = msgspec.msgpack.Decoder(PreparedMedia)
+
+    def decode(self, job: MediaJob) -> GenerationRequest:
+        """Raises InvalidRequest."""
+        request = self._bodies.decode(Path(job.path).read_bytes() if job.path else job.body, job.kind)
+        if has_own_template(request.prompt):  # its CPU time can be limited on a main thread only
+            raise InvalidRequest(
+                "chat_template cannot be combined with images or video; leave one of them out.", "chat_template"
+            )
+        return request
+
+    def inspect(self, source: MediaSource, fetched: bytes | None) -> MediaContent:
+        """Reads the item's header and hashes its bytes. fetched: None for data and file URLs. Raises InvalidMedia."""
+        data = read_local(source, self._limits) if fetched is None else fetched
+        size = self.processor.size(source, data)
+        return MediaContent(source, data, MediaKey(self.processor.digest(source, data), "input"), size)
+
+    def write(self, content: MediaContent, segment: str) -> CommittedMedia:
+        """Decodes and processes the item, and writes its tensors to the cache's segment. Raises InvalidMedia."""
+        prepared, tensors = self.processor.prepare(content.source, content.data)
+        _, num_bytes = write_segment(segment, content.key, [tensor.data for tensor in tensors])
+        return CommittedMedia(content.key, num_bytes, msgspec.msgpack.encode(prepared))
+
+    def render(
+        self,
+        request: GenerationRequest,
+        limits: ModelLimits,
+        contents: list[MediaContent],
+        cached: dict[MediaKey, tuple[str, bytes]],
+    ) -> GenerationRequest:
+        """Renders and tokenises the chat. cached: segment and description of each item. Raises InvalidRequest."""
+        assert isinstance(request.prompt, ChatPrompt)
+        replacements: dict[MediaKind, list[str]] = {}
+        media = []
+        for content in contents:
+            segment, description = cached[content.key]
+            prepared = self._description.decode(description)
+            kind = content.source.kind
+            replacements.setdefault(kind, []).append(prepared.replacement)
+            media.append(CachedMedia(kind, content.key.digest, segment, prepared.tensors, prepared.num_tokens))
+        text = self.processor.expand(self._bodies.chat_text(request), replacements)
+        prompt = MediaPrompt(text, media, self.processor.token_ids, request.prompt.add_special_tokens)
+        return self._bodies.render(msgspec.structs.replace(request, prompt=prompt), limits)
