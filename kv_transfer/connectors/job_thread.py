@@ -6,7 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from tandem.kv_transfer.connector import OnDone
-from tandem.runtime.errors import KVTransferFailed
+from tandem.runtime.errors import KVTransferFailed, first_line
 from tandem.runtime.threads import show_thread_name
 
 
@@ -39,7 +39,7 @@ class JobThread:
         try:
             job()
         except Exception as error:
-            failure = KVTransferFailed(f"the KV transfer failed: {_first_line(error)}")
+            failure = KVTransferFailed(f"the KV transfer failed: {first_line(error)}")
             if not self._keeps_going:
                 self._broken = failure
             return failure
@@ -51,7 +51,3 @@ class JobThread:
             self._closed = True
             self._executor.submit(on_closed)
             self._executor.shutdown(wait=False)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
