@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from tandem.engine.attention.interface import NO_WINDOW, AttentionOptions
-from tandem.engine.attention.step_index import StepIndex
+from tandem.engine.attention.step_index import Int32, StepIndex
 from tandem.engine.batch import BatchItem
 
 if TYPE_CHECKING:
@@ -58,9 +58,7 @@ class PlainAttention:
         self._device = pool.tensor.device
         index = StepIndex.of(items, pool.layout.block_size)
         self.num_tokens = index.num_tokens
-        self.slots = [
-            torch.from_numpy(array).to(device=self._device, dtype=torch.long) for array in (index.blocks, index.offsets)
-        ]
+        self.slots = [self._indices(index.blocks), self._indices(index.offsets)]
         groups: dict[int, list[int]] = {}
         self.chunks: list[_Chunk] = []
         for row, item in enumerate(items):
@@ -97,8 +95,14 @@ class PlainAttention:
     def _single_tokens(self, index: StepIndex, rows: list[int]) -> _SingleTokens:
         num_context = index.num_context[rows]
         max_blocks = -(-int(num_context.max()) // self.pool.layout.block_size)
-        arrays = index.cu_seqlens[rows], index.block_table[rows, :max_blocks], num_context
-        return _SingleTokens(*(torch.from_numpy(array).to(device=self._device, dtype=torch.long) for array in arrays))
+        return _SingleTokens(
+            token_rows=self._indices(index.cu_seqlens[rows]),
+            block_tables=self._indices(index.block_table[rows, :max_blocks]),
+            num_context_tokens=self._indices(num_context),
+        )
+
+    def _indices(self, array: Int32) -> torch.Tensor:
+        return torch.from_numpy(array).to(device=self._device, dtype=torch.long)
 
 
 def _context_view(pool: KVPool, singles: _SingleTokens, window: int) -> _ContextView:

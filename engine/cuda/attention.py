@@ -60,14 +60,11 @@ class StepTensors:
         """Copy the arrays to the device at once. max_context_len: by default the longest context of the step."""
         flat = flat_on_host(index, device).to(device, non_blocking=True)
         sizes = [index.num_tokens] * 4 + [index.num_sequences + 1, index.num_sequences, index.block_table.size]
-        *tensors, table = torch.split(flat, sizes)
+        token_ids, positions, blocks, offsets, cu_seqlens, num_context, table = torch.split(flat, sizes)
         return cls(
-            flat,
-            *tensors,
-            table.view(index.block_table.shape),
-            max_query_len=int(index.query_lens.max()),
-            max_context_len=max_context_len or int(index.num_context.max()),
-        )
+            flat, token_ids, positions, blocks, offsets, cu_seqlens, num_context, table.view(index.block_table.shape),
+            int(index.query_lens.max()), max_context_len or int(index.num_context.max()),
+        )  # fmt: skip
 
 
 def flat_on_host(index: StepIndex, device: torch.device) -> torch.Tensor:

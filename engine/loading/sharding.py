@@ -87,9 +87,7 @@ def unwrap_linears(model: Any) -> None:
 
 
 def _as_plain(linear: nn.Linear, style: str) -> nn.Module | None:
-    weight, bias = linear.weight.to_local(), linear.bias  # type: ignore[operator]
-    if isinstance(bias, DTensor):
-        bias = bias.to_local()
+    weight, bias = _local(linear.weight), None if linear.bias is None else _local(linear.bias)
     if style == "colwise":
         return plain_linear(weight, bias)
     if style == "rowwise":
@@ -97,6 +95,10 @@ def _as_plain(linear: nn.Linear, style: str) -> nn.Module | None:
     if style in ("colwise_gather_output", "colwise_rep") and linear.out_features % dist.get_world_size() == 0:
         return GatheredLinear(plain_linear(weight, bias))
     return None
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
