@@ -1,4 +1,4 @@
-"""Which attention a worker runs: the fastest that works for its device and its type of numbers."""
+"""Selects the attention implementation for a worker's device and dtype."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ log = logging.getLogger(__name__)
 
 
 def attention_maker(pool: KVPool, model_config: Any) -> Callable[[Sequence[BatchItem]], StepAttention]:
-    """What makes the attention of each step over this pool."""
+    """Return the factory of each step's attention over this pool: the fastest that works here."""
     if pool.tensor.device.type == "cpu":
-        # Loads a compiler, which workers with a GPU need not have.
-        from tandem.engine.cpu import attention as cpu_attention
-        from tandem.engine.cpu import kernels as cpu_kernels
+        # Imported here because they load a compiler, which GPU workers may lack.
+        from tandem.engine.cpu.attention import CPUAttention
+        from tandem.engine.cpu.compiler import DTYPES
 
-        if pool.tensor.dtype in cpu_kernels.DTYPES:
-            return lambda items: cpu_attention.CPUAttention(pool, items)
-        log.warning("attention by plain operations, which is slower: no kernel for %s", pool.tensor.dtype)
+        if pool.tensor.dtype in DTYPES:
+            return lambda items: CPUAttention(pool, items)
+        log.warning("using plain attention, which is slower: the CPU kernel does not support %s", pool.tensor.dtype)
     if pool.tensor.device.type != "cuda":
         return lambda items: PlainAttention(pool, items)
     varlen = find_varlen_attn()
     windows = {NO_WINDOW, getattr(model_config, "sliding_window", None) or NO_WINDOW}
     problem = varlen_problem(pool, varlen, model_config.num_attention_heads, sorted(windows))
     if problem is not None or varlen is None:
-        log.warning("attention by plain operations, which is slower: %s", problem)
+        log.warning("using plain attention, which is slower: %s", problem)
         return lambda items: PlainAttention(pool, items)
     return lambda items: varlen_attention(pool, items, varlen)

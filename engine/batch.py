@@ -1,4 +1,4 @@
-"""What one step computes and what comes of it: pure data between the schedulers and the model runner."""
+"""A step's input and output: pure data between the schedulers and the model runner."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from tandem.runtime.errors import ErrorInfo
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """One token to choose, at the position after an item's last.
+    """One token to sample, at the position after an item's last token.
 
-    prompt_token_ids and output_token_ids: what came before, filled in where `params.has_penalties`; the latter also
-    where `params.needs_history`.
-    banned_token_ids: impossible here. grammar: the sequence's own state; never leaves the process.
+    prompt_token_ids, output_token_ids: the history; set if `params.has_penalties`, the latter also if
+    `params.needs_history`. banned_token_ids: cannot be chosen. grammar: the sequence's state; never leaves the process.
     """
 
     params: SamplingParams
@@ -30,11 +29,11 @@ class Sample(msgspec.Struct, frozen=True):
 class BatchItem(msgspec.Struct, frozen=True):
     """One sequence's share of a step: its tokens at positions `start` to `start + len(token_ids)`.
 
-    block_table: covers at least those positions. samples: tokens to choose from the last position's logits, none while
-    the prompt goes on, several where sequences share a prompt. num_prompt_logprobs: None, or how many top tokens to
-    report for each of target_token_ids, the prompt's tokens at positions `start + 1` and on.
-    media: of the prompt that this is a chunk of; never leaves the process. position_offset: what a model is told over
-    the tokens' numbers as their positions, where media says nothing else.
+    block_table: covers at least those positions. samples: tokens to sample from the last position's logits; empty
+    before the end of the prompt, several if sequences share the prompt. num_prompt_logprobs: None, or the number of top
+    tokens to report for each of target_token_ids, the prompt's tokens from position `start + 1` on.
+    media: of the whole prompt; never leaves the process. position_offset: added to the positions that the model gets,
+    unless media defines them.
     """
 
     token_ids: Sequence[int]
@@ -48,16 +47,14 @@ class BatchItem(msgspec.Struct, frozen=True):
 
 
 class Encode(msgspec.Struct, frozen=True):
-    """A unit of media to run through the vision tower before the step's items; the result goes into `media`."""
+    """A unit of media to encode before the step's items; the result is stored in `media`."""
 
     media: PromptMedia
     unit: EncodeUnit
 
 
 class Batch(msgspec.Struct, frozen=True):
-    """One step. block_copies: (source, destination) block ids, copied before anything is computed. encodes: there may
-    be some and no items.
-    """
+    """One step. block_copies: (source, destination) block ids, copied first. A step may have encodes and no items."""
 
     items: list[BatchItem]
     block_copies: Sequence[tuple[int, int]] = ()
@@ -65,9 +62,9 @@ class Batch(msgspec.Struct, frozen=True):
 
 
 class ItemOutput(msgspec.Struct, frozen=True):
-    """tokens: one for each of the item's samples. prompt_logprobs: one for each of its target_token_ids.
+    """tokens: one per sample of the item. prompt_logprobs: one per target token.
 
-    error: its grammar could not be followed, or its media not be used; the tokens mean nothing then.
+    error: the grammar or the media failed; then the tokens are meaningless.
     """
 
     tokens: list[SampledToken]

@@ -1,10 +1,10 @@
-"""Who owns each block of a KV pool, and what the cached ones hold; pure, it knows ids and hashes only.
+"""Tracks the owner of each block of a KV pool, and the prefix cache. Pure: knows block ids and hashes only.
 
     free -> held -> cached -> held again, or evicted to free
                \\-> quarantined -> free
 
-A block is free; held by one or more requests; cached, that is full, known by its hash and held by none; or in
-quarantine: held by a transfer whose request has ended while its peer may still write.
+A block is free; held by one or more requests; cached (full, known by its hash, held by none); or quarantined (held by a
+transfer whose request has ended, while its peer may still write).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from tandem.engine.prefix_log import PrefixLog
 
 
 class OutOfBlocks(Exception):
-    """More blocks were asked for than are free; callers ask `can_allocate` first."""
+    """More blocks were requested than are free; callers check `can_allocate` first."""
 
 
 class BlockManager:
-    """Hands out the lowest free ids first, so that blocks of one request tend to be adjacent and copies few.
+    """Allocates the lowest free ids first, so that a request's blocks tend to be adjacent and copies few.
 
-    Cached blocks count as free: they are evicted, the least recently used first, when no others are left.
+    Cached blocks count as free. They are evicted in LRU order when no others are left.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -31,7 +31,7 @@ class BlockManager:
         self.block_size = block_size
         self._free = list(range(num_blocks))  # a heap
         self._num_holders: dict[int, int] = {}
-        self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._quarantined: set[int] = set()
         self._by_hash: dict[bytes, int] = {}
         self._hashes: dict[int, bytes] = {}
@@ -39,7 +39,7 @@ class BlockManager:
 
     @property
     def num_free(self) -> int:
-        """Blocks that `allocate` can hand out."""
+        """Number of blocks that can be allocated."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -59,16 +59,16 @@ class BlockManager:
         return num_blocks <= self.num_free
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """`num_blocks` ids, ascending as far as none are evicted. Raises OutOfBlocks."""
+        """Return `num_blocks` ids, in ascending order unless blocks are evicted. Raises OutOfBlocks."""
         if not self.can_allocate(num_blocks):
-            raise OutOfBlocks(f"{num_blocks} blocks asked for, {self.num_free} free")
+            raise OutOfBlocks(f"{num_blocks} blocks requested, {self.num_free} free")
         block_ids = [heapq.heappop(self._free) if self._free else self._evict() for _ in range(num_blocks)]
         for block_id in block_ids:
             self._num_holders[block_id] = 1
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """One more holder for each of these held or cached blocks."""
+        """Add a holder to each of these held or cached blocks."""
         for block_id in block_ids:
             if block_id in self._cached:
                 del self._cached[block_id]
@@ -77,7 +77,7 @@ class BlockManager:
                 self._num_holders[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """One holder less. The blocks of a sequence in order: its last ones are evicted first, its prefix last."""
+        """Remove a holder from each block. block_ids: in sequence order, so that a prefix is evicted last."""
         for block_id in reversed(block_ids):
             assert block_id in self._num_holders, f"block {block_id} is not held"
             self._num_holders[block_id] -= 1
@@ -90,15 +90,15 @@ class BlockManager:
                 heapq.heappush(self._free, block_id)
 
     def quarantine(self, block_ids: Iterable[int]) -> None:
-        """Held by one request to held by a transfer."""
+        """Move blocks from their only holder to quarantine."""
         for block_id in block_ids:
             assert self._num_holders.get(block_id) == 1, f"block {block_id} is not held by one request"
-            assert block_id not in self._hashes, f"block {block_id} is cached and yet being written"
+            assert block_id not in self._hashes, f"block {block_id} is cached but may still be written"
             del self._num_holders[block_id]
             self._quarantined.add(block_id)
 
     def end_quarantine(self, block_ids: Iterable[int]) -> None:
-        """Held by a transfer to free: nobody can write to these any more."""
+        """Free quarantined blocks. Call only with proof that the peer will not write any more."""
         for block_id in block_ids:
             assert block_id in self._quarantined, f"block {block_id} is not in quarantine"
             self._quarantined.remove(block_id)
@@ -107,7 +107,7 @@ class BlockManager:
     # ---- the prefix cache
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """The blocks of the longest prefix that is here, for `share`."""
+        """Return the blocks of the longest cached prefix, for `share`."""
         found: list[int] = []
         for block_hash in hashes:
             block_id = self._by_hash.get(block_hash)
@@ -117,21 +117,16 @@ class BlockManager:
         return found
 
     def num_free_without(self, block_ids: Iterable[int]) -> int:
-        """What `num_free` will be once these, of `match`, are shared."""
+        """Return `num_free` as it will be once these blocks, from `match`, are shared."""
         return self.num_free - sum(block_id in self._cached for block_id in block_ids)
 
     def publish(self, block_id: int, block_hash: bytes) -> None:
-        """This held block is full and will not change. Where another has the same content, that one stays known."""
+        """Add a held block to the prefix cache; it is full and will not change. Duplicates are not added."""
         assert block_id in self._num_holders, f"block {block_id} is not held"
         if block_hash not in self._by_hash and block_id not in self._hashes:
             self._by_hash[block_hash] = block_id
             self._hashes[block_id] = block_hash
             self.prefix_log.add(block_hash)
-
-    def forget_cached(self) -> None:
-        """Evict all that nobody holds."""
-        while self._cached:
-            heapq.heappush(self._free, self._evict())
 
     def _evict(self) -> int:
         block_id, _ = self._cached.popitem(last=False)
@@ -141,11 +136,11 @@ class BlockManager:
         return block_id
 
     def check(self) -> None:
-        """Every block has exactly one owner, and the two directions of the cache agree."""
+        """Assert that every block has exactly one owner and that the cache's two indexes agree."""
         owners = (self._free, self._num_holders, self._cached, self._quarantined)
         assert sum(map(len, owners)) == self.num_blocks
         assert len({block_id for owner in owners for block_id in owner}) == self.num_blocks
         assert {block_id: block_hash for block_hash, block_id in self._by_hash.items()} == self._hashes
-        assert self.prefix_log.here == self._by_hash.keys()
+        assert self.prefix_log.cached == self._by_hash.keys()
         assert self._cached.keys() <= self._hashes.keys()
         assert not self._hashes.keys() & (set(self._free) | self._quarantined)

@@ -1,4 +1,4 @@
-"""What a worker's engine needs to know: the model, the device, and how much memory the KV pool may take."""
+"""Configuration of a worker's engine."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ Device = Literal["auto", "cpu", "cuda"]
 
 
 class EngineConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One worker's engine.
+    """The model, the device, and the size of the KV pool.
 
-    model: a folder or a hub id. dtype: "auto" takes the checkpoint's. max_model_len: tokens a sequence may have,
-    prompt and output together; 0 takes the model's own limit. block_size: tokens per KV block.
-    kv_cache_bytes: size of the KV pool of each rank. num_threads: torch's intra-op threads in each rank.
-    load_format: "dummy" makes random weights from the config alone. tensor_parallel_size: how many ranks, a process
-    each, share the worker's model. progress_file: where loading writes how far it is, from 0 to 1; empty for nowhere.
+    model: a folder or a hub id. dtype: "auto" uses the checkpoint's. max_model_len: maximum tokens of a sequence,
+    prompt and output; 0 uses the model's own limit. block_size: tokens per KV block. kv_cache_bytes: KV pool size per
+    rank. num_threads: torch's intra-op threads per rank. load_format: "dummy" creates random weights.
+    tensor_parallel_size: ranks, one process each, that share the model. progress_file: receives the loading progress
+    from 0 to 1; empty for none.
     """
 
     model: str

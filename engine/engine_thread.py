@@ -1,4 +1,4 @@
-"""The one thread that owns the device. Steps go in from the loop, results come back to it."""
+"""The thread that owns the device: takes steps from the event loop and posts their results back."""
 
 from __future__ import annotations
 
@@ -15,53 +15,58 @@ from tandem.engine.model_runner import ModelRunner
 from tandem.runtime.threads import show_thread_name
 
 OnDone = Callable[[list[ItemOutput] | None, BaseException | None, float], None]
+OnReady = Callable[[BaseException | None], None]
 
 
 class EngineThread:
-    """make_runner: called on the thread. post: hands a callback to the loop (`loop.call_soon_threadsafe`)."""
+    """make_runner: called on the thread. post: hands a callback to the event loop (`loop.call_soon_threadsafe`)."""
 
     def __init__(self, make_runner: Callable[[], ModelRunner], post: Callable[..., Any], num_threads: int) -> None:
         self._make_runner = make_runner
         self._post = post
         self._num_threads = num_threads
         self._steps: queue.SimpleQueue[tuple[Batch, OnDone] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._on_ready: Callable[[BaseException | None], None] | None = None
+        self._thread: threading.Thread | None = None
 
-    def start(self, on_ready: Callable[[BaseException | None], None]) -> None:
-        """Make the runner and warm it up; `on_ready` is posted with None, or with what went wrong."""
-        self._on_ready = on_ready
+    def start(self, on_ready: OnReady) -> None:
+        """Start the thread, make the runner and warm it up. Posts `on_ready` with None or the error."""
+        self._thread = threading.Thread(target=self._run, args=(on_ready,), name="engine", daemon=True)
         self._thread.start()
 
     def submit(self, batch: Batch, on_done: OnDone) -> None:
-        """Run a step; `on_done(results, error, step_time_s)` is posted once, with either results or error."""
+        """Queue a step. Posts `on_done(results, error, step_time_s)` once, with either results or an error."""
         self._steps.put((batch, on_done))
 
     def stop(self, timeout_s: float) -> None:
-        """No more steps; the one under way is waited for, but not longer than `timeout_s`."""
+        """Stop after the running step, and wait for at most `timeout_s`."""
         self._steps.put(None)
-        self._thread.join(timeout_s)
+        if self._thread is not None:
+            self._thread.join(timeout_s)
 
-    def _run(self) -> None:
-        assert self._on_ready is not None
+    def _run(self, on_ready: OnReady) -> None:
         show_thread_name()
         torch.set_num_threads(self._num_threads)
         try:
             runner = self._make_runner()
             runner.warm_up()
         except BaseException as error:
-            self._post(self._on_ready, error)
+            self._post(on_ready, error)
             return
-        self._post(self._on_ready, None)
-        while (step := self._steps.get()) is not None:
-            self._run_step(runner, *step)
-            del step  # it would hold images, in memory that others want back, until the next one comes
+        self._post(on_ready, None)
+        while self._run_next(runner):
+            pass
 
-    def _run_step(self, runner: ModelRunner, batch: Batch, on_done: OnDone) -> None:
+    def _run_next(self, runner: ModelRunner) -> bool:
+        """Run one step; False at the end. No reference to the batch, and its media, remains on return."""
+        step = self._steps.get()
+        if step is None:
+            return False
+        batch, on_done = step
         started = time.perf_counter()
         try:
             results = runner.run(batch)
-        except Exception as error:  # in no variable that lasts: it holds this frame, and so the batch
+        except Exception as error:
             self._post(on_done, None, error, time.perf_counter() - started)
         else:
             self._post(on_done, results, None, time.perf_counter() - started)
+        return True

@@ -1,7 +1,7 @@
-"""The memory of a worker's KV cache: blocks of [num_layers, 2, num_kv_heads, block_size, head_dim], one after another.
+"""The memory of a worker's KV cache: an array of blocks, [num_layers, 2, num_kv_heads, block_size, head_dim] each.
 
-Block-major, so that one block is one contiguous run and cheap to ship. On CPU it lies in a memfd, which a peer may map
-(`kv_transfer.connectors.mapped_memory`) and which is gone with its last user. Pages are taken when first written.
+The layout is block-major, so a block is contiguous and cheap to transfer. On CPU the pool lies in a memfd, which a peer
+may map (`kv_transfer.connectors.mapped_memory`); its pages are allocated when first written.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tandem.runtime.errors import ConfigError
 class KVPool:
     """tensor: [num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim].
 
-    Raises ConfigError when `config.kv_cache_bytes` holds less than one sequence of the model's full length.
+    Raises ConfigError if `config.kv_cache_bytes` is less than one sequence of the maximum length needs.
     """
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig) -> None:
@@ -48,30 +48,27 @@ class KVPool:
             self.tensor = raw.view(loaded.dtype).view(shape)
         else:
             self.tensor = torch.zeros(shape, dtype=loaded.dtype, device=loaded.device)
-        # By layer, keys and values: [.., block_size * head_dim], one head of one block in each row, from that layer's
-        # first on, so that a block's row number is the same in all of them.
-        self.layer_blocks = self._layer_rows(layout.block_size * layout.head_dim)
-        # By layer, keys and values: [num_blocks, block_size, num_kv_heads, head_dim]
+        # Per layer, keys and values: rows [.., block_size * head_dim], one head of one block each, from the layer's
+        # first row on. A block therefore has the same row number in every layer.
+        rows = self.tensor.view(-1, layout.block_size * layout.head_dim)
+        num_heads = layout.num_kv_heads
+        self.layer_blocks = [
+            (rows[2 * layer * num_heads :], rows[(2 * layer + 1) * num_heads :]) for layer in range(layout.num_layers)
+        ]
+        # Per layer, keys and values: [num_blocks, block_size, num_kv_heads, head_dim]
         by_layer = self.tensor.permute(1, 2, 0, 4, 3, 5)
         self.layer_tokens = [(keys, values) for keys, values in by_layer]
 
-    def _layer_rows(self, size: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        rows = self.tensor.view(-1, size)
-        first = [
-            self.tensor[0, layer, i].storage_offset() // size for layer in range(len(self.tensor[0])) for i in (0, 1)
-        ]
-        return [(rows[keys:], rows[values:]) for keys, values in zip(first[::2], first[1::2], strict=True)]
-
     def as_blocks(self) -> torch.Tensor:
-        """The pool as bytes, uint8 [num_blocks, block_bytes]."""
+        """View the pool as bytes, uint8 [num_blocks, block_bytes]."""
         return self.tensor.view(self.num_blocks, -1).view(torch.uint8)
 
     def location(self) -> ConnectorParams:
-        """Where a peer on this host finds the pool's file."""
+        """How a peer on this host maps the pool."""
         return ConnectorParams(pid=os.getpid(), fd=self.fd or 0, num_bytes=self.num_bytes, num_blocks=self.num_blocks)
 
     def close(self) -> None:
-        """Give up the file; the memory lives on while this process or a peer has it mapped."""
+        """Close the memfd. The memory is freed when this process and its peers have unmapped it."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None

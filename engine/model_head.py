@@ -1,7 +1,7 @@
-"""A model's hidden states of one step, and logits of any of its rows, through the model's own head.
+"""Computes logits of selected rows from a step's hidden states, a slice at a time, for prompt logprobs.
 
-Models do more after their last layer than one product (soft caps, scaling), so their `forward` is used as it is, with
-the decoder below it replaced by what it has given before.
+A model's head may do more than one matrix product (soft caps, scaling). Its own `forward` is therefore used, with the
+decoder replaced by a module that returns the stored hidden states.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tandem.engine.sampling.logprobs import token_logprobs
 from tandem.protocol.messages.generation import TokenLogprobs
 
 _ROWS_PER_SLICE = 256
-"""So many rows of logits are held at a time: 160 MB for a vocabulary of 150,000."""
+"""Rows of logits in memory at a time: about 160 MB for a vocabulary of 150,000."""
 
 
 class _Replay(torch.nn.Module):
@@ -30,26 +30,26 @@ class _Replay(torch.nn.Module):
 
 
 class ModelHead:
-    """Runs the decoder once, when it is made; `inputs` are what the whole model would get."""
+    """Runs the decoder once, in the constructor. inputs: the whole model's."""
 
     def __init__(self, model: Any, inputs: dict[str, Any]) -> None:
         self._model = model
         self._hidden: torch.Tensor = model.base_model(**inputs).last_hidden_state  # [1, num_tokens, hidden_size]
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """[len(rows), vocab_size]"""
+        """Return [len(rows), vocab_size]."""
         with self._replaying(self._hidden.index_select(1, rows)):
             logits: torch.Tensor = self._model(input_ids=None, use_cache=False).logits[0]
         return logits
 
     def logprobs(self, first_row: int, targets: torch.Tensor, num_top: int) -> list[TokenLogprobs]:
-        """Of the targets, token ids [num_targets], under the rows from `first_row` on."""
-        told: list[TokenLogprobs] = []
+        """Return the logprobs of `targets`, token ids [num_targets], under the rows from `first_row` on."""
+        logprobs: list[TokenLogprobs] = []
         for start in range(0, len(targets), _ROWS_PER_SLICE):
-            some = targets[start : start + _ROWS_PER_SLICE]
-            rows = torch.arange(first_row + start, first_row + start + len(some), device=targets.device)
-            told += token_logprobs(self.logits(rows), some, [num_top] * len(some))
-        return told
+            batch = targets[start : start + _ROWS_PER_SLICE]
+            rows = torch.arange(first_row + start, first_row + start + len(batch), device=targets.device)
+            logprobs += token_logprobs(self.logits(rows), batch, [num_top] * len(batch))
+        return logprobs
 
     @contextmanager
     def _replaying(self, hidden: torch.Tensor) -> Iterator[None]:

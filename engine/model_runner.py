@@ -1,4 +1,4 @@
-"""Runs one step: a batch of prompt chunks and single tokens through the model, and one sampled token per item."""
+"""Runs one step: prompt chunks and single tokens through the model, then the sampler."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 
 class ModelRunner:
-    """Owns the model on the engine thread. `run` is the only way in while the worker serves."""
+    """Owns the model, on the engine thread."""
 
     def __init__(self, loaded: LoadedModel, pool: KVPool) -> None:
         self._model = loaded.model
@@ -37,10 +37,10 @@ class ModelRunner:
         self._pool = pool
         self._device = loaded.device
         self._max_model_len = loaded.max_model_len
-        # Ranks have collectives inside their layers, and graphs would have to be captured by all of them at once.
+        # Sharded layers contain collectives; neither fusing nor graph capture supports those.
         self._is_whole = loaded.layout.tensor_parallel_size == 1
         if loaded.device.type == "cpu":
-            # Loads a compiler, which workers with a GPU need not have.
+            # Imported here because it loads a compiler, which GPU workers may lack.
             from tandem.engine.cpu.fused_layers import fuse_layers
 
             keep_freed_memory()
@@ -54,7 +54,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[ItemOutput]:
-        """One output per item."""
+        """Run a step and return one output per item."""
         if batch.block_copies:
             sources, destinations = zip(*batch.block_copies, strict=True)
             self._pool.tensor[list(destinations)] = self._pool.tensor[list(sources)]
@@ -63,22 +63,22 @@ class ModelRunner:
         return self._run_items(batch.items)
 
     def _run_with_media(self, batch: Batch) -> list[ItemOutput]:
-        """A prompt whose media are wrong fails alone; the error stays with its media."""
+        """Encode the step's media, then run the items. Items whose media failed get an error."""
         if self._media_input is None:
-            raise InvalidRequest("this model takes no images or video")
+            raise InvalidRequest("this model does not accept images or video")
         self._media_input.prepare(batch)
-        wrong = {
+        failed = {
             number: ItemOutput([], error=item.media.error)
             for number, item in enumerate(batch.items)
             if item.media is not None and item.media.error is not None
         }
-        items = [item for number, item in enumerate(batch.items) if number not in wrong]
+        items = [item for number, item in enumerate(batch.items) if number not in failed]
         outputs = iter(self._run_items(items) if items else [])
-        return [wrong.get(number) or next(outputs) for number in range(len(batch.items))]
+        return [failed.get(number) or next(outputs) for number in range(len(batch.items))]
 
     def _run_items(self, items: list[BatchItem]) -> list[ItemOutput]:
         samples = [s for item in items for s in item.samples]
-        masking = self._grammar_masks.start(samples)  # while the model runs
+        masking = self._grammar_masks.start(samples)  # runs beside the model
         if any(item.num_prompt_logprobs is not None for item in items):
             rows, prompt_logprobs = self._run_with_prompt_logprobs(items)
         else:
@@ -104,14 +104,14 @@ class ModelRunner:
         return inputs | {"use_cache": False, "tandem": self._make_attention(items)}
 
     def _sampled_logits(self, items: list[BatchItem]) -> torch.Tensor:
-        """[num_samples, vocab_size]: computed only where a token is sampled, and once for samples of one item."""
+        """Return [num_samples, vocab_size]. Only sampled rows are computed, and once per item."""
         if self._graphs is not None and all(len(item.samples) == 1 for item in items):
             captured = self._graphs.run(StepIndex.of(items, self._pool.layout.block_size))
             if captured is not None:
                 return captured
         last_rows = list(itertools.accumulate(len(item.token_ids) for item in items))
         sampled = [(last - 1, len(item.samples)) for last, item in zip(last_rows, items, strict=True) if item.samples]
-        # At least one row: models do not expect none.
+        # At least one row, because models do not support an empty selection.
         keep = torch.tensor([row for row, _ in sampled] or [0], device=self._device)
         logits: torch.Tensor = self._model(**self._inputs(items), logits_to_keep=keep).logits[0]
         if len(sampled) == sum(num for _, num in sampled):
@@ -119,7 +119,7 @@ class ModelRunner:
         return logits.repeat_interleave(torch.tensor([num for _, num in sampled], device=self._device), 0)
 
     def _run_with_prompt_logprobs(self, items: list[BatchItem]) -> tuple[torch.Tensor, dict[int, list[TokenLogprobs]]]:
-        """As `_sampled_logits`, and by item number the logprobs of its targets."""
+        """Return what `_sampled_logits` returns, and the prompt logprobs by item number."""
         head = ModelHead(self._model, self._inputs(items))
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         sampled_rows: list[int] = []
@@ -133,7 +133,7 @@ class ModelRunner:
         return head.logits(torch.tensor(sampled_rows or [0], device=self._device)), prompt_logprobs
 
     def warm_up(self) -> None:
-        """Run each kind of step once, on block 0, which nobody holds yet: first calls are slow."""
+        """Run each kind of step once, on the unused block 0, because first calls are slow."""
         num_tokens = min(self._pool.layout.block_size, 16)
         self.run(Batch([BatchItem([0] * num_tokens, 0, [0])]))
         for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9, top_k=10)):
@@ -142,14 +142,14 @@ class ModelRunner:
             self._capture_graphs(cuda_capture())
 
     def _capture_graphs(self, capture: Capture) -> None:
-        """Steps of single tokens run from graphs from now on, if the model can be captured."""
+        """Capture graphs for decode steps, if the model supports it."""
         varlen = find_varlen_attn()
         example = self._make_attention([BatchItem([0], 0, [0])])
         if varlen is None or not isinstance(example, VarlenAttention):
             return
 
         def no_plain() -> Any:
-            raise RuntimeError("soft caps and sinks run without graphs")
+            raise RuntimeError("layers with soft caps or sinks cannot be captured")
 
         def run_model(step: StepTensors) -> torch.Tensor:
             attention = VarlenAttention(self._pool, step, varlen, no_plain)
@@ -157,7 +157,7 @@ class ModelRunner:
                 input_ids=step.token_ids.long()[None],
                 position_ids=step.positions.long()[None],
                 use_cache=False,
-                logits_to_keep=0,  # of every token
+                logits_to_keep=0,  # all tokens
                 tandem=attention,
             ).logits[0]
             return logits
@@ -167,18 +167,18 @@ class ModelRunner:
         try:
             with torch.inference_mode():
                 graphs.capture_all(StepIndex.of([BatchItem([0], 0, [0])], block_size))
-        except Exception as problem:  # models that look at their own values, such as some mixtures of experts
+        except Exception as problem:  # e.g. mixtures of experts that synchronise with the host
             log.warning("decode runs without CUDA graphs: %s", str(problem).strip().splitlines()[0])
             return
         self._graphs = graphs
 
 
 def with_errors(outputs: list[ItemOutput], errors: dict[int, ErrorInfo]) -> list[ItemOutput]:
-    """errors: by sample, counted over all items; the samples of one item share their grammar."""
-    told = []
+    """Attach errors to outputs. errors: by sample index over all items; samples of one item share their grammar."""
+    merged = []
     first = 0
     for output in outputs:
         error = errors.get(first) if output.tokens else None
-        told.append(output if error is None else msgspec.structs.replace(output, error=error))
+        merged.append(output if error is None else msgspec.structs.replace(output, error=error))
         first += len(output.tokens)
-    return told
+    return merged

@@ -1,4 +1,4 @@
-"""A prompt as the engine is given it, chunk by chunk: the same on prefill workers and on decode workers."""
+"""Builds the engine's input for chunks of a prompt, on prefill workers and on decode workers."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ def first_samples(
     num_generated: int,
     grammar: GrammarState | None,
 ) -> list[Sample]:
-    """The first token of each sequence that shares the prompt. num_generated: as in StartPrefill.
+    """Build the first sample of each sequence that shares the prompt, one per seed. num_generated: as in StartPrefill.
 
-    grammar: the sequences begin at one place in it, so one state does for all of them.
+    grammar: one state for all, because the sequences start from the same tokens.
     """
     num_before = len(token_ids) - num_generated
     prompt_token_ids = token_ids[:num_before] if sampling.has_penalties else ()
@@ -43,7 +43,7 @@ def chunk(
     num_prompt_logprobs: int | None,
     media: PromptMedia | None = None,
 ) -> BatchItem:
-    """The `num_tokens` tokens from `start` on. samples: taken with the prompt's last chunk."""
+    """Build the chunk of `num_tokens` tokens from `start`. samples: used only in the prompt's last chunk."""
     end = start + num_tokens
     return BatchItem(
         token_ids=token_ids[start:end],

@@ -1,20 +1,19 @@
-"""How fast a worker computes prompts, as it measures itself. Pure."""
+"""Measures how fast a worker computes prompts."""
 
 from __future__ import annotations
 
 _HALF_LIFE_TOKENS = 4096
-"""After so many more prompt tokens a measurement weighs half."""
-_MOST_SLOWER, _MOST_OF_ALL = 2.0, 0.25
-"""No step counts for more than so many times what those before it let expect, unless it is less than this part of all
-the time that is remembered."""
+"""A measurement's weight halves every so many prompt tokens."""
+_MAX_SLOWDOWN = 2.0
+"""A step counts for at most this multiple of the expected time, so that one stall does not make a worker look slow."""
+_MIN_TIME_SHARE = 0.25
+"""Steps below this share of the remembered time count in full, so that short prompts are not clipped."""
 
 
 class PromptSpeed:
-    """tokens_per_s: 0 until a step with prompt tokens has run; later steps outweigh earlier ones.
+    """Exponentially weighted average of prompt tokens per second. `tokens_per_s` is 0 until the first measurement.
 
-    A worker that once stood still, amid a step, is not slow: no prompt would be sent to it that could show otherwise.
-    One that has become slow is known after some steps for each factor of two; short prompts, which take long for each
-    token, count in full.
+    A worker that has really become slow shows after a few steps per factor of two.
     """
 
     def __init__(self) -> None:
@@ -26,11 +25,11 @@ class PromptSpeed:
         return self._num_tokens / self._time_s if self._time_s else 0.0
 
     def on_step(self, num_tokens: int, step_time_s: float) -> None:
-        """num_tokens: of prompts, in this step."""
+        """Record a step with `num_tokens` prompt tokens."""
         if num_tokens:
             if self._time_s:
                 expected_s = num_tokens / self.tokens_per_s
-                step_time_s = min(step_time_s, max(_MOST_SLOWER * expected_s, _MOST_OF_ALL * self._time_s))
+                step_time_s = min(step_time_s, max(_MAX_SLOWDOWN * expected_s, _MIN_TIME_SHARE * self._time_s))
             remaining = 0.5 ** (num_tokens / _HALF_LIFE_TOKENS)
             self._num_tokens = self._num_tokens * remaining + num_tokens
             self._time_s = self._time_s * remaining + step_time_s

@@ -1,8 +1,8 @@
-"""The ranks of one worker: rank 0 is the worker's process, each other rank a follower process on the same host.
+"""Tensor parallelism: rank 0 is the worker's process, the other ranks are follower processes on the same host.
 
-Rank 0 alone has a scheduler. It sends each batch to the followers and all run it in step, each on its own heads and
-its own KV pool, with the same block ids; the collectives of the model keep them together, and rank 0 samples.
-A rank that fails leaves the others out of step for good, so it ends the worker, which the launcher starts again.
+Only rank 0 has a scheduler. It sends each batch to the followers, and all ranks run it on their own heads and their own
+KV pools, with the same block ids. The model's collectives keep them in step; rank 0 samples. If a rank fails, the
+others are out of step for good, so the worker exits and the launcher restarts it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from tandem.runtime.process import end_process
 log = logging.getLogger(__name__)
 
 LOAD_TIMEOUT_S = 600.0
-"""How far apart the ranks may be while they load."""
+"""Deadline of collectives while the ranks load."""
 STEP_TIMEOUT_S = 60.0
-"""How long a rank waits for the others within a step; a dead one is noticed at once, this is for a frozen one."""
+"""Deadline of collectives within a step. It detects frozen ranks; dead ones are noticed at once."""
 STOP_TIMEOUT_S = 1.0
 _HOST = "127.0.0.1"
 _GREEDY = Sample(SamplingParams(temperature=0.0))
 
 
 class FollowerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One follower's part. steps_fd, transfers_fd: its ends of the channels from rank 0, inherited.
+    """Configuration of one follower. steps_fd, transfers_fd: its ends of the channels from rank 0, inherited.
 
-    host: own address for KV data. store_port: where the ranks meet, on loopback.
+    host: own address for KV data. store_port: port on loopback at which the ranks rendezvous.
     """
 
     name: str
@@ -60,11 +60,11 @@ class FollowerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TensorParallelGroup:
-    """Rank 0's hold on its followers; with one rank there are none and everything is as if this were not here.
+    """Rank 0's followers; none if the worker has one rank.
 
-    Must be made on the main thread: a follower ends with the thread that started it.
-    on_lost(reason, exit code) is called on a thread when a follower has died; it ends the process by default.
-    Raises ConfigError for a model that so many ranks cannot share.
+    Create it on the main thread, because a follower exits with the thread that started it.
+    on_lost(reason, exit code): called on another thread when a follower has died; by default it ends the process.
+    Raises ConfigError for a model that cannot be split this way.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class TensorParallelGroup:
         self.transfer_connections: list[Connection] = []  # one per follower, in order of rank
         if engine.tensor_parallel_size == 1:
             return
-        check_model(engine)  # before anybody waits for the other ranks
+        check_model(engine)  # before the ranks wait for each other
         listener, port = listen_on_free_port(_HOST)
         self._store = TCPStore(
             _HOST, port, None, True, timedelta(seconds=LOAD_TIMEOUT_S), False, master_listen_fd=listener
@@ -100,7 +100,7 @@ class TensorParallelGroup:
             [sys.executable, "-m", "tandem.worker.follower", msgspec.json.encode(config).decode()],
             stdin=subprocess.DEVNULL,
             pass_fds=fds,
-            env={**os.environ, "LOCAL_RANK": str(rank)},  # by which transformers chooses a rank's GPU
+            env={**os.environ, "LOCAL_RANK": str(rank)},  # transformers selects the GPU by it
         )
         follower_steps.close()
         follower_transfers.close()
@@ -117,11 +117,11 @@ class TensorParallelGroup:
 
     @property
     def pids(self) -> list[int]:
-        """Of all ranks, in order."""
+        """Process ids of all ranks, in order."""
         return [os.getpid(), *(process.pid for process in self._processes)]
 
     def load(self) -> LoadedModel:
-        """The whole model, or rank 0's share of it; blocks until every rank has loaded. Raises ConfigError."""
+        """Load the whole model, or rank 0's share. Blocks until every rank has loaded. Raises ConfigError."""
         if not self._processes:
             return load_model(self._engine)
         return load_share(self._engine, 0, self._store)
@@ -130,7 +130,7 @@ class TensorParallelGroup:
         return LeadingRunner(loaded, pool, self._steps, self._on_lost) if self._steps else ModelRunner(loaded, pool)
 
     def close(self) -> None:
-        """End the followers, which hold nothing that outlives them."""
+        """Terminate the followers and close the channels."""
         self._closing = True
         for process in self._processes:
             process.terminate()
@@ -144,7 +144,7 @@ class TensorParallelGroup:
 
 
 class LeadingRunner(ModelRunner):
-    """Rank 0's runner: every batch goes to the followers first."""
+    """Rank 0's runner: sends each batch to the followers before it runs it."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class LeadingRunner(ModelRunner):
         self._on_lost = on_lost
 
     def run(self, batch: Batch) -> list[ItemOutput]:
-        """See `ModelRunner`; an error ends the worker, for nobody knows how far the other ranks have come."""
+        """See `ModelRunner.run`. An error ends the worker, because the ranks are then out of step."""
         shared = without_sampling(batch)
         try:
             for follower in self._followers:
@@ -171,13 +171,13 @@ class LeadingRunner(ModelRunner):
 
 
 def without_sampling(batch: Batch) -> Batch:
-    """What followers need: as many rows of logits, since those are gathered from all ranks, but rank 0 chooses."""
+    """Return the batch for followers: the same rows of logits, which all ranks gather, but greedy sampling."""
     items = [msgspec.structs.replace(item, samples=[_GREEDY] * len(item.samples)) for item in batch.items]
     return Batch(items, batch.block_copies)
 
 
 def load_share(engine: EngineConfig, rank: int, store: Store) -> LoadedModel:
-    """Join the other ranks and load this rank's share of the model. Raises ConfigError."""
+    """Join the process group and load this rank's share of the model. Raises ConfigError."""
     on_gpu = engine.device != "cpu" and torch.cuda.is_available()
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
@@ -194,13 +194,13 @@ def load_share(engine: EngineConfig, rank: int, store: Store) -> LoadedModel:
 
 
 def join_as_follower(config: FollowerConfig) -> LoadedModel:
-    """Raises ConfigError."""
+    """Connect to rank 0's store and load this rank's share of the model. Raises ConfigError."""
     store = TCPStore(_HOST, config.store_port, None, False, timedelta(seconds=LOAD_TIMEOUT_S), False)
     return load_share(config.engine, config.rank, store)
 
 
 def follow(steps: Connection, runner: ModelRunner) -> None:
-    """Run every batch that rank 0 sends, until rank 0 is gone."""
+    """Run every batch from rank 0 until rank 0 is gone."""
     channel: RankChannel[Batch] = RankChannel(steps, Codec(Batch))
     while (batch := channel.receive()) is not None:
         runner.run(batch)

@@ -1,4 +1,4 @@
-"""Moves blocks of the KV cache from a prefill worker's pool to a decode worker's pool, one pair at a time.
+"""Moves KV cache blocks from a prefill worker's pool to a decode worker's pool.
 
-It knows blocks, bytes and peers; it knows nothing of requests, schedulers or models.
+This package knows blocks, bytes and peers. It knows nothing of requests, schedulers or models.
 """

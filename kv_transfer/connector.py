@@ -1,12 +1,12 @@
-"""What a connector is: two ends of one pair's data path. The control messages travel apart
-(`protocol.messages.transfer`).
+"""The connector interface: the two ends of a data path between a prefill pool and a decode pool.
 
-Push, in order: the prefill side writes, the decode side is told. Both ends run their copies on a thread of their own,
-one per pair, so a slow or dead peer holds up nobody else. `on_done` callbacks run on that thread: callers post them
-to their loop. Every `send` and `receive` ends with exactly one `on_done`, also when the pair is closed meanwhile.
+Transfers are pushed: prefill writes, then notifies decode. Control messages travel separately
+(`protocol.messages.transfer`). Each end copies on its own thread, so a slow or dead peer blocks no other pair.
+Callbacks run on that thread; callers post them to their event loop. Every `send` and `receive` ends with exactly one
+`on_done`, even if the pair is closed in the meantime.
 
-That prefill and decode run apart and hand over KV is from Splitwise (Patel et al., ISCA 2024) and DistServe (Zhong et
-al., OSDI 2024); that whole pages of the paged cache travel, from pool to pool, as in LightLLM's NCCL hand-over.
+Disaggregated prefill and decode follow Splitwise (Patel et al., ISCA 2024) and DistServe (Zhong et al., OSDI 2024).
+Whole blocks of the paged cache move from pool to pool, as in LightLLM.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from tandem.runtime.errors import KVTransferFailed
 
 OnDone = Callable[[KVTransferFailed | None], None]
 OpenStore = Callable[[], Store]
-"""Gives a store of the path's own, in which its two ends can find each other; it may block, so not on the loop."""
+"""Opens the store in which a path's two ends rendezvous. It may block, so never call it on the event loop."""
 PeerView = Callable[[torch.Tensor], torch.Tensor]
-"""From the peer's whole pool, uint8 [num_blocks, block_bytes], to the heads of it that a path leads to."""
+"""Selects the heads that a path writes from the peer's whole pool, uint8 [num_blocks, block_bytes]."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """The decode end of a path, as the prefill end finds it.
+    """The decode end of a path, as seen from prefill.
 
-
-    params: as its worker has told; `kv_transfer.connectors.process_group.connect_store` opens a store.
-    view: for connectors that map its pool.
+    params: as announced by the decode worker; `process_group.connect_store` opens its store.
+    view: for connectors that map the peer's pool.
     """
 
     path_id: str
@@ -43,43 +42,43 @@ class Peer:
 
 
 class KVSender(Protocol):
-    """The prefill side's end. Jobs are carried out in the order they were handed in."""
+    """The prefill end of a path. Jobs run in the order of the calls."""
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
-        """The peer has set these blocks aside and what goes into them is being computed: do what can be done ahead."""
+        """Prepare to write these blocks, which the peer has reserved, while their content is being computed."""
 
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
-        """Move own blocks `src_block_ids` to the peer's blocks `dst_block_ids` (equally many)."""
+        """Copy own blocks `src_block_ids` to the peer's `dst_block_ids` (same length)."""
 
     def close(self, on_closed: Callable[[], None]) -> None:
-        """End the pair without waiting: jobs that have not begun fail, the one under way ends within its deadline.
+        """Close without waiting. Queued jobs fail; the running one ends within its deadline.
 
-        `on_closed` is called, on the pair's thread, when nothing can be written any more.
+        `on_closed` is called on the path's thread once nothing can be written any more.
         """
 
 
 class KVReceiver(Protocol):
-    """The decode side's end."""
+    """The decode end of a path."""
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
-        """Take the blocks that the peer announced into own blocks `block_ids`."""
+        """Receive the blocks that the peer announced into own blocks `block_ids`."""
 
     def close(self) -> None:
-        """As for the sender; that nothing writes any more shows in the last `on_done`."""
+        """Close without waiting, as `KVSender.close`. After the last `on_done` nothing is written any more."""
 
 
 class KVConnector(Protocol):
-    """A way to make the two ends of one path, from one rank's pool to another's: `kv_transfer.registry` finds them all.
+    """Creates the two ends of a path from one rank's pool to another's. See `kv_transfer.registry`.
 
-    devices: torch device types of the pools that it moves blocks between. crosses_hosts, crosses_devices: whether it
-    also joins workers on different hosts, and on different GPUs. one_sided: the sender writes into the receiver's pool
-    by itself: then blocks are announced (ShipKV) after they were sent, and only the sender's word or its death shows
-    that it has stopped. Else they are announced before, for the receiver must take part. meets_in_store: whether the
-    ends need a store to find each other.
+    devices: torch device types it supports. crosses_hosts, crosses_devices: whether it also works between hosts, and
+    between different GPUs. meets_in_store: whether the two ends need a store to rendezvous.
+    one_sided: whether the sender writes into the receiver's pool by itself. If so, blocks are announced (ShipKV) after
+    they were written, and only the sender's message or its exit proves that it has stopped. Otherwise they are
+    announced before, because the receiver takes part.
 
-    blocks: own pool as uint8 [num_blocks, ...], whole blocks or some heads of each, the same shape but for num_blocks
-    on both sides. host: own address on the network of the data path. Neither method blocks; `on_ready` is called once,
-    from some thread, when the path can be used or cannot be.
+    blocks: own pool, uint8 [num_blocks, ...], whole blocks or some heads of each; both sides have the same shape apart
+    from num_blocks. host: own address on the data network. Neither method blocks. `on_ready` is called once, on any
+    thread, when the path is usable or has failed.
     """
 
     @property
@@ -98,11 +97,11 @@ class KVConnector(Protocol):
     def meets_in_store(self) -> bool: ...
 
     def open_sender(self, peer: Peer, blocks: torch.Tensor, host: str, on_ready: OnDone) -> KVSender:
-        """The prefill end. Raises KVTransferFailed, for one when the peer's memory cannot be mapped."""
+        """Open the prefill end. Raises KVTransferFailed, e.g. if the peer's memory cannot be mapped."""
         ...
 
     def open_receiver(
         self, path_id: str, open_store: OpenStore, blocks: torch.Tensor, host: str, on_ready: OnDone
     ) -> KVReceiver:
-        """The decode end. Raises KVTransferFailed. open_store: not to be called where `meets_in_store` is False."""
+        """Open the decode end. Raises KVTransferFailed. Calls `open_store` only if `meets_in_store`."""
         ...

@@ -1,4 +1,4 @@
-"""Pure: may these two workers pair, and by which connector? A refusal names the field and both values."""
+"""Decides whether two workers may pair, and by which connector. Pure. Refusals name the field and both values."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tandem.runtime.errors import ConfigError, KVLayoutMismatch
 
 
 def offered_connectors(wanted: str, device: str) -> list[str]:
-    """The connectors that a worker can use, by preference. wanted: a connector's name, or `auto`.
+    """Return the connectors that a worker offers, by preference. wanted: a connector's name, or `auto`.
 
-    Raises ConfigError for a name that nobody knows, and for a connector that the device rules out.
+    Raises ConfigError for an unknown name, and for a connector that does not support the device.
     """
     check_name(wanted)
-    able = [name for name in BUILT_IN if device in load_connector(name).devices]
+    usable = [name for name in BUILT_IN if device in load_connector(name).devices]
     if wanted == AUTO:
-        return able
+        return usable
     if device not in load_connector(wanted).devices:
         raise ConfigError(
-            f"connector {wanted!r} does not work on {device}; use {' or '.join(able)} (--kv-connector auto chooses)"
+            f"connector {wanted!r} does not work on {device}; use {' or '.join(usable)} (--kv-connector auto chooses)"
         )
     return [wanted]
 
@@ -35,9 +35,10 @@ def agree(
     connectors: list[str],
     device_ids: Sequence[str] = (),
 ) -> str:
-    """The connector for the pair: the prefill side's first choice that we offer too and that can reach us.
+    """Choose the connector of a pair: the first that prefill prefers, decode offers and that reaches decode's pool.
 
-    device_ids: GPUs of our ranks, as in OpenPair. Raises KVLayoutMismatch.
+    message: prefill's offer; the other arguments describe the decode worker. device_ids: GPUs of its ranks, as in
+    OpenPair. Raises KVLayoutMismatch.
     """
     if message.version != PROTOCOL_VERSION:
         raise KVLayoutMismatch(f"protocol version differs: prefill has {message.version}, decode {PROTOCOL_VERSION}")
@@ -66,7 +67,7 @@ def agree(
 
 
 def _same_devices(message: OpenPair, layout: KVLayout, device_ids: Sequence[str]) -> bool:
-    """Whether every path leads from a device to itself. Ranks on CPU name none, and are all on the same."""
+    """Whether every path starts and ends on the same device. Ranks on CPU have no device id and always match."""
     routes = head_routes(layout.total_kv_heads, message.layout.tensor_parallel_size, layout.tensor_parallel_size)
     theirs, ours = dict(enumerate(message.device_ids)), dict(enumerate(device_ids))
     return all(theirs.get(route.src_rank, "") == ours.get(route.dst_rank, "") for route in routes)

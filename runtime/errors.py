@@ -116,3 +116,8 @@ class ErrorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def to_error(self) -> TandemError:
         """The exception again; a code that this version does not know becomes InternalError."""
         return _BY_CODE.get(self.code, InternalError)(self.message, self.param)
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or the name of its class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -13,7 +13,7 @@ from tandem.engine.kv_pool import KVPool
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.tensor_parallel import FollowerConfig, follow, join_as_follower
 from tandem.kv_transfer.ranks.rank_pool import RankPool
-from tandem.kv_transfer.ranks.remote_rank import TransferServer
+from tandem.kv_transfer.ranks.transfer_server import TransferServer
 from tandem.runtime.collector import freeze_loaded_objects
 from tandem.runtime.process import run_to_exit
 

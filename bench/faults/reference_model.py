@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tandem.engine.sampling.noise import arrival_times, noise_keys
-from tandem.engine.sampling.sampler import part_ids, race_part_size
+from tandem.engine.sampling.sampler import race_segment_size, segment_ids
 
 
 class Answer(NamedTuple):
@@ -51,10 +51,10 @@ class ReferenceModel:
 
 def _race(weights: torch.Tensor, keys: torch.Tensor) -> tuple[int, float]:
     """Samples as `engine.sampling.sampler` does without filters: a part of the vocabulary, then a token in it."""
-    part_size = race_part_size(len(weights))
+    part_size = race_segment_size(len(weights))
     parts = torch.split(weights, part_size)
     sums = torch.stack([part.sum() for part in parts])
-    part, ahead = _first(sums / arrival_times(keys, part_ids(torch.arange(len(parts))))[0])
+    part, ahead = _first(sums / arrival_times(keys, segment_ids(torch.arange(len(parts))))[0])
     token_ids = part * part_size + torch.arange(len(parts[part]))
     place, ahead_in_part = _first(parts[part] / arrival_times(keys, token_ids)[0])
     return part * part_size + place, min(ahead, ahead_in_part)

@@ -47,7 +47,7 @@ def build(num_workers: int, rng: random.Random, prompts: list[list[bytes]], spre
         registry.on_register(0, RegisterWorker(PROTOCOL_VERSION, info, 1 << 18, 50_000, "m", BLOCK_SIZE))
     pairs = [PairStatus(info.worker_id, info.epoch, "ready") for info in decodes]
     for info in prefills + decodes:
-        log = PrefixLog(max_told=100_000, max_per_update=100_000)
+        log = PrefixLog(max_published=100_000, max_per_update=100_000)
         for hashes in prompts if spread != "none" else []:
             num_held = len(hashes) // 4
             if spread == "all" or rng.random() < 3 / (2 * num_workers):

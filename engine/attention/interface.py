@@ -1,7 +1,8 @@
 """Paged attention behind transformers' attention interface.
 
-The tokens of all sequences of a step lie flat in one row. A `StepAttention` is made once per step for all layers; it
-knows where each token's keys and values go in the pool and what each query may see. There is one per kind of device.
+The tokens of all sequences of a step form one flat row. A `StepAttention` is created once per step for all layers. It
+knows where each token's keys and values go in the pool, and what each query may attend to. Each kind of device has its
+own implementation.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ NO_WINDOW = 0
 
 @dataclass(frozen=True, slots=True)
 class AttentionOptions:
-    """What a model asks of one layer's attention.
+    """The parameters of one layer's attention.
 
-    window: how many tokens, its own included, a query sees; NO_WINDOW for all. softcap: scores become
-    `softcap * tanh(score / softcap)`, 0 for not. sinks: [num_heads], logits that take part in the softmax and have no
-    value (attention sinks), or None.
+    window: tokens that a query attends to, its own included, or NO_WINDOW. softcap: scores become
+    `softcap * tanh(score / softcap)`, unless it is 0. sinks: [num_heads], logits that take part in the softmax but have
+    no value (attention sinks, Xiao et al., ICLR 2024), or None.
     """
 
     scale: float
@@ -36,8 +37,8 @@ class AttentionOptions:
 class LayerPlan:
     """What `engine.loading.model_probe` found out about one attention module.
 
-    layer: which layer of the KV pool is its own. window: as in AttentionOptions, read off the mask that the model asks
-    for. num_kv_heads, head_dim: the pool's, which may be larger than the layer's own.
+    layer: index of its layer in the KV pool. window: as in AttentionOptions. num_kv_heads, head_dim: of the pool,
+    which may be larger than the layer's own.
     """
 
     layer: int
@@ -47,14 +48,14 @@ class LayerPlan:
 
 
 class StepAttention(Protocol):
-    """One step's attention, in all layers."""
+    """Attention of one step, for all layers."""
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
         """Store the new keys and values in the pool, attend, and return [num_tokens, num_heads, head_dim].
 
-        query: [1, num_heads, num_tokens, head_dim]; key and value: [1, num_kv_heads, num_tokens, head_dim].
+        query: [1, num_heads, num_tokens, head_dim]. key, value: [1, num_kv_heads, num_tokens, head_dim].
         """
         ...
 
@@ -71,8 +72,8 @@ def paged_attention(
     tandem: StepAttention | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """What transformers calls in each layer; the result is [1, num_tokens, num_heads, head_dim of the values]."""
-    assert tandem is not None, "the model does not hand our metadata on to its attention"
+    """Called by transformers in each layer. Returns [1, num_tokens, num_heads, head_dim of the values]."""
+    assert tandem is not None, "the model does not pass our metadata on to its attention"
     plan: LayerPlan = module.tandem_plan  # type: ignore[assignment]
     options = AttentionOptions(
         scale=scaling if scaling is not None else query.shape[-1] ** -0.5,
@@ -82,20 +83,20 @@ def paged_attention(
     )
     value_dim = value.shape[-1]
     if not (query.shape[-1] == value_dim == plan.head_dim and key.shape[1] == plan.num_kv_heads):
-        query, key, value = _fitted(plan, query, key, value)
-    # Contiguous, as transformers' own: models take views of it.
+        query, key, value = _fit_to_pool(plan, query, key, value)
+    # Contiguous, because models take views of the result.
     return tandem.attend(plan.layer, query, key, value, options)[None, ..., :value_dim].contiguous(), None
 
 
-def _fitted(plan: LayerPlan, *states: torch.Tensor) -> list[torch.Tensor]:
-    """Query, key and value with as many heads and dimensions as the pool has: heads repeated, zeros behind each.
+def _fit_to_pool(plan: LayerPlan, *states: torch.Tensor) -> list[torch.Tensor]:
+    """Pad query, key and value to the pool's head_dim with zeros and repeat KV heads up to its num_kv_heads.
 
-    Zeros change no product. A key head repeated serves its group of query heads in parts.
+    Zeros do not change the dot products. Each copy of a KV head serves a share of its query heads.
     """
     query, key, value = (F.pad(state, (0, plan.head_dim - state.shape[-1])) for state in states)
     repeats = plan.num_kv_heads // key.shape[1]
     return [query, key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)]
 
 
-# No mask is registered under this name, so that transformers makes none.
+# No mask function is registered under this name, so transformers builds no masks.
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

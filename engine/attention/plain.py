@@ -1,7 +1,7 @@
-"""Paged attention of torch's plain operations: right on every device, and what to fall back on.
+"""Paged attention in plain torch operations: works on every device, and is the fallback everywhere.
 
-Sequences with one new token are batched; longer chunks run one by one, on their own fresh keys where the chunk begins
-the sequence.
+Sequences with one new token are batched. Longer chunks run one by one; a chunk that begins its sequence attends to its
+own keys without reading the pool.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from tandem.engine.attention.interface import NO_WINDOW, AttentionOptions
+from tandem.engine.attention.step_index import Int32, StepIndex
 from tandem.engine.batch import BatchItem
 
 if TYPE_CHECKING:
@@ -22,20 +23,20 @@ if TYPE_CHECKING:
 
 @dataclass
 class _SingleTokens:
-    """Sequences with one new token each, whose contexts are of similar length (in blocks)."""
+    """Sequences with one new token each, grouped by context length so that padding stays below a factor of two."""
 
-    token_rows: torch.Tensor  # [num_seqs]: which tokens of the step
-    block_tables: torch.Tensor  # [num_seqs, max_blocks]; a sequence's last entries repeat its first block
-    num_context_tokens: torch.Tensor  # [num_seqs], the new token included
+    token_rows: torch.Tensor  # [num_seqs]: indices of the tokens in the step
+    block_tables: torch.Tensor  # [num_seqs, max_blocks], padded with each sequence's first block
+    num_context_tokens: torch.Tensor  # [num_seqs], including the new token
     views: dict[int, _ContextView] = field(default_factory=dict)  # by sliding window
 
 
 @dataclass
 class _ContextView:
-    """The blocks that single tokens may see some of, as rows of a layer's keys or values in the pool."""
+    """The blocks that a group of single tokens reads, as rows of a layer's keys or values in the pool."""
 
     rows: torch.Tensor  # [num_seqs * num_kv_heads * max_blocks]
-    bias: torch.Tensor  # [num_seqs, 1, 1, max_blocks * block_size]: 0 where a key may be seen, -inf elsewhere
+    bias: torch.Tensor  # [num_seqs, 1, 1, max_blocks * block_size]: 0 for visible keys, -inf for others
 
 
 @dataclass
@@ -45,47 +46,37 @@ class _Chunk:
     first_token: int
     num_tokens: int
     start: int
-    block_table: torch.Tensor | None  # [num_blocks]; None when the chunk begins the sequence
+    block_table: torch.Tensor | None  # [num_blocks]; None if the chunk begins the sequence
     masks: dict[int, torch.Tensor] = field(default_factory=dict)  # by sliding window: [num_tokens, num_context_tokens]
 
 
 class PlainAttention:
-    """Everything that attention needs to know of one step, made once for all layers."""
+    """Implements `engine.attention.interface.StepAttention`."""
 
     def __init__(self, pool: KVPool, items: Sequence[BatchItem]) -> None:
         self.pool = pool
-        device = pool.tensor.device
-        block_size = pool.layout.block_size
-        slots: list[torch.Tensor] = []  # block id * block_size + token of the block
-        singles: dict[int, list[tuple[int, BatchItem]]] = {}
+        self._device = pool.tensor.device
+        index = StepIndex.of(items, pool.layout.block_size)
+        self.num_tokens = index.num_tokens
+        self.slots = [self._indices(index.blocks), self._indices(index.offsets)]
+        groups: dict[int, list[int]] = {}
         self.chunks: list[_Chunk] = []
-        first_token = 0
-        for item in items:
-            num_tokens = len(item.token_ids)
-            end = item.start + num_tokens
-            num_blocks = -(-end // block_size)
+        for row, item in enumerate(items):
+            num_tokens, first_token = len(item.token_ids), int(index.cu_seqlens[row])
             if num_tokens == 1:
-                singles.setdefault((num_blocks - 1).bit_length(), []).append((first_token, item))
-                slots.append(torch.tensor([item.block_table[num_blocks - 1] * block_size + item.start % block_size]))
+                groups.setdefault((item.start // pool.layout.block_size).bit_length(), []).append(row)
             else:
-                table = torch.tensor(list(item.block_table[:num_blocks]))
-                positions = torch.arange(item.start, end)
-                slots.append(table[positions // block_size] * block_size + positions % block_size)
-                context = table.to(device) if item.start else None
-                self.chunks.append(_Chunk(first_token, num_tokens, item.start, context))
-            first_token += num_tokens
-        self.num_tokens = first_token
-        slot_mapping = torch.cat(slots).to(device)  # [num_tokens]
-        self.slots = [slot_mapping // block_size, slot_mapping % block_size]
-        self.singles = [self._single_tokens(group) for group in singles.values()]
+                num_blocks = -(-(item.start + num_tokens) // pool.layout.block_size)
+                table = torch.tensor(item.block_table[:num_blocks], device=self._device) if item.start else None
+                self.chunks.append(_Chunk(first_token, num_tokens, item.start, table))
+        self.singles = [self._single_tokens(index, rows) for rows in groups.values()]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        """See `engine.attention.interface.StepAttention`."""
         for tokens, new in zip(self.pool.layer_tokens[layer], (key, value), strict=True):
             torch.ops.aten.index_put_(tokens, self.slots, new[0].transpose(0, 1))
-        # One group or chunk is all tokens, in the step's order.
+        # A single group or chunk covers all tokens in the step's order.
         if not self.chunks and len(self.singles) == 1:
             return _attend_single(self.pool, layer, self.singles[0], query[0].transpose(0, 1), options)
         if not self.singles and len(self.chunks) == 1:
@@ -101,19 +92,17 @@ class PlainAttention:
             )
         return output
 
-    def _single_tokens(self, group: list[tuple[int, BatchItem]]) -> _SingleTokens:
-        device, block_size = self.pool.tensor.device, self.pool.layout.block_size
-        num_blocks = [item.start // block_size + 1 for _, item in group]
-        max_blocks = max(num_blocks)
-        tables = [
-            [*item.block_table[:used], *[item.block_table[0]] * (max_blocks - used)]
-            for (_, item), used in zip(group, num_blocks, strict=True)
-        ]
+    def _single_tokens(self, index: StepIndex, rows: list[int]) -> _SingleTokens:
+        num_context = index.num_context[rows]
+        max_blocks = -(-int(num_context.max()) // self.pool.layout.block_size)
         return _SingleTokens(
-            token_rows=torch.tensor([row for row, _ in group], device=device),
-            block_tables=torch.tensor(tables, device=device),
-            num_context_tokens=torch.tensor([item.start + 1 for _, item in group], device=device),
+            token_rows=self._indices(index.cu_seqlens[rows]),
+            block_tables=self._indices(index.block_table[rows, :max_blocks]),
+            num_context_tokens=self._indices(num_context),
         )
+
+    def _indices(self, array: Int32) -> torch.Tensor:
+        return torch.from_numpy(array).to(device=self._device, dtype=torch.long)
 
 
 def _context_view(pool: KVPool, singles: _SingleTokens, window: int) -> _ContextView:
@@ -136,7 +125,7 @@ def _context_view(pool: KVPool, singles: _SingleTokens, window: int) -> _Context
 
 
 def _chunk_mask(chunk: _Chunk, window: int, device: torch.device) -> torch.Tensor:
-    """True where a key may be seen: the causal triangle of the chunk's queries at the end of the context."""
+    """[num_tokens, num_context_tokens]: True where a query may attend to a key (causal, within the window)."""
     if window not in chunk.masks:
         end = chunk.start + chunk.num_tokens
         queries = torch.arange(chunk.start, end, device=device)[:, None]
@@ -151,7 +140,7 @@ def _chunk_mask(chunk: _Chunk, window: int, device: torch.device) -> torch.Tenso
 def _attend_single(
     pool: KVPool, layer: int, singles: _SingleTokens, query: torch.Tensor, options: AttentionOptions
 ) -> torch.Tensor:
-    """query: [num_seqs, num_heads, head_dim], and so the result."""
+    """Attention of one token per sequence. query and result: [num_seqs, num_heads, head_dim]."""
     num_seqs, num_heads, head_dim = query.shape
     view = singles.views.get(options.window)
     if view is None:
@@ -161,7 +150,7 @@ def _attend_single(
         blocks.index_select(0, view.rows).view(num_seqs, num_kv_heads, -1, head_dim)
         for blocks in pool.layer_blocks[layer]
     )
-    # Query heads of a group share one key head: [num_seqs, num_kv_heads, group, ...]
+    # The query heads of a group share one KV head: [num_seqs, num_kv_heads, group, ...]
     scores = torch.matmul(query.reshape(num_seqs, num_kv_heads, -1, head_dim), key.transpose(2, 3)).float()
     sinks = None if options.sinks is None else options.sinks.view(1, num_kv_heads, -1, 1)
     weights = _softmax(_capped(scores * options.scale, options) + view.bias, sinks).to(value.dtype)
@@ -173,7 +162,7 @@ def _capped(scores: torch.Tensor, options: AttentionOptions) -> torch.Tensor:
 
 
 def _softmax(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Over the last axis; sinks (same shape, last axis 1) take their share of the mass and are left out."""
+    """Softmax over the last axis. sinks: as scores, with a last axis of 1; they take mass but are not returned."""
     if sinks is None:
         return scores.softmax(-1)
     with_sinks = torch.cat((scores, sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)), -1)
@@ -200,7 +189,7 @@ def _attend_chunk(
     if chunk.block_table is not None:
         key, value = (_context(pool, chunk, chunk.block_table, blocks) for blocks in pool.layer_blocks[layer])
     mask = _chunk_mask(chunk, options.window, query.device)
-    # Query heads of a group are stacked along the query axis: SDPA's own enable_gqa is slow on CPU.
+    # The query heads of a group are stacked along the query axis, because SDPA's enable_gqa is slow on CPU.
     folded = query.reshape(1, num_kv_heads, group * chunk.num_tokens, -1)
     if is_plain:
         mixed = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask.repeat(group, 1), scale=options.scale)
@@ -213,7 +202,7 @@ def _attend_chunk(
 
 
 def _context(pool: KVPool, chunk: _Chunk, block_table: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Keys or values of the whole context: [1, num_kv_heads, num_context_tokens, head_dim]."""
+    """Gather the keys or values of the whole context: [1, num_kv_heads, num_context_tokens, head_dim]."""
     layout = pool.layout
     heads = torch.arange(layout.num_kv_heads, device=block_table.device)[:, None]
     rows = block_table * (2 * layout.num_layers * layout.num_kv_heads) + heads  # [num_kv_heads, num_blocks]

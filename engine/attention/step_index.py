@@ -1,4 +1,4 @@
-"""Where the tokens of a step lie: flat arrays that attention on accelerators and captured graphs take."""
+"""Flat arrays that say where each token of a step is in the batch and in the KV pool."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ Int32 = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class StepIndex:
-    """T tokens of N sequences, int32.
+    """A step of T tokens of N sequences. All arrays are int32.
 
-    token_ids, positions (as the model is told them), blocks (the pool block of each token's keys and values) and
-    offsets (the place in it): [T]. cu_seqlens: [N + 1], where each sequence's tokens begin. num_context: [N], tokens
-    that each sequence's last may see, itself included. block_table: [N, B], rows filled up with their first block.
+    token_ids, positions (as the model gets them): [T]. blocks, offsets: [T], the pool block of each token's keys and
+    values, and its slot in that block. cu_seqlens: [N + 1], where each sequence's tokens begin. num_context: [N],
+    tokens that the last token of each sequence may attend to, itself included. block_table: [N, B], rows padded with
+    their first block.
     """
 
     token_ids: Int32
@@ -38,14 +39,16 @@ class StepIndex:
         num_context = starts + lengths
         positions = np.arange(cu_seqlens[-1], dtype=np.int32) + np.repeat(starts - cu_seqlens[:-1], lengths)
         num_blocks = -(-num_context // block_size)
-        block_table = np.empty((len(items), int(num_blocks.max())), np.int32)
-        for row, item, used in zip(block_table, items, num_blocks.tolist(), strict=True):
-            row[:used] = item.block_table[:used]
-            row[used:] = item.block_table[0]
+        max_blocks = int(num_blocks.max())
+        rows = [
+            [*item.block_table[:num_used], *[item.block_table[0]] * (max_blocks - num_used)]
+            for item, num_used in zip(items, num_blocks.tolist(), strict=True)
+        ]
+        block_table = np.array(rows, np.int32)
         sequence = np.repeat(np.arange(len(items)), lengths)
         shifts = np.array([item.position_offset for item in items], np.int32)[sequence]
         return cls(
-            token_ids=np.concatenate([np.asarray(item.token_ids, np.int32) for item in items]),
+            token_ids=np.array([token_id for item in items for token_id in item.token_ids], np.int32),
             positions=(positions + shifts).astype(np.int32),
             blocks=block_table[sequence, positions // block_size],
             offsets=(positions % block_size).astype(np.int32),
@@ -63,13 +66,15 @@ class StepIndex:
         return len(self.num_context)
 
     @property
-    def max_query_len(self) -> int:
-        return int(np.diff(self.cu_seqlens).max())
+    def query_lens(self) -> Int32:
+        """[N], tokens of each sequence in this step."""
+        return np.diff(self.cu_seqlens)
 
     def padded(self, num_sequences: int, max_blocks: int) -> StepIndex:
-        """For steps of single tokens: the first sequence again and again, up to `num_sequences`.
+        """Pad a step of single tokens to `num_sequences` rows of `max_blocks` blocks.
 
-        A copy computes the same keys and values and writes them to the same place, so it changes nothing.
+        Padding rows repeat the first sequence. They write the same keys and values to the same slots, so they change
+        nothing.
         """
         assert self.num_tokens == self.num_sequences <= num_sequences
         rows = np.zeros(num_sequences, np.int64)

@@ -1,7 +1,7 @@
-"""Decoder layers of the common shape in few, large operations: what a small step costs is mostly their number.
+"""Replaces decoder layers of the Llama shape by fused ones, because operator overhead dominates small CPU steps.
 
-A layer is replaced only if it has the parts of that shape and nothing else, and if the replacement then computes the
-same, in float32, on what a run of the whole model fed the layer. All others stay as transformers made them.
+A layer is replaced only if it has exactly the expected submodules, and if the replacement gives the same result in
+float32 on the inputs that the layer gets in a run of the whole model. All other layers stay as they are.
 """
 
 from __future__ import annotations
@@ -14,30 +14,32 @@ import torch
 from torch import nn
 
 from tandem.engine.attention.interface import AttentionOptions, LayerPlan, StepAttention
-from tandem.engine.cpu.kernels import DTYPES, as_array, rms_norm, rotation
+from tandem.engine.cpu.compiler import DTYPES, as_array
+from tandem.engine.cpu.layer_kernels import rms_norm, rotation
 from tandem.engine.cpu.packed_linear import merge
+from tandem.engine.loading.sharding import plain_linear
 
-_PARTS = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-_TOLERANCE = 1e-4  # of the largest value, in float32
+_SUBMODULES = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+_TOLERANCE = 1e-4  # relative to the largest value, in float32
 _NUM_PROBE_TOKENS = 5
 
 
 class NotFusedError(Exception):
-    """The layer is not of the common shape; says in what."""
+    """The layer cannot be fused; the message says why."""
 
 
 class FusedLayer(nn.Module):
-    """Norm, merged q/k/v, rotation, attention, output and residual; norm, gated SiLU, output and residual.
+    """Computes `h + attention(norm(h))`, then `h + down(silu(gate(norm(h))) * up(norm(h)))`, with q, k and v merged.
 
-    Takes the arguments of the transformers layer that it replaces, of which only `hidden_states`
-    [1, num_tokens, hidden_size], `position_embeddings` (cosines and sines, [1, num_tokens, head_dim]) and `tandem`
-    count. options: what the replaced layer asked of its attention. Raises NotFusedError.
+    Accepts the arguments of the transformers layer that it replaces, but uses only `hidden_states`
+    [1, num_tokens, hidden_size], `position_embeddings` (cosines and sines, [1, num_tokens, head_dim]) and `tandem`.
+    options: the replaced layer's attention options. Raises NotFusedError.
     """
 
     def __init__(self, layer: Any, options: AttentionOptions) -> None:
         super().__init__()
-        attention, mlp = _of_known_parts(layer)
-        self.attention_type = getattr(layer, "attention_type", None)  # some models ask their layers
+        attention, mlp = _attention_and_mlp(layer)
+        self.attention_type = getattr(layer, "attention_type", None)  # read by some models
         self._plan: LayerPlan = attention.tandem_plan
         self._options = options
         self._head_dim: int = attention.head_dim
@@ -50,7 +52,7 @@ class FusedLayer(nn.Module):
         num_outputs = sum(linear.out_features for linear in projections)
         self._num_kv_heads: int = num_kv_heads
         if (num_kv_heads, self._head_dim) != (self._plan.num_kv_heads, self._plan.head_dim):
-            raise NotFusedError("its heads are fitted to the KV pool's")
+            raise NotFusedError("its heads are padded to the KV pool's")
         self._num_heads: int = num_outputs // self._head_dim - 2 * num_kv_heads
         self._input_norm = FusedRMSNorm(layer.input_layernorm)
         self._qkv = merge(projections)
@@ -76,7 +78,7 @@ class FusedLayer(nn.Module):
     ) -> torch.Tensor:
         residual = hidden_states[0]
         num_tokens, num_heads, num_rotated = len(residual), self._num_heads, self._num_heads + self._num_kv_heads
-        # [num_tokens, heads, head_dim]: the query's, the keys', the values'
+        # [num_tokens, heads, head_dim]: query, then key, then value heads
         heads = self._qkv(self._input_norm(residual)).view(num_tokens, -1, self._head_dim)
         rotated = heads
         if self._query_norm is not None and self._key_norm is not None:
@@ -98,13 +100,13 @@ class FusedLayer(nn.Module):
 
 
 class FusedRMSNorm(nn.Module):
-    """RMSNorm (Zhang and Sennrich, NeurIPS 2019), rounded where transformers' Llama rounds. Raises NotFusedError."""
+    """RMSNorm with the compiled kernel `layer_kernels.rms_norm`. Raises NotFusedError for other norms."""
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
         epsilon = getattr(norm, "variance_epsilon", getattr(norm, "eps", None))
         if epsilon is None or [name for name, _ in norm.named_parameters()] != ["weight"]:
-            raise NotFusedError(f"{type(norm).__name__} is no RMSNorm")
+            raise NotFusedError(f"{type(norm).__name__} is not an RMSNorm")
         self.weight: torch.Tensor = norm.weight
         self._epsilon = float(epsilon)
         self._weight_array = as_array(norm.weight.detach())
@@ -118,52 +120,50 @@ class FusedRMSNorm(nn.Module):
 
 
 def _rotated(heads: torch.Tensor, num_heads: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The first `num_heads` of heads [num_tokens, any, head_dim], rotated; cos and sin: [1, num_tokens, head_dim]."""
+    """Rotate the first `num_heads` of heads [num_tokens, any, head_dim]. cos, sin: [1, num_tokens, head_dim]."""
     output = torch.empty(len(heads), num_heads, heads.shape[2], dtype=heads.dtype)
     rotation(heads.dtype)(as_array(heads), as_array(cos[0]), as_array(sin[0]), as_array(output))
     return output
 
 
-def _of_known_parts(layer: Any) -> tuple[Any, Any]:
-    """The attention and the MLP of a layer that has exactly the known parts."""
-    with_weights = {name for name, child in layer.named_children() if list(child.parameters())}
-    if with_weights != _PARTS or list(layer.parameters(recurse=False)):
-        raise NotFusedError("other parts than attention, MLP and two norms")
+def _attention_and_mlp(layer: Any) -> tuple[Any, Any]:
+    """Return both modules of a layer of the Llama shape. Raises NotFusedError for any other layer."""
+    if set(_children_with_weights(layer)) != _SUBMODULES or list(layer.parameters(recurse=False)):
+        raise NotFusedError("its submodules are not attention, MLP and two norms")
     attention, mlp = layer.self_attn, layer.mlp
     merged = {"qkv_proj", "o_proj"}, {"gate_up_proj", "down_proj"}
     apart = {"q_proj", "k_proj", "v_proj", "o_proj"}, {"gate_proj", "up_proj", "down_proj"}
     for module, shapes in ((attention, (merged[0], apart[0])), (mlp, (merged[1], apart[1]))):
-        children = {name: child for name, child in module.named_children() if list(child.parameters())}
+        children = _children_with_weights(module)
         if set(children) - {"q_norm", "k_norm"} not in shapes or ("q_norm" in children) != ("k_norm" in children):
-            raise NotFusedError(f"other parts in {type(module).__name__}")
+            raise NotFusedError(f"{type(module).__name__} has other submodules")
         if list(module.parameters(recurse=False)):
-            raise NotFusedError(f"weights of its own in {type(module).__name__}")
+            raise NotFusedError(f"{type(module).__name__} has parameters of its own")
         for name, child in children.items():
             if not name.endswith("_norm") and (type(child) is not nn.Linear or not _is_plain(child)):
-                raise NotFusedError(f"{name} is no plain linear layer")
+                raise NotFusedError(f"{name} is not a plain linear layer")
     return attention, mlp
 
 
+def _children_with_weights(module: Any) -> dict[str, nn.Module]:
+    return {name: child for name, child in module.named_children() if list(child.parameters())}
+
+
 def _is_plain(linear: nn.Linear) -> bool:
-    """Whether nobody has put hooks or a tensor of another kind (a shard, a quantised one) into it."""
+    """Whether the layer has no hooks and an ordinary weight (neither sharded nor quantised)."""
     return not linear._forward_hooks and not linear._forward_pre_hooks and type(linear.weight.data) is torch.Tensor
 
 
 def _halves(linear: nn.Linear) -> tuple[nn.Linear, nn.Linear]:
-    parts = []
+    """Split a layer by its outputs."""
     biases = (None, None) if linear.bias is None else linear.bias.chunk(2)
-    for weight, bias in zip(linear.weight.chunk(2), biases, strict=True):
-        part = nn.Linear(1, 1, bias=bias is not None, device="meta")
-        part.weight = nn.Parameter(weight, requires_grad=False)
-        if bias is not None:
-            part.bias = nn.Parameter(bias, requires_grad=False)
-        parts.append(part)
-    return parts[0], parts[1]
+    first, second = (plain_linear(w, b) for w, b in zip(linear.weight.chunk(2), biases, strict=True))
+    return first, second
 
 
 @dataclass
-class _Probe:
-    """A step's attention that keeps what it is asked, and answers with something that depends on all of it."""
+class _RecordingAttention:
+    """A StepAttention that records each layer's options and returns a value that depends on all its inputs."""
 
     options: dict[int, AttentionOptions] = field(default_factory=dict)
 
@@ -177,7 +177,7 @@ class _Probe:
 
 
 def fuse_layers(model: Any) -> int:
-    """Replace the layers of `model` that can be; returns how many were."""
+    """Replace every layer of `model` that can be fused; return how many were."""
     layers: nn.ModuleList | None = getattr(model.base_model, "layers", None)
     if layers is None or model.dtype not in DTYPES:
         return 0
@@ -189,22 +189,22 @@ def fuse_layers(model: Any) -> int:
             inputs[i] = args, kwargs
 
         hooks.append(layer.register_forward_pre_hook(keep, with_kwargs=True))
-    probe = _Probe()
+    recording = _RecordingAttention()
     device = next(model.parameters()).device
     tokens = torch.arange(_NUM_PROBE_TOKENS, device=device)[None]
     try:
-        # Positions far apart, so that a wrong rotation shows.
-        model(input_ids=tokens, position_ids=tokens * 7, use_cache=False, tandem=probe)
+        # Positions are spread out, so that a wrong rotation shows.
+        model(input_ids=tokens, position_ids=tokens * 7, use_cache=False, tandem=recording)
     finally:
         for hook in hooks:
             hook.remove()
     num_fused = 0
     for i, layer in enumerate(layers):
-        if i not in inputs or i not in probe.options:
+        if i not in inputs or i not in recording.options:
             continue
         try:
-            _check_equal(layer, probe.options[i], *inputs[i])
-            layers[i] = FusedLayer(layer, probe.options[i])
+            _check_equal(layer, recording.options[i], *inputs[i])
+            layers[i] = FusedLayer(layer, recording.options[i])
         except NotFusedError:
             continue
         num_fused += 1
@@ -212,20 +212,21 @@ def fuse_layers(model: Any) -> int:
 
 
 def _check_equal(layer: nn.Module, options: AttentionOptions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _of_known_parts(layer)
+    """Compare the fused layer with `layer` in float32. Raises NotFusedError if they differ."""
+    _attention_and_mlp(layer)
     reference = copy.deepcopy(layer).float()
     fused = FusedLayer(reference, options)
-    args, kwargs = _as_float32(args), _as_float32({**kwargs, "tandem": _Probe()})
+    args, kwargs = _as_float32(args), _as_float32({**kwargs, "tandem": _RecordingAttention()})
     embeddings = kwargs.get("position_embeddings")
     if not isinstance(embeddings, tuple) or embeddings[0].shape[-1] != fused._head_dim:
-        raise NotFusedError("its rotation is not of whole heads")
+        raise NotFusedError("it does not rotate whole heads")
     wanted = reference(*args, **kwargs)
     if not isinstance(wanted, torch.Tensor):
-        raise NotFusedError("it gives more than hidden states")
+        raise NotFusedError("it returns more than hidden states")
     hidden = args[0] if args else kwargs["hidden_states"]
     change, wanted_change = fused(*args, **kwargs) - hidden, wanted - hidden
     if not torch.allclose(change, wanted_change, rtol=0, atol=_TOLERANCE * float(wanted_change.abs().max())):
-        raise NotFusedError("its formula is another")
+        raise NotFusedError("it computes something else")
 
 
 def _as_float32(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How this process takes memory from the system: what a step frees, the next layer gets again."""
+"""Tunes glibc's malloc for the large tensors of a model step."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ _KEPT_BYTES = 1 << 30
 
 
 def keep_freed_memory() -> None:
-    """Make malloc keep what is freed, in one arena for all threads. Call before there are threads.
+    """Make malloc keep freed memory, in one arena for all threads. Call before threads start.
 
-    glibc would give each freed tensor of some megabytes back and take it anew, page by page, in every layer: up to a
-    third of a step. With another C library (musl, macOS) this does nothing.
+    Every CPU worker gains: otherwise each layer of a prefill step returns its activations to the kernel and faults
+    them in again, up to a third of the step. Without glibc (musl, macOS) this does nothing.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and hasattr(libc, "gnu_get_libc_version"):
-        libc.mallopt(_M_ARENA_MAX, 1)  # the arenas of threads give memory back whatever the thresholds say
+        libc.mallopt(_M_ARENA_MAX, 1)  # the arenas of threads ignore the thresholds
         libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
         libc.mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)

@@ -1,4 +1,4 @@
-"""bfloat16 linear layers on CPU with weights laid out once for oneDNN, about twice as fast at few rows."""
+"""bfloat16 linear layers on CPU with weights packed once for oneDNN: about twice as fast for small batches."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ Activation = Literal["none", "swish"]
 
 
 class PackedLinear(nn.Module):
-    """Computes what `nn.Linear` would with this weight. The packed weight is opaque: it cannot be saved or moved.
+    """Equivalent of `nn.Linear`. The packed weight is opaque: it cannot be saved or moved.
 
-    activation: applied to the result, which is not yet rounded.
+    activation: applied to the result before it is rounded.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation = "none") -> None:
@@ -32,7 +32,7 @@ class PackedLinear(nn.Module):
         return output
 
     def combined(self, inputs: torch.Tensor, other: torch.Tensor, operation: Literal["add", "mul"]) -> torch.Tensor:
-        """The result, not yet rounded, plus or times `other` (of the result's shape)."""
+        """Return the result plus or times `other` (same shape), rounded once."""
         output: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
             inputs, other, self._weight, self.bias, operation
         )
@@ -40,7 +40,7 @@ class PackedLinear(nn.Module):
 
 
 class MergedLinear(nn.Module):
-    """Linear layers over the same input as one; in plain torch, so for every dtype and build."""
+    """The same interface in plain torch, for every dtype and build."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation = "none") -> None:
         super().__init__()
@@ -59,19 +59,19 @@ class MergedLinear(nn.Module):
 
 
 def is_packable(weight: torch.Tensor) -> bool:
-    """Whether oneDNN can pack this weight here, and is faster with it packed."""
+    """Whether oneDNN can pack this weight on this machine."""
     return weight.device.type == "cpu" and weight.dtype == torch.bfloat16 and _packs_bfloat16()
 
 
 @functools.cache
 def _packs_bfloat16() -> bool:
-    """Builds of torch may lack oneDNN, and oneDNN refuses to pack bfloat16 for a CPU without AVX-512."""
+    """Whether torch has oneDNN, and the CPU has the AVX-512 that oneDNN needs to pack bfloat16."""
     has_onednn = torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     return bool(has_onednn and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def merge(linears: Sequence[nn.Linear], activation: Activation = "none") -> PackedLinear | MergedLinear:
-    """One layer that gives the outputs of `linears` side by side, packed where that is faster."""
+    """Return one layer that computes the concatenated outputs of `linears`, packed if possible."""
     weights = [linear.weight.detach() for linear in linears]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     bias = None
@@ -83,9 +83,9 @@ def merge(linears: Sequence[nn.Linear], activation: Activation = "none") -> Pack
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replace every `nn.Linear` of `model` that is faster packed; the embeddings keep a weight that they share.
+    """Replace every `nn.Linear` of `model` that can be packed, unless its `forward` was replaced (e.g. by a TP plan).
 
-    One whose `forward` somebody has replaced (a tensor parallel plan, say) stays.
+    Embeddings keep a weight that they share with such a layer.
     """
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

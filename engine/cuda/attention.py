@@ -1,9 +1,8 @@
 """Paged attention on CUDA: torch's `varlen_attn`, which reads keys and values from the pool by block table.
 
-It needs torch 2.13 or newer and one of its backends that takes our pages (cuDNN 9.24 takes powers of two, Flash
-Attention 3 any, Flash Attention 2 multiples of 256). Whether it works here is found out by trying, once, when the
-worker starts (`varlen_problem`); where it does not, `engine.attention.plain.PlainAttention` is used, which is right on
-any device. So is it for layers with soft caps or sinks, which `varlen_attn` has no way to express.
+It needs torch 2.13 or newer and a backend that supports our block size (cuDNN 9.24: powers of two; Flash Attention 3:
+any; Flash Attention 2: multiples of 256). The worker tries it once at startup (`varlen_problem`). Where it does not
+work, and for layers with soft caps or sinks, `engine.attention.plain.PlainAttention` is used.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ VarlenFunction = Callable[..., torch.Tensor]
 
 
 def find_varlen_attn() -> VarlenFunction | None:
-    """torch's, if this one has it with `block_table`."""
+    """Return torch's `varlen_attn`, or None if this torch has none that takes a `block_table`."""
     try:
         from torch.nn.attention import varlen
     except ImportError:
@@ -43,8 +42,9 @@ def find_varlen_attn() -> VarlenFunction | None:
 
 @dataclass(frozen=True)
 class StepTensors:
-    """A `StepIndex` on the device."""
+    """A `StepIndex` on the device. flat: int32, the one buffer that holds all the other tensors, in order."""
 
+    flat: torch.Tensor
     token_ids: torch.Tensor
     positions: torch.Tensor
     blocks: torch.Tensor
@@ -56,26 +56,32 @@ class StepTensors:
     max_context_len: int
 
     @classmethod
-    def of(cls, index: StepIndex, device: torch.device) -> StepTensors:
-        """By one copy: all arrays lie in one buffer, pinned where there is CUDA."""
-        arrays = (
-            index.token_ids, index.positions, index.blocks, index.offsets, index.cu_seqlens, index.num_context,
-            index.block_table.reshape(-1),
-        )  # fmt: skip
-        host = torch.from_numpy(np.concatenate(arrays))
-        if device.type == "cuda":
-            host = host.pin_memory()
-        parts = torch.split(host.to(device, non_blocking=True), [len(array) for array in arrays])
-        token_ids, positions, blocks, offsets, cu_seqlens, num_context, table = parts
+    def of(cls, index: StepIndex, device: torch.device, max_context_len: int | None = None) -> StepTensors:
+        """Copy the arrays to the device at once. max_context_len: by default the longest context of the step."""
+        flat = flat_on_host(index, device).to(device, non_blocking=True)
+        sizes = [index.num_tokens] * 4 + [index.num_sequences + 1, index.num_sequences, index.block_table.size]
+        token_ids, positions, blocks, offsets, cu_seqlens, num_context, table = torch.split(flat, sizes)
         return cls(
-            token_ids, positions, blocks, offsets, cu_seqlens, num_context, table.view(index.block_table.shape),
-            index.max_query_len, int(index.num_context.max()),
+            flat, token_ids, positions, blocks, offsets, cu_seqlens, num_context, table.view(index.block_table.shape),
+            int(index.query_lens.max()), max_context_len or int(index.num_context.max()),
         )  # fmt: skip
+
+
+def flat_on_host(index: StepIndex, device: torch.device) -> torch.Tensor:
+    """Concatenate the arrays of `index`, in the order of its fields; pinned if `device` is a GPU."""
+    arrays = (
+        index.token_ids, index.positions, index.blocks, index.offsets, index.cu_seqlens, index.num_context,
+        index.block_table.reshape(-1),
+    )  # fmt: skip
+    host = torch.from_numpy(np.concatenate(arrays))
+    return host.pin_memory() if device.type == "cuda" else host
 
 
 class VarlenAttention:
-    """`engine.attention.interface.StepAttention` by `varlen_attn`. plain: for what it cannot do; made only where it
-    is needed."""
+    """Implements `engine.attention.interface.StepAttention` with `varlen_attn`.
+
+    plain: creates the attention for layers with soft caps or sinks; called when first needed.
+    """
 
     def __init__(
         self, pool: KVPool, step: StepTensors, varlen: VarlenFunction, plain: Callable[[], PlainAttention]
@@ -85,25 +91,24 @@ class VarlenAttention:
         self._varlen = varlen
         self._make_plain = plain
         self._plain: PlainAttention | None = None
-        self._places = step.blocks.long(), step.offsets.long()
+        self._slots = step.blocks.long(), step.offsets.long()
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        """See `engine.attention.interface.StepAttention`."""
         if options.softcap or options.sinks is not None:
             self._plain = self._plain or self._make_plain()
             return self._plain.attend(layer, query, key, value, options)
-        blocks, offsets = self._places
-        of_layer = self._pool.tensor[:, layer]  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
-        for cache, new in ((of_layer[:, 0], key), (of_layer[:, 1], value)):
+        blocks, offsets = self._slots
+        layer_pool = self._pool.tensor[:, layer]  # [num_blocks, 2, num_kv_heads, block_size, head_dim]
+        for cache, new in ((layer_pool[:, 0], key), (layer_pool[:, 1], value)):
             cache[blocks, :, offsets] = new[0].transpose(0, 1)
         step = self._step
         window = (-1, 0) if options.window == NO_WINDOW else (options.window - 1, 0)
         return self._varlen(
             query[0].transpose(0, 1),
-            of_layer[:, 0].transpose(1, 2),  # [num_blocks, block_size, num_kv_heads, head_dim], a view
-            of_layer[:, 1].transpose(1, 2),
+            layer_pool[:, 0].transpose(1, 2),  # [num_blocks, block_size, num_kv_heads, head_dim], a view
+            layer_pool[:, 1].transpose(1, 2),
             step.cu_seqlens,
             None,
             step.max_query_len,
@@ -117,9 +122,9 @@ class VarlenAttention:
 
 
 def varlen_problem(pool: KVPool, varlen: VarlenFunction | None, num_heads: int, windows: Sequence[int]) -> str | None:
-    """Why `varlen_attn` cannot be used with this pool, or None if it can: it is tried, and compared with the plain way.
+    """Run `varlen_attn` on this pool and compare it with PlainAttention. Returns why it cannot be used, or None.
 
-    windows: of the model's layers.
+    windows: of the model's layers. The pool's content is restored.
     """
     if varlen is None:
         return f"torch {torch.__version__} has no varlen_attn with block tables"
@@ -132,7 +137,7 @@ def varlen_problem(pool: KVPool, varlen: VarlenFunction | None, num_heads: int, 
         return torch.randn(shape, generator=generator).to(pool.tensor.dtype).to(pool.tensor.device)
 
     try:
-        # A prompt that fills a block and begins another, then one more token.
+        # A prompt that spans two blocks, then one more token.
         first, second = layout.block_size + 3, 1
         for window, (start, num_tokens) in product(windows, ((0, first), (first, second))):
             items = [BatchItem([0] * num_tokens, start, [1, 0])]
@@ -144,7 +149,7 @@ def varlen_problem(pool: KVPool, varlen: VarlenFunction | None, num_heads: int, 
             error = float((got.float() - expected.float()).abs().max())
             if not error < 0.05:
                 return f"varlen_attn is off by {error:.3g} from plain attention"
-    except Exception as problem:  # whichever backend refuses, in whatever way
+    except Exception as problem:  # backends raise various errors
         return f"varlen_attn does not take this pool: {str(problem).strip().splitlines()[0]}"
     finally:
         pool.tensor[:2] = saved
@@ -152,6 +157,6 @@ def varlen_problem(pool: KVPool, varlen: VarlenFunction | None, num_heads: int, 
 
 
 def varlen_attention(pool: KVPool, items: Sequence[BatchItem], varlen: VarlenFunction) -> VarlenAttention:
-    """For one step, made from its items."""
+    """Create the attention of one step."""
     step = StepTensors.of(StepIndex.of(items, pool.layout.block_size), pool.tensor.device)
     return VarlenAttention(pool, step, varlen, lambda: PlainAttention(pool, items))

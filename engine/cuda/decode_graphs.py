@@ -1,41 +1,39 @@
-"""Captured CUDA graphs of decode steps, one for each size of a ladder: a step then costs one launch.
+"""CUDA graphs of decode steps, captured for a ladder of batch sizes: a step then costs one launch.
 
-A graph reads its inputs from buffers that stay where they are. A step with fewer sequences than its graph is filled up
-with copies of its first (`engine.attention.step_index.StepIndex.padded`). Steps with chunks of prompts, or larger
-than the
-ladder, run as they are.
+A graph reads its inputs from fixed buffers. A smaller step is padded to the graph's size
+(`engine.attention.step_index.StepIndex.padded`). Steps with prompt chunks, and steps larger than the ladder, run
+without a graph.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import fields
 from typing import Any
 
 import torch
 
 from tandem.engine.attention.step_index import StepIndex
-from tandem.engine.cuda.attention import StepTensors
+from tandem.engine.cuda.attention import StepTensors, flat_on_host
 
 log = logging.getLogger(__name__)
 
 LADDER = (1, 2, 4, 8, 16, 24, 32, 48, 64)
 
 RunModel = Callable[[StepTensors], torch.Tensor]
-"""Logits [num_sequences, vocab_size] of a step of single tokens."""
+"""Returns the logits [num_sequences, vocab_size] of a step of single tokens."""
 Capture = Callable[[Callable[[], torch.Tensor]], Callable[[], torch.Tensor]]
 
 
 def cuda_capture() -> Capture:
-    """Captures a function and returns its replay. The graphs share their memory: they never run at once."""
+    """Return a function that captures a function and returns its replay. All graphs share one memory pool."""
     pool: Any = None
 
     def capture(function: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         nonlocal pool
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):  # first calls choose kernels and allocate, which a capture must not
+        with torch.cuda.stream(stream):  # warm up: first calls select kernels and allocate
             for _ in range(2):
                 function()
         torch.cuda.current_stream().wait_stream(stream)
@@ -54,7 +52,7 @@ def cuda_capture() -> Capture:
 
 
 class DecodeGraphs:
-    """max_blocks: of one sequence. capture: `cuda_capture`; tests on CPU hand in the identity."""
+    """Graphs of one model. max_blocks: of one sequence. capture: `cuda_capture()`, or the identity in CPU tests."""
 
     def __init__(
         self,
@@ -74,29 +72,21 @@ class DecodeGraphs:
         self._graphs: dict[int, tuple[StepTensors, Callable[[], torch.Tensor]]] = {}
 
     def capture_all(self, example: StepIndex) -> None:
-        """The largest first, so that the others fit into its memory. `example`: one token of one sequence."""
+        """Capture the largest graph first, so that the others fit in its memory. example: one token of one sequence."""
         for size in sorted(self._ladder, reverse=True):
-            buffers = self._tensors(example.padded(size, self._max_blocks))
+            # A graph is fixed to one context length, so it is captured with the longest.
+            padded = example.padded(size, self._max_blocks)
+            buffers = StepTensors.of(padded, self._device, self._max_context_len)
             self._graphs[size] = buffers, self._capture(lambda buffers=buffers: self._run_model(buffers))  # type: ignore[misc]
-        log.info("captured decode graphs of %s sequences", ", ".join(map(str, self._ladder)))
+        log.info("captured decode graphs for %s sequences", ", ".join(map(str, self._ladder)))
 
     def run(self, index: StepIndex) -> torch.Tensor | None:
-        """Logits of each sequence, or None when no graph fits. They are valid until the next run."""
-        if index.max_query_len > 1 or not self._graphs:
+        """Return each sequence's logits, valid until the next run, or None if no graph fits."""
+        if index.num_tokens > index.num_sequences:
             return None
         size = next((size for size in sorted(self._graphs) if size >= index.num_sequences), None)
         if size is None:
             return None
         buffers, replay = self._graphs[size]
-        new = self._tensors(index.padded(size, self._max_blocks))
-        for field in fields(StepTensors):
-            buffer = getattr(buffers, field.name)
-            if isinstance(buffer, torch.Tensor):
-                buffer.copy_(getattr(new, field.name), non_blocking=True)
+        buffers.flat.copy_(flat_on_host(index.padded(size, self._max_blocks), self._device), non_blocking=True)
         return replay()[: index.num_sequences]
-
-    def _tensors(self, index: StepIndex) -> StepTensors:
-        step = StepTensors.of(index, self._device)
-        values = {field.name: getattr(step, field.name) for field in fields(StepTensors)}
-        # A graph cannot know how long contexts will be, so it is told the most.
-        return StepTensors(**values | {"max_context_len": self._max_context_len})

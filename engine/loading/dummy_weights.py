@@ -1,4 +1,4 @@
-"""A model with random weights from its config alone, for benchmarks of models whose weights are not at hand."""
+"""Creates a model with random weights from its config alone (`--load-format dummy`), for benchmarks."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ _SEED = 0
 
 
 def make_dummy_model(auto_class: Any, config: Any, dtype: torch.dtype, device: torch.device, **options: Any) -> Any:
-    """As the model's own initialisation would make it, straight on the device in `dtype`.
+    """Initialise the model directly on the device in `dtype`. options: for the auto class's `from_config`.
 
-    The same weights in every process on the same kind of device, as prefill and decode need them. auto_class: of
-    transformers; options: for its `from_config`.
+    The weights are the same in every process on the same kind of device, as prefill and decode require.
     """
     with torch.device("meta"):
         model = auto_class.from_config(config, dtype=dtype, **options)
@@ -21,5 +20,5 @@ def make_dummy_model(auto_class: Any, config: Any, dtype: torch.dtype, device: t
     model.tie_weights()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(_SEED)
-        model.initialize_weights()  # buffers, such as the frequencies of rotary embeddings, too
+        model.initialize_weights()  # including buffers, such as rotary frequencies
     return model

@@ -1,4 +1,4 @@
-"""Loads a model with our attention in its decoder, or says in one line why it cannot be served and how to mend it."""
+"""Loads a model with paged attention in its decoder, or raises a ConfigError that says what to change."""
 
 from __future__ import annotations
 
@@ -14,23 +14,20 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from tandem.engine.config import EngineConfig
 from tandem.engine.loading.dummy_weights import make_dummy_model
 from tandem.engine.loading.model_probe import PROBE_NAME, UnsuitableModelError, probe_model
-from tandem.engine.loading.progress import told_to
+from tandem.engine.loading.progress import report_progress
 from tandem.engine.loading.rope import fix_longrope
 from tandem.engine.loading.sharding import check_shards, shard_arguments, unwrap_linears
 from tandem.engine.loading.supported_models import check_config, unsuitable
 from tandem.engine.vision.models import Decoder, VisionTower, takes_media
 from tandem.protocol.messages.transfer import KVLayout
-from tandem.runtime.errors import ConfigError
+from tandem.runtime.errors import ConfigError, first_line
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to run, and what the rest of the worker must know of it.
-
-    model: the decoder with its head. vision: None for models of text alone; it holds the vision tower's weights.
-    """
+    """A model that is ready to run. model: the decoder with its head. vision: None for text-only models."""
 
     model: Any
     max_model_len: int
@@ -41,12 +38,12 @@ class LoadedModel:
     vision: VisionTower | None = None
 
     def without_vision(self) -> LoadedModel:
-        """For workers that decode only: the vision tower's weights go with the last hold on it."""
+        """Drop the vision tower, which decode workers do not need."""
         return dataclasses.replace(self, vision=None)
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
-    """Raises ConfigError."""
+    """Load the model, or this rank's share of it. Raises ConfigError."""
     device = _resolve_device(config)
     model_config, text_config = check_model(config)
     max_model_len = _resolve_max_model_len(config, text_config)
@@ -62,11 +59,11 @@ def load_model(config: EngineConfig) -> LoadedModel:
             model = make_dummy_model(auto_class, model_config, dtype, device, **options)
         else:
             options |= shard_arguments(config.tensor_parallel_size)
-            with told_to(config.progress_file):
+            with report_progress(config.progress_file):
                 model = auto_class.from_pretrained(config.model, config=model_config, dtype=dtype, **options)
     except Exception as error:
-        # Any of a dozen libraries may refuse a broken checkpoint, each with its own kind of error.
-        raise ConfigError(f"the weights of {config.model} cannot be loaded: {_first_line(error)}") from error
+        # A broken checkpoint may fail in any of several libraries.
+        raise ConfigError(f"the weights of {config.model} cannot be loaded: {first_line(error)}") from error
     model = model.to(device).eval().requires_grad_(False)
     vision = None
     if takes_media(model_config):
@@ -90,14 +87,14 @@ def load_model(config: EngineConfig) -> LoadedModel:
 
 
 def check_model(config: EngineConfig) -> tuple[Any, Any]:
-    """The model's configuration and that of its decoder, when they can be served. Raises ConfigError."""
+    """Return the model's config and its decoder's config. Raises ConfigError if the model cannot be served."""
     model_config = _load_config(config)
     text_config = model_config.get_text_config(decoder=True)
     check_config(config.model, model_config, text_config)
     if config.load_format == "dummy" and config.tensor_parallel_size > 1:
-        raise ConfigError("--load-format dummy makes whole models only; use --tensor-parallel-size 1")
+        raise ConfigError("--load-format dummy does not support tensor parallelism; use --tensor-parallel-size 1")
     if takes_media(model_config) and config.tensor_parallel_size > 1:
-        raise ConfigError(f"{config.model} takes images, which ranks cannot share yet; use --tensor-parallel-size 1")
+        raise ConfigError(f"{config.model} is a vision model: use --tensor-parallel-size 1")
     check_shards(config.model, text_config, config.tensor_parallel_size)
     return model_config, text_config
 
@@ -117,30 +114,30 @@ def _load_config(config: EngineConfig) -> Any:
     looks_like_path = config.model.startswith((".", "/", "~")) or config.model.count("/") != 1
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ConfigError(f"{config.model} has no config.json; --model takes a folder in Hugging Face's format")
+            raise ConfigError(f"{config.model} has no config.json; --model must be a folder in Hugging Face format")
     elif looks_like_path:
         raise ConfigError(f"the model folder {config.model} does not exist; check --model")
     try:
         return AutoConfig.from_pretrained(config.model, trust_remote_code=config.trust_remote_code)
     except Exception as error:
         if folder.is_dir():
-            raise ConfigError(f"the config of {config.model} cannot be used: {_first_line(error)}") from error
+            raise ConfigError(f"the config of {config.model} cannot be used: {first_line(error)}") from error
         raise ConfigError(
-            f"{config.model} is no folder here and could not be fetched from the hub: {_first_line(error)}"
+            f"{config.model} is not a local folder and could not be fetched from the hub: {first_line(error)}"
         ) from error
 
 
 def _resolve_max_model_len(config: EngineConfig, text_config: Any) -> int:
     limit: int = getattr(text_config, "max_position_embeddings", 0) or 0
     if config.max_model_len and limit and config.max_model_len > limit:
-        raise ConfigError(f"--max-model-len {config.max_model_len} is over the model's own limit of {limit}")
+        raise ConfigError(f"--max-model-len {config.max_model_len} exceeds the model's limit of {limit}")
     if not (config.max_model_len or limit):
-        raise ConfigError(f"{config.model} does not say how long its sequences may be; give --max-model-len")
+        raise ConfigError(f"{config.model} does not specify a maximum sequence length; set --max-model-len")
     return config.max_model_len or limit
 
 
 def _model_id(name: str, model_config: Any) -> str:
-    """Equal for equal checkpoints: the config, and for a folder the names and sizes of its weight files."""
+    """Identify the checkpoint: a hub revision, or a hash of the config and the names and sizes of the weight files."""
     folder = Path(name)
     if not folder.is_dir():
         return f"{name}@{getattr(model_config, '_commit_hash', None) or 'main'}"
@@ -148,7 +145,3 @@ def _model_id(name: str, model_config: Any) -> str:
     for file in sorted(folder.glob("*.safetensors")):
         digest.update(f"{file.name}:{file.stat().st_size}\n".encode())
     return digest.hexdigest()[:16]
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,12 +1,12 @@
-"""Finds out by running a model whether the engine would compute what the model means, and what its KV cache looks like.
+"""Runs a model on a few tokens to check that the engine computes it correctly, and to find its KV cache layout.
 
-The engine lays the tokens of all sequences in one row and takes care of attention alone. That is right only if every
-attention goes through transformers' attention interface, asks there for nothing that we do not know, and if nothing
-else lets one token see another. No list of names can say so; a few forwards of a few tokens can:
+The engine puts the tokens of all sequences in one row and replaces attention only. That is correct only if all
+attention goes through transformers' attention interface, without unknown arguments, and if tokens do not interact in
+any other way. A list of model names cannot tell; a few forward passes can:
 
-1. The masks that the model asks for must be causal, with or without a window, and reach the attention untouched.
-2. Attention is replaced by each token's own value. A token must then come out the same in any company: convolutions,
-   recurrent states, attention past the interface, and positions that the model counts itself, all show.
+1. The requested masks must be causal, with or without a window, and reach the attention unchanged.
+2. With attention replaced by each token's own value, a token's result must not depend on other tokens. This detects
+   convolutions, recurrent states, attention outside the interface, and positions that the model counts by itself.
 3. Without positions the model must count its tokens from 0, as the engine does.
 """
 
@@ -20,29 +20,30 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from tandem.engine.attention.interface import ATTENTION_NAME, NO_WINDOW, LayerPlan
+from tandem.runtime.errors import first_line
 
 PROBE_NAME = "tandem_probe"
 
 _UNDERSTOOD = {"cache_position", "dropout", "is_causal", "position_ids", "sliding_window", "use_cache"}
-"""Arguments of attention that say no more than the mask does, or nothing about the result."""
+"""Attention arguments that the mask already expresses, or that do not affect the result."""
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-"""Of the largest value. Equal rows of one product come out alike, or nearly so where a library splits them up."""
+"""Relative to the largest value. Equal rows of a matrix product may differ slightly if a library splits it."""
 
-_TOKENS = [4, 5, 4, 3, 5]  # none that pads, which some models do not count
-_POSITION = 3  # of the token that is compared
+_TOKENS = [4, 5, 4, 3, 5]  # no usual padding ids, which some models skip when they count positions
+_POSITION = 3  # of the compared token
 
 _MaskFunction = Callable[..., torch.Tensor]
-"""(batch, head, query position, key position), tensors that broadcast: whether the query sees the key."""
+"""Takes (batch, head, query position, key position), broadcast tensors; True where the query sees the key."""
 
 
 class UnsuitableModelError(Exception):
-    """The engine would get the model wrong; the message completes "it cannot be served: ..."."""
+    """The engine would compute the model wrongly; the message completes "it cannot be served: ..."."""
 
 
 @dataclass(frozen=True)
 class ProbedModel:
-    """num_layers: attention layers, each with keys and values of its own. num_kv_heads, head_dim: the largest."""
+    """num_layers: attention layers with a KV cache. num_kv_heads, head_dim: the maximum over the layers."""
 
     num_layers: int
     num_kv_heads: int
@@ -51,7 +52,7 @@ class ProbedModel:
 
 @dataclass(frozen=True)
 class _Call:
-    """What one attention module was called with; the states are [num_heads, num_tokens, head_dim]."""
+    """One call of an attention module. query, key, value: [num_heads, num_tokens, head_dim]."""
 
     module: torch.nn.Module
     query: torch.Tensor
@@ -62,9 +63,9 @@ class _Call:
 
 @torch.inference_mode()
 def probe_model(model: Any, max_model_len: int) -> ProbedModel:
-    """Leaves a `LayerPlan` on each attention module, and the model on `engine.attention.interface.paged_attention`.
+    """Check the model, attach a `LayerPlan` to each attention module, and switch the model to `paged_attention`.
 
-    The model must have been made with `attn_implementation=PROBE_NAME`. Raises UnsuitableModelError.
+    The model must have been created with `attn_implementation=PROBE_NAME`. Raises UnsuitableModelError.
     """
     if max_model_len < _POSITION + 2:
         raise UnsuitableModelError(f"sequences of {max_model_len} tokens are too short")
@@ -72,7 +73,7 @@ def probe_model(model: Any, max_model_len: int) -> ProbedModel:
     expected = _forward(model, alone, _TOKENS, range(5))
     by_itself = _forward(model, _Probe(max_model_len, check_masks=False), _TOKENS, None)
     _check_alike(torch.cat((expected, by_itself), 1), "the positions of its tokens are not 0, 1, 2 and so on")
-    # One token at one position three times, with others before it, between and after.
+    # The compared token three times at the same position, with other tokens before, between and after.
     company = _Probe(max_model_len, check_masks=False)
     positions = [0, _POSITION, _POSITION, max_model_len - 1, _POSITION]
     logits = _forward(model, company, [4, 3, 3, 5, 3], positions, keep=[1, 2, 4])
@@ -83,7 +84,7 @@ def probe_model(model: Any, max_model_len: int) -> ProbedModel:
     first, beside_longer = alone.calls[0], company.calls[0]
     for one, other in ((first.query, beside_longer.query), (first.key, beside_longer.key)):
         both = torch.stack((one[:, _POSITION], other[:, 1]), 1)
-        _check_alike(both, "positions mean something else beside longer sequences (dynamic RoPE)")
+        _check_alike(both, "positions depend on the longest sequence in the batch (dynamic RoPE)")
     probed = _plan(alone.calls)
     for module in model.modules():
         config: Any = getattr(module, "config", None)
@@ -95,7 +96,7 @@ def probe_model(model: Any, max_model_len: int) -> ProbedModel:
 def _forward(
     model: Any, probe: _Probe, token_ids: list[int], positions: Iterable[int] | None, keep: list[int] | None = None
 ) -> torch.Tensor:
-    """The logits of the rows to keep: [1, num_rows, vocab_size]. positions: None to let the model make them."""
+    """Return the logits of the rows `keep`: [1, num_rows, vocab_size]. positions: None lets the model count them."""
     device = next(model.parameters()).device
     keep = keep or [len(token_ids) - 1]
     try:
@@ -109,9 +110,8 @@ def _forward(
     except UnsuitableModelError:
         raise
     except Exception as error:
-        # Whatever a model's own code raises when it is called as the engine calls it.
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UnsuitableModelError(f"it does not run as the engine runs models: {reason}") from error
+        # The model's own code may raise anything.
+        raise UnsuitableModelError(f"it does not run as the engine runs models: {first_line(error)}") from error
     if not probe.calls:
         raise UnsuitableModelError("its attention does not go through transformers' attention interface")
     logits: torch.Tensor = output.logits
@@ -121,7 +121,7 @@ def _forward(
 
 
 class _Probe:
-    """Stands where a `StepAttention` stands, in one forward."""
+    """Records the attention calls of one forward pass, in place of a `StepAttention`."""
 
     def __init__(self, max_model_len: int, check_masks: bool) -> None:
         self.calls: list[_Call] = []
@@ -163,7 +163,7 @@ def _probe_attention(
     tandem: _Probe | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Takes what `paged_attention` takes, and refuses what that would pass over in silence."""
+    """Has the signature of `paged_attention`, and refuses the arguments that that would ignore."""
     if tandem is None:
         raise UnsuitableModelError("it does not hand our metadata on to its attention")
     given = [name for name, argument in kwargs.items() if argument is not None and not name.startswith("output_")]
@@ -177,7 +177,7 @@ def _probe_attention(
 def _probe_mask(
     q_length: int, kv_length: int, mask_function: _MaskFunction, device: torch.device, **_: Any
 ) -> torch.Tensor:
-    """A mask that remembers what it means, as long as nobody computes with it."""
+    """Return a mask with its mask function attached; the attribute is lost if the model computes with the mask."""
     mask = torch.ones(1, 1, q_length, kv_length, dtype=torch.bool, device=device)
     mask.tandem_sees = mask_function  # type: ignore[attr-defined]
     return mask
@@ -188,7 +188,7 @@ AttentionMaskInterface.register(PROBE_NAME, _probe_mask)
 
 
 def _window_of(sees: _MaskFunction | None, max_model_len: int, device: torch.device) -> int:
-    """The window of a causal mask, NO_WINDOW where no sequence is longer than it."""
+    """Return the window of a causal mask, or NO_WINDOW if it covers `max_model_len`. Raises UnsuitableModelError."""
     if sees is None:
         raise UnsuitableModelError("its attention does not get one of transformers' masks as it was made")
     keys = torch.arange(max_model_len, device=device)
@@ -212,13 +212,14 @@ def _window_of(sees: _MaskFunction | None, max_model_len: int, device: torch.dev
 
 
 def _check_alike(rows: torch.Tensor, reason: str) -> None:
-    """rows: [any, num_rows, any]; all rows must be as the first."""
+    """Raises UnsuitableModelError(reason) unless all rows of [any, num_rows, any] equal the first."""
     difference = (rows - rows[:, :1]).abs().max()
     if not difference <= _TOLERANCE.get(rows.dtype, 2e-2) * rows.abs().max():
         raise UnsuitableModelError(reason)
 
 
 def _plan(calls: list[_Call]) -> ProbedModel:
+    """Attach a LayerPlan to each called module. Raises UnsuitableModelError if their heads do not fit one pool."""
     num_kv_heads = max(call.key.shape[0] for call in calls)
     head_dim = max(max(call.key.shape[-1], call.value.shape[-1]) for call in calls)
     for layer, call in enumerate(calls):

@@ -1,4 +1,4 @@
-"""How far a worker's weights are loaded, told through a small file: the worker has no connection to anybody yet."""
+"""Reports how much of a model is loaded, through a small file that the launcher reads."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from transformers.utils.logging import set_tqdm_hook
 _PERIOD_S = 0.1
 
 
-class _Told:
-    """An iterable that writes down what part of it has been used; with the methods of tqdm that transformers calls."""
+class _ReportingBar:
+    """Wraps a tqdm bar and writes the fraction that has been consumed to a file."""
 
     def __init__(self, bar: Any, file: Path, total: int) -> None:
         self._bar = bar
@@ -35,8 +35,8 @@ class _Told:
 
 
 @contextlib.contextmanager
-def told_to(file: str) -> Iterator[None]:
-    """transformers' bar over the weights is also written to `file` as a fraction; with "" only shown, in the log."""
+def report_progress(file: str) -> Iterator[None]:
+    """Write the progress of transformers' weight loading to `file`, from 0 to 1. Does nothing if `file` is empty."""
     if not file:
         yield
         return
@@ -44,7 +44,7 @@ def told_to(file: str) -> Iterator[None]:
     def make(factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bar = factory(*args, **kwargs)
         total = getattr(bar, "total", None)
-        return _Told(bar, Path(file), total) if kwargs.get("desc") == "Loading weights" and total else bar
+        return _ReportingBar(bar, Path(file), total) if kwargs.get("desc") == "Loading weights" and total else bar
 
     previous = set_tqdm_hook(make)
     try:

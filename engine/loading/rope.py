@@ -1,8 +1,7 @@
-"""Fixes rotary embeddings whose frequencies transformers would choose anew in each step.
+"""Fixes the frequencies of LongRoPE (Ding et al., ICML 2024), which has one set for short and one for long sequences.
 
-LongRoPE (Ding et al., 2024) has two sets, for short and for long sequences. transformers takes the one that the longest
-position of a batch asks for; but a step holds tokens of many sequences, and cached keys were rotated long before. One
-set has to do for all: as in vLLM, that for the longest sequence there may be.
+transformers selects the set by the largest position in a batch. That is wrong here: a step holds tokens of many
+sequences, and cached keys were rotated in earlier steps. As in vLLM, all use the set for the longest sequence.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ log = logging.getLogger(__name__)
 
 @torch.no_grad()
 def fix_longrope(model: torch.nn.Module, max_model_len: int) -> None:
-    """Settle on the frequencies of a sequence of `max_model_len` tokens."""
+    """Use the frequencies for sequences of `max_model_len` tokens in every step."""
     parameter = next(model.parameters())
-    states = torch.empty(1, 1, 1, dtype=parameter.dtype, device=parameter.device)  # only their type counts
+    states = torch.empty(1, 1, 1, dtype=parameter.dtype, device=parameter.device)  # only dtype and device matter
     last = torch.tensor([[max_model_len - 1]], device=parameter.device)
     for module in model.modules():
         rope_type: Any = getattr(module, "rope_type", None)
@@ -33,4 +32,4 @@ def fix_longrope(model: torch.nn.Module, max_model_len: int) -> None:
             module.rope_type = {t: "default" if k == "longrope" else k for t, k in rope_type.items()}  # type: ignore[assignment]
         else:
             continue
-        log.info("LongRoPE: frequencies for sequences of up to %d tokens, whatever their length", max_model_len)
+        log.info("LongRoPE uses the frequencies for %d tokens for all sequences", max_model_len)

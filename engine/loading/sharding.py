@@ -1,7 +1,7 @@
-"""What tensor parallelism asks of a model, and how one rank loads its share (by transformers' own plans).
+"""Splits a model for tensor parallelism, by transformers' own plans.
 
-Each rank holds its share of the attention heads, of the MLP and of the vocabulary; the plan's collectives sum or
-gather what the ranks computed, so that every rank ends a step with the same logits (Shoeybi et al., Megatron-LM, 2019).
+Each rank holds a share of the attention heads, the MLP and the vocabulary. Collectives sum or gather the ranks'
+results, so that every rank ends a step with the same logits (Megatron-LM, Shoeybi et al., 2019).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tandem.runtime.errors import ConfigError
 
 
 def check_shards(name: str, text_config: Any, size: int) -> None:
-    """Raises ConfigError when `size` ranks cannot share the model's attention heads evenly."""
+    """Raises ConfigError if `size` ranks cannot share the model's attention heads evenly."""
     if size == 1:
         return
     kind, num_heads = text_config.model_type, text_config.num_attention_heads
@@ -27,7 +27,7 @@ def check_shards(name: str, text_config: Any, size: int) -> None:
     plan = getattr(text_config, "base_model_tp_plan", None) or {}
     if not any(module.endswith("k_proj") and style == "colwise" for module, style in plan.items()):
         raise ConfigError(
-            f"{name} ({kind}) cannot be split: transformers' plan for it does not share out its attention heads; "
+            f"{name} ({kind}) cannot be split: transformers' plan for it does not split its attention heads; "
             "use --tensor-parallel-size 1"
         )
     if num_heads % size or num_kv_heads % size:
@@ -39,12 +39,12 @@ def check_shards(name: str, text_config: Any, size: int) -> None:
 
 
 def shard_arguments(size: int) -> dict[str, Any]:
-    """For `from_pretrained`; the default process group must exist."""
+    """Return arguments for `from_pretrained`. The default process group must exist."""
     return {} if size == 1 else {"distributed_config": DistributedConfig(tp_size=size)}
 
 
 class SummedLinear(nn.Module):
-    """A linear layer split by its inputs: each rank has some of them, and what the ranks get is summed."""
+    """A linear layer split by its inputs; the ranks' results are summed."""
 
     def __init__(self, shard: nn.Linear, bias: torch.Tensor | None) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class SummedLinear(nn.Module):
 
 
 class GatheredLinear(nn.Module):
-    """A linear layer split by its outputs, of which every rank gets all: equally many from each."""
+    """A linear layer split evenly by its outputs; every rank gathers all of them."""
 
     def __init__(self, shard: nn.Linear) -> None:
         super().__init__()
@@ -72,9 +72,9 @@ class GatheredLinear(nn.Module):
 
 
 def unwrap_linears(model: Any) -> None:
-    """Make the plan's sharded linear layers plain ones and their collectives, without DTensors and hooks in each call.
+    """Replace sharded linear layers by plain ones with explicit collectives, which can be packed on CPU.
 
-    So they can be packed, too. Whatever is split in another way stays as the plan has it, the embeddings for one.
+    This removes the overhead of DTensors and hooks from each call. Other sharded modules, such as embeddings, stay.
     """
     plan: dict[str, str] = getattr(model, "tp_plan", None) or {}
     for name, module in list(model.named_modules()):
@@ -87,22 +87,22 @@ def unwrap_linears(model: Any) -> None:
 
 
 def _as_plain(linear: nn.Linear, style: str) -> nn.Module | None:
-    weight, bias = _local(linear.weight), _local(linear.bias)
+    weight, bias = _local(linear.weight), None if linear.bias is None else _local(linear.bias)
     if style == "colwise":
-        return _plain_linear(weight, bias)
+        return plain_linear(weight, bias)
     if style == "rowwise":
-        return SummedLinear(_plain_linear(weight, None), bias)
+        return SummedLinear(plain_linear(weight, None), bias)
     if style in ("colwise_gather_output", "colwise_rep") and linear.out_features % dist.get_world_size() == 0:
-        return GatheredLinear(_plain_linear(weight, bias))
+        return GatheredLinear(plain_linear(weight, bias))
     return None
 
 
-def _local(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _plain_linear(weight: torch.Tensor | None, bias: torch.Tensor | None) -> nn.Linear:
-    assert weight is not None
+def plain_linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
+    """Return an `nn.Linear` with these parameters."""
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     if bias is not None:

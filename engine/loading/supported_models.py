@@ -1,6 +1,6 @@
-"""Refuses, from the config alone, models that cannot be served: before weights of many gigabytes are loaded.
+"""Refuses unsupported models from their config, before gigabytes of weights are loaded.
 
-This is a courtesy. What decides is `engine.loading.model_probe`, which runs the model.
+`engine.loading.model_probe` makes the final decision by running the model.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _STATE_SPACE_KEYS = ("ssm_state_size", "mamba_d_state", "state_size", "rwkv_vers
 
 
 def unsuitable(name: str, model_config: Any, reason: str) -> ConfigError:
-    """The one line with which a model is refused."""
+    """Return the error for a model that cannot be served."""
     return ConfigError(f"{name} ({model_config.model_type}) cannot be served: {reason}")
 
 
 def check_config(name: str, model_config: Any, text_config: Any) -> None:
-    """Raises ConfigError."""
+    """Raises ConfigError if the config shows that the model cannot be served."""
     if getattr(model_config, "is_encoder_decoder", False):
         raise unsuitable(name, model_config, "it is an encoder-decoder model; Tandem serves decoder-only models")
     is_known = type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING or takes_media(model_config)

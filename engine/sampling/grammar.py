@@ -1,7 +1,7 @@
-"""Grammars on a worker: compiled once on a thread of their own, and one state for each sequence.
+"""Grammars on a worker: compiled once on a separate thread, with one state per sequence.
 
-A state is a function of the tokens generated so far: it consumes those that it has not seen yet just before a mask is
-computed. So a sequence that comes from another worker, or back after a preemption, needs nothing but its tokens.
+A state is a function of the generated tokens: it consumes new tokens just before each mask. A sequence that was
+migrated or preempted therefore needs nothing but its tokens.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from tandem.protocol.messages.grammar import one_line, parser_limits
-from tandem.runtime.errors import ErrorInfo, InvalidRequest, TandemError
+from tandem.runtime.errors import ErrorInfo, InvalidRequest, TandemError, first_line
 
 _NUM_CACHED_GRAMMARS = 64
 
 
 class Grammar:
-    """One text, compiled or about to be; shared by all sequences that ask for it."""
+    """A grammar that is compiled or being compiled; shared by all sequences that use it."""
 
     def __init__(self, compiled: Future[LLMatcher], tokenizer: Future[LLTokenizer]) -> None:
         self._compiled = compiled
@@ -30,24 +30,25 @@ class Grammar:
 
     @property
     def is_compiled(self) -> bool:
-        """True also when it could not be: then every mask of it is an error."""
+        """True also if compilation failed; `matcher` then raises."""
         return self._compiled.done()
 
     def new_state(self, stop_token_ids: Collection[int]) -> GrammarState:
         return GrammarState(self, stop_token_ids)
 
     def matcher(self) -> tuple[LLMatcher, LLTokenizer]:
-        """A matcher at the beginning. Raises InvalidRequest."""
+        """Return a matcher in its initial state. Raises InvalidRequest if the grammar could not be compiled."""
         error = self._compiled.exception()
-        if isinstance(error, TandemError):  # a new one: each time that one is raised, it holds more frames for good
+        if isinstance(error, TandemError):  # raise a copy, because the stored error would keep the raising frames
             raise ErrorInfo.of(error).to_error()
         return self._compiled.result().deep_copy(), self._tokenizer.result()
 
 
 class GrammarState:
-    """Where one sequence is in its grammar. stop_token_ids: possible where the grammar may end, and nowhere else.
+    """One sequence's state in its grammar. stop_token_ids: allowed only where the grammar may end.
 
-    Everything but `is_ready` belongs to the thread that computes masks.
+    Everything but `is_ready` belongs to the thread that computes masks. num_words: 32-bit words of a mask; 0 before
+    `begin`.
     """
 
     def __init__(self, grammar: Grammar, stop_token_ids: Collection[int]) -> None:
@@ -55,26 +56,25 @@ class GrammarState:
         self._stop_token_ids = stop_token_ids
         self._matcher: LLMatcher | None = None
         self._num_consumed = 0
-        self._eos_token_id: int
-        self.num_words: int  # of 32 tokens each
-        """Set by `begin`."""
+        self._eos_token_id = -1
+        self.num_words = 0
 
     @property
     def is_ready(self) -> bool:
         return self._grammar.is_compiled
 
     def begin(self) -> None:
-        """Must come before `fill`; idempotent. Raises InvalidRequest when the grammar could not be compiled."""
+        """Prepare for `fill`; idempotent. Raises InvalidRequest if the grammar could not be compiled."""
         if self._matcher is None:
             self._matcher, tokenizer = self._grammar.matcher()
             self._eos_token_id = tokenizer.eos_token
             self.num_words = -(-tokenizer.vocab_size // 32)
 
     def fill(self, output_token_ids: Sequence[int], banned: Collection[int], mask: NDArray[np.uint8]) -> None:
-        """Write which tokens may follow `output_token_ids`: a bit each, into mask [4 * num_words].
+        """Write the tokens that may follow `output_token_ids` into mask [4 * num_words], one bit each.
 
-        banned: not to be chosen (before min_tokens) unless the grammar leaves nothing else.
-        Raises InvalidRequest when the tokens are not the grammar's, or it turns out too complex.
+        banned: tokens to exclude (before min_tokens), unless the grammar allows nothing else.
+        Raises InvalidRequest if the tokens violate the grammar, or if it exceeds the parser's limits.
         """
         matcher = self._matcher
         assert matcher is not None, "begin comes first"
@@ -85,7 +85,7 @@ class GrammarState:
             matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         if matcher.is_error():
             raise InvalidRequest(f"the grammar cannot be followed: {one_line(matcher.get_error())}")
-        _clear_bits(mask, [self._eos_token_id])  # which tokens end a sequence is the request's to say
+        _clear_bits(mask, [self._eos_token_id])  # the request's stop tokens end a sequence, not the tokeniser's
         if matcher.is_accepting():
             _set_bits(mask, self._stop_token_ids)
         if banned:
@@ -94,7 +94,7 @@ class GrammarState:
             if not mask.any():
                 mask[:] = before
         if not mask.any():
-            raise InvalidRequest("no token of this model's vocabulary can go on in the grammar")
+            raise InvalidRequest("no token of this model's vocabulary can continue the grammar")
 
 
 def _set_bits(mask: NDArray[np.uint8], token_ids: Collection[int]) -> None:
@@ -110,17 +110,20 @@ def _clear_bits(mask: NDArray[np.uint8], token_ids: Collection[int]) -> None:
 
 
 class Grammars:
-    """Compiles, and remembers what was compiled last. on_compiled: called on another thread, after each."""
+    """Compiles grammars on a thread and caches the most recently used.
+
+    model: a folder or a hub id; its tokeniser is loaded in the background. vocab_size: of the logits.
+    on_compiled: called on another thread after each compilation.
+    """
 
     def __init__(self, model: str, vocab_size: int, on_compiled: Callable[[], object]) -> None:
-        """model: a folder or a hub id. vocab_size: of the logits. The tokeniser is read at once, in the background."""
         self._on_compiled = on_compiled
         self._grammars: OrderedDict[str, Grammar] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self._tokenizer = self._thread.submit(read_tokenizer, model, vocab_size)
 
     def get(self, text: str | None) -> Grammar | None:
-        """The grammar of `SamplingParams.grammar`; on the loop."""
+        """Return the grammar for `SamplingParams.grammar`. Call on the event loop."""
         if text is None:
             return None
         grammar = self._grammars.get(text)
@@ -141,7 +144,7 @@ class Grammars:
 
 
 def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
-    """Raises InvalidRequest."""
+    """Compile a grammar. Raises InvalidRequest."""
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=parser_limits())
     if matcher.is_error():
         raise InvalidRequest(f"the grammar cannot be served: {one_line(matcher.get_error())}")
@@ -149,11 +152,11 @@ def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
 
 
 def read_tokenizer(model: str, vocab_size: int) -> LLTokenizer:
-    """The model's tokens as bytes, for as many as it has logits. Raises InvalidRequest.
+    """Load the model's tokeniser for llguidance. Raises InvalidRequest.
 
-    Not an error of the configuration: a worker serves without it, and those who ask for a grammar are told.
+    A worker without a usable tokeniser still serves; only requests with a grammar fail.
     """
-    from transformers.tokenization_utils_tokenizers import TokenizersBackend  # 2 s
+    from transformers.tokenization_utils_tokenizers import TokenizersBackend  # slow to import
 
     try:
         backend: Any = TokenizersBackend.from_pretrained(model)
@@ -161,12 +164,13 @@ def read_tokenizer(model: str, vocab_size: int) -> LLTokenizer:
     except InvalidRequest:
         raise
     except Exception as error:
-        line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InvalidRequest(f"grammars are not served by this model: its tokeniser cannot be used: {line}") from error
+        raise InvalidRequest(
+            f"this model does not support grammars: its tokeniser cannot be used: {first_line(error)}"
+        ) from error
 
 
 def make_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_id: int | None) -> LLTokenizer:
-    """eos_token_id: never part of any text. Raises InvalidRequest where there is none."""
+    """Create a tokeniser. eos_token_id: a token that is never part of a text. Raises InvalidRequest if it is None."""
     if eos_token_id is None:
-        raise InvalidRequest("grammars are not served by this model: its tokeniser names no eos_token")
+        raise InvalidRequest("this model does not support grammars: its tokeniser has no eos_token")
     return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos_token_id)

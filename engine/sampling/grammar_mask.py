@@ -1,4 +1,4 @@
-"""The tokens that grammars allow in one step: computed on a thread of their own while the model runs, then applied."""
+"""Computes the tokens that grammars allow in a step, on a thread beside the model, and applies them to the logits."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StepMask:
-    """rows: of the logits, those with a grammar; mask_rows: which of bits' rows is each one's.
+    """rows: rows of the logits that have a grammar. mask_rows: for each of them, its row in `bits`.
 
-    bits: uint8 [num_masks, 4 * num_words], a bit per token. errors: by row of the logits; such a row is free.
+    bits: uint8 [num_masks, 4 * num_words], one bit per token. errors: by row of the logits; such rows are not masked.
     """
 
     rows: list[int]
@@ -30,7 +30,7 @@ class StepMask:
     errors: dict[int, ErrorInfo]
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Put -inf where a token is not allowed, in place: logits [num_rows, vocab_size]."""
+        """Set forbidden tokens to -inf in place. logits: [num_rows, vocab_size]."""
         if not self.rows:
             return
         allowed = _allowed(self.bits.to(logits.device), logits.shape[-1])
@@ -43,9 +43,9 @@ class StepMask:
 
 
 def _allowed(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """bits [num_masks, num_bytes] as booleans [num_masks, vocab_size]; tokens beyond the bits are not allowed.
+    """Unpack bits [num_masks, num_bytes] to booleans [num_masks, vocab_size]; tokens beyond the bits are forbidden.
 
-    Through a table of eight booleans per byte: a tenth of the time of shifting each bit into its place.
+    Uses a lookup table of eight booleans per byte, which is much faster than shifting bits.
     """
     table = _table(bits.device)
     allowed = table.index_select(0, bits.flatten().int()).view(torch.bool).view(len(bits), -1)
@@ -57,7 +57,7 @@ _tables: dict[torch.device, torch.Tensor] = {}
 
 
 def _table(device: torch.device) -> torch.Tensor:
-    """int64 [256]: the eight bytes of each are the booleans of a byte's bits, the lowest first."""
+    """Return int64 [256]; the eight bytes of entry i are the bits of i as booleans, lowest first."""
     if device not in _tables:
         bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
         _tables[device] = torch.from_numpy(bits).view(torch.int64)[:, 0].contiguous().to(device)
@@ -65,13 +65,13 @@ def _table(device: torch.device) -> torch.Tensor:
 
 
 class GrammarMasks:
-    """Belongs to the model runner; its thread starts with the first grammar."""
+    """The thread that computes masks. It starts with the first grammar."""
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
 
     def start(self, samples: Sequence[Sample]) -> Future[StepMask] | None:
-        """Begin the masks of a step, whose samples are one per row of its logits; None where no row has a grammar."""
+        """Start computing a step's masks. samples: one per row of the logits. None if no row has a grammar."""
         rows = [row for row, sample in enumerate(samples) if sample.grammar is not None]
         if not rows:
             return None
@@ -81,7 +81,7 @@ class GrammarMasks:
 
 
 def compute_masks(samples: Sequence[Sample], rows: list[int]) -> StepMask:
-    """Of the samples in `rows`. Those of sequences that begin together share a state, and one mask."""
+    """Compute the masks of the samples in `rows`. Sequences that begin together share a state and its mask."""
     users: dict[int, list[int]] = {}
     states: dict[int, tuple[GrammarState, Sample]] = {}
     errors: dict[int, ErrorInfo] = {}
@@ -94,9 +94,9 @@ def compute_masks(samples: Sequence[Sample], rows: list[int]) -> StepMask:
     for key, (state, _) in states.items():
         try:
             state.begin()
-            num_words = state.num_words  # all are of one tokeniser
+            num_words = state.num_words  # the same for all, because they share the tokeniser
         except BaseException as error:
-            errors |= dict.fromkeys(users[key], _told(error))
+            errors |= dict.fromkeys(users[key], _error_info(error))
     bits = np.full((len(states), 4 * num_words), 0xFF, dtype=np.uint8)
     mask_row_of: dict[int, int] = {}
     for mask_row, (key, (state, sample)) in enumerate(states.items()):
@@ -107,13 +107,13 @@ def compute_masks(samples: Sequence[Sample], rows: list[int]) -> StepMask:
             state.fill(sample.output_token_ids, sample.banned_token_ids, bits[mask_row])
         except BaseException as error:
             bits[mask_row] = 0xFF
-            errors |= dict.fromkeys(users[key], _told(error))
+            errors |= dict.fromkeys(users[key], _error_info(error))
     constrained = [row for row in rows if row not in errors]
     return StepMask(constrained, [mask_row_of[row] for row in constrained], torch.from_numpy(bits), errors)
 
 
-def _told(error: BaseException) -> ErrorInfo:
-    """A panic of the library is no Exception; it must end the sequence alone, and not the engine's thread."""
+def _error_info(error: BaseException) -> ErrorInfo:
+    """Describe a mask's error. Includes llguidance's panics (not Exceptions), which must end only their sequence."""
     if isinstance(error, TandemError):
         return ErrorInfo.of(error)
     log.error("a grammar's mask failed", exc_info=error)

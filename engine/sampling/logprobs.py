@@ -10,7 +10,7 @@ from tandem.protocol.messages.generation import TokenLogprobs
 
 
 def token_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, nums_top: Sequence[int]) -> list[TokenLogprobs]:
-    """For each row of `logits` [num_rows, vocab_size]: of its token, and of its `nums_top` most likely ones."""
+    """Return, per row of `logits` [num_rows, vocab_size], the logprobs of its token and its `nums_top` likeliest."""
     logprobs = logits.float().log_softmax(-1)
     own = logprobs.gather(-1, token_ids[:, None])
     ranks = (logprobs > own).sum(-1) + 1

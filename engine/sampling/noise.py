@@ -1,10 +1,9 @@
-"""Noise that depends on nothing but a request's seed, a token's position and its id: an exponential number for each.
+"""Sampling noise that depends only on the request's seed, the token's position and the token id.
 
-A choice is a race: token i arrives after an exponential time divided by its weight, and the first to arrive is chosen,
-which is i with probability weight_i / sum(weights) (the Gumbel-max trick, in Maddison, Tarlow and Minka, NeurIPS 2014).
-A uniform number that is compared with cumulative sums would do too, but each sum moves when any weight before it does.
-In the race a token's chance depends on the others' weights alone: workers that round otherwise choose otherwise about
-as often as their distributions differ.
+Sampling is an exponential race (the Gumbel-max trick; Maddison, Tarlow and Minka, NeurIPS 2014): each token i draws
+E_i ~ Exp(1), and argmax_i w_i / E_i is token i with probability w_i / sum(w). Comparing a uniform number with
+cumulative sums would be less stable: rounding one weight moves all later sums. With the race, workers whose kernels
+round differently choose differently only about as often as their distributions differ.
 """
 
 from __future__ import annotations
@@ -17,24 +16,24 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 _MULTIPLIERS = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _NUM_BITS = 52
-"""Of a uniform number: with one half added it is still exact, and neither 0 nor 1."""
+"""Bits of a uniform number: (k + 1/2) / 2^52 is exact in float64 and neither 0 nor 1."""
 
 
 def noise_key(seed: int, position: int) -> int:
-    """64 bits for the token at `position` of a sequence: two rounds of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014)."""
+    """Hash seed and position to 64 bits with two rounds of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     return _splitmix64(_splitmix64(seed & _MASK) ^ position)
 
 
 def noise_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Those of each row, [num_rows, 1], as signed numbers."""
+    """Return each row's `noise_key`, int64 [num_rows, 1]."""
     keys = [_signed(noise_key(seed, position)) for seed, position in zip(seeds, positions, strict=True)]
     return torch.tensor(keys, device=device)[:, None]
 
 
 def arrival_times(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Exponential numbers of mean 1, float64 and above zero, [num_rows, size].
+    """Return E = -ln U, with U uniform from SplitMix64 of (key, id): float64 [num_rows, size], above zero.
 
-    keys: [num_rows, 1]; ids: [num_rows, size] or [size], of what takes part; the same id gives the same number.
+    keys: [num_rows, 1]. ids: [num_rows, size] or [size], of the competitors.
     """
     state = keys ^ ids
     state = state + _signed(_GOLDEN)
@@ -46,9 +45,9 @@ def arrival_times(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def first_to_arrive(weights: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Where in each row the winner is, [num_rows, 1]. A weight of zero never wins while another is above zero.
+    """Return the index of each row's winner, [num_rows, 1]. Zero weights win only if all weights are zero.
 
-    weights: float64 [num_rows, size], of any sum; keys and ids as for `arrival_times`.
+    weights: float64 [num_rows, size], not necessarily normalised. keys, ids: as for `arrival_times`.
     """
     return (weights / arrival_times(keys, ids)).argmax(-1, keepdim=True)
 
@@ -65,5 +64,5 @@ def _signed(number: int) -> int:
 
 
 def _shifted(numbers: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """To the right, with zeros: torch's own shift of signed numbers copies the sign."""
+    """Shift right logically; torch's shift of signed numbers is arithmetic."""
     return (numbers >> num_bits) & ((1 << (64 - num_bits)) - 1)

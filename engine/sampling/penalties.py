@@ -1,4 +1,4 @@
-"""What changes logits before they are sampled, greedy rows too: bans, what is allowed, bias, penalties, grammars."""
+"""Changes logits before sampling: bans, bias, allowed tokens, penalties and grammar masks. Greedy rows included."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.engine.sampling.grammar_mask import StepMask
 
 
 def adjusted(logits: torch.Tensor, samples: Sequence[Sample], mask: StepMask | None = None) -> torch.Tensor:
-    """`logits` [num_rows, vocab_size] where nothing is asked for, else a copy of them in float32, changed."""
+    """Return `logits` [num_rows, vocab_size] if nothing applies, else a changed float32 copy."""
     if mask is None and not any(_is_changed(s) for s in samples):
         return logits
     logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
@@ -41,7 +41,7 @@ def _is_changed(sample: Sample) -> bool:
 
 
 def _bad_next(sample: Sample) -> list[int]:
-    """The tokens that would complete a bad word."""
+    """Return the tokens that would complete a bad word."""
     output = sample.output_token_ids
     return [
         last
@@ -51,12 +51,12 @@ def _bad_next(sample: Sample) -> list[int]:
 
 
 def _banned(sample: Sample) -> Collection[int]:
-    """With a grammar its mask has these, unless they are the only way to go on."""
+    """Return the banned tokens. With a grammar they are applied in its mask, unless it allows nothing else."""
     return sample.banned_token_ids if sample.grammar is None else ()
 
 
 def _allow(row: torch.Tensor, token_ids: Sequence[int]) -> None:
-    """Changes `row` [vocab_size]: others become impossible."""
+    """Set all other tokens of `row` [vocab_size] to -inf, in place."""
     index = torch.tensor([i for i in token_ids if i < len(row)], device=row.device)
     kept = row[index]
     row.fill_(float("-inf"))
@@ -77,7 +77,11 @@ def _ban_and_bias(logits: torch.Tensor, samples: Sequence[Sample]) -> None:
 
 
 def _penalised(logits: torch.Tensor, samples: list[Sample]) -> torch.Tensor:
-    """Repetition (Keskar et al., CTRL, 2019) over prompt and output; frequency and presence over the output."""
+    """Apply the repetition penalty r over prompt and output, then frequency f and presence p over the output.
+
+    `l / r` for seen tokens with l > 0, `l * r` for those with l <= 0 (CTRL, Keskar et al., 2019); then
+    `l - f * count - p * [count > 0]`.
+    """
 
     def column(name: str) -> torch.Tensor:
         return torch.tensor([getattr(s.params, name) for s in samples], device=logits.device)[:, None]
@@ -90,7 +94,7 @@ def _penalised(logits: torch.Tensor, samples: list[Sample]) -> torch.Tensor:
 
 
 def _counts(logits: torch.Tensor, token_ids: list[Sequence[int]]) -> torch.Tensor:
-    """How often each token of the vocabulary occurs in each row, [num_rows, vocab_size]."""
+    """Count each token's occurrences per row: [num_rows, vocab_size]."""
     num_rows, vocab_size = logits.shape
     ids = [torch.tensor(row, dtype=torch.long) for row in token_ids]
     padded = pad_sequence(ids, batch_first=True, padding_value=vocab_size).to(logits.device)

@@ -1,4 +1,4 @@
-"""What the vision tower made of items seen before, by digest: a worker's own, so that an image is encoded once."""
+"""A worker's cache of vision embeddings by digest, so that each image is encoded once."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ if TYPE_CHECKING:
 
 
 class EmbeddingCache:
-    """Forgets the least recently used when it holds more than `capacity_bytes`; an item larger than that is not kept.
+    """LRU cache of at most `capacity_bytes`; larger items are not stored. Thread-safe.
 
-    An embedding is [1 + num_deepstack, num_tokens, hidden_size]. Used by the engine thread and by the loop. Who holds
-    an embedding keeps it after it is forgotten here.
+    An embedding is [1 + num_deepstack, num_tokens, hidden_size]. Users of an embedding may keep it after its eviction.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -33,20 +32,20 @@ class EmbeddingCache:
             return self._embeddings.get(digest)
 
     def put(self, embeddings: Mapping[bytes, torch.Tensor]) -> None:
-        """Found elsewhere."""
+        """Store embeddings from other workers."""
         with self._lock:
             for digest, embedding in embeddings.items():
                 self._put(digest, embedding)
 
     def put_encoded(self, digest: bytes, embedding: torch.Tensor) -> None:
-        """Made here; told to others by way of `take_encoded`."""
+        """Store an embedding that this worker has computed; `take_encoded` returns it for publication."""
         with self._lock:
             self.num_encoded += 1
             self._encoded[digest] = embedding
             self._put(digest, embedding)
 
     def take_encoded(self) -> dict[bytes, torch.Tensor]:
-        """Those made here since the last call."""
+        """Return the embeddings computed here since the last call."""
         with self._lock:
             encoded, self._encoded = self._encoded, {}
         return encoded
@@ -57,5 +56,5 @@ class EmbeddingCache:
         self._embeddings[digest] = embedding
         self.num_bytes += embedding.nbytes
         while self.num_bytes > self._capacity_bytes:
-            _, forgotten = self._embeddings.popitem(last=False)
-            self.num_bytes -= forgotten.nbytes
+            _, evicted = self._embeddings.popitem(last=False)
+            self.num_bytes -= evicted.nbytes

@@ -1,4 +1,4 @@
-"""What a decoder gets for a step in which some prompts have images or video: embeddings in place of token ids."""
+"""Builds the decoder's inputs for steps with images or video: embeddings in place of token ids."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class MediaInput:
-    """decoder: whose token embeddings are mixed with those of the vision tower."""
+    """decoder: provides the token embeddings that are mixed with those of the vision tower."""
 
     def __init__(self, vision: VisionTower, decoder: Any) -> None:
         self._vision = vision
@@ -24,27 +24,27 @@ class MediaInput:
         self._device = next(decoder.parameters()).device
 
     def prepare(self, batch: Batch) -> None:
-        """Encode what the step asks for. An error is left with the media that it is about."""
+        """Run the step's encodes and compute positions. Errors are stored in the media that caused them."""
         for encode in batch.encodes:
-            # Another prompt of this very step may have had the same item.
+            # Another prompt in the same step may have had the same item.
             if not encode.media.is_encoded(encode.unit):
                 try:
                     self._vision.encode(encode.unit, encode.media)
                 except TandemError as error:
-                    _blame(encode.media, error)
+                    _fail(encode.media, error)
         for item in batch.items:
             if item.media is not None and item.media.error is None:
                 try:
                     self._vision.place(item.media)
                 except TandemError as error:
-                    _blame(item.media, error)
+                    _fail(item.media, error)
 
     def inputs(self, items: list[BatchItem]) -> dict[str, Any]:
-        """The step's tokens [1, num_tokens] as the model takes them."""
+        """Return the model's inputs for the step's tokens, [1, num_tokens, ...]."""
         token_ids = torch.tensor([[token_id for item in items for token_id in item.token_ids]], device=self._device)
         hidden = self._decoder.get_input_embeddings()(token_ids)[0]  # [num_tokens, hidden_size]
-        rows: list[int] = []  # of placeholders
-        visual: list[torch.Tensor] = []  # each [1 + num_deepstack, some of them, hidden_size]
+        rows: list[int] = []  # rows of placeholder tokens
+        visual: list[torch.Tensor] = []  # each [1 + num_deepstack, num_rows, hidden_size]
         first_row = 0
         for item in items:
             for first, offset, number, embedding in _placeholders(item):
@@ -53,18 +53,18 @@ class MediaInput:
             first_row += len(item.token_ids)
         inputs: dict[str, Any] = {"position_ids": self._positions(items)}
         if visual:
-            places = torch.tensor(rows, device=self._device)
-            layers = torch.cat([part.to(self._device) for part in visual], 1)
-            hidden = hidden.index_copy(0, places, layers[0].to(hidden.dtype))
-            if len(layers) > 1:  # DeepStack (Meng et al., 2024): features of the tower's layers, added in the decoder's
+            index = torch.tensor(rows, device=self._device)
+            layers = torch.cat([embedding.to(self._device) for embedding in visual], 1)
+            hidden = hidden.index_copy(0, index, layers[0].to(hidden.dtype))
+            if len(layers) > 1:  # DeepStack (Meng et al., 2024): vision features added in several decoder layers
                 is_visual = torch.zeros(1, len(hidden), dtype=torch.bool, device=self._device)
-                is_visual[0, places] = True
-                # Rows come in ascending order, as the model takes them.
+                is_visual[0, index] = True
+                # The model expects these rows in ascending order, which they are.
                 inputs |= {"visual_pos_masks": is_visual, "deepstack_visual_embeds": list(layers[1:])}
         return inputs | {"inputs_embeds": hidden[None]}
 
     def _positions(self, items: list[BatchItem]) -> torch.Tensor:
-        """[1, num_tokens], or [3, 1, num_tokens] in time, height and width where the model counts so."""
+        """Return [1, num_tokens], or [3, 1, num_tokens] (time, height, width) for models with M-RoPE."""
         if all(item.media is None or item.media.positions is None for item in items):
             return torch.tensor([positions_of(items)], device=self._device)
         parts = []
@@ -77,20 +77,20 @@ class MediaInput:
         return torch.cat(parts, 1)[:, None].to(self._device)
 
 
-def _blame(media: PromptMedia, error: TandemError) -> None:
-    """What is wrong with one prompt's media must not fail the others of a step."""
-    log.warning("a prompt's media were refused: %s", error)
+def _fail(media: PromptMedia, error: TandemError) -> None:
+    """Record an error of one prompt's media, which must not fail the rest of the step."""
+    log.warning("refused the media of a prompt: %s", error)
     media.error = ErrorInfo.of(error)
 
 
 def positions_of(items: list[BatchItem]) -> list[int]:
-    """Where all three are the same."""
+    """Return the one-dimensional positions of the step's tokens."""
     starts = [(item.start + item.position_offset, len(item.token_ids)) for item in items]
     return [position for start, num in starts for position in range(start, start + num)]
 
 
 def _placeholders(item: BatchItem) -> list[tuple[int, int, int, torch.Tensor]]:
-    """(row within the item, offset in the medium, how many, embedding), ascending."""
+    """Return (row within the item, offset in the medium, count, embedding) in ascending order of rows."""
     found = []
     media = item.media
     if media is None:

@@ -1,4 +1,4 @@
-"""Reads the tensors of media items where they lie, in shared memory, without copying them."""
+"""Maps the tensors of media items from shared memory without copying them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tandem.runtime.file_limits import out_of_descriptors
 
 
 def open_tensors(item: MediaItem) -> dict[str, torch.Tensor]:
-    """By name. They stay readable when the segment's name goes; nobody may write to them.
+    """Return an item's tensors by name, read-only by convention. They keep the segment mapped.
 
-    Raises InvalidRequest, Overloaded when this process has no descriptors or memory left, or WorkerLost when the item
-    is not in its segment any more, or the segment is gone.
+    Raises InvalidRequest; Overloaded if this process is out of descriptors or memory; WorkerLost if the segment is gone
+    or holds another item.
     """
     if not item.tensors:
         return {}
@@ -29,13 +29,13 @@ def open_tensors(item: MediaItem) -> dict[str, torch.Tensor]:
             raise none_left from error
         reason = errno.errorcode.get(error.errno or 0, str(error))
         if error.errno == errno.ENOMEM:
-            raise Overloaded("no memory is left for images and video in the prefill worker; send fewer") from error
+            raise Overloaded("the prefill worker is out of memory for images and video; send fewer") from error
         raise InvalidRequest(f"the media segment {item.segment} cannot be opened: {reason}") from error
     return {tensor.name: view_tensor(tensor, memory, tensor.offset) for tensor in item.tensors}
 
 
 def view_tensor(tensor: MediaTensor, memory: mmap.mmap, offset: int) -> torch.Tensor:
-    """The tensor whose bytes begin at `offset`; it keeps the memory."""
+    """View a tensor at `offset`; the view keeps `memory` mapped."""
     dtype = getattr(torch, tensor.dtype)
     if not tensor.num_bytes:
         return torch.empty(tensor.shape, dtype=dtype)
@@ -44,21 +44,25 @@ def view_tensor(tensor: MediaTensor, memory: mmap.mmap, offset: int) -> torch.Te
 
 
 def _map(item: MediaItem) -> mmap.mmap:
-    """Private, so that a step that wrote by mistake would not change what others read. Costs a descriptor."""
+    """Map the item's segment privately, so that accidental writes do not reach other readers.
+
+    Python duplicates the descriptor into the mapping, so each item holds one.
+    """
     try:
         fd = os.open(item.segment, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    except FileNotFoundError as error:  # as of a process that has ended
-        raise WorkerLost("the media cache that held an image or video is gone; send the request again") from error
+    except FileNotFoundError as error:
+        raise WorkerLost("the media cache process has exited; send the request again") from error
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise InvalidRequest(f"the media segment {item.segment} is no shared memory")
+            raise InvalidRequest(f"the media segment {item.segment} is not shared memory")
         check_segment(item, status.st_size)
         if not status.st_size:
             raise InvalidRequest(f"the media segment {item.segment} is empty")
         memory = mmap.mmap(fd, status.st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        if memory[:DIGEST_BYTES] != item.digest:  # descriptors are used again
-            raise WorkerLost("the media cache has let an image or video go that the request still needs")
+        if memory[:DIGEST_BYTES] != item.digest:  # the descriptor was reused
+            memory.close()
+            raise WorkerLost("the media cache has evicted an image or video of the request; send it again")
         return memory
     finally:
         os.close(fd)

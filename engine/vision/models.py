@@ -1,7 +1,7 @@
-"""Models that take images and video: their decoder, as the engine runs decoders, and their vision tower.
+"""Vision-language models: a decoder that the engine can run, and a vision tower.
 
-All of it is transformers' code. The model's own `forward` wants whole prompts, finds placeholders by their token id and
-remembers positions between calls; here prompts come in chunks of many sequences, so its parts are called one by one.
+All model code is from transformers. A model's own `forward` expects whole prompts and keeps positions between calls.
+The engine runs chunks of many sequences, so it calls the model's submodules itself.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
 from tandem.protocol.messages.media import MediaItem
-from tandem.runtime.errors import InvalidRequest
+from tandem.runtime.errors import InvalidRequest, first_line
 
 FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe")
-"""What a model does with an image cannot be found out by running it on tokens, as the rest can. These were compared."""
+"""Model types that were compared with transformers; unlike for text models, a probe cannot tell."""
 
 _TOKEN_TYPES = {"image": 1, "video": 2}
-"""As transformers' `mm_token_type_ids` has them."""
+"""Values of transformers' `mm_token_type_ids`."""
 
 
 def takes_media(model_config: Any) -> bool:
@@ -30,10 +30,7 @@ def takes_media(model_config: Any) -> bool:
 
 
 class Decoder(nn.Module):
-    """The language model with its head, called as transformers' causal language models are.
-
-    base_model_prefix, base_model: as those have them.
-    """
+    """The language model with its head; has the interface of transformers' causal language models."""
 
     base_model_prefix = "model"
 
@@ -56,16 +53,16 @@ class Decoder(nn.Module):
         return embeddings
 
     def forward(self, logits_to_keep: torch.Tensor | int = 0, **inputs: Any) -> CausalLMOutputWithPast:
-        """logits_to_keep: rows, as transformers takes them; 0 for all."""
+        """Run the decoder. logits_to_keep: row indices, or the last n rows; 0 for all."""
         hidden = self.model(**inputs).last_hidden_state
         rows = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else slice(-logits_to_keep or None, None)
         return CausalLMOutputWithPast(logits=self.lm_head(hidden[:, rows]))
 
 
 class VisionTower:
-    """Encodes images and videos and says where tokens are. Holds the whole model.
+    """Encodes images and videos and computes token positions. Holds the whole model.
 
-    `encode` and `place` are for the engine thread. config: transformers', of the tower.
+    `encode` and `place` belong to the engine thread. config: of the vision tower.
     """
 
     def __init__(self, whole: Any) -> None:
@@ -79,11 +76,11 @@ class VisionTower:
         self._device, self._dtype = parameter.device, parameter.dtype
 
     def check(self, item: MediaItem, tensors: Mapping[str, torch.Tensor]) -> None:
-        """What can be said without running the tower. Raises InvalidRequest."""
+        """Validate an item without running the tower. Raises InvalidRequest."""
         known = self._arguments[item.kind] | self._rope_arguments
         unknown = [tensor.name for tensor in item.tensors if tensor.name not in known]
         if unknown:
-            raise InvalidRequest(f"this model takes no {unknown[0]}; the item comes from another model's processor")
+            raise InvalidRequest(f"this model does not accept {unknown[0]}; the item is from another model's processor")
         grid_name = f"{item.kind}_grid_thw"
         if grid_name not in known:
             return
@@ -95,17 +92,17 @@ class VisionTower:
             raise _misfit(item, num_tokens)
 
     def needed(self, item: MediaItem, is_encoded: bool) -> list[str]:
-        """The tensors of the item without which a prompt cannot be computed: without the pixels once it is encoded."""
+        """Return the names of the tensors needed to compute a prompt; no pixels if the item is already encoded."""
         return [t.name for t in item.tensors if not is_encoded or t.name in self._rope_arguments]
 
     def num_frames(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Of which each can be encoded by itself: the vision towers with grids attend within frames only."""
+        """Return how many frames can be encoded separately: towers with grids attend within frames only."""
         grid = tensors.get("video_grid_thw") if kind == "video" else None
         return 1 if grid is None else int(grid[0, 0])
 
     @torch.inference_mode()
     def encode(self, unit: EncodeUnit, media: PromptMedia) -> None:
-        """Into `media`. Raises InvalidRequest when what comes out does not fit the placeholders."""
+        """Encode a unit into `media`. Raises InvalidRequest if the result does not fit the placeholders."""
         item = media.items[unit.number]
         tensors = _frames(unit, media.tensors[unit.number])
         arguments = {
@@ -114,9 +111,8 @@ class VisionTower:
         try:
             features = self._features[item.kind](**arguments, return_dict=True)
         except Exception as error:
-            # The tensors are the request's; what they are wrong about, only the model's code knows.
-            line = (str(error).strip().splitlines() or [""])[0]
-            reason = f"{type(error).__name__}: {line}"
+            # The tensors come from the request; only the model's code can validate them.
+            reason = f"{type(error).__name__}: {first_line(error)}"
             raise InvalidRequest(
                 f"media item {unit.number}: the model cannot encode this {item.kind}: {reason}"
             ) from error
@@ -134,7 +130,7 @@ class VisionTower:
         media.on_encoded(unit)
 
     def place(self, media: PromptMedia) -> None:
-        """Set the positions of a prompt's tokens, by transformers' own `get_rope_index`. Raises InvalidRequest."""
+        """Compute the positions of a prompt's tokens with transformers' `get_rope_index`. Raises InvalidRequest."""
         if self._rope_index is None or media.positions is not None:
             return
         kinds = torch.zeros(1, len(media.token_ids), dtype=torch.int32)
@@ -150,16 +146,16 @@ class VisionTower:
         try:
             positions, deltas = self._rope_index(torch.tensor([media.token_ids]), kinds, **arguments)
         except Exception as error:
-            line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise InvalidRequest(f"the media's sizes do not fit their placeholders in the prompt: {line}") from error
+            reason = first_line(error)
+            raise InvalidRequest(f"the media's sizes do not fit their placeholders in the prompt: {reason}") from error
         media.positions = positions[:, 0]
         media.position_offset = int(deltas[0, 0])
 
 
 class PatchProjection(nn.Module):
-    """What a convolution does to patches of its own size: a product of matrices, which is several times as fast.
+    """A convolution whose stride equals its kernel, as a matrix product, which is several times as fast on CPU.
 
-    Takes [num_patches, *patch], gives [num_patches, num_channels].
+    Maps [num_patches, *patch] to [num_patches, num_channels].
     """
 
     def __init__(self, convolution: nn.Conv3d) -> None:
@@ -172,7 +168,7 @@ class PatchProjection(nn.Module):
 
 
 def flatten_patch_embedding(tower: nn.Module | None) -> None:
-    """In towers that get their images cut into patches, as Qwen's do."""
+    """Replace the patch convolution of towers that take images as patches (Qwen-VL)."""
     embedding = getattr(tower, "patch_embed", None)
     projection = getattr(embedding, "proj", None)
     if embedding is not None and isinstance(projection, nn.Conv3d) and projection.stride == projection.kernel_size:
@@ -183,30 +179,33 @@ def _misfit(item: MediaItem, num_tokens: int, number: int | None = None) -> Inva
     which = "" if number is None else f"media item {number}: "
     return InvalidRequest(
         f"{which}this {item.kind} has {item.num_tokens} placeholder tokens in the prompt, "
-        f"and the model makes {num_tokens} of it"
+        f"but the model encodes it to {num_tokens}"
     )
 
 
 def _arguments(function: Any) -> set[str]:
-    """The tensors that one of the model's functions takes, by the names that processors give them."""
+    """Return the names of the tensors that one of the model's functions accepts."""
     return set(inspect.signature(function).parameters) - {"input_ids", "mm_token_type_ids", "attention_mask", "kwargs"}
 
 
 def _frames(unit: EncodeUnit, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The unit's part of a video's tensors. Raises InvalidRequest."""
+    """Return the unit's share of a video's tensors. Raises InvalidRequest."""
     if not unit.num_frames:
         return dict(tensors)
     grid, pixels = tensors["video_grid_thw"], tensors.get("pixel_values_videos")
     num_patches = int(grid[0, 1]) * int(grid[0, 2])
     if pixels is None or len(pixels) != num_patches * int(grid[0, 0]):
         raise InvalidRequest(f"media item {unit.number}: its pixel_values_videos do not fit its video_grid_thw")
-    part = grid.clone()
-    part[0, 0] = unit.num_frames
+    unit_grid = grid.clone()
+    unit_grid[0, 0] = unit.num_frames
     end = unit.first_frame + unit.num_frames
-    return {"pixel_values_videos": pixels[unit.first_frame * num_patches : end * num_patches], "video_grid_thw": part}
+    return {
+        "pixel_values_videos": pixels[unit.first_frame * num_patches : end * num_patches],
+        "video_grid_thw": unit_grid,
+    }
 
 
 def _flat(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    """[num_tokens, hidden_size] of one item, which some models give as a list and some as a batch of one."""
+    """Return one item's features as [num_tokens, hidden_size]; given as a list or a batch of one."""
     joined = features if isinstance(features, torch.Tensor) else torch.cat(list(features))
     return joined.flatten(0, -2)

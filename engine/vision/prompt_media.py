@@ -1,8 +1,8 @@
-"""The images and videos of one prompt, as its chunks need them: what must be encoded before which token. No torch.
+"""The images and videos of one prompt: what must be encoded before which token. Does not import torch.
 
-    here -> ready (its tensors are, and others were asked for embeddings) -> its units encoded -> its tokens computed
+    received -> ready (tensors mapped, cached embeddings looked up) -> units encoded -> tokens computed
 
-A unit is what the vision tower takes at once: an image, or some frames of a video, which do not see each other there.
+A unit is one run of the vision tower: an image, or some frames of a video, which are independent of other frames.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class EncodeUnit(msgspec.Struct, frozen=True):
-    """Frames `first_frame` to `first_frame + num_frames` of a video, or (num_frames 0) all of an item.
+    """Frames `first_frame` to `first_frame + num_frames` of a video, or a whole item if num_frames is 0.
 
-    number: the item's, in the prompt. start, end: the prompt's tokens from the unit's first placeholder to its last.
-    offset: the item's placeholders before it; num_tokens: its own.
+    number: index of the item in the prompt. start, end: the range of prompt tokens that holds the unit's placeholders.
+    offset: placeholders of the item before the unit. num_tokens: placeholders of the unit.
     """
 
     number: int
@@ -38,13 +38,12 @@ class EncodeUnit(msgspec.Struct, frozen=True):
 
 
 class PromptMedia:
-    """Made when a prompt arrives. While a step that encodes for it or computes it runs, the step owns it.
+    """Created when a prompt arrives. A running step that encodes or computes the prompt owns it exclusively.
 
-    token_ids: the prompt's. unit_tokens: how many tokens a unit of video should have at most. embeddings: of each item,
-    [1 + num_deepstack, num_tokens, hidden_size]. positions: [3, num_prompt_tokens] where the model lays them in three
-    dimensions. position_offset: what the positions of later tokens have over their numbers. is_ready: its tensors are
-    here, and others were asked for what they have encoded. error: why the prompt cannot be computed; no
-    exception, whose traceback would lead back to the media.
+    token_ids: of the prompt. unit_tokens: target size of a unit of video. embeddings: of each item,
+    [1 + num_deepstack, num_tokens, hidden_size]. positions: [3, num_prompt_tokens] for M-RoPE, else None.
+    position_offset: difference between a later token's position and its index. is_ready: tensors are mapped, and other
+    workers were asked for embeddings. error: why the prompt cannot be computed.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class PromptMedia:
         self._cache = cache
         self.is_ready = False
         self.embeddings: list[torch.Tensor | None] = [None] * len(items)
-        self.partial: dict[int, torch.Tensor] = {}  # of items of which some units are encoded
+        self.partial: dict[int, torch.Tensor] = {}  # embeddings of items that are partly encoded
         self._done: set[EncodeUnit] = set()
         self.positions: torch.Tensor | None = None
         self.position_offset = 0
@@ -69,9 +68,9 @@ class PromptMedia:
         self._units: list[EncodeUnit] = []
 
     def set_tensors(self, tensors: Sequence[Mapping[str, torch.Tensor]], num_frames: Sequence[int]) -> None:
-        """Once. tensors: of each item, by name; what only encoding needs may be left out where there is an embedding.
+        """Set each item's tensors by name, once. Pixels may be missing if the item's embedding is cached.
 
-        num_frames: of each item, 1 for what is encoded whole.
+        num_frames: of each item; 1 if it is encoded as a whole.
         """
         self.tensors = tensors
         units = [u for i, item in enumerate(self.items) for u in _units(i, item, num_frames[i], self._unit_tokens)]
@@ -80,11 +79,11 @@ class PromptMedia:
     def afford(
         self, start: int, end: int, budget: int, planned: Collection[EncodeUnit] = (), may_exceed: bool = False
     ) -> tuple[int, list[EncodeUnit], int]:
-        """How far the tokens from `start` on can be computed, at most to `end`, with `budget` tokens' worth of work.
+        """Plan the chunk from `start` to at most `end` within `budget` tokens of work.
 
-        Encoding a placeholder counts as much as computing a token. planned: units that the step encodes already.
-        may_exceed: one unit may cost more than there is.
-        Returns the end that can be reached, the units to be encoded first, and what these cost.
+        Encoding a placeholder costs as much as computing a token. planned: units that the step already encodes.
+        may_exceed: a single unit may exceed the budget.
+        Returns the reachable end, the units to encode first, and their cost.
         """
         units: list[EncodeUnit] = []
         cost = 0
@@ -105,7 +104,7 @@ class PromptMedia:
         return unit in self._done or self.find(unit.number) is not None
 
     def find(self, number: int) -> torch.Tensor | None:
-        """The item's embedding, if there is one."""
+        """Return the item's embedding, or None."""
         if self.embeddings[number] is None:
             cached = self._cache.get(self.items[number].digest)
             if cached is not None and cached.shape[1] == self.items[number].num_tokens:
@@ -113,14 +112,14 @@ class PromptMedia:
         return self.embeddings[number]
 
     def on_encoded(self, unit: EncodeUnit) -> None:
-        """It is in `partial`. An item that is whole now goes to the cache."""
+        """Record a unit that was stored in `partial`. A complete item moves to the cache."""
         self._done.add(unit)
         if all(other in self._done for other in self._units if other.number == unit.number):
             embedding = self.embeddings[unit.number] = self.partial.pop(unit.number)
             self._cache.put_encoded(self.items[unit.number].digest, embedding)
 
     def forget_before(self, num_computed_tokens: int) -> None:
-        """Let go of what no later chunk needs; tokens that are computed are not computed again."""
+        """Drop the embeddings that no later chunk needs."""
         for number, item in enumerate(self.items):
             if item.spans[-1][0] + item.spans[-1][1] <= num_computed_tokens:
                 self.embeddings[number] = None
@@ -128,7 +127,7 @@ class PromptMedia:
 
 
 def _units(number: int, item: MediaItem, num_frames: int, unit_tokens: int) -> list[EncodeUnit]:
-    """Frames have equally many tokens; a count that does not divide is left whole, for the tower to judge."""
+    """Split an item into units of whole frames. An uneven token count gives one unit, which the tower validates."""
     if num_frames < 2 or item.num_tokens % num_frames:
         return [_unit(number, item, 0, item.num_tokens)]
     frame_tokens = item.num_tokens // num_frames
@@ -146,7 +145,7 @@ def _unit(number: int, item: MediaItem, offset: int, num_tokens: int) -> EncodeU
 
 
 def _place(item: MediaItem, offset: int) -> int:
-    """The token of the prompt that is the item's placeholder number `offset`."""
+    """Return the index in the prompt of the item's placeholder number `offset`."""
     for start, length in item.spans:
         if offset < length:
             return start + offset
@@ -155,7 +154,7 @@ def _place(item: MediaItem, offset: int) -> int:
 
 
 def placed(item: MediaItem, start: int, end: int) -> list[tuple[int, int, int]]:
-    """The item's placeholders among the prompt's tokens from `start` to `end`, as (token, offset in item, number)."""
+    """Return the item's placeholders in the prompt's tokens `start` to `end` as (token, offset in item, count)."""
     found = []
     offset = 0
     for span_start, length in item.spans:

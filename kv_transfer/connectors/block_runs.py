@@ -1,4 +1,4 @@
-"""Pure arithmetic on block ids: which of them lie side by side, so that copies are few and large."""
+"""Finds runs of adjacent block ids, so that copies are few and large."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Iterator, Sequence
 
 
 def is_run(block_ids: Sequence[int]) -> bool:
-    """Whether the ids are adjacent and ascending, so that the blocks are one contiguous range of the pool."""
+    """Whether the ids are consecutive, so that the blocks are one contiguous range of the pool."""
     return all(b == a + 1 for a, b in itertools.pairwise(block_ids))
 
 
 def paired_runs(src: Sequence[int], dst: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """(src start, dst start, count) of maximal stretches that are adjacent on both sides."""
+    """Yield (src start, dst start, count) for each maximal run that is consecutive on both sides."""
     assert len(src) == len(dst)
     start = 0
     for i in range(1, len(src) + 1):

@@ -1,10 +1,7 @@
 """The `ipc` connector on GPUs: prefill maps the pool of a decode worker on the same GPU (CUDA IPC) and copies into it.
 
-As on CPU (`kv_transfer.connectors.mapped_memory`) prefill writes and decode is told afterwards. Copies run on a
-stream of their
-own behind what had been computed when they were ordered, so they neither wait for the next chunk nor hold it up. A
-transfer counts as done when the host has seen its event, so the job that is under way at `close` is over before
-`on_closed`, and nothing is written after it.
+Copies run on a side stream behind the work that was queued when `send` was called. A transfer is done when the host
+has seen its event, so nothing is written after `on_closed`.
 """
 
 from __future__ import annotations
@@ -23,24 +20,23 @@ from tandem.runtime.errors import KVTransferFailed
 
 
 def device_id(device: torch.device) -> str:
-    """The GPU's UUID, which is the same in every process whatever CUDA_VISIBLE_DEVICES leaves visible; "" on CPU."""
+    """The GPU's UUID, which does not depend on CUDA_VISIBLE_DEVICES; "" on CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def export_pool(blocks: torch.Tensor) -> CudaPoolHandle:
-    """What a peer needs to map this pool. blocks: uint8 [num_blocks, block_bytes], the whole of its storage.
+    """Return the handle with which a peer maps this pool. blocks: uint8 [num_blocks, block_bytes], a whole storage.
 
-    Called once, for a pool lives as long as its process: torch counts the users of each handle, but only to know when
-    the memory may be freed.
+    Call once per pool: torch counts the users of each exported handle.
     """
     storage = blocks.untyped_storage()
-    # torch.multiprocessing.reductions.reduce_tensor pickles the same seven values; here they travel as a message.
+    # The same seven values that torch.multiprocessing.reductions.reduce_tensor pickles.
     _, handle, num_bytes, offset, counter_handle, counter_offset, event_handle, waits = storage._share_cuda_()  # type: ignore[no-untyped-call]
     return CudaPoolHandle(handle, num_bytes, offset, counter_handle, counter_offset, event_handle, waits)
 
 
 def map_peer_pool(params: ConnectorParams, device: torch.device) -> torch.Tensor:
-    """The peer's pool as uint8 [num_blocks, block_bytes] on `device`. Raises KVTransferFailed."""
+    """Map the peer's pool as uint8 [num_blocks, block_bytes] on `device`. Raises KVTransferFailed."""
     pool = params.cuda
     if pool is None:
         raise KVTransferFailed("the peer's KV pool is not on a GPU")
@@ -65,7 +61,7 @@ def map_peer_pool(params: ConnectorParams, device: torch.device) -> torch.Tensor
 
 
 class CudaIpcSender:
-    """Prefill side, as `MappedMemorySender`; the peer's pool must be on the GPU of `blocks`."""
+    """The prefill end. The peer's pool must be on the GPU of `blocks`. Raises KVTransferFailed."""
 
     def __init__(self, name: str, blocks: torch.Tensor, params: ConnectorParams, peer_view: PeerView) -> None:
         self._src = blocks
@@ -74,7 +70,7 @@ class CudaIpcSender:
         self._thread = JobThread(name)
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
-        """A GPU's memory is there from the start."""
+        """Does nothing: GPU memory is allocated from the start."""
 
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
         src, dst = list(src_block_ids), list(dst_block_ids)
@@ -87,13 +83,13 @@ class CudaIpcSender:
 
     def close(self, on_closed: Callable[[], None]) -> None:
         def closed() -> None:
-            self._dst = None  # the peer's memory is held for as long as anybody has it mapped, also after its end
+            self._dst = None  # unmaps; a mapping keeps the peer's memory allocated even after the peer exits
             on_closed()
 
         self._thread.close(closed)
 
 
 def copy_runs(src: torch.Tensor, src_ids: Sequence[int], dst: torch.Tensor, dst_ids: Sequence[int]) -> None:
-    """One copy for each run of blocks that are adjacent on both sides, on the current stream. No staging memory."""
+    """Copy each run that is adjacent on both sides, on the current stream, without staging memory."""
     for src_start, dst_start, count in paired_runs(src_ids, dst_ids):
         dst[dst_start : dst_start + count].copy_(src[src_start : src_start + count], non_blocking=True)

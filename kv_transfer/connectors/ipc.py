@@ -1,4 +1,4 @@
-"""The `ipc` connector: the prefill worker writes into memory of the decode worker's that it has mapped."""
+"""The `ipc` connector: prefill maps the decode worker's pool and writes into it, on one host or one GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tandem.kv_transfer.connectors.mapped_memory import MappedMemoryReceiver, Ma
 
 
 class IpcConnector:
-    """See `kv_transfer.connector.KVConnector`. Between processes of one host, or on one GPU."""
+    """Implements `kv_transfer.connector.KVConnector` for processes that share a host, or a GPU."""
 
     devices = ("cpu", "cuda")
     crosses_hosts = False

@@ -1,7 +1,7 @@
-"""The `ipc` connector: the prefill worker maps the decode worker's pool and copies into it, one-sided.
+"""The `ipc` connector on CPU: prefill maps the decode worker's pool and copies into it, one-sided.
 
-The pool lies in a memfd that the peer maps through /proc/PID/fd/N, so nothing has a name that could be left behind,
-and the memory is gone with its last user. The copies release the GIL.
+The pool lies in a memfd, which the peer maps through /proc/PID/fd/N. It has no name that could be left behind, and the
+kernel frees it with its last user. Copies release the GIL.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from tandem.kv_transfer.connectors.staging import copy_blocks
 from tandem.protocol.messages.transfer import ConnectorParams
 from tandem.runtime.errors import KVTransferFailed
 
-_libc = ctypes.CDLL(None, use_errno=True)  # calls let go of the GIL
-_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23
+_libc = ctypes.CDLL(None, use_errno=True)  # calls release the GIL
+_MADV_POPULATE_READ, _MADV_POPULATE_WRITE = 22, 23  # Linux 5.14; on older kernels pages fault in on first use
 
 
 def map_peer_pool(params: ConnectorParams) -> torch.Tensor:
-    """The peer's pool as uint8 [num_blocks, block_bytes], shared. Raises KVTransferFailed when it cannot be mapped."""
+    """Map the peer's pool as uint8 [num_blocks, block_bytes], shared. Raises KVTransferFailed."""
     path = f"/proc/{params.pid}/fd/{params.fd}"
     try:
-        if Path(path).stat().st_size < params.num_bytes:  # mapping it shared would make the file grow
+        if Path(path).stat().st_size < params.num_bytes:  # torch would grow the file
             raise KVTransferFailed(f"the peer's pool is smaller than the {params.num_bytes} bytes it announced")
         mapped = torch.from_file(path, shared=True, size=params.num_bytes, dtype=torch.uint8)
     except (OSError, RuntimeError) as error:
@@ -37,7 +37,7 @@ def map_peer_pool(params: ConnectorParams) -> torch.Tensor:
 
 
 def same_heads(mapped: torch.Tensor, blocks: torch.Tensor, peer_view: PeerView) -> torch.Tensor:
-    """The heads of the peer's pool that `blocks` holds. Raises KVTransferFailed when it has others."""
+    """Select the heads of the peer's pool that `blocks` holds. Raises KVTransferFailed if the shapes differ."""
     try:
         heads = peer_view(mapped)
     except RuntimeError as error:
@@ -49,22 +49,14 @@ def same_heads(mapped: torch.Tensor, blocks: torch.Tensor, peer_view: PeerView) 
     return heads
 
 
-def take_pages(blocks: torch.Tensor, block_ids: Sequence[int]) -> None:
-    """Have the kernel back these blocks with memory, whose content stays. blocks: [num_blocks, ...], some heads or all.
+def populate_pages(blocks: torch.Tensor, block_ids: Sequence[int], for_writing: bool) -> None:
+    """Fault in the pages of these blocks ahead of their use; the content stays. blocks: [num_blocks, ...].
 
-    A kernel older than Linux 5.14 does not know the advice; then a page is taken when it is first written.
+    for_writing: allocates missing pages. Otherwise only maps the pages that a peer has written.
     """
-    _advise(blocks, block_ids, _MADV_POPULATE_WRITE)
-
-
-def map_pages(blocks: torch.Tensor, block_ids: Sequence[int]) -> None:
-    """Enter pages that a peer has written into our own page table, so that the model's thread need not."""
-    _advise(blocks, block_ids, _MADV_POPULATE_READ)
-
-
-def _advise(blocks: torch.Tensor, block_ids: Sequence[int], advice: int) -> None:
+    advice = _MADV_POPULATE_WRITE if for_writing else _MADV_POPULATE_READ
     block_bytes = blocks.stride(0) * blocks.element_size()
-    pool = blocks.untyped_storage().data_ptr()  # whole blocks, whichever heads of them these are
+    pool = blocks.untyped_storage().data_ptr()  # whole blocks, even if `blocks` holds only some heads
     for first, _, count in paired_runs(block_ids, block_ids):
         start = pool + first * block_bytes
         end = start + count * block_bytes
@@ -72,61 +64,62 @@ def _advise(blocks: torch.Tensor, block_ids: Sequence[int], advice: int) -> None
         _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), advice)
 
 
-def _unseen(block_ids: Sequence[int], seen: set[int]) -> list[int]:
-    """Those that `seen` has not got yet, and gets now."""
+def _take_new(block_ids: Sequence[int], seen: set[int]) -> list[int]:
+    """Return the ids that are not in `seen`, and add them to it."""
     new = [block_id for block_id in block_ids if block_id not in seen]
     seen.update(new)
     return new
 
 
 class MappedMemorySender:
-    """Prefill side. peer_view: of the mapped pool, the heads that `blocks` has. Raises KVTransferFailed."""
+    """The prefill end. peer_view: selects the heads of `blocks` in the mapped pool. Raises KVTransferFailed."""
 
-    def __init__(
-        self,
-        name: str,
-        blocks: torch.Tensor,
-        params: ConnectorParams,
-        peer_view: PeerView,
-    ) -> None:
+    def __init__(self, name: str, blocks: torch.Tensor, params: ConnectorParams, peer_view: PeerView) -> None:
         self._src = blocks
-        self._mapped = map_peer_pool(params)
-        self._dst = same_heads(self._mapped, blocks, peer_view)
-        self._seen: set[int] = set()  # blocks whose pages have been taken
+        self._dst: torch.Tensor | None = same_heads(map_peer_pool(params), blocks, peer_view)
+        self._populated: set[int] = set()
         self._thread = JobThread(name)
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
-        """Take the pages now: a fresh one costs five times what is then written to it."""
-        if dst := _unseen(dst_block_ids, self._seen):
-            self._thread.submit(lambda: take_pages(self._mapped, dst), lambda error: None)
+        """Allocate the pages while the prompt computes: a page fault costs several times the copy into the page."""
+        if new := _take_new(dst_block_ids, self._populated):
+            self._thread.submit(lambda: self._populate(new), lambda error: None)
 
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
         src, dst = list(src_block_ids), list(dst_block_ids)
         self._thread.submit(lambda: self._copy(src, dst), on_done)
 
+    def _populate(self, block_ids: list[int]) -> None:
+        assert self._dst is not None
+        populate_pages(self._dst, block_ids, for_writing=True)
+
     def _copy(self, src: list[int], dst: list[int]) -> None:
+        assert self._dst is not None
         copy_blocks(self._src, src, self._dst, dst)
 
     def close(self, on_closed: Callable[[], None]) -> None:
-        self._thread.close(on_closed)
+        def closed() -> None:
+            self._dst = None  # unmaps the peer's pool
+            on_closed()
+
+        self._thread.close(closed)
 
 
 class MappedMemoryReceiver:
-    """Decode side: the peer has written before it tells, so the blocks can be used at once.
+    """The decode end. Blocks are usable when announced, because the peer announces them after it has written them.
 
-    What is left is to map their pages, beside whatever uses them: faults of the model's thread would cost it 0.06 ms a
-    MiB. blocks: own pool, on CPU or not.
+    blocks: own pool. On CPU a thread maps the arrived pages, so that the engine thread does not fault on them.
     """
 
     def __init__(self, name: str, blocks: torch.Tensor) -> None:
         self._blocks = blocks
-        self._seen: set[int] = set()  # blocks that have been mapped before, and stay so
+        self._populated: set[int] = set()
         self._thread = JobThread(name, keeps_going=True) if blocks.device.type == "cpu" else None
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
         on_done(None)
-        if self._thread is not None and (ids := _unseen(block_ids, self._seen)):
-            self._thread.submit(lambda: map_pages(self._blocks, ids), lambda error: None)
+        if self._thread is not None and (new := _take_new(block_ids, self._populated)):
+            self._thread.submit(lambda: populate_pages(self._blocks, new, for_writing=False), lambda error: None)
 
     def close(self) -> None:
         if self._thread is not None:

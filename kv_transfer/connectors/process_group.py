@@ -1,10 +1,8 @@
-"""The `gloo` and `nccl` connectors: a two-rank process group per path, without a default group or a world.
+"""The `gloo` and `nccl` connectors: one process group of two ranks per path.
 
-A path leads from one rank of a prefill worker to one of a decode worker; here its two ends are ranks 0 and 1.
-
-A group hangs on a PrefixStore (its path id: pair and ranks) over a TCPStore that the decode worker owns, so paths come
-and go alone: one group for all would let a frozen peer take down healthy pairs at its time-out. A wait that runs out
-closes the path for good; a new pair id starts afresh.
+The prefill end is rank 0, the decode end rank 1. They rendezvous in a PrefixStore (prefix: path id) of a TCPStore
+that the decode worker owns. Groups are independent of each other, so a frozen peer cannot take down healthy pairs when
+it times out. A wait that times out breaks the path for good; prefill then opens a pair with a new id.
 """
 
 from __future__ import annotations
@@ -17,13 +15,7 @@ from functools import partial
 from typing import ClassVar, cast
 
 import torch
-from torch._C._distributed_c10d import (
-    PrefixStore,
-    ProcessGroup,
-    Store,
-    TCPStore,
-    Work,
-)  # typed here, not where it is exported
+from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, TCPStore, Work  # typed here only
 from torch.distributed import ProcessGroupGloo, ProcessGroupNCCL
 
 from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, OpenStore, Peer
@@ -37,18 +29,18 @@ from tandem.runtime.errors import KVTransferFailed
 
 CONNECT_TIMEOUT_S = 20.0
 TRANSFER_TIMEOUT_S = 5.0
-"""Deadline of one message: a peer that does not take or give one in this time is taken for dead."""
+"""Deadline of one message, after which the peer counts as dead."""
 DIRECT_BLOCK_BYTES = {"gloo": 256 * 1024, "nccl": 16 * 1024 * 1024}
-"""Blocks from this size on travel one by one from where they lie to where they belong. To gather smaller ones into a
-message costs less than a message each, which wakes threads on both sides."""
+"""Blocks of at least this size are sent one per message, without staging. Smaller ones are gathered into messages,
+because the fixed cost of a message exceeds that of the copy."""
 MESSAGE_BYTES = {"gloo": 4 * 1024 * 1024, "nccl": 16 * 1024 * 1024}
-"""Of smaller blocks that travel in one message."""
+"""Size of a message of gathered blocks."""
 
 
 def message_plan(backend: str, block_bytes: int) -> tuple[int, int]:
-    """(blocks in a message, messages under way at once); the same on both sides, which must cut alike.
+    """Return (blocks per message, messages in flight). Both sides must compute the same plan.
 
-    Two messages at least, so that blocks are gathered or scattered while others are on the wire.
+    At least two messages are in flight, so that staging overlaps with sending.
     """
     message_bytes = MESSAGE_BYTES[backend]
     is_direct = block_bytes >= DIRECT_BLOCK_BYTES[backend]
@@ -60,10 +52,10 @@ _SENDER, _RECEIVER = 0, 1
 
 
 class StoreServer:
-    """The TCPStore at which a decode worker's pairs meet, on a free port of `host` only."""
+    """The TCPStore in which a decode worker's paths rendezvous, on a free port of `host` only."""
 
     def __init__(self, host: str) -> None:
-        fd, port = listen_on_free_port(host)  # the store closes it
+        fd, port = listen_on_free_port(host)  # the store closes the descriptor
         self._store = TCPStore(host, port, None, True, timedelta(seconds=CONNECT_TIMEOUT_S), False, master_listen_fd=fd)
         self.host = host
         self.port: int = port
@@ -73,7 +65,7 @@ class StoreServer:
 
 
 def connect_store(path_id: str, params: ConnectorParams) -> Store:
-    """The decode worker's store, as the prefill worker sees it."""
+    """Connect to the decode worker's store. Blocks for up to CONNECT_TIMEOUT_S."""
     client = TCPStore(params.store_host, params.store_port, None, False, timedelta(seconds=CONNECT_TIMEOUT_S), False)
     return PrefixStore(path_id, client)
 
@@ -83,7 +75,7 @@ def _new_group(backend: str, store: Store, rank: int, host: str) -> ProcessGroup
     if backend == "gloo":
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = timeout
-        options._devices = [ProcessGroupGloo.create_device(hostname=host)]  # never by this machine's own name
+        options._devices = [ProcessGroupGloo.create_device(hostname=host)]  # by default gloo resolves the host name
         return cast(ProcessGroup, ProcessGroupGloo(store, rank, 2, options))
     if backend == "nccl":
         nccl_options = ProcessGroupNCCL.Options()
@@ -94,7 +86,7 @@ def _new_group(backend: str, store: Store, rank: int, host: str) -> ProcessGroup
 
 @dataclass(frozen=True)
 class _Message:
-    """Blocks that travel together. data: they themselves where they lie side by side, else a staging buffer."""
+    """Blocks sent together. data: the blocks in the pool if they are contiguous, else a staging buffer."""
 
     block_ids: list[int]
     data: torch.Tensor
@@ -102,9 +94,9 @@ class _Message:
 
 
 class _ProcessGroupEnd:
-    """What both ends share: the group, a thread, and the cutting of a job into pieces.
+    """Common to both ends: the group, its thread, and the division of jobs into messages.
 
-    The group is built on the thread, so the caller does not wait; jobs queue behind it; `on_ready` tells how it went.
+    The group is created on the thread; jobs queue behind its creation. `on_ready` reports the result.
     """
 
     _rank: ClassVar[int]
@@ -119,9 +111,8 @@ class _ProcessGroupEnd:
         on_ready: OnDone,
     ) -> None:
         self._blocks = blocks  # uint8 [num_blocks, ...]: whole blocks, or some heads of each
-        self._block_bytes = blocks[0].numel()
-        self._message_blocks, self._num_under_way = message_plan(backend, self._block_bytes)
-        self._buffers: torch.Tensor | None = None  # made when first needed
+        self._blocks_per_message, self._max_in_flight = message_plan(backend, blocks[0].numel())
+        self._buffers: torch.Tensor | None = None  # allocated when first needed
         self._backend = backend
         self._thread = JobThread(name)
         self._group: ProcessGroup | None = None
@@ -134,7 +125,7 @@ class _ProcessGroupEnd:
         self._submit(build, on_ready)
 
     def _submit(self, job: Callable[[], None], on_done: OnDone) -> None:
-        """On CUDA the job's work is ordered behind what has been computed by now."""
+        """Run `job` on the thread. On CUDA its copies are queued behind the work computed so far."""
         side_stream = self._side_stream
         if side_stream is None:
             self._thread.submit(job, on_done)
@@ -143,46 +134,43 @@ class _ProcessGroupEnd:
             self._thread.submit(lambda: side_stream.run(job, computed), on_done)
 
     def _handshake(self, group: ProcessGroup) -> None:
-        """One byte across, so that a pair is ready only when its data path has been used (gloo connects lazily)."""
+        """Move one byte, because gloo connects lazily: a path is ready only once it has carried data."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self._blocks.device)
-        self._move(group, byte, CONNECT_TIMEOUT_S)
+        self._wait(self._start(group, byte), CONNECT_TIMEOUT_S)
 
-    def _carry(
+    def _transfer(
         self, block_ids: list[int], before: Callable[[_Message], None], after: Callable[[_Message], None]
     ) -> None:
-        """Cut the blocks into messages and carry them over, some at a time. `before` and `after` are called for each.
+        """Move the blocks in messages, a limited number in flight. Calls `before` and `after` for each message.
 
-        When a wait runs out, gloo closes the connection, so the messages behind it cannot be written any more either.
+        After a wait times out nothing more is written: gloo closes the connection, nccl's group is aborted.
         """
-        under_way: deque[tuple[Work, _Message]] = deque()
+        in_flight: deque[tuple[Work, _Message]] = deque()
 
         def finish_first() -> None:
-            work, message = under_way.popleft()
+            work, message = in_flight.popleft()
             self._wait(work, TRANSFER_TIMEOUT_S)
             after(message)
 
-        for index, first in enumerate(range(0, len(block_ids), self._message_blocks)):
-            if len(under_way) == self._num_under_way:
+        for index, first in enumerate(range(0, len(block_ids), self._blocks_per_message)):
+            if len(in_flight) == self._max_in_flight:
                 finish_first()
-            message = self._message(block_ids[first : first + self._message_blocks], index % self._num_under_way)
+            message = self._message(block_ids[first : first + self._blocks_per_message], index % self._max_in_flight)
             before(message)
             group = self._group
             if group is None:
                 raise KVTransferFailed("the pair was closed")
-            under_way.append((self._start(group, message.data), message))
-        while under_way:
+            in_flight.append((self._start(group, message.data), message))
+        while in_flight:
             finish_first()
 
     def _message(self, block_ids: list[int], buffer: int) -> _Message:
         if is_run(block_ids) and self._blocks.is_contiguous():
             return _Message(block_ids, self._blocks[block_ids[0] : block_ids[0] + len(block_ids)], is_staged=False)
         if self._buffers is None:
-            shape = (self._num_under_way, self._message_blocks, *self._blocks.shape[1:])
+            shape = (self._max_in_flight, self._blocks_per_message, *self._blocks.shape[1:])
             self._buffers = self._blocks.new_empty(shape)
         return _Message(block_ids, self._buffers[buffer, : len(block_ids)], is_staged=True)
-
-    def _move(self, group: ProcessGroup, data: torch.Tensor, timeout_s: float) -> None:
-        self._wait(self._start(group, data), timeout_s)
 
     def _start(self, group: ProcessGroup, data: torch.Tensor) -> Work:
         return group.send([data], _RECEIVER, 0) if self._rank == _SENDER else group.recv([data], _SENDER, 0)
@@ -191,13 +179,13 @@ class _ProcessGroupEnd:
         if self._side_stream is None:
             work.wait(timedelta(seconds=timeout_s))
             return
-        work.wait()  # makes the stream wait, not us
+        work.wait()  # blocks the stream, not this thread
         try:
             self._side_stream.wait(timeout_s)
         except KVTransferFailed:
             group, self._group = self._group, None
             if group is not None:
-                group.abort()  # else the stream would wait for ever
+                group.abort()  # otherwise the stream would wait forever
             raise
 
     def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
@@ -208,12 +196,12 @@ class _ProcessGroupEnd:
 
 
 class ProcessGroupSender(_ProcessGroupEnd):
-    """Prefill side."""
+    """The prefill end."""
 
     _rank: ClassVar[int] = _SENDER
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
-        pass
+        """Does nothing: the receiver writes."""
 
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
         src = list(src_block_ids)
@@ -224,11 +212,11 @@ class ProcessGroupSender(_ProcessGroupEnd):
             if message.is_staged:
                 copy_blocks(self._blocks, message.block_ids, message.data, range(len(message.block_ids)))
 
-        self._carry(src, before=gather, after=lambda message: None)
+        self._transfer(src, before=gather, after=lambda message: None)
 
 
 class ProcessGroupReceiver(_ProcessGroupEnd):
-    """Decode side. It alone writes to its pool, so a closed pair cannot be written through."""
+    """The decode end. It alone writes to its pool, so nothing is written once it is closed."""
 
     _rank: ClassVar[int] = _RECEIVER
 
@@ -241,11 +229,11 @@ class ProcessGroupReceiver(_ProcessGroupEnd):
             if message.is_staged:
                 copy_blocks(message.data, range(len(message.block_ids)), self._blocks, message.block_ids)
 
-        self._carry(dst, before=lambda message: None, after=scatter)
+        self._transfer(dst, before=lambda message: None, after=scatter)
 
 
 class ProcessGroupConnector:
-    """See `kv_transfer.connector.KVConnector`. backend: gloo or nccl."""
+    """Implements `kv_transfer.connector.KVConnector`. backend: gloo or nccl."""
 
     crosses_hosts = True
     crosses_devices = True

@@ -1,4 +1,4 @@
-"""One pair's data path made of several: each job goes to all of them, and is done when all have done it."""
+"""Combines several paths into one sender or receiver: every job runs on all paths and is done when all are done."""
 
 from __future__ import annotations
 
@@ -10,26 +10,38 @@ from tandem.runtime.errors import KVTransferFailed
 
 
 def when_all(count: int, on_done: OnDone) -> OnDone:
-    """A callback to be called `count` times, from any threads; the last call passes on the first error, or None."""
+    """Return a callback for `count` jobs, callable from any thread; its last call reports the first error, or None."""
+    if count == 1:
+        return on_done
     lock = threading.Lock()
     errors: list[KVTransferFailed] = []
-    left = count
+    num_left = count
 
     def done(error: KVTransferFailed | None) -> None:
-        nonlocal left
+        nonlocal num_left
         with lock:
             if error is not None:
                 errors.append(error)
-            left -= 1
-            is_last = left == 0
+            num_left -= 1
+            is_last = num_left == 0
         if is_last:
             on_done(errors[0] if errors else None)
 
     return done
 
 
+def combine_senders(senders: Sequence[KVSender]) -> KVSender:
+    """Return one sender for all; a single sender is returned as it is."""
+    return senders[0] if len(senders) == 1 else FanOutSender(senders)
+
+
+def combine_receivers(receivers: Sequence[KVReceiver]) -> KVReceiver:
+    """Return one receiver for all; a single receiver is returned as it is."""
+    return receivers[0] if len(receivers) == 1 else FanOutReceiver(receivers)
+
+
 class FanOutSender:
-    """Prefill side: several senders as one."""
+    """The prefill end of several paths."""
 
     def __init__(self, senders: Sequence[KVSender]) -> None:
         self._senders = senders
@@ -50,7 +62,7 @@ class FanOutSender:
 
 
 class FanOutReceiver:
-    """Decode side: several receivers as one."""
+    """The decode end of several paths."""
 
     def __init__(self, receivers: Sequence[KVReceiver]) -> None:
         self._receivers = receivers

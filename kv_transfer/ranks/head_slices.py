@@ -1,7 +1,7 @@
-"""Pure: which key-value heads go from which prefill rank to which decode rank, when both sides are split by heads.
+"""Maps KV heads from prefill ranks to decode ranks, where both workers are split by heads. Pure.
 
-Rank r of n holds heads `r * H / n` up to `(r + 1) * H / n` of the model's H, as transformers' plans share them out.
-Ranks that hold a head in common move it; between equally many ranks that is rank i to rank i, whole blocks.
+Rank r of n holds heads `r * H / n` to `(r + 1) * H / n` of the model's H, as in transformers' tensor-parallel plans. A
+path connects each two ranks that have heads in common. With equal sizes, rank i sends whole blocks to rank i.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 
 @dataclass(frozen=True)
 class HeadSlice:
-    """Some adjacent heads of every block of one rank's pool: `start` to `stop` of its `num_kv_heads`."""
+    """Heads `start` to `stop` of the `num_kv_heads` in every block of one rank's pool."""
 
     start: int
     stop: int
     num_kv_heads: int
 
     def of(self, blocks: torch.Tensor, num_layers: int) -> torch.Tensor:
-        """uint8 [num_blocks, block_bytes] as [num_blocks, 2 * num_layers, heads of the slice, bytes of a head]."""
+        """View uint8 [num_blocks, block_bytes] as [num_blocks, 2 * num_layers, stop - start, bytes per head]."""
         return blocks.view(len(blocks), 2 * num_layers, self.num_kv_heads, -1)[:, :, self.start : self.stop]
 
 
 @dataclass(frozen=True)
 class HeadRoute:
-    """Heads that `src_rank` of the prefill worker sends to `dst_rank` of the decode worker."""
+    """The heads that prefill rank `src_rank` sends to decode rank `dst_rank`."""
 
     src_rank: int
     dst_rank: int
@@ -35,7 +35,7 @@ class HeadRoute:
 
 
 def head_routes(num_kv_heads: int, src_size: int, dst_size: int) -> list[HeadRoute]:
-    """By source, then destination. num_kv_heads: the whole model's, a multiple of either side's number of ranks."""
+    """Return all routes by source, then destination. num_kv_heads: of the whole model; both sizes divide it."""
     assert num_kv_heads % src_size == 0 and num_kv_heads % dst_size == 0
     src_heads, dst_heads = num_kv_heads // src_size, num_kv_heads // dst_size
     routes = []

@@ -1,4 +1,4 @@
-"""One rank's KV pool as the data paths see it: what it sends to, or takes from, each rank of a peer."""
+"""One rank's KV pool: opens the paths between this rank and each rank of a peer that shares heads with it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Store
 from tandem.kv_transfer.checksums import rank_checksums
 from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, Peer
 from tandem.kv_transfer.connectors.cuda_ipc import device_id, export_pool
-from tandem.kv_transfer.ranks.fan_out import FanOutReceiver, FanOutSender, when_all
+from tandem.kv_transfer.ranks.fan_out import combine_receivers, combine_senders, when_all
 from tandem.kv_transfer.ranks.head_slices import head_routes
 from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
@@ -22,7 +22,7 @@ from tandem.runtime.errors import KVTransferFailed
 
 @dataclass(frozen=True)
 class RankPool:
-    """blocks: uint8 [num_blocks, block_bytes]. host: own address on the network of the data paths."""
+    """blocks: uint8 [num_blocks, block_bytes]. host: own address on the data network."""
 
     rank: int
     layout: KVLayout
@@ -30,7 +30,7 @@ class RankPool:
     host: str
 
     def open_sender(self, connector: str, pair_id: str, peers: list[ConnectorParams], on_ready: OnDone) -> KVSender:
-        """To the decode worker's ranks, one ConnectorParams each. Raises KVTransferFailed."""
+        """Open the paths to the decode worker's ranks. peers: one per rank. Raises KVTransferFailed."""
         layout = self.layout
         routes = head_routes(layout.total_kv_heads, layout.tensor_parallel_size, len(peers))
         routes = [route for route in routes if route.src_rank == self.rank]
@@ -38,50 +38,52 @@ class RankPool:
         senders: list[KVSender] = []
         try:
             for route in routes:
-                path_id, params = _path_id(pair_id, self.rank, route.dst_rank), peers[route.dst_rank]
                 view = partial(route.dst.of, num_layers=layout.num_layers)
-                peer = Peer(path_id, params, view)
+                peer = Peer(_path_id(pair_id, self.rank, route.dst_rank), peers[route.dst_rank], view)
                 blocks = route.src.of(self.blocks, layout.num_layers)
                 senders.append(load_connector(connector).open_sender(peer, blocks, self.host, ready))
         except KVTransferFailed:
             for sender in senders:
                 sender.close(lambda: None)
             raise
-        return FanOutSender(senders)
-
-    def located(self, params: ConnectorParams) -> ConnectorParams:
-        """`params` with what a peer on this GPU needs to map the pool; on CPU they are complete."""
-        if self.blocks.device.type == "cpu":
-            return params
-        return msgspec.structs.replace(params, device_id=device_id(self.blocks.device), cuda=export_pool(self.blocks))
-
-    def checksums(self, block_ids: Sequence[int]) -> list[int]:
-        """Of this rank's heads of each block; see `kv_transfer.checksums`. Takes its time, so not on the loop."""
-        return rank_checksums(self.blocks, block_ids, self.layout, self.rank)
+        return combine_senders(senders)
 
     def open_receiver(
         self, connector: str, pair_id: str, num_senders: int, open_store: Callable[[str], Store], on_ready: OnDone
     ) -> KVReceiver:
-        """From the `num_senders` ranks of a prefill worker; open_store gives the store of a path.
+        """Open the paths from the prefill worker's `num_senders` ranks. Raises KVTransferFailed.
 
-        Raises KVTransferFailed.
+        open_store: returns the store of a path id.
         """
         layout = self.layout
         routes = head_routes(layout.total_kv_heads, num_senders, layout.tensor_parallel_size)
         routes = [route for route in routes if route.dst_rank == self.rank]
         ready = when_all(len(routes), on_ready)
         receivers: list[KVReceiver] = []
-        open_one = load_connector(connector).open_receiver
         try:
             for route in routes:
                 path_id = _path_id(pair_id, route.src_rank, self.rank)
                 blocks = route.dst.of(self.blocks, layout.num_layers)
-                receivers.append(open_one(path_id, partial(open_store, path_id), blocks, self.host, ready))
+                receivers.append(
+                    load_connector(connector).open_receiver(
+                        path_id, partial(open_store, path_id), blocks, self.host, ready
+                    )
+                )
         except KVTransferFailed:
             for receiver in receivers:
                 receiver.close()
             raise
-        return FanOutReceiver(receivers)
+        return combine_receivers(receivers)
+
+    def located(self, params: ConnectorParams) -> ConnectorParams:
+        """Add what a peer on this GPU needs to map the pool; on CPU `params` is already complete."""
+        if self.blocks.device.type == "cpu":
+            return params
+        return msgspec.structs.replace(params, device_id=device_id(self.blocks.device), cuda=export_pool(self.blocks))
+
+    def checksums(self, block_ids: Sequence[int]) -> list[int]:
+        """Hash this rank's heads of each block (`kv_transfer.checksums`). Slow, so not for the event loop."""
+        return rank_checksums(self.blocks, block_ids, self.layout, self.rank)
 
 
 def _path_id(pair_id: str, src_rank: int, dst_rank: int) -> str:

@@ -1,13 +1,11 @@
-"""The `fake` connector: both ends in one process, with delay, loss, corruption and frozen peers on demand.
+"""The `fake` connector: both ends in one process, with simulated delay, loss, corruption and frozen peers.
 
-Nothing happens by itself: whoever holds the network moves the clock that it was made with and calls `step`, `run_due`
-or one of `choices`. Only there are `on_ready`, `on_done` and `on_closed` called. The same seed and calls give the same
-run.
+It is deterministic. The test moves the clock and calls `step`, `run_due` or one of `choices`; only these call
+`on_ready`, `on_done` and `on_closed`. The same seed and calls give the same run.
 
-It keeps the rules of the real connectors. One-sided (as `ipc`): the sender writes and the receiver is not asked, so
-what was under way when the pair was given up is still written, as late as the network likes. Two-sided (as `gloo`): a
-block moves when both ends have come to its transfer, and an end that sees nothing move for TIMEOUT_S breaks, or whose
-peer's process has ended.
+It follows the rules of the real connectors. One-sided (like `ipc`): the sender writes without the receiver, so blocks
+in flight when the pair is given up may still be written arbitrarily late. Two-sided (like `gloo`): a block moves when
+both ends have reached its transfer. An end fails if nothing moves for TIMEOUT_S, or if its peer's process has exited.
 """
 
 from __future__ import annotations
@@ -29,17 +27,17 @@ TIMEOUT_S = 5.0
 
 Side = Literal["sender", "receiver"]
 Step = tuple[float, Callable[[], None]]
-"""When something is due, and what."""
+"""A due time and the action."""
 OnWrite = Callable[[str, int], None]
-"""Of a path, and of a block in the pool at its receiving end."""
+"""Called with a path id and a block id of the receiving pool."""
 
 
 @dataclass(frozen=True)
 class Faults:
-    """What befalls transfers that begin from now on.
+    """Faults of transfers that start from now on.
 
-    delay_s: each block takes up to this long. loss: odds that a transfer stops part-way and goes no further.
-    corruption: odds that a block arrives with one byte changed, which nobody is told.
+    delay_s: maximum time per block. loss: probability that a transfer stops part-way. corruption: probability that a
+    block arrives with one byte changed.
     """
 
     delay_s: float = 0.0
@@ -49,17 +47,17 @@ class Faults:
 
 @dataclass(eq=False)
 class _Job:
-    """One `send` or `receive`, waiting or under way. dst_block_ids: of a send."""
+    """One `send` or `receive`, queued or in flight. dst_block_ids: of a send."""
 
     block_ids: list[int]
     on_done: OnDone
-    moved_at: float  # handed in, begun, or had its latest block
+    moved_at: float  # when it was submitted, started, or last moved a block
     dst_block_ids: list[int] = field(default_factory=list)
     begun: bool = False
 
 
 class _End:
-    """Carries out its jobs in order. After a failure the rest fail as well; so do, once closed, those not begun."""
+    """Runs its jobs in order. After a failure all later jobs fail; after `close` all jobs that have not started."""
 
     def __init__(self, network: FakeNetwork, blocks: torch.Tensor, on_ready: OnDone) -> None:
         self.network = network
@@ -72,19 +70,19 @@ class _End:
 
     @property
     def head(self) -> _Job | None:
-        """The job that is under way or may begin."""
-        return self.jobs[0] if self.jobs and self._why_not(self.jobs[0]) is None else None
+        """The job that is running or may start."""
+        return self.jobs[0] if self.jobs and self._failure(self.jobs[0]) is None else None
 
-    def _why_not(self, job: _Job) -> KVTransferFailed | None:
+    def _failure(self, job: _Job) -> KVTransferFailed | None:
         if self.error is None and self.closed and not job.begun:
             return KVTransferFailed("the pair is closed")
         return self.error
 
     def steps(self, now: float) -> Iterator[Step]:
-        """What needs no peer."""
+        """Yield the steps that do not involve the peer."""
         if self._on_ready is not None:
             yield now, self._tell_ready
-        elif self.jobs and (error := self._why_not(self.jobs[0])) is not None:
+        elif self.jobs and (error := self._failure(self.jobs[0])) is not None:
             yield now, partial(self.end_head, error)
         elif self.closed and not self.jobs and self._on_closed is not None:
             yield now, self._tell_closed
@@ -112,7 +110,7 @@ class _End:
 
 
 class FakeSender(_End):
-    """Prefill side."""
+    """The prefill end."""
 
     def prepare(self, dst_block_ids: Sequence[int]) -> None:
         pass
@@ -125,7 +123,7 @@ class FakeSender(_End):
 
 
 class FakeReceiver(_End):
-    """Decode side."""
+    """The decode end."""
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
         self.jobs.append(_Job(list(block_ids), on_done, self.network.now()))
@@ -136,9 +134,9 @@ class FakeReceiver(_End):
 
 @dataclass(eq=False)
 class _Transfer:
-    """Blocks under way. jobs: the send, and in a two-sided network the receive. arrivals: of those yet to be written.
+    """Blocks in flight. jobs: the send and, if two-sided, the receive. arrivals: due times of unwritten blocks.
 
-    One that is lost has fewer arrivals than blocks.
+    A lost transfer has fewer arrivals than blocks.
     """
 
     jobs: list[_Job]
@@ -161,16 +159,15 @@ class _Path:
         return [end for side, end in ends.items() if end is not None and side not in self.frozen | self.ended]
 
     def break_off(self, end: _End, why: str) -> None:
-        self.transfer = None  # a connection that breaks at one end carries no more blocks
-        end.end_head(KVTransferFailed(f"the KV transfer broke off: {why}"))
+        self.transfer = None  # a connection that breaks at one end moves no more blocks
+        end.end_head(KVTransferFailed(f"the KV transfer failed: {why}"))
 
 
 class FakeNetwork:
-    """All paths of one simulated cluster, and a connector as `kv_transfer.registry` knows them.
+    """All paths of one simulated cluster; implements `kv_transfer.connector.KVConnector`.
 
-    clock: in seconds, moved by the caller. faults: may be changed at any time. on_write: told just before each write. A
-    path's two ends find each other by its id; the sender of a one-sided path needs the receiver's pool, so that is
-    opened first.
+    clock: returns seconds, moved by the caller. faults: may be changed at any time. on_write: called before each write.
+    A path's two ends find each other by path id. Open the receiver of a one-sided path first.
     """
 
     devices = ("cpu", "cuda")
@@ -212,32 +209,29 @@ class FakeNetwork:
     # ---- faults
 
     def freeze(self, path_id: str, side: Side = "sender") -> None:
-        """Its process stands still: it does nothing and hears nothing, its deadline included.
-
-        Into a receiver that stands still a one-sided peer goes on writing.
-        """
+        """Stop an end's process, including its deadlines. A one-sided sender still writes into a frozen receiver."""
         self._paths[path_id].frozen.add(side)
 
     def thaw(self, path_id: str, side: Side = "sender") -> None:
-        """It wakes and goes on where it was, whatever has become of its peer."""
+        """Resume an end where it stopped."""
         self._paths[path_id].frozen.discard(side)
 
     def kill(self, path_id: str, side: Side = "sender") -> None:
-        """Its process ends, and with it all that this end would do or be told. Its pool remains, which nobody reads."""
+        """End an end's process: it does nothing more and gets no callbacks. Its pool remains, unread."""
         self._paths[path_id].ended.add(side)
 
     # ---- time
 
     def next_due(self) -> float | None:
-        """When there will be something to do; None when everything is at rest or frozen."""
+        """Return the time of the next step, or None if everything is idle or frozen."""
         return min((time for time, _ in self._steps()), default=None)
 
     def choices(self) -> list[Callable[[], None]]:
-        """All that is due by now, for a search of races: call one of them, then ask again."""
+        """Return all due steps, to search for races: call one of them, then call `choices` again."""
         return [act for time, act in self._steps() if time <= self.now()]
 
     def step(self) -> bool:
-        """Carry out the one thing that is due first, if it is due by now: a block, a callback, a deadline."""
+        """Run the earliest step (a block, a callback or a deadline) if it is due; return whether one ran."""
         step = min(self._steps(), key=lambda step: step[0], default=None)
         if step is None or step[0] > self.now():
             return False
@@ -245,7 +239,7 @@ class FakeNetwork:
         return True
 
     def run_due(self) -> None:
-        """Carry out all that is due by now, and all that this brings about."""
+        """Run all due steps, including those that they cause."""
         while self.step():
             pass
 
@@ -261,13 +255,13 @@ class FakeNetwork:
                 yield from self._transfer_steps(path, path.sender, path.receiver, now)
 
     def _end_steps(self, path: _Path, end: _End, job: _Job, now: float) -> Iterator[Step]:
-        late = partial(path.break_off, end, f"nothing moved for {TIMEOUT_S:.0f} s")
+        late = partial(path.break_off, end, f"no data moved for {TIMEOUT_S:.0f} s")
         if not self.one_sided and path.ended:
             yield now, partial(path.break_off, end, "the peer's process has ended")
         elif not self.one_sided:
             yield job.moved_at + TIMEOUT_S, late
         elif end is path.receiver:
-            yield now, end.end_head  # all is written before it is announced
+            yield now, end.end_head  # blocks are written before they are announced
         elif path.transfer is not None and not path.transfer.arrivals:
             yield job.moved_at + TIMEOUT_S, late
 

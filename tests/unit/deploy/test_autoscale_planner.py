@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from bench.simulation.autoscale import bursty, diurnal, planner_for, play, read_trace, shifting
 from bench.simulation.cluster import Request, Speeds
 from bench.simulation.foresight import Foresight
-from tests.support.load_recordings import read_recording
 from tandem.deploy.autoscale.demand import Demand, DemandMeter, StepTime
 from tandem.deploy.autoscale.planner import Planner, PlannerConfig, decode_needed, prefill_needed
 from tandem.deploy.autoscale.queueing import late_fraction, servers_needed, wait_probability
 from tandem.protocol.messages.membership import Role, WorkerInfo, WorkerLoad
+from tests.support.load_recordings import read_recording
 
 BUSY = Demand(
     num_prefill=1,

@@ -41,7 +41,6 @@ from transformers import (
     T5Config,
 )
 
-from tests.support.tiny_models import make_tiny_config
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.config import EngineConfig
@@ -50,6 +49,7 @@ from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.runtime.errors import ConfigError
+from tests.support.tiny_models import make_tiny_config
 
 torch.set_num_threads(1)
 

@@ -24,7 +24,7 @@ def test_short_hashes_travel() -> None:
 
 
 def test_updates_are_bounded_and_the_rest_follows() -> None:
-    log = PrefixLog(max_told=5, max_per_update=2)
+    log = PrefixLog(max_published=5, max_per_update=2)
     for number in range(8):
         log.add(name(number))
     updates = [log.take() for _ in range(4)]
@@ -41,7 +41,7 @@ class LossyUpdates(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.log = PrefixLog(max_told=100, max_per_update=3)
+        self.log = PrefixLog(max_published=100, max_per_update=3)
         self.indices = [PrefixIndex(), PrefixIndex()]
         for index in self.indices:
             index.join("other")
@@ -49,7 +49,7 @@ class LossyUpdates(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 9))
     def toggle(self, number: int) -> None:
-        (self.log.evict if name(number) in self.log.here else self.log.add)(name(number))
+        (self.log.evict if name(number) in self.log.cached else self.log.add)(name(number))
 
     @rule(lost=st.tuples(st.booleans(), st.booleans()))
     def tell(self, lost: tuple[bool, bool]) -> None:
@@ -63,7 +63,7 @@ class LossyUpdates(RuleBasedStateMachine):
     def teardown(self) -> None:
         for _ in range(15):
             self.tell((False, False))
-        here = {int.from_bytes(block_hash[:8], "little") for block_hash in self.log.here}
+        here = {int.from_bytes(block_hash[:8], "little") for block_hash in self.log.cached}
         for index in self.indices:
             assert not index.has_missed("worker")
             assert {number for number in range(10) if index.depths([number]).of(1)} == here

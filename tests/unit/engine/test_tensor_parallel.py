@@ -134,6 +134,6 @@ def test_sizes_that_do_not_divide_the_heads_name_those_that_do(
 def test_a_model_whose_plan_keeps_attention_whole_is_refused() -> None:
     plan = {"layers.*.self_attn.qkv_proj": "colwise_gather_output"}
     model = SimpleNamespace(model_type="phi3", num_attention_heads=4, base_model_tp_plan=plan)
-    with pytest.raises(ConfigError, match="does not share out its attention heads"):
+    with pytest.raises(ConfigError, match="does not split its attention heads"):
         check_shards("some/model", model, 2)
     check_shards("some/model", model, 1)

@@ -21,7 +21,7 @@ from tandem.kv_transfer.connectors.process_group import StoreServer
 from tandem.kv_transfer.ranks.fan_out import when_all
 from tandem.kv_transfer.ranks.head_slices import head_routes
 from tandem.kv_transfer.ranks.rank_pool import RankPool
-from tandem.kv_transfer.ranks.remote_rank import TransferServer
+from tandem.kv_transfer.ranks.transfer_server import TransferServer
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
 from tandem.protocol.rank_channel import open_channel

@@ -13,7 +13,8 @@ from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.batch import BatchItem
 from tandem.engine.config import EngineConfig
 from tandem.engine.cpu.attention import CPUAttention
-from tandem.engine.cpu.kernels import as_array, rms_norm, rotation
+from tandem.engine.cpu.compiler import as_array
+from tandem.engine.cpu.layer_kernels import rms_norm, rotation
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import LoadedModel
 from tandem.engine.sampling.sampler import argmax

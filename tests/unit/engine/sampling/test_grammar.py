@@ -291,7 +291,7 @@ def test_grammars_compile_once_and_remember(noise_model: Any) -> None:
 def test_a_model_without_a_usable_tokenizer_serves_no_grammars(tmp_path: Any) -> None:
     with pytest.raises(InvalidRequest, match="its tokeniser cannot be used"):
         read_tokenizer(str(tmp_path), 100)
-    with pytest.raises(InvalidRequest, match="names no eos_token"):
+    with pytest.raises(InvalidRequest, match="has no eos_token"):
         make_tokenizer(BPE.to_str(), VOCAB_SIZE, None)
 
 

@@ -113,7 +113,7 @@ def test_bad_media_fail_their_own_prompt_alone(family: str, pair: VisionPair) ->
     num_tokens = image.num_tokens[0]
     # Its embedding would be found, were it only for the digest.
     short = VisionPrompt.of([4, Medium("image", image.tensors, [num_tokens - 1]), 4], 8)
-    misfit = f"media item 0: this image has {num_tokens - 1} placeholder tokens in the prompt, .* makes {num_tokens}"
+    misfit = f"media item 0: this image has {num_tokens - 1} placeholder tokens in the prompt, .* to {num_tokens}"
     number = pair.start(good.token_ids, (), NUM_NEW)
     if family == "llava_onevision":  # known only when it is encoded
         bad_number = pair.start(short.token_ids, short.items(), NUM_NEW)

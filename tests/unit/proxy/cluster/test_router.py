@@ -65,7 +65,7 @@ class World:
 
     def cache(self, info: WorkerInfo, token_ids: list[int]) -> None:
         for block_hash in HASHER.prompt_hashes(pack_token_ids(token_ids)):
-            if block_hash not in self.logs[info.epoch].here:
+            if block_hash not in self.logs[info.epoch].cached:
                 self.logs[info.epoch].add(block_hash)
         self.report(info)
 

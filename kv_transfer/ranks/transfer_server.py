@@ -1,0 +1,95 @@
+"""A follower's end of its KV transfers: carries out rank 0's orders on the threads of its paths."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from functools import partial
+from multiprocessing.connection import Connection
+
+from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone
+from tandem.kv_transfer.connectors.job_thread import JobThread
+from tandem.kv_transfer.connectors.process_group import connect_store
+from tandem.kv_transfer.ranks import orders
+from tandem.kv_transfer.ranks.orders import Order, OrderDone, PoolReady
+from tandem.kv_transfer.ranks.rank_pool import RankPool
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.transfer import ConnectorParams
+from tandem.protocol.rank_channel import RankChannel
+from tandem.runtime.errors import KVTransferFailed
+
+log = logging.getLogger(__name__)
+
+
+class TransferServer:
+    """Serves one follower's pool. params: how the pool is reached."""
+
+    def __init__(self, connection: Connection, pool: RankPool, params: ConnectorParams) -> None:
+        self._channel: RankChannel[Order] = RankChannel(connection, Codec(Order))
+        self._pool = pool
+        self._params = pool.located(params)
+        self._senders: dict[str, KVSender] = {}
+        self._receivers: dict[str, KVReceiver] = {}
+        self._checksum_thread = JobThread("checksums", keeps_going=True)
+
+    def start(self) -> None:
+        """Announce the pool to rank 0, then serve on a thread until rank 0 is gone."""
+        self._channel.send(PoolReady(self._params))
+        threading.Thread(target=self._serve, name="transfers", daemon=True).start()
+
+    def _serve(self) -> None:
+        while (order := self._channel.receive()) is not None:
+            done = partial(self._answer, order.job_id)
+            try:
+                self._carry_out(order, done)
+            except KVTransferFailed as error:
+                done(error)
+
+    def _carry_out(self, order: Order, done: OnDone) -> None:
+        match order:
+            case orders.OpenRankSender():
+                self._senders[order.pair_id] = self._pool.open_sender(order.connector, order.pair_id, order.peers, done)
+            case orders.OpenRankReceiver():
+                self._receivers[order.pair_id] = self._pool.open_receiver(
+                    order.connector,
+                    order.pair_id,
+                    order.num_senders,
+                    lambda path_id: connect_store(path_id, order.store),
+                    done,
+                )
+            case orders.PrepareBlocks():
+                if order.pair_id in self._senders:
+                    self._senders[order.pair_id].prepare(order.dst_block_ids)
+                done(None)
+            case orders.SendBlocks():
+                if order.pair_id not in self._senders:
+                    raise KVTransferFailed("the pair is closed")
+                self._senders[order.pair_id].send(order.src_block_ids, order.dst_block_ids, done)
+            case orders.ReceiveBlocks():
+                if order.pair_id not in self._receivers:
+                    raise KVTransferFailed("the pair is closed")
+                self._receivers[order.pair_id].receive(order.block_ids, done)
+            case orders.CloseRankSender():
+                sender = self._senders.pop(order.pair_id, None)
+                if sender is None:  # it could not be opened
+                    done(None)
+                else:
+                    sender.close(lambda: done(None))
+            case orders.CloseRankReceiver():
+                receiver = self._receivers.pop(order.pair_id, None)
+                if receiver is not None:
+                    receiver.close()
+                done(None)
+            case orders.ComputeChecksums():
+                checksums: list[int] = []
+                self._checksum_thread.submit(
+                    lambda: checksums.extend(self._pool.checksums(order.block_ids)),
+                    lambda error: self._answer(order.job_id, error, checksums),
+                )
+
+    def _answer(self, job_id: int, error: KVTransferFailed | None, checksums: Sequence[int] = ()) -> None:
+        try:
+            self._channel.send(OrderDone(job_id, None if error is None else error.message, list(checksums)))
+        except OSError:
+            log.debug("rank 0 is gone; the result of job %d is dropped", job_id)
