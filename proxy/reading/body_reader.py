@@ -38,7 +38,8 @@ class BodyReader:
     ) -> BodyReader:
         """max_media: as BodyDecoder's."""
         tool_format = ToolFormat.of(tool_call_parser, text.tokenizer)
-        return cls(BodyDecoder(served_model_name, trust_chat_template, tool_format, max_media), Renderer(text))
+        decoder = BodyDecoder(served_model_name, trust_chat_template, tool_format, max_media, text.sampling_defaults)
+        return cls(decoder, Renderer(text))
 
     @classmethod
     def load(

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from tandem.proxy.text.model_files import find_model
+from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.runtime.errors import ConfigError, InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class ModelText:
         self.tokenizer: Tokenizer = self._backend.backend_tokenizer
         self._lists_only: bool | None = None  # whether its template takes content as a list of parts alone
         self.eos_token_ids = _eos_token_ids(folder, self._backend.eos_token_id)
+        self.sampling_defaults = SamplingDefaults.read(folder)
         if not self.eos_token_ids:
             log.warning("model %s names no end-of-sequence token: sequences end by max_tokens alone", model)
 
