@@ -140,23 +140,24 @@ class GenerationFields(NotServed):
 
     model: Annotated[str | None, Meta(description="the name that /v1/models tells; null takes the one there is")] = None
     temperature: Annotated[
-        Annotated[float, Meta(ge=0, le=2)] | None, Meta(description="0 always takes the most likely token")
-    ] = 1.0
+        Annotated[float, Meta(ge=0, le=2)] | None,
+        Meta(description="0 always takes the most likely token; null takes the model's default, else 1"),
+    ] = None
     top_p: Annotated[
         Annotated[float, Meta(gt=0, le=1)] | None,
         Meta(description="the fewest tokens whose probabilities reach this sum"),
-    ] = 1.0
+    ] = None
     top_k: Annotated[
         Annotated[int, Meta(ge=-1, lt=2**31)] | None, Meta(description="so many most likely tokens; 0 or -1: all")
-    ] = 0
+    ] = None
     min_p: Annotated[
         Annotated[float, Meta(ge=0, le=1)] | None,
         Meta(description="tokens at least so likely, relative to the most likely one"),
-    ] = 0.0
+    ] = None
     repetition_penalty: Annotated[
         Annotated[float, Meta(gt=0, le=1e6)] | None,
         Meta(description="of tokens in prompt and output; more than 1 makes them less likely"),
-    ] = 1.0
+    ] = None
     presence_penalty: Annotated[
         Annotated[float, Meta(ge=-2, le=2)] | None, Meta(description="of tokens that are in the output")
     ] = 0.0
