@@ -272,7 +272,7 @@ def cluster(num_threads: int, num_streams: int) -> Iterator[tuple[int, int, int]
         port, admin_port = free_port(), free_port()
         command = [
             sys.executable, "-m", "tandem.deploy.cli", "up", "--model", str(model), "--served-model-name", MODEL,
-            "--port", str(port), "--tokenizer-threads", str(num_threads), "--max-num-seqs", str(max(64, num_streams)),
+            "--port", str(port), "--max-num-seqs", str(max(64, num_streams)),
             "--kv-cache-gib", "2", "--admin-port", str(admin_port),
         ]  # fmt: skip
         launcher = subprocess.Popen(command, stdout=subprocess.DEVNULL)

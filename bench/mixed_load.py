@@ -61,8 +61,7 @@ def main() -> None:
     images = [jpeg(number, 448, 336) for number in range(num_media)]
     videos = [clip(number) for number in range(num_media)]
     flags = (
-        "--media-threads", options.media_threads, "--media-cache-mib", "4096", "--ttft-slo-ms", options.ttft_slo_ms,
-        "--max-waiting-media", options.max_waiting_media,
+        "--media-cache-mib", "4096", "--ttft-slo-ms", options.ttft_slo_ms,
     )  # fmt: skip
     with cluster(options.model, *flags) as url:
         with contextlib.suppress(PermissionError):
