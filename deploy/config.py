@@ -40,284 +40,134 @@ def _in(group: str, description: str, **limits: Any) -> Meta:
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Settings of `tandem up` and `tandem worker`, by group; within a group the most common come first."""
 
-    model: Annotated[
-        str, _in("model", "Folder or Hugging Face id of the model; empty serves the built-in demo model.")
-    ] = ""
-    served_model_name: Annotated[
-        str, _in("model", "Model name that clients send; empty uses the model's own name.")
-    ] = ""
-    max_model_len: Annotated[
-        int,
-        _in(
-            "model",
-            "Maximum number of tokens per sequence, prompt and output together; 0 uses the model's limit.",
-            ge=0,
-        ),
-    ] = 0
+    # fmt: off
+    model: Annotated[str, _in("model", description=
+        "Folder or Hugging Face id of the model; empty serves the built-in demo model.")] = ""
+    served_model_name: Annotated[str, _in("model", description=
+        "Model name that clients send; empty uses the model's own name.")] = ""
+    max_model_len: Annotated[int, _in("model", ge=0, description=
+        "Maximum number of tokens per sequence, prompt and output together; 0 uses the model's limit.")] = 0
     dtype: Annotated[Dtype, _in("model", "Data type of weights and KV cache; auto uses the checkpoint's.")] = "auto"
     device: Annotated[Device, _in("model", "Device that runs the model; auto uses GPUs where there are any.")] = "auto"
-    load_format: Annotated[
-        LoadFormat, _in("model", "auto loads the checkpoint; dummy fills the weights with random values.")
-    ] = "auto"
-    tool_call_parser: Annotated[
-        ToolFormatName, _in("model", "Format in which the model writes tool calls: hermes (also Qwen) or llama3_json.")
-    ] = "hermes"
+    load_format: Annotated[LoadFormat, _in("model", description=
+        "auto loads the checkpoint; dummy fills the weights with random values.")] = "auto"
+    tool_call_parser: Annotated[ToolFormatName, _in("model", description=
+        "Format in which the model writes tool calls: hermes (also Qwen) or llama3_json.")] = "hermes"
     trust_remote_code: Annotated[bool, _in("model", "Run Python code that comes with the checkpoint.")] = False
 
-    prefill: Annotated[
-        int,
-        _in(
-            "workers",
-            "Number of prefill workers; with 0, decode workers compute all prompts (text only).",
-            ge=0,
-            le=256,
-        ),
-    ] = 1
+    prefill: Annotated[int, _in("workers", ge=0, le=256, description=
+        "Number of prefill workers; with 0, decode workers compute all prompts (text only).")] = 1
     decode: Annotated[int, _in("workers", "Number of decode workers.", ge=0, le=256)] = 1
     proxies: Annotated[int, _in("workers", "Number of proxy processes, which share the HTTP port.", ge=1, le=64)] = 1
-    tensor_parallel_size: Annotated[
-        int, _in("workers", "Processes that share the model in each worker; on GPUs, one GPU each.", ge=1, le=64)
-    ] = 1
-    prefill_tensor_parallel_size: Annotated[
-        int, _in("workers", "Tensor parallel size of prefill workers; 0 uses --tensor-parallel-size.", ge=0, le=64)
-    ] = 0
-    decode_tensor_parallel_size: Annotated[
-        int, _in("workers", "Tensor parallel size of decode workers; 0 uses --tensor-parallel-size.", ge=0, le=64)
-    ] = 0
-    max_num_seqs: Annotated[
-        int, _in("workers", "Maximum number of sequences that a worker runs at once.", ge=1, le=4096)
-    ] = 64
-    max_num_batched_tokens: Annotated[
-        int, _in("workers", "Maximum number of prompt tokens that a worker computes per step.", ge=16, le=65536)
-    ] = 512
-    decode_prefill_threshold: Annotated[
-        int,
-        _in(
-            "workers",
-            "A decode worker prefills prompts of up to this many uncached tokens itself; 0 sends every "
-            "prompt to a prefill worker.",
-            ge=0,
-            le=65536,
-        ),
-    ] = 64
-    threads_per_worker: Annotated[
-        int,
-        _in(
-            "workers",
-            "CPU threads of each worker, split among its processes; 0 divides the cores among all workers.",
-            ge=0,
-            le=256,
-        ),
-    ] = 0
-    worker_silence_s: Annotated[
-        float, _in("workers", "Seconds without a heartbeat after which a worker counts as lost.", ge=1)
-    ] = 2.5
-    drain_timeout_s: Annotated[
-        float,
-        _in(
-            "workers",
-            "Seconds that a draining process has to finish its requests; the rest migrates to other workers.",
-            gt=0,
-        ),
-    ] = 30.0
+    tensor_parallel_size: Annotated[int, _in("workers", ge=1, le=64, description=
+        "Processes that share the model in each worker; on GPUs, one GPU each.")] = 1
+    prefill_tensor_parallel_size: Annotated[int, _in("workers", ge=0, le=64, description=
+        "Tensor parallel size of prefill workers; 0 uses --tensor-parallel-size.")] = 0
+    decode_tensor_parallel_size: Annotated[int, _in("workers", ge=0, le=64, description=
+        "Tensor parallel size of decode workers; 0 uses --tensor-parallel-size.")] = 0
+    max_num_seqs: Annotated[int, _in("workers", ge=1, le=4096, description=
+        "Maximum number of sequences that a worker runs at once.")] = 64
+    max_num_batched_tokens: Annotated[int, _in("workers", ge=16, le=65536, description=
+        "Maximum number of prompt tokens that a worker computes per step.")] = 512
+    decode_prefill_threshold: Annotated[int, _in("workers", ge=0, le=65536, description=
+        "A decode worker prefills prompts of up to this many uncached tokens itself; 0 sends every prompt to "
+        "a prefill worker.")] = 64
+    threads_per_worker: Annotated[int, _in("workers", ge=0, le=256, description=
+        "CPU threads of each worker, split among its processes; 0 divides the cores among all workers.")] = 0
+    worker_silence_s: Annotated[float, _in("workers", ge=1, description=
+        "Seconds without a heartbeat after which a worker counts as lost.")] = 2.5
+    drain_timeout_s: Annotated[float, _in("workers", gt=0, description=
+        "Seconds that a draining process has to finish its requests; the rest migrates to other workers.")] = 30.0
 
-    kv_cache_gib: Annotated[
-        float, _in("KV cache", "Size of each worker's KV cache in GiB, per tensor parallel process.", gt=0)
-    ] = 1.0
+    kv_cache_gib: Annotated[float, _in("KV cache", gt=0, description=
+        "Size of each worker's KV cache in GiB, per tensor parallel process.")] = 1.0
     block_size: Annotated[int, _in("KV cache", "Tokens per KV block.", ge=8, le=512)] = 64
-    kv_connector: Annotated[
-        str,
-        _in(
-            "KV cache",
-            "Connector that transfers KV blocks from prefill to decode workers: auto, ipc, gloo, nccl or an "
-            "installed plugin.",
-        ),
-    ] = "auto"
+    kv_connector: Annotated[str, _in("KV cache", description=
+        "Connector that transfers KV blocks from prefill to decode workers: auto, ipc, gloo, nccl or an "
+        "installed plugin.")] = "auto"
 
     host: Annotated[str, _in("HTTP", "Address on which the HTTP endpoint listens.")] = "127.0.0.1"
     port: Annotated[int, _in("HTTP", "Port of the HTTP endpoint.", ge=1, le=65535)] = 8000
     api_key: Annotated[str, _in("HTTP", "API key that clients must send; empty allows every client.")] = ""
-    api_keys_file: Annotated[
-        str,
-        _in("HTTP", "File with further API keys, one per line; blank lines and lines that begin with # are ignored."),
-    ] = ""
+    api_keys_file: Annotated[str, _in("HTTP", description=
+        "File with further API keys, one per line; blank lines and lines that begin with # are ignored.")] = ""
     ssl_certfile: Annotated[str, _in("HTTP", "PEM certificate; the endpoint then serves HTTPS only.")] = ""
-    ssl_keyfile: Annotated[
-        str, _in("HTTP", "PEM private key of --ssl-certfile; empty reads it from the certificate file.")
-    ] = ""
-    admin_host: Annotated[
-        str,
-        _in(
-            "HTTP",
-            "Address of /metrics, /dashboard and the other admin routes, which need no API key; workers "
-            "serve their own /metrics on it too.",
-        ),
-    ] = "127.0.0.1"
-    admin_port: Annotated[
-        int, _in("HTTP", "Port of the admin routes; 0 uses the port after --port.", ge=0, le=65535)
-    ] = 0
-    trust_request_chat_template: Annotated[
-        bool,
-        _in("HTTP", "Allow requests to bring their own chat template (Jinja in a sandbox, at most 2 s of CPU time)."),
-    ] = False
+    ssl_keyfile: Annotated[str, _in("HTTP", description=
+        "PEM private key of --ssl-certfile; empty reads it from the certificate file.")] = ""
+    admin_host: Annotated[str, _in("HTTP", description=
+        "Address of /metrics, /dashboard and the other admin routes, which need no API key; workers serve "
+        "their own /metrics on it too.")] = "127.0.0.1"
+    admin_port: Annotated[int, _in("HTTP", ge=0, le=65535, description=
+        "Port of the admin routes; 0 uses the port after --port.")] = 0
+    trust_request_chat_template: Annotated[bool, _in("HTTP", description=
+        "Allow requests to bring their own chat template (Jinja in a sandbox, at most 2 s of CPU time).")] = False
 
-    max_media_items: Annotated[int, _in("media", "Maximum number of images and videos per request.", ge=1, le=1024)] = (
-        32
-    )
-    media_cache_mib: Annotated[
-        int,
-        _in(
-            "media", "Size in MiB of the shared-memory cache of processed images and videos and their embeddings.", ge=1
-        ),
-    ] = 2048
-    allowed_media_path: Annotated[
-        str, _in("media", "Folder whose files clients may name by file: URLs; empty allows none.")
-    ] = ""
-    allow_private_media: Annotated[
-        bool, _in("media", "Fetch media from private, loopback and link-local addresses too.")
-    ] = False
+    max_media_items: Annotated[int, _in("media", ge=1, le=1024, description=
+        "Maximum number of images and videos per request.")] = 32
+    media_cache_mib: Annotated[int, _in("media", ge=1, description=
+        "Size in MiB of the shared-memory cache of processed images and videos and their embeddings.")] = 2048
+    allowed_media_path: Annotated[str, _in("media", description=
+        "Folder whose files clients may name by file: URLs; empty allows none.")] = ""
+    allow_private_media: Annotated[bool, _in("media", description=
+        "Fetch media from private, loopback and link-local addresses too.")] = False
 
     request_timeout_s: Annotated[float, _in("limits", "Seconds after which an unfinished request fails.", gt=0)] = 600.0
     max_body_mib: Annotated[int, _in("limits", "Maximum size of a request body in MiB.", ge=1, le=1024)] = 16
-    max_waiting_requests: Annotated[
-        int,
-        _in(
-            "limits",
-            "Maximum number of sequences per proxy that wait for their first token; further requests get 503.",
-            ge=1,
-        ),
-    ] = 1024
-    max_requests_per_client: Annotated[
-        int,
-        _in(
-            "limits",
-            "Maximum number of sequences in flight per proxy and API key (or client address without keys); "
-            "further requests get 429; 0 means no limit.",
-            ge=0,
-        ),
-    ] = 0
-    low_priority_share: Annotated[
-        float,
-        _in(
-            "limits",
-            "Share of the waiting queue that requests of lower than default priority (priority > 0) may use.",
-            gt=0,
-            le=1,
-        ),
-    ] = 1.0
-    ttft_slo_ms: Annotated[
-        int,
-        _in(
-            "limits",
-            "Refuse requests with 503 whose predicted time to first token exceeds this many milliseconds; 0 "
-            "refuses none.",
-            ge=0,
-        ),
-    ] = 0
-    max_connections: Annotated[
-        int,
-        _in(
-            "limits",
-            "Maximum number of HTTP connections per proxy, half of them from one address; further ones get "
-            "503 (or 429).",
-            ge=1,
-        ),
-    ] = 8192
-    client_timeout_s: Annotated[
-        float,
-        _in("limits", "Seconds that a client has to send its request headers, and to send or read each 16 KiB.", gt=0),
-    ] = 30.0
-    worker_wait_s: Annotated[
-        float,
-        _in("limits", "Seconds that requests wait while no worker of a role is available; then they get 503.", ge=0),
-    ] = 60.0
+    max_waiting_requests: Annotated[int, _in("limits", ge=1, description=
+        "Maximum number of sequences per proxy that wait for their first token; further requests get 503.")] = 1024
+    max_requests_per_client: Annotated[int, _in("limits", ge=0, description=
+        "Maximum number of sequences in flight per proxy and API key (or client address without keys); "
+        "further requests get 429; 0 means no limit.")] = 0
+    low_priority_share: Annotated[float, _in("limits", gt=0, le=1, description=
+        "Share of the waiting queue that requests of lower than default priority (priority > 0) may use.")] = 1.0
+    ttft_slo_ms: Annotated[int, _in("limits", ge=0, description=
+        "Refuse requests with 503 whose predicted time to first token exceeds this many milliseconds; 0 "
+        "refuses none.")] = 0
+    max_connections: Annotated[int, _in("limits", ge=1, description=
+        "Maximum number of HTTP connections per proxy, half of them from one address; further ones get 503 "
+        "(or 429).")] = 8192
+    client_timeout_s: Annotated[float, _in("limits", gt=0, description=
+        "Seconds that a client has to send its request headers, and to send or read each 16 KiB.")] = 30.0
+    worker_wait_s: Annotated[float, _in("limits", ge=0, description=
+        "Seconds that requests wait while no worker of a role is available; then they get 503.")] = 60.0
 
-    cluster_host: Annotated[
-        str,
-        _in(
-            "multi-host",
-            "Address of this host on the network between the cluster's hosts; empty keeps the cluster on this host.",
-        ),
-    ] = ""
-    cluster_port: Annotated[
-        int,
-        _in(
-            "multi-host",
-            "TCP port on which workers of other hosts reach the first proxy; further proxies and the media "
-            "cache use the next ports.",
-            ge=1,
-            le=65535,
-        ),
-    ] = 7777
-    network_keys: Annotated[
-        str,
-        _in("multi-host", "Folder of keys made by `tandem keys`; they encrypt and authenticate traffic between hosts."),
-    ] = ""
-    insecure_network: Annotated[
-        bool,
-        _in(
-            "multi-host",
-            "Allow traffic between hosts without keys; anybody who can reach the network then controls the cluster.",
-        ),
-    ] = False
-    join: Annotated[
-        str,
-        _in(
-            "multi-host",
-            "Comma-separated endpoints of the proxies to join, as `tandem up --cluster-host` prints them; "
-            "starts workers only.",
-        ),
-    ] = ""
-    name: Annotated[
-        str,
-        _in("multi-host", "Suffix of the names of joining workers, unique in the cluster; empty uses the host name."),
-    ] = ""
-    ray: Annotated[
-        str, _in("multi-host", "Address of the Ray cluster to run on; without a value, the Ray cluster of this host.")
-    ] = ""
+    cluster_host: Annotated[str, _in("multi-host", description=
+        "Address of this host on the network between the cluster's hosts; empty keeps the cluster on this host.")] = ""
+    cluster_port: Annotated[int, _in("multi-host", ge=1, le=65535, description=
+        "TCP port on which workers of other hosts reach the first proxy; further proxies and the media cache "
+        "use the next ports.")] = 7777
+    network_keys: Annotated[str, _in("multi-host", description=
+        "Folder of keys made by `tandem keys`; they encrypt and authenticate traffic between hosts.")] = ""
+    insecure_network: Annotated[bool, _in("multi-host", description=
+        "Allow traffic between hosts without keys; anybody who can reach the network then controls the "
+        "cluster.")] = False
+    join: Annotated[str, _in("multi-host", description=
+        "Comma-separated endpoints of the proxies to join, as `tandem up --cluster-host` prints them; starts "
+        "workers only.")] = ""
+    name: Annotated[str, _in("multi-host", description=
+        "Suffix of the names of joining workers, unique in the cluster; empty uses the host name.")] = ""
+    ray: Annotated[str, _in("multi-host", description=
+        "Address of the Ray cluster to run on; without a value, the Ray cluster of this host.")] = ""
 
-    autoscale: Annotated[
-        bool, _in("autoscaling", "Let the planner change the numbers of workers; otherwise it only proposes.")
-    ] = False
-    autoscale_ttft_ms: Annotated[
-        int, _in("autoscaling", "Time to first token that the planner aims at, in milliseconds.", ge=1)
-    ] = 1000
-    autoscale_itl_ms: Annotated[
-        int, _in("autoscaling", "Inter-token latency that the planner aims at, in milliseconds.", ge=1)
-    ] = 50
-    autoscale_prefill: Annotated[
-        str,
-        _in(
-            "autoscaling",
-            "Minimum and maximum number of prefill workers that the planner proposes, as MIN:MAX.",
-            pattern=RANGE,
-        ),
-    ] = "1:8"
-    autoscale_decode: Annotated[
-        str,
-        _in(
-            "autoscaling",
-            "Minimum and maximum number of decode workers that the planner proposes, as MIN:MAX.",
-            pattern=RANGE,
-        ),
-    ] = "1:8"
-    autoscale_max_workers: Annotated[
-        int,
-        _in(
-            "autoscaling",
-            "Maximum number of workers of both roles together that the planner proposes; 0 means no limit.",
-            ge=0,
-            le=512,
-        ),
-    ] = 0
+    autoscale: Annotated[bool, _in("autoscaling", description=
+        "Let the planner change the numbers of workers; otherwise it only proposes.")] = False
+    autoscale_ttft_ms: Annotated[int, _in("autoscaling", ge=1, description=
+        "Time to first token that the planner aims at, in milliseconds.")] = 1000
+    autoscale_itl_ms: Annotated[int, _in("autoscaling", ge=1, description=
+        "Inter-token latency that the planner aims at, in milliseconds.")] = 50
+    autoscale_prefill: Annotated[str, _in("autoscaling", pattern=RANGE, description=
+        "Minimum and maximum number of prefill workers that the planner proposes, as MIN:MAX.")] = "1:8"
+    autoscale_decode: Annotated[str, _in("autoscaling", pattern=RANGE, description=
+        "Minimum and maximum number of decode workers that the planner proposes, as MIN:MAX.")] = "1:8"
+    autoscale_max_workers: Annotated[int, _in("autoscaling", ge=0, le=512, description=
+        "Maximum number of workers of both roles together that the planner proposes; 0 means no limit.")] = 0
 
     log_level: Annotated[LogLevel, _in("logging", "Minimum level of the log lines of every process.")] = "info"
-    log_format: Annotated[
-        LogFormat, _in("logging", "text writes lines for people; json writes one object per line.")
-    ] = "text"
-    otlp_endpoint: Annotated[
-        str, _in("logging", "URL that receives traces, OTLP over HTTP (http://HOST:4318/v1/traces); empty sends none.")
-    ] = ""
+    log_format: Annotated[LogFormat, _in("logging", description=
+        "text writes lines for people; json writes one object per line.")] = "text"
+    otlp_endpoint: Annotated[str, _in("logging", description=
+        "URL that receives traces, OTLP over HTTP (http://HOST:4318/v1/traces); empty sends none.")] = ""
+    # fmt: on
 
     @property
     def admin_address(self) -> tuple[str, int]:
