@@ -89,7 +89,7 @@ def prefill_needed(demand: Demand, config: PlannerConfig) -> Need:
         count = max(count, servers_needed(load, service_s, slack_s, config.most_late, config.max_prefill))
     else:
         reason += f" (longer than the TTFT of {config.ttft_s:g} s, whatever the number of workers)"
-    # The part of the queue beyond the TTFT must be worked off too, unless it waits because decode is full.
+    # The queue beyond the TTFT must be worked off too, unless it waits because decode is full.
     num_prefill = max(1, demand.num_prefill)
     excess = demand.waiting_tokens - num_prefill * demand.speed * config.ttft_s
     if excess > 0 and not demand.decode_is_full:

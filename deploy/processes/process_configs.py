@@ -19,7 +19,7 @@ from tandem.proxy.config import ProxyConfig
 from tandem.worker.config import WorkerConfig
 
 PROXY_GRACE_S = 1.5
-"""Seconds that running streams may continue after the cluster is told to stop."""
+"""Seconds that running streams may continue after the cluster is stopped."""
 
 
 @dataclass(frozen=True)

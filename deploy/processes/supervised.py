@@ -19,7 +19,7 @@ STABLE_AFTER_S = 30.0
 
 
 class Supervised(ABC):
-    """Runs one process again and again until it is told to stop, or until `on_exit` returns False.
+    """Runs one process again and again until it is stopped, or until `on_exit` returns False.
 
     log_file: where the operator finds the output. last_pid: pid of the process that runs or ran last, 0 before.
     """
