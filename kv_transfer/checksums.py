@@ -1,4 +1,4 @@
-"""Checksums of KV blocks, for finding out whether what arrived is what was sent (TANDEM_KV_CHECKSUMS=1, a debugging switch).
+"""Checksums of KV blocks: they show whether what arrived is what was sent (TANDEM_KV_CHECKSUMS=1, for debugging).
 
 A block's checksum is the exclusive or of those of its heads, each salted with the head's place in the whole model. So
 ranks take theirs apart, and a worker of one rank and a worker of four get the same number for the same content. (A CRC
