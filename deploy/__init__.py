@@ -1,1 +1,1 @@
-"""Starts, watches and stops a cluster. The only package that reads the environment."""
+"""Starts, watches and stops a cluster. The only package that reads environment variables."""

@@ -1,5 +1,6 @@
 """The `tandem` command: `up` starts a cluster and stays with it, `worker` adds workers on another host, `keys` makes
-what protects the traffic between them; `status`, `scale`, `drain` and `restart` talk to a running cluster."""
+keys for the traffic between hosts; the other commands talk to a running cluster.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +14,28 @@ import typing
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-import msgspec
-
-from tandem.deploy.config import ClusterConfig, bracketed, field_descriptions, load_config
+from tandem.deploy.config import ClusterConfig, bracketed, flag_name, load_config, settings, unknown_name
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import make_keys
 from tandem.runtime.errors import ConfigError, TandemError
 
+WORKER_ONLY = ("join", "name")
+"""Settings that `tandem worker` takes and `tandem up` does not."""
+NOT_OF_WORKERS = ("prefill", "decode", "proxies", "ray")
+
 
 def main() -> None:
-    arguments = _parser().parse_args()
     try:
+        arguments = _parser().parse_args()
         exit_code = arguments.run(arguments)
         sys.stdout.flush()
         sys.exit(exit_code)
-    except BrokenPipeError:  # whoever read what is printed, `head` for one, has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the end
-        sys.exit(1)  # as rich, which prints tables, does
+    except BrokenPipeError:  # the reader of the output, such as `head`, has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit does not fail
+        sys.exit(1)
     except TandemError as error:
         print(f"tandem: {error}", file=sys.stderr)
         sys.exit(2 if isinstance(error, ConfigError) else 1)
@@ -40,89 +43,129 @@ def main() -> None:
         sys.exit(130)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="tandem", description="Serve large language models with prefill and decode on separate workers."
+class CommandParser(argparse.ArgumentParser):
+    """Raises ConfigError with one line for wrong arguments, where argparse prints all flags and exits."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see `{self.prog} --help`)")
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Parse all of `args`; unknown flags are refused with their replacement or a near match."""
+        arguments, rest = self.parse_known_args(args, namespace)
+        if not rest:
+            return arguments
+        flag = next((each for each in rest if each.startswith("--")), None)
+        if flag is None:
+            self.error(f"unexpected argument {rest[0]!r}")
+        flag = flag.partition("=")[0]
+        known = arguments.known_flags
+        if arguments.command == "up" and flag.lstrip("-") in WORKER_ONLY:
+            raise ConfigError(
+                f"{flag} is a flag of `tandem worker prefill` and `tandem worker decode`; use one of them"
+            )
+        if arguments.command == "worker" and flag.lstrip("-") in NOT_OF_WORKERS:
+            raise ConfigError(f"{flag} is a flag of `tandem up`; `tandem worker ROLE --count N` starts N workers")
+        raise ConfigError(unknown_name(flag, "flag", known) if known else f"unknown flag {flag}")
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="tandem",
+        description="Serve large language models with prefill and decode on separate workers.",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"tandem {version('tandem-serve')}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    up = commands.add_parser(
-        "up", help="start a cluster on this machine", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
+
+    def add(name: str, run: Any, help: str, **options: Any) -> CommandParser:
+        command = commands.add_parser(name, help=help, allow_abbrev=False, **options)
+        command.set_defaults(run=run, known_flags=())
+        return command
+
+    up = add(
+        "up",
+        _up,
+        "start a cluster on this machine, or on a Ray cluster",
+        description="Start a cluster and keep it running until Ctrl-C. Without arguments it serves the demo model.",
+        usage="tandem up [--config FILE] [FLAGS]",
+        epilog="docs/configuration.md has the same list.",
     )
-    up.add_argument("--config", type=Path, metavar="FILE", default=None, help="TOML file with the same keys")
-    _add_config_flags(up)
-    up.set_defaults(run=_up)
-    worker = commands.add_parser(
+    _add_settings(up, left_out=WORKER_ONLY)
+    worker = add(
         "worker",
-        help="start workers for a cluster that runs on another host",
-        description="Start workers that join a running cluster. Settings that are not about workers do nothing here.",
+        _worker,
+        "start workers for a cluster that runs on another host",
+        usage="tandem worker prefill|decode --join ENDPOINTS --cluster-host ADDRESS [--count N] [FLAGS]",
+        description="Start workers that join a running cluster. Settings that do not concern workers have no effect.",
     )
-    worker.add_argument("role", choices=typing.get_args(Role), help="what they do")
-    worker.add_argument("--count", type=int, default=1, metavar="N", help="how many (default: 1)")
-    worker.add_argument("--config", type=Path, metavar="FILE", default=None, help="TOML file with the same keys")
-    _add_config_flags(worker, left_out=("prefill", "decode", "proxies"))
-    worker.set_defaults(run=_worker)
-    keys = commands.add_parser("keys", help="make the keys that protect traffic between hosts")
+    worker.add_argument("role", choices=typing.get_args(Role), help="role of the workers")
+    worker.add_argument("--count", type=int, default=1, metavar="N", help="number of workers (default: 1)")
+    _add_settings(worker, left_out=NOT_OF_WORKERS)
+    keys = add("keys", _keys, "make the keys that protect traffic between hosts")
     keys.add_argument(
-        "folder", type=Path, nargs="?", default=Path("tandem-keys"), metavar="FOLDER", help="new or empty"
+        "folder", type=Path, nargs="?", default=Path("tandem-keys"), metavar="FOLDER", help="new or empty folder"
     )
-    keys.set_defaults(run=_keys)
-    status = commands.add_parser("status", help="show the workers and pairs of a running cluster")
-    status.add_argument("--port", type=int, default=ClusterConfig().port, help="port of its HTTP endpoint")
-    status.add_argument("--join", default="", metavar="S", help="endpoints of proxies on another host")
-    status.add_argument("--network-keys", default="", metavar="S", help="folder of keys, with the operator's secret")
-    status.add_argument("--insecure-network", action="store_true", help="ask without keys")
+    status = add("status", _status, "show the workers of a running cluster")
+    status.add_argument("--join", default="", metavar="ENDPOINTS", help="endpoints of proxies on another host")
+    status.add_argument(
+        "--network-keys", default="", metavar="FOLDER", help="folder of keys with the operator's secret, for --join"
+    )
+    status.add_argument("--insecure-network", action="store_true", help="ask without keys, for --join")
     how = status.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print JSON")
-    how.add_argument("--watch", action="store_true", help="show it live, until Ctrl-C")
-    status.set_defaults(run=_status)
-    scale = commands.add_parser("scale", help="change the numbers of workers of a running cluster")
+    how.add_argument("--watch", action="store_true", help="update until Ctrl-C")
+    scale = add("scale", _scale, "change the numbers of workers of a running cluster")
     scale.add_argument("counts", nargs="+", metavar="ROLE=N", help="prefill=N, decode=N or both")
-    scale.add_argument("--port", type=int, default=ClusterConfig().port, help="port of its HTTP endpoint")
-    scale.add_argument("--timeout-s", type=float, default=600.0, help="seconds to wait for the workers; 0: do not wait")
-    scale.set_defaults(run=_scale)
-    drain = commands.add_parser("drain", help="let a worker finish what it has and leave for good")
-    drain.add_argument("worker", metavar="WORKER", help="its name, such as decode-1")
-    restart = commands.add_parser("restart", help="start processes anew one at a time, losing nothing")
-    restart.add_argument("names", nargs="*", metavar="NAME", help="such as decode-1 or proxy-0; none: all of them")
-    restart.set_defaults(run=_restart)
-    drain.set_defaults(run=_drain)
-    for command, timeout_s in ((drain, 60.0), (restart, 600.0)):
-        command.add_argument("--port", type=int, default=ClusterConfig().port, help="port of the HTTP endpoint")
+    drain = add("drain", _drain, "stop one worker after its requests have finished")
+    drain.add_argument("worker", metavar="WORKER", help="name of the worker, such as decode-1")
+    restart = add("restart", _restart, "restart processes one at a time, without losing requests")
+    restart.add_argument("names", nargs="*", metavar="NAME", help="such as decode-1 or proxy-0; default: all processes")
+    cache = add("cache", _cache, "empty the media cache of a running cluster")
+    cache.add_argument("action", choices=["clear"], help="clear: drop all processed images and videos")
+    for command in (status, scale, drain, restart, cache):
         command.add_argument(
-            "--timeout-s", type=float, default=timeout_s, metavar="X", help="give up after so long, for each process"
+            "--port",
+            type=int,
+            default=ClusterConfig().port,
+            metavar="N",
+            help="HTTP port of the cluster (default: 8000)",
         )
+    for command, timeout_s in ((scale, 600.0), (drain, 60.0), (restart, 600.0)):
+        zero = "; 0 does not wait" if command is scale else ""
+        help_text = f"seconds to wait{' for each process' if command is restart else ''} (default: {timeout_s:g}{zero})"
+        command.add_argument("--timeout-s", type=float, default=timeout_s, metavar="X", help=help_text)
     return parser
 
 
-def _add_config_flags(parser: argparse.ArgumentParser, left_out: Sequence[str] = ()) -> None:
-    descriptions = field_descriptions()
-    hints = typing.get_type_hints(ClusterConfig)
-    for field in msgspec.structs.fields(ClusterConfig):
-        if field.name in left_out:
-            continue
-        flag = "--" + field.name.replace("_", "-")
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": field.name}
-        kind = hints[field.name]
-        choices = typing.get_args(kind)
-        default = f" (default: {field.default!r})" if field.default not in ("", False) else ""
-        options["help"] = descriptions[field.name] + default
-        if choices:
-            options["choices"] = choices
-        elif kind is bool:
+def _add_settings(parser: CommandParser, left_out: Sequence[str]) -> None:
+    """Add a flag for each field of the configuration, under the heading of its group."""
+    parser.add_argument("--config", type=Path, metavar="FILE", default=None, help="TOML file with the same settings")
+    offered = [setting for setting in settings() if setting.key not in left_out]
+    parser.set_defaults(known_flags=[setting.key for setting in offered])
+    groups: dict[str, Any] = {}
+    for setting in offered:
+        group = groups.get(setting.group) or groups.setdefault(
+            setting.group, parser.add_argument_group(setting.group.replace("_", " "))
+        )
+        shown = f"{setting.default:g}" if isinstance(setting.default, float) else setting.default
+        default = f" (default: {shown})" if shown not in ("", False) else ""
+        # Flags that are not given stay out of the namespace, so that they do not override the file.
+        options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": setting.description + default}
+        if choices := typing.get_args(setting.kind):
+            options |= {"choices": choices, "metavar": "|".join(choices)}
+        elif setting.kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            options["type"] = kind
-            options["metavar"] = {int: "N", float: "X"}.get(kind, "S")
-        if field.name == "ray":
+            options |= {"type": setting.kind, "metavar": {int: "N", float: "X"}.get(setting.kind, "S")}
+        if setting.key == "ray":
             options |= {"nargs": "?", "const": "auto", "metavar": "ADDRESS"}
-        parser.add_argument(flag, **options)
+        group.add_argument(flag_name(setting.key), **options)
 
 
 def _worker(arguments: argparse.Namespace) -> int:
     if arguments.count < 1:
-        raise ConfigError(f"count: {arguments.count} workers cannot be started; give 1 or more")
-    arguments.proxies = 1  # not started: it is the others' proxies that these workers join
+        raise ConfigError(f"--count {arguments.count}: give 1 or more")
+    arguments.proxies = 1  # none is started: the workers join the proxies of another host
     arguments.prefill, arguments.decode = 0, 0
     setattr(arguments, arguments.role, arguments.count)
     return _up(arguments, must_join=True)
@@ -132,8 +175,9 @@ def _keys(arguments: argparse.Namespace) -> int:
     for file in make_keys(arguments.folder):
         print(file)
     print(
-        "\nGive every host the .key files, and the .key_secret of what runs there: worker, proxy (and worker) where "
-        "`tandem up` runs, operator for `tandem status --join`. Then start everything with --network-keys FOLDER."
+        "\nCopy the .key files to every host, and the .key_secret files to the hosts that need them: worker where "
+        "workers run, proxy and worker where `tandem up` runs, operator where `tandem status --join` runs. Then start "
+        "everything with --network-keys FOLDER."
     )
     return 0
 
@@ -148,7 +192,7 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
     overrides = {name: value for name, value in vars(arguments).items() if name in ClusterConfig.__struct_fields__}
     config = load_config(arguments.config, overrides)
     if must_join and not config.join:
-        raise ConfigError("join: name the proxies to join, as tcp://HOST:PORT; `tandem up --cluster-host` prints them")
+        raise ConfigError("--join is missing: give the proxies' endpoints, which `tandem up --cluster-host` prints")
     logging.basicConfig(level=config.log_level.upper(), format="%(message)s", stream=sys.stderr)
     console = Console(stderr=True, highlight=False)
     model = config.model or str(DEMO_MODEL)
@@ -179,7 +223,7 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
 def _print_ready(console: Any, config: ClusterConfig, served_name: str, logs: Path) -> None:
     if config.join:
         print(f"Workers for {served_name} have joined {config.join}", flush=True)
-        console.print(f"Logs are in {logs}. Ctrl-C stops them.", soft_wrap=True)
+        console.print(f"Logs: {logs}. Press Ctrl-C to stop them.", soft_wrap=True)
         return
     url = f"{'https' if config.ssl_certfile else 'http'}://{bracketed(config.host)}:{config.port}"
     messages = [{"role": "user", "content": "Hello!"}]
@@ -189,10 +233,13 @@ def _print_ready(console: Any, config: ClusterConfig, served_name: str, logs: Pa
     print(f"Tandem serves {served_name} on {url}/v1", flush=True)
     print(f"\ncurl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n", flush=True)
     if config.proxy_endpoints:
-        print(f"Workers of other hosts join with: --join {','.join(config.proxy_endpoints)}", flush=True)
+        print(
+            f"Workers on other hosts join with: tandem worker ROLE --join {','.join(config.proxy_endpoints)}",
+            flush=True,
+        )
     admin_host, admin_port = config.admin_address
-    console.print(f"Its page is http://{bracketed(admin_host)}:{admin_port}/dashboard", soft_wrap=True)
-    console.print(f"Logs are in {logs}. Ctrl-C stops the cluster.", soft_wrap=True)
+    console.print(f"Dashboard: http://{bracketed(admin_host)}:{admin_port}/dashboard", soft_wrap=True)
+    console.print(f"Logs: {logs}. Press Ctrl-C to stop the cluster.", soft_wrap=True)
 
 
 def _status(arguments: argparse.Namespace) -> int:
@@ -216,6 +263,13 @@ def _restart(arguments: argparse.Namespace) -> int:
     from tandem.deploy.commands.draining import restart
 
     restart(arguments.port, arguments.names, arguments.timeout_s, _say)
+    return 0
+
+
+def _cache(arguments: argparse.Namespace) -> int:
+    from tandem.deploy.commands.cache import clear_media_cache
+
+    clear_media_cache(arguments.port, _say)
     return 0
 
 

@@ -1,18 +1,21 @@
-"""The operator's configuration: one flat struct, from which the command line's flags and the file's keys are made.
+"""The operator's configuration: one flat struct that defines the command line's flags and the file's keys.
 
-Order of precedence: command line, `--config` file (TOML), defaults.
+Precedence: command line, then the `--config` file (TOML), then defaults. docs/configuration.md is made from it.
 """
 
 from __future__ import annotations
 
 import difflib
 import os
+import typing
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Meta
 
+from tandem.deploy.removed_flags import REMOVED_FLAGS
 from tandem.engine.config import Device, Dtype, LoadFormat
 from tandem.kv_transfer.registry import check_name
 from tandem.protocol.messages.membership import Role
@@ -25,269 +28,150 @@ from tandem.runtime.logs import LogFormat
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
+RANGE = r"^[1-9][0-9]{0,2}:[1-9][0-9]{0,2}$"
+"""MIN:MAX of a number of workers."""
+
+
+def _in(group: str, description: str, **limits: Any) -> Meta:
+    """group: heading under which `tandem up --help` and docs/configuration.md list the field."""
+    return Meta(description=description, extra={"group": group}, **limits)
+
 
 class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything `tandem up` can be told."""
+    """Settings of `tandem up` and `tandem worker`, by group; within a group the most common come first."""
 
-    model: Annotated[str, Meta(description="folder or hub id of the model; empty serves the built-in demo model")] = ""
-    served_model_name: Annotated[str, Meta(description="name that clients use; empty takes the model's own")] = ""
-    prefill: Annotated[
-        int, Meta(ge=0, le=256, description="prefill workers; with 0 decode workers compute all prompts (of text)")
-    ] = 1
-    decode: Annotated[int, Meta(ge=0, le=256, description="decode workers")] = 1
-    proxies: Annotated[int, Meta(ge=1, le=64, description="proxy processes, which share the port")] = 1
-    host: Annotated[str, Meta(description="address that the HTTP endpoint binds")] = "127.0.0.1"
-    port: Annotated[int, Meta(ge=1, le=65535, description="port of the HTTP endpoint")] = 8000
-    admin_host: Annotated[
-        str, Meta(description="address of calls for who runs the cluster, such as /metrics; no key is asked for there")
-    ] = "127.0.0.1"
-    admin_port: Annotated[
-        int, Meta(ge=0, le=65535, description="port of these calls; 0 takes the one after --port")
-    ] = 0
-    device: Annotated[Device, Meta(description="where the model runs")] = "auto"
-    kv_connector: Annotated[
-        str, Meta(description="how KV caches move from prefill to decode: auto, ipc, gloo, nccl or an installed one")
-    ] = "auto"
-    kv_checksums: Annotated[
-        bool, Meta(description="compare every KV block at both ends of its transfer (slow; for debugging)")
-    ] = False
-    kv_lease_s: Annotated[
-        float,
-        Meta(ge=1, description="seconds that prefill keeps KV blocks for a decode worker that stops asking for them"),
-    ] = 10.0
-    dtype: Annotated[Dtype, Meta(description="type of weights and KV cache; auto takes the checkpoint's")] = "auto"
-    load_format: Annotated[
-        LoadFormat, Meta(description="auto loads the checkpoint; dummy makes random weights from its config alone")
-    ] = "auto"
-    max_model_len: Annotated[
-        int, Meta(ge=0, description="tokens per sequence, prompt and output together; 0 takes the model's limit")
-    ] = 0
-    api_key: Annotated[str, Meta(description="key that clients must send; empty lets everyone in")] = ""
-    api_keys_file: Annotated[
-        str,
-        Meta(description="file with more keys, one on a line; blank lines and those that begin with # are left out"),
-    ] = ""
-    kv_cache_gib: Annotated[float, Meta(gt=0, description="GiB of KV cache per worker, in each rank of it")] = 1.0
-    block_size: Annotated[int, Meta(ge=8, le=512, description="tokens per KV block")] = 64
-    max_num_batched_tokens: Annotated[
-        int, Meta(ge=16, le=65536, description="prompt tokens that a worker computes per step")
-    ] = 512
-    decode_prefill_threshold: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=65536,
-            description="prompt tokens, not cached, that a decode worker computes itself; all of them when no prefill "
-            "worker is left; 0 never",
-        ),
-    ] = 64
-    max_num_seqs: Annotated[int, Meta(ge=1, le=4096, description="sequences that a worker runs at once")] = 64
-    tensor_parallel_size: Annotated[
-        int, Meta(ge=1, le=64, description="processes (on GPUs: devices) that share the model in each worker")
-    ] = 1
-    prefill_tensor_parallel_size: Annotated[
-        int, Meta(ge=0, le=64, description="the same for prefill workers; 0 takes --tensor-parallel-size")
-    ] = 0
-    decode_tensor_parallel_size: Annotated[
-        int, Meta(ge=0, le=64, description="the same for decode workers; 0 takes --tensor-parallel-size")
-    ] = 0
-    threads_per_worker: Annotated[
-        int,
-        Meta(
-            ge=0,
-            le=256,
-            description="CPU threads of each worker's model, split among its ranks; 0 shares the cores out",
-        ),
-    ] = 0
-    ssl_certfile: Annotated[str, Meta(description="PEM certificate; with it the endpoint speaks HTTPS alone")] = ""
-    ssl_keyfile: Annotated[str, Meta(description="PEM key of --ssl-certfile; empty takes it from that file")] = ""
-    tokenizer_threads: Annotated[
-        int, Meta(ge=1, le=64, description="of each proxy, each a process: long bodies read at once")
-    ] = 2
-    max_body_mib: Annotated[int, Meta(ge=1, le=1024, description="MiB of a request's body")] = 16
-    max_waiting_requests: Annotated[
-        int, Meta(ge=1, description="sequences per proxy that wait for a first token; more are refused with 503")
-    ] = 1024
-    max_waiting_tokens: Annotated[int, Meta(ge=0, description="the same for their prompt tokens; 0 sets no bound")] = (
-        16_000_000
-    )
-    low_priority_share: Annotated[
-        float,
-        Meta(gt=0, le=1, description="of both, that requests of a priority over 0, later than the default, may take"),
-    ] = 1.0
-    max_queue_s: Annotated[
-        float,
-        Meta(
-            ge=0,
-            description="seconds for which a crowd (64 sequences) may wait without a break; then no more may wait than "
-            "were served in that time, and past capacity in a fifth of it; 0 sets no bound",
-        ),
-    ] = 5.0
-    max_requests_per_client: Annotated[
-        int,
-        Meta(
-            ge=0,
-            description="sequences per proxy of one API key, or of one address where there are no keys; more get 429; "
-            "0 sets no bound",
-        ),
-    ] = 0
-    max_connections: Annotated[
-        int, Meta(ge=1, description="HTTP connections per proxy, at most what descriptors allow; more get 503")
-    ] = 8192
-    max_connections_per_client: Annotated[
-        int, Meta(ge=0, description="of these, from one address; more get 429; 0 takes half of them")
-    ] = 0
-    ttft_slo_ms: Annotated[
-        int,
-        Meta(ge=0, description="refuse requests whose first token is predicted later, in milliseconds; 0 refuses none"),
-    ] = 0
-    ray: Annotated[
-        str,
-        Meta(description="run on the Ray cluster at this address; without one, on that of this host; empty: no Ray"),
-    ] = ""
-    ray_proxy_resource: Annotated[
-        str, Meta(description="Ray resource that a node must have for a proxy to run there; each takes 1; empty: any")
-    ] = ""
-    autoscale: Annotated[
-        bool, Meta(description="change the numbers of workers as the planner proposes; otherwise it only proposes")
-    ] = False
-    autoscale_ttft_ms: Annotated[int, Meta(ge=1, description="TTFT that the planner keeps, in milliseconds")] = 1000
-    autoscale_itl_ms: Annotated[int, Meta(ge=1, description="ITL that the planner keeps, in milliseconds")] = 50
-    autoscale_min_prefill: Annotated[int, Meta(ge=1, le=256, description="fewest prefill workers it proposes")] = 1
-    autoscale_max_prefill: Annotated[int, Meta(ge=1, le=256, description="most prefill workers it proposes")] = 8
-    autoscale_min_decode: Annotated[int, Meta(ge=1, le=256, description="fewest decode workers it proposes")] = 1
-    autoscale_max_decode: Annotated[int, Meta(ge=1, le=256, description="most decode workers it proposes")] = 8
-    autoscale_max_workers: Annotated[
-        int, Meta(ge=0, le=512, description="most workers of both roles together that it proposes; 0 sets no bound")
-    ] = 0
-    autoscale_down_after_s: Annotated[
-        float, Meta(ge=1, description="seconds for which fewer workers must have sufficed before some are stopped")
-    ] = 120.0
-    client_timeout_s: Annotated[
-        float, Meta(gt=0, description="seconds for a client to send its headers, or to send or read 16 KiB")
-    ] = 30.0
-    request_timeout_s: Annotated[float, Meta(gt=0, description="seconds after which a request is given up")] = 600.0
-    worker_silence_s: Annotated[
-        float,
-        Meta(
-            ge=1,
-            description="seconds without a sign of life after which a worker counts as lost; more where machines stall",
-        ),
-    ] = 2.5
-    process_silence_s: Annotated[
-        float,
-        Meta(ge=5, description="seconds without an answer after which a proxy, or the media cache, is started again"),
-    ] = 10.0
-    worker_wait_s: Annotated[
-        float, Meta(ge=0, description="seconds that requests wait while no worker of a role is left; then they get 503")
-    ] = 60.0
-    drain_timeout_s: Annotated[
-        float,
-        Meta(gt=0, description="seconds that a process which is told to leave has to finish what is under way"),
-    ] = 30.0
-    media_threads: Annotated[
-        int,
-        Meta(ge=1, le=64, description="of each proxy, in a process of its own: images and videos processed at once"),
-    ] = 1
-    media_cache_mib: Annotated[
-        int,
-        Meta(ge=1, description="MiB of shared memory for processed images and videos, and what the model saw in them"),
-    ] = 2048
-    embedding_cache_mib: Annotated[
-        int,
-        Meta(
-            ge=0, description="MiB in each prefill worker for what its model saw in images and videos; 0 keeps nothing"
-        ),
-    ] = 256
-    media_fetch_mib: Annotated[
-        int,
-        Meta(ge=1, description="MiB of processed images and videos that a prefill worker holds from other hosts"),
-    ] = 1024
-    max_waiting_media: Annotated[
-        int,
-        Meta(ge=1, description="requests per proxy whose images or videos are not processed yet; more get 503"),
-    ] = 512
-    max_media_items: Annotated[int, Meta(ge=1, le=1024, description="images and videos in one request")] = 32
-    max_media_mib: Annotated[int, Meta(ge=1, le=4096, description="MiB of one image or video, as it is sent")] = 64
-    max_image_mpixels: Annotated[
-        float, Meta(gt=0, description="million pixels of an image, or of a frame of a video")
-    ] = 33.6
-    max_video_frames: Annotated[
-        int, Meta(ge=1, le=4096, description="frames that are taken of a video, at equal distances")
-    ] = 32
-    max_video_mpixels: Annotated[
-        float, Meta(gt=0, description="million pixels of all frames of a video that must be decoded")
-    ] = 4295.0
-    media_decode_timeout_s: Annotated[
-        float, Meta(gt=0, description="seconds for the frames of a video to be decoded")
-    ] = 20.0
-    max_fetched_media_mib: Annotated[
-        int,
-        Meta(
-            ge=1,
-            description="MiB of images and videos per proxy that were fetched and are not processed yet; more get 503",
-        ),
-    ] = 1024
-    media_timeout_s: Annotated[
-        float, Meta(gt=0, description="seconds for an image or video to be fetched from its URL")
-    ] = 10.0
-    allowed_media_path: Annotated[
-        str, Meta(description="folder whose files clients may name by file: URLs; empty allows none")
-    ] = ""
-    allow_private_media: Annotated[
-        bool, Meta(description="fetch images and videos from private, loopback and link-local addresses too")
-    ] = False
-    trust_remote_code: Annotated[bool, Meta(description="run model code that comes with the checkpoint")] = False
-    tool_call_parser: Annotated[
-        ToolFormatName, Meta(description="how the model writes tool calls: hermes (also Qwen) or llama3_json")
-    ] = "hermes"
-    trust_request_chat_template: Annotated[
-        bool, Meta(description="let clients bring chat templates (jinja, in a sandbox, 2 s of CPU time each)")
-    ] = False
-    log_format: Annotated[LogFormat, Meta(description="how log lines are written: for people, or an object each")] = (
-        "text"
-    )
-    otlp_endpoint: Annotated[
-        str,
-        Meta(description="URL that traces are sent to, OTLP over HTTP (http://HOST:4318/v1/traces); empty sends none"),
-    ] = ""
-    metrics_host: Annotated[str, Meta(description="address that every worker serves its own /metrics on")] = "127.0.0.1"
-    cluster_host: Annotated[
-        str,
-        Meta(
-            description="own address on the network between the cluster's hosts; empty keeps the cluster to this host"
-        ),
-    ] = ""
-    cluster_port: Annotated[
-        int,
-        Meta(
-            ge=1,
-            le=65535,
-            description="where workers of other hosts reach the first proxy; others take the next ports, and then the "
-            "media cache",
-        ),
-    ] = 7777
-    network_keys: Annotated[
-        str, Meta(description="folder of the keys that tandem keys has made; they protect traffic between hosts")
-    ] = ""
-    insecure_network: Annotated[
-        bool, Meta(description="let traffic between hosts go without keys: who reaches it controls the cluster")
-    ] = False
-    join: Annotated[
-        str,
-        Meta(
-            description="start workers alone, for a cluster that runs: its proxies' endpoints, as tandem up prints "
-            "them, with commas between"
-        ),
-    ] = ""
-    name: Annotated[str, Meta(description="with --join: part of the workers' names, unique in the cluster")] = ""
-    log_level: Annotated[LogLevel, Meta(description="how much every process logs")] = "info"
-    log_file_mib: Annotated[
-        int, Meta(ge=0, description="MiB of a process's log file; then it becomes NAME.log.1; 0 sets no bound")
-    ] = 64
+    # fmt: off
+    model: Annotated[str, _in("model", description=
+        "Folder or Hugging Face id of the model; empty serves the built-in demo model.")] = ""
+    served_model_name: Annotated[str, _in("model", description=
+        "Model name that clients send; empty uses the model's own name.")] = ""
+    max_model_len: Annotated[int, _in("model", ge=0, description=
+        "Maximum number of tokens per sequence, prompt and output together; 0 uses the model's limit.")] = 0
+    dtype: Annotated[Dtype, _in("model", "Data type of weights and KV cache; auto uses the checkpoint's.")] = "auto"
+    device: Annotated[Device, _in("model", "Device that runs the model; auto uses GPUs where there are any.")] = "auto"
+    load_format: Annotated[LoadFormat, _in("model", description=
+        "auto loads the checkpoint; dummy fills the weights with random values.")] = "auto"
+    tool_call_parser: Annotated[ToolFormatName, _in("model", description=
+        "Format in which the model writes tool calls: hermes (also Qwen) or llama3_json.")] = "hermes"
+    trust_remote_code: Annotated[bool, _in("model", "Run Python code that comes with the checkpoint.")] = False
+
+    prefill: Annotated[int, _in("workers", ge=0, le=256, description=
+        "Number of prefill workers; with 0, decode workers compute all prompts (text only).")] = 1
+    decode: Annotated[int, _in("workers", "Number of decode workers.", ge=0, le=256)] = 1
+    proxies: Annotated[int, _in("workers", "Number of proxy processes, which share the HTTP port.", ge=1, le=64)] = 1
+    tensor_parallel_size: Annotated[int, _in("workers", ge=1, le=64, description=
+        "Processes that share the model in each worker; on GPUs, one GPU each.")] = 1
+    prefill_tensor_parallel_size: Annotated[int, _in("workers", ge=0, le=64, description=
+        "Tensor parallel size of prefill workers; 0 uses --tensor-parallel-size.")] = 0
+    decode_tensor_parallel_size: Annotated[int, _in("workers", ge=0, le=64, description=
+        "Tensor parallel size of decode workers; 0 uses --tensor-parallel-size.")] = 0
+    max_num_seqs: Annotated[int, _in("workers", ge=1, le=4096, description=
+        "Maximum number of sequences that a worker runs at once.")] = 64
+    max_num_batched_tokens: Annotated[int, _in("workers", ge=16, le=65536, description=
+        "Maximum number of prompt tokens that a worker computes per step.")] = 512
+    decode_prefill_threshold: Annotated[int, _in("workers", ge=0, le=65536, description=
+        "A decode worker prefills prompts of up to this many uncached tokens itself; 0 sends every prompt to "
+        "a prefill worker.")] = 64
+    threads_per_worker: Annotated[int, _in("workers", ge=0, le=256, description=
+        "CPU threads of each worker, split among its processes; 0 divides the cores among all workers.")] = 0
+    worker_silence_s: Annotated[float, _in("workers", ge=1, description=
+        "Seconds without a heartbeat after which a worker counts as lost.")] = 2.5
+    drain_timeout_s: Annotated[float, _in("workers", gt=0, description=
+        "Seconds that a draining process has to finish its requests; the rest migrates to other workers.")] = 30.0
+
+    kv_cache_gib: Annotated[float, _in("KV cache", gt=0, description=
+        "Size of each worker's KV cache in GiB, per tensor parallel process.")] = 1.0
+    block_size: Annotated[int, _in("KV cache", "Tokens per KV block.", ge=8, le=512)] = 64
+    kv_connector: Annotated[str, _in("KV cache", description=
+        "Connector that transfers KV blocks from prefill to decode workers: auto, ipc, gloo, nccl or an "
+        "installed plugin.")] = "auto"
+
+    host: Annotated[str, _in("HTTP", "Address on which the HTTP endpoint listens.")] = "127.0.0.1"
+    port: Annotated[int, _in("HTTP", "Port of the HTTP endpoint.", ge=1, le=65535)] = 8000
+    api_key: Annotated[str, _in("HTTP", "API key that clients must send; empty allows every client.")] = ""
+    api_keys_file: Annotated[str, _in("HTTP", description=
+        "File with further API keys, one per line; blank lines and lines that begin with # are ignored.")] = ""
+    ssl_certfile: Annotated[str, _in("HTTP", "PEM certificate; the endpoint then serves HTTPS only.")] = ""
+    ssl_keyfile: Annotated[str, _in("HTTP", description=
+        "PEM private key of --ssl-certfile; empty reads it from the certificate file.")] = ""
+    admin_host: Annotated[str, _in("HTTP", description=
+        "Address of /metrics, /dashboard and the other admin routes, which need no API key; workers serve "
+        "their own /metrics on it too.")] = "127.0.0.1"
+    admin_port: Annotated[int, _in("HTTP", ge=0, le=65535, description=
+        "Port of the admin routes; 0 uses the port after --port.")] = 0
+    trust_request_chat_template: Annotated[bool, _in("HTTP", description=
+        "Allow requests to bring their own chat template (Jinja in a sandbox, at most 2 s of CPU time).")] = False
+
+    max_media_items: Annotated[int, _in("media", ge=1, le=1024, description=
+        "Maximum number of images and videos per request.")] = 32
+    media_cache_mib: Annotated[int, _in("media", ge=1, description=
+        "Size in MiB of the shared-memory cache of processed images and videos and their embeddings.")] = 2048
+    allowed_media_path: Annotated[str, _in("media", description=
+        "Folder whose files clients may name by file: URLs; empty allows none.")] = ""
+    allow_private_media: Annotated[bool, _in("media", description=
+        "Fetch media from private, loopback and link-local addresses too.")] = False
+
+    request_timeout_s: Annotated[float, _in("limits", "Seconds after which an unfinished request fails.", gt=0)] = 600.0
+    max_body_mib: Annotated[int, _in("limits", "Maximum size of a request body in MiB.", ge=1, le=1024)] = 16
+    max_waiting_requests: Annotated[int, _in("limits", ge=1, description=
+        "Maximum number of sequences per proxy that wait for their first token; further requests get 503.")] = 1024
+    max_requests_per_client: Annotated[int, _in("limits", ge=0, description=
+        "Maximum number of sequences in flight per proxy and API key (or client address without keys); "
+        "further requests get 429; 0 means no limit.")] = 0
+    low_priority_share: Annotated[float, _in("limits", gt=0, le=1, description=
+        "Share of the waiting queue that requests of lower than default priority (priority > 0) may use.")] = 1.0
+    ttft_slo_ms: Annotated[int, _in("limits", ge=0, description=
+        "Refuse requests with 503 whose predicted time to first token exceeds this many milliseconds; 0 "
+        "refuses none.")] = 0
+    max_connections: Annotated[int, _in("limits", ge=1, description=
+        "Maximum number of HTTP connections per proxy, half of them from one address; further ones get 503 "
+        "(or 429).")] = 8192
+    client_timeout_s: Annotated[float, _in("limits", gt=0, description=
+        "Seconds that a client has to send its request headers, and to send or read each 16 KiB.")] = 30.0
+    worker_wait_s: Annotated[float, _in("limits", ge=0, description=
+        "Seconds that requests wait while no worker of a role is available; then they get 503.")] = 60.0
+
+    cluster_host: Annotated[str, _in("multi-host", description=
+        "Address of this host on the network between the cluster's hosts; empty keeps the cluster on this host.")] = ""
+    cluster_port: Annotated[int, _in("multi-host", ge=1, le=65535, description=
+        "TCP port on which workers of other hosts reach the first proxy; further proxies and the media cache "
+        "use the next ports.")] = 7777
+    network_keys: Annotated[str, _in("multi-host", description=
+        "Folder of keys made by `tandem keys`; they encrypt and authenticate traffic between hosts.")] = ""
+    insecure_network: Annotated[bool, _in("multi-host", description=
+        "Allow traffic between hosts without keys; anybody who can reach the network then controls the "
+        "cluster.")] = False
+    join: Annotated[str, _in("multi-host", description=
+        "Comma-separated endpoints of the proxies to join, as `tandem up --cluster-host` prints them; starts "
+        "workers only.")] = ""
+    name: Annotated[str, _in("multi-host", description=
+        "Suffix of the names of joining workers, unique in the cluster; empty uses the host name.")] = ""
+    ray: Annotated[str, _in("multi-host", description=
+        "Address of the Ray cluster to run on; without a value, the Ray cluster of this host.")] = ""
+
+    autoscale: Annotated[bool, _in("autoscaling", description=
+        "Let the planner change the numbers of workers; otherwise it only proposes.")] = False
+    autoscale_ttft_ms: Annotated[int, _in("autoscaling", ge=1, description=
+        "Time to first token that the planner aims at, in milliseconds.")] = 1000
+    autoscale_itl_ms: Annotated[int, _in("autoscaling", ge=1, description=
+        "Inter-token latency that the planner aims at, in milliseconds.")] = 50
+    autoscale_prefill: Annotated[str, _in("autoscaling", pattern=RANGE, description=
+        "Minimum and maximum number of prefill workers that the planner proposes, as MIN:MAX.")] = "1:8"
+    autoscale_decode: Annotated[str, _in("autoscaling", pattern=RANGE, description=
+        "Minimum and maximum number of decode workers that the planner proposes, as MIN:MAX.")] = "1:8"
+    autoscale_max_workers: Annotated[int, _in("autoscaling", ge=0, le=512, description=
+        "Maximum number of workers of both roles together that the planner proposes; 0 means no limit.")] = 0
+
+    log_level: Annotated[LogLevel, _in("logging", "Minimum level of the log lines of every process.")] = "info"
+    log_format: Annotated[LogFormat, _in("logging", description=
+        "text writes lines for people; json writes one object per line.")] = "text"
+    otlp_endpoint: Annotated[str, _in("logging", description=
+        "URL that receives traces, OTLP over HTTP (http://HOST:4318/v1/traces); empty sends none.")] = ""
+    # fmt: on
 
     @property
     def admin_address(self) -> tuple[str, int]:
+        """Host and port of the admin routes."""
         return self.admin_host, self.admin_port or self.port + 1
 
     @property
@@ -296,13 +180,13 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def proxy_endpoints(self) -> list[str]:
-        """Where workers of other hosts reach the proxies, in their order; empty where there are none."""
+        """Endpoints at which workers of other hosts reach the proxies, in order; empty without `cluster_host`."""
         ports = range(self.cluster_port, self.cluster_port + self.proxies) if self.cluster_host else ()
         return [f"tcp://{bracketed(self.cluster_host)}:{port}" for port in ports]
 
     @property
     def media_cache_endpoint(self) -> str:
-        """Where prefill workers of other hosts reach the media cache: the port after the proxies'. Empty as above."""
+        """Endpoint at which prefill workers of other hosts reach the media cache; empty without `cluster_host`."""
         port = self.cluster_port + self.proxies
         return f"tcp://{bracketed(self.cluster_host)}:{port}" if self.cluster_host and not self.join else ""
 
@@ -313,139 +197,192 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def media_limits(self) -> MediaLimits:
         return MediaLimits(
             max_items=self.max_media_items,
-            max_bytes=self.max_media_mib << 20,
-            max_pixels=int(self.max_image_mpixels * 1_000_000),
-            max_video_frames=self.max_video_frames,
-            max_video_pixels=int(self.max_video_mpixels * 1_000_000),
-            max_fetched_bytes=self.max_fetched_media_mib << 20,
-            fetch_timeout_s=self.media_timeout_s,
-            decode_timeout_s=self.media_decode_timeout_s,
             allowed_path=self.allowed_media_path,
             allow_private=self.allow_private_media,
         )
 
+    @property
+    def tokenizer_threads(self) -> int:
+        """Tokenizer processes per proxy: one for every 16 cores, at least 2."""
+        return min(16, max(2, num_cores() // (16 * self.proxies)))
+
+    @property
+    def media_threads(self) -> int:
+        """Threads per proxy that decode and process images and videos: one for every 8 cores, at least 1."""
+        return min(64, max(1, num_cores() // (8 * self.proxies)))
+
+    def autoscale_range(self, role: Role) -> tuple[int, int]:
+        """Minimum and maximum number of workers of `role` that the planner proposes."""
+        least, _, most = (self.autoscale_prefill if role == "prefill" else self.autoscale_decode).partition(":")
+        return int(least), int(most)
+
     def num_ranks(self, role: Role) -> int:
-        """How many processes share the model in each worker of this role."""
+        """Tensor parallel size of the workers of `role`."""
         of_role = self.prefill_tensor_parallel_size if role == "prefill" else self.decode_tensor_parallel_size
         return of_role or self.tensor_parallel_size
 
     def num_threads(self, role: Role) -> int:
-        """Threads per rank: as told, or an equal share of the cores (two workers on a core each beat two on both)."""
+        """CPU threads per rank: an equal share of the cores unless `threads_per_worker` is set."""
         num_ranks = self.num_ranks(role)
         if self.threads_per_worker:
             return max(1, self.threads_per_worker // num_ranks)
         all_ranks = self.prefill * self.num_ranks("prefill") + self.decode * self.num_ranks("decode")
-        return max(1, _num_cores() // all_ranks)
+        return max(1, num_cores() // all_ranks)
 
 
 def bracketed(host: str) -> str:
-    """As addresses are written before a port."""
+    """Host as it is written before a port: IPv6 addresses get brackets."""
     return f"[{host}]" if ":" in host else host
 
 
-def _num_cores() -> int:
+def num_cores() -> int:
+    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
-def field_descriptions() -> dict[str, str]:
-    """Field name to what it means, for the command line's help and the README's table."""
-    described = {}
-    for field in msgspec.inspect.type_info(ClusterConfig).fields:  # type: ignore[attr-defined]
-        extra = getattr(field.type, "extra_json_schema", None) or {}
-        described[field.name] = extra.get("description", "")
-    return described
+def flag_name(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+class Setting(NamedTuple):
+    """One field of `ClusterConfig` as the command line and docs/configuration.md present it."""
+
+    key: str
+    kind: Any
+    default: Any
+    group: str
+    description: str
+
+
+def settings() -> list[Setting]:
+    """All fields in their order; those of one group are adjacent."""
+    hints = typing.get_type_hints(ClusterConfig, include_extras=True)
+    found = []
+    for field in msgspec.structs.fields(ClusterConfig):
+        kind, meta = typing.get_args(hints[field.name])[:2]
+        found.append(Setting(field.name, kind, field.default, meta.extra["group"], meta.description))
+    return found
 
 
 def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
-    """Raises ConfigError, in one line, for a file that cannot be read, an unknown key or a value out of range."""
-    values: dict[str, Any] = {}
-    if file is not None:
-        try:
-            values = msgspec.toml.decode(file.read_bytes(), type=dict[str, Any])
-        except OSError as error:
-            raise ConfigError(f"cannot read the config file {file}: {error.strerror}") from error
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"{file} is not valid TOML: {error}") from error
-    known = ClusterConfig.__struct_fields__
-    unknown = [key for key in values if key not in known]
-    if unknown:
-        near = difflib.get_close_matches(unknown[0].replace("-", "_").lower(), known, 1, 0.5)
-        hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-        raise ConfigError(f"unknown key {unknown[0]!r} in {file}; {hint}")
+    """Merge the TOML file and the command line's values.
+
+    Raises ConfigError, in one line, for a file that cannot be read, an unknown or removed key, or a bad value.
+    """
+    values = {} if file is None else _read_file(file)
     try:
         config = msgspec.convert({**values, **overrides}, ClusterConfig, strict=True)
     except msgspec.ValidationError as error:
-        raise ConfigError(_readable(error)) from error
+        raise ConfigError(_bad_value(error, values, overrides, file)) from error
     try:
         check_name(config.kv_connector)
     except ConfigError as error:
         raise ConfigError(f"kv_connector: {error.message}") from error
     if config.ray and not config.model:
-        raise ConfigError("model: with ray it is needed, as a hub id or a folder that all nodes have")
+        raise ConfigError("model: give --model with --ray, as a hub id or a folder that exists on all nodes")
     _check_network(config)
     if not config.join:
         _check_autoscaling(config)
     return config
 
 
+def unknown_name(name: str, what: str, known: Sequence[str]) -> str:
+    """Error message for a flag or key that does not exist: its replacement if it was removed, else a near match."""
+    key = name.lstrip("-").replace("-", "_").lower()
+    shown = flag_name if name.startswith("--") else str
+    if key in REMOVED_FLAGS:
+        return f"{what} {name} was removed: {REMOVED_FLAGS[key]}"
+    near = difflib.get_close_matches(key, known, 1, 0.5)
+    hint = f"did you mean {shown(near[0])}?" if near else "docs/configuration.md lists all settings"
+    return f"unknown {what} {name}; {hint}"
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    try:
+        values = msgspec.toml.decode(file.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ConfigError(f"cannot read the config file {file}: {error.strerror}") from error
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"the config file {file} is not valid TOML: {error}") from error
+    known = ClusterConfig.__struct_fields__
+    for key in values:
+        if key not in known:
+            raise ConfigError(f"{file}: {unknown_name(key, 'key', known)}")
+    return values
+
+
+def _bad_value(
+    error: msgspec.ValidationError, values: dict[str, Any], overrides: dict[str, Any], file: Path | None
+) -> str:
+    message, _, path = str(error).partition(" - at `$.")
+    key = path.rstrip("`")
+    if key in ("autoscale_prefill", "autoscale_decode"):
+        message = "expected MIN:MAX, such as 1:8"
+    if key in overrides:
+        return f"{flag_name(key)} {overrides[key]}: {message[:1].lower()}{message[1:]}"
+    return f"{file}: {key} = {values.get(key)!r}: {message[:1].lower()}{message[1:]}"
+
+
 def _check_autoscaling(config: ClusterConfig) -> None:
-    for role, count, least, most in (
-        ("prefill", config.prefill, config.autoscale_min_prefill, config.autoscale_max_prefill),
-        ("decode", config.decode, config.autoscale_min_decode, config.autoscale_max_decode),
-    ):
+    roles: tuple[tuple[Role, int], ...] = ("prefill", config.prefill), ("decode", config.decode)
+    for role, count in roles:
+        least, most = config.autoscale_range(role)
         if least > most:
-            raise ConfigError(f"autoscale_min_{role}: {least} is more than autoscale_max_{role}, which is {most}")
+            raise ConfigError(f"autoscale_{role}: the minimum {least} is more than the maximum {most}")
         if config.autoscale and not least <= count <= most:
-            raise ConfigError(f"{role}: {count} is not between autoscale_min_{role} and autoscale_max_{role}")
-    least_workers = config.autoscale_min_prefill + config.autoscale_min_decode
-    if 0 < config.autoscale_max_workers < least_workers:
-        raise ConfigError(f"autoscale_max_workers: at least {least_workers} are needed for the minimum of both roles")
-    if config.autoscale and 0 < config.autoscale_max_workers < config.prefill + config.decode:
-        raise ConfigError(f"autoscale_max_workers: {config.prefill + config.decode} workers are there from the start")
+            raise ConfigError(f"{role}: {count} is outside --autoscale-{role} {least}:{most}; change one of them")
+    needed = config.autoscale_range("prefill")[0] + config.autoscale_range("decode")[0]
+    if config.autoscale:
+        needed = max(needed, config.prefill + config.decode)
+    if 0 < config.autoscale_max_workers < needed:
+        raise ConfigError(
+            f"autoscale_max_workers: {config.autoscale_max_workers} is too few; the workers at the start and the "
+            f"minimum of both roles need {needed}"
+        )
 
 
 def _check_network(config: ClusterConfig) -> None:
-    """What the processes would find out too, but later and each for itself."""
+    """Check what the processes would only find out later, and each by itself."""
     if not (config.cluster_host or config.join):
         if config.decode == 0:
-            raise ConfigError("decode: 0 workers only where others can join; give --cluster-host, or one at least")
+            raise ConfigError("decode: a cluster on one host needs at least 1; give --decode 1, or --cluster-host")
         if config.prefill == 0 and config.decode_prefill_threshold == 0:
             raise ConfigError(
-                "prefill: with 0 workers decode must compute the prompts; leave out --decode-prefill-threshold 0"
+                "prefill: with 0 prefill workers, decode workers must compute the prompts; leave out "
+                "--decode-prefill-threshold 0"
             )
         if config.prefill == 0 and config.autoscale:
-            raise ConfigError("autoscale: it keeps a ratio of prefill and decode workers; give one --prefill at least")
+            raise ConfigError("autoscale: the planner needs at least one prefill worker; give --prefill 1")
     if config.admin_address[1] in (config.port, 65536):
-        raise ConfigError(f"admin_port: {config.admin_address[1]} cannot be it; choose a port that is not --port")
+        raise ConfigError(f"admin_port: {config.admin_address[1]} cannot be used; choose a port other than --port")
     if config.join and not config.cluster_host:
         raise ConfigError("join: the cluster must reach these workers; give this host's address as --cluster-host")
     wrong = next((each for each in config.join_endpoints if not each.startswith("tcp://")), None)
     if wrong is not None:
-        raise ConfigError(f"join: {wrong!r} is no endpoint; write it as tcp://HOST:PORT")
+        raise ConfigError(f"join: {wrong!r} is not an endpoint; write it as tcp://HOST:PORT")
     if config.cluster_host in ("0.0.0.0", "::", "*"):
-        raise ConfigError(f"cluster_host: {config.cluster_host} is no address that other hosts can reach; name one")
+        raise ConfigError(
+            f"cluster_host: other hosts cannot reach {config.cluster_host}; give an address of this host instead"
+        )
     if config.cluster_port + config.proxies > 65535:
         raise ConfigError(
-            f"cluster_port: {config.proxies} proxies and the media cache do not fit above {config.cluster_port}"
+            f"cluster_port: {config.proxies} proxies and the media cache need that many ports above "
+            f"{config.cluster_port}; choose a lower one"
         )
     if config.ray and (config.cluster_host or config.join):
-        raise ConfigError("ray: addresses are those of Ray's nodes; leave out --cluster-host and --join")
-    if config.ray and not (config.network_keys or config.insecure_network):
+        raise ConfigError("ray: Ray provides the addresses of its nodes; leave out --cluster-host and --join")
+    if (config.ray or config.cluster_host) and not (config.network_keys or config.insecure_network):
         raise ConfigError(
-            "ray: traffic between nodes would not be protected; make keys with `tandem keys FOLDER` and give "
-            "--network-keys FOLDER, or say --insecure-network where nobody else can reach it"
-        )
-    if config.cluster_host and not (config.network_keys or config.insecure_network):
-        raise ConfigError(
-            "cluster_host: traffic between hosts would not be protected; make keys with `tandem keys FOLDER` and give "
-            "--network-keys FOLDER, or say --insecure-network where nobody else can reach this network"
+            f"{'ray' if config.ray else 'cluster_host'}: traffic between hosts would not be protected; make keys with "
+            "`tandem keys FOLDER` and give --network-keys FOLDER, or give --insecure-network if nobody else can reach "
+            "this network"
         )
     if config.network_keys:
         load_keys(Path(config.network_keys), "operator" if config.ray else "worker")
 
 
 def read_api_keys(file: Path) -> list[str]:
-    """Raises ConfigError, in one line, for a file that cannot be read or holds no keys."""
+    """Read one key per line. Raises ConfigError, in one line, for a file that cannot be read or holds no keys."""
     try:
         lines = [line.strip() for line in file.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as error:
@@ -455,8 +392,3 @@ def read_api_keys(file: Path) -> list[str]:
     if not keys:
         raise ConfigError(f"api_keys_file: {file} holds no keys; write one on each line")
     return list(dict.fromkeys(keys))
-
-
-def _readable(error: msgspec.ValidationError) -> str:
-    message, _, path = str(error).partition(" - at `$.")
-    return f"{path.rstrip('`')}: {message}" if path else message

@@ -1,4 +1,4 @@
-"""Checksums of KV blocks (`--kv-checksums`, for debugging): detect blocks that were corrupted in transfer.
+"""Checksums of KV blocks (TANDEM_KV_CHECKSUMS=1, for debugging): detect blocks that were corrupted in transfer.
 
 A block's checksum is the XOR of one hash per head, salted with the head's index in the whole model. Ranks can
 therefore hash their own heads, and the result does not depend on the tensor-parallel size. A CRC would not do: it is

@@ -82,7 +82,7 @@ class RemoteMedia:
         if num_bytes > self._max_held_bytes:
             raise InvalidRequest(
                 f"this image or video takes {num_bytes} bytes, more than the {self._max_held_bytes} that this prefill "
-                "worker fetches from other hosts at once (--media-fetch-mib)"
+                "worker fetches from other hosts at once"
             )
         if self.held_bytes + num_bytes > self._max_held_bytes:
             raise Overloaded(

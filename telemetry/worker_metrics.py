@@ -132,5 +132,5 @@ def serve_metrics(metrics: WorkerMetrics, host: str, port: int) -> str:
         return metrics.serve(host, port)
     except OSError as error:
         raise ConfigError(
-            f"cannot serve metrics on {host}:{port} ({error.strerror or error}); choose another --metrics-host"
+            f"cannot serve metrics on {host}:{port} ({error.strerror or error}); choose another --admin-host"
         ) from error

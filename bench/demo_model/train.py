@@ -164,7 +164,9 @@ def save(model: LlamaForCausalLM, folder: Path) -> None:
     """Writes config and weights (bfloat16, safetensors)."""
     folder.mkdir(parents=True, exist_ok=True)
     model = model.to(torch.bfloat16)
-    model.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0)
+    model.generation_config = GenerationConfig(
+        eos_token_id=0, pad_token_id=0, do_sample=True, temperature=0.5, top_p=0.9
+    )
     model.save_pretrained(folder)
 
 

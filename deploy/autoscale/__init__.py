@@ -1,2 +1,1 @@
-"""How many workers of each role there should be. Pure: `deploy.autoscale.autoscaler` feeds it and acts.
-docs/autoscaling.md."""
+"""Plans the number of workers of each role. Pure, except for `deploy.autoscale.autoscaler`. See docs/autoscaling.md."""

@@ -1,4 +1,4 @@
-"""Feeds the planner with the workers' load reports once a second, logs what it proposes, and with --autoscale acts."""
+"""Feeds the planner with load reports once a second, logs its proposals, and scales the cluster with --autoscale."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tandem.runtime.errors import ConfigError
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-MOST_FORESEEN_S = 120.0
-"""However long the first start took: it may have been a download."""
+MAX_BOOT_S = 120.0
+"""Longest assumed start of a worker; the first start of a cluster may include a download."""
 
 
 class Scalable(Protocol):
-    """The launcher, as the autoscaler needs it."""
+    """Interface of the launcher that the autoscaler uses."""
 
     @property
     def counts(self) -> dict[Role, int]: ...
@@ -38,7 +38,7 @@ class Scalable(Protocol):
 
 
 class Autoscaler:
-    """Runs from `start` to `close`."""
+    """Observes and plans once a second from `start` to `close`."""
 
     def __init__(self, config: ClusterConfig, cluster: Scalable) -> None:
         self._cluster = cluster
@@ -47,12 +47,12 @@ class Autoscaler:
         self._planner = Planner(planner_config(config))
         self._demand = Demand()
         self._proposal: Proposal | None = None
-        self._proposed: tuple[int, int] | None = None  # that was logged last
+        self._proposed: tuple[int, int] | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self, boot_s: float) -> None:
-        """boot_s: that workers took to start, which is how far the planner has to look ahead."""
-        foresee_s = min(max(boot_s, 1.0), MOST_FORESEEN_S)
+        """boot_s: seconds that workers took to start, which is how far the planner must look ahead."""
+        foresee_s = min(max(boot_s, 1.0), MAX_BOOT_S)
         self._planner = Planner(msgspec.structs.replace(self._planner.config, foresee_s=foresee_s))
         self._task = asyncio.get_running_loop().create_task(self._run(), name="autoscaler")
 
@@ -64,7 +64,7 @@ class Autoscaler:
             self.observe(loop.time(), self._cluster.reports)
 
     def observe(self, now: float, reports: Sequence[StatusReport]) -> None:
-        """One observation, and what follows from it."""
+        """Update the proposal from the latest reports and act on it."""
         self._demand = self._meter.observe(now, freshest_loads(reports), num_refused(reports))
         counts = self._cluster.counts
         current = counts["prefill"], counts["decode"]
@@ -76,8 +76,8 @@ class Autoscaler:
         if proposed != self._proposed:
             self._proposed = proposed
             log.warning(
-                "autoscaling %s prefill=%d decode=%d in place of %d and %d (prefill: %s; decode: %s)",
-                "sets" if self._acts else "would set (--autoscale lets it)",
+                "autoscaling %s prefill=%d decode=%d instead of %d and %d (prefill: %s; decode: %s)",
+                "sets" if self._acts else "would set (without --autoscale it does not)",
                 *proposed,
                 *current,
                 proposal.prefill_need.reason,
@@ -86,7 +86,7 @@ class Autoscaler:
         if self._acts:
             try:
                 self._cluster.scale({"prefill": proposal.prefill, "decode": proposal.decode})
-            except ConfigError as error:  # no room: what there is serves on, and the next observation tries again
+            except ConfigError as error:  # not enough resources; the next observation tries again
                 log.warning("autoscaling: %s", error)
 
     def report(self) -> PlanReport | None:
@@ -111,29 +111,30 @@ class Autoscaler:
 
 
 def planner_config(config: ClusterConfig) -> PlannerConfig:
-    """Where it only proposes, what the operator has started is within bounds whatever they say."""
-    most_workers = config.autoscale_max_workers
+    """The planner's limits; they always include the numbers that the operator has started."""
+    max_workers = config.autoscale_max_workers
+    min_prefill, max_prefill = config.autoscale_range("prefill")
+    min_decode, max_decode = config.autoscale_range("decode")
     return PlannerConfig(
         ttft_s=config.autoscale_ttft_ms / 1000,
         itl_s=config.autoscale_itl_ms / 1000,
-        min_prefill=min(config.autoscale_min_prefill, config.prefill),
-        max_prefill=max(config.autoscale_max_prefill, config.prefill),
-        min_decode=min(config.autoscale_min_decode, config.decode),
-        max_decode=max(config.autoscale_max_decode, config.decode),
-        max_workers=max(most_workers, config.prefill + config.decode) if most_workers else 0,
+        min_prefill=min(min_prefill, config.prefill),
+        max_prefill=max(max_prefill, config.prefill),
+        min_decode=min(min_decode, config.decode),
+        max_decode=max(max_decode, config.decode),
+        max_workers=max(max_workers, config.prefill + config.decode) if max_workers else 0,
         max_num_seqs=config.max_num_seqs,
-        down_after_s=config.autoscale_down_after_s,
     )
 
 
 def num_refused(reports: Sequence[StatusReport]) -> int | None:
-    """By all proxies since their start; None before any has told."""
-    told = [report.figures.num_refused for report in reports if report.figures is not None]
-    return sum(told) if told else None
+    """Requests refused by all proxies since their start; None before the first report."""
+    counts = [report.figures.num_refused for report in reports if report.figures is not None]
+    return sum(counts) if counts else None
 
 
 def freshest_loads(reports: Sequence[StatusReport]) -> list[tuple[WorkerInfo, WorkerLoad]]:
-    """Each worker once: from the proxy that heard of it last. Every proxy gets the same reports."""
+    """Load of each worker as the proxy with the most recent report of it has it."""
     best: dict[str, WorkerReport] = {}
     for report in reports:
         for worker in report.workers:

@@ -1,6 +1,6 @@
-"""What is asked of a cluster and how fast its workers are, from their load reports. Pure; the clock is the caller's.
+"""Measures demand and worker speed from load reports. Pure: the caller passes the clock value.
 
-Counters are read as differences, by epoch, so that workers which come, go or start again do not disturb the sums.
+Counters are read as differences per epoch, so workers that join, leave or restart do not disturb the sums.
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ import msgspec
 from tandem.protocol.messages.membership import WorkerInfo, WorkerLoad
 
 WINDOW_S = 8.0
-"""Rates are means over so long."""
+"""Period over which rates are averaged."""
 SHORT_WINDOW_S = 3.0
-"""A burst shows in so long, where it is beyond what chance would do."""
+"""Period within which bursts are detected."""
 _CHANCE = 2.0
-"""Standard deviations of a Poisson count that are put down to chance."""
+"""Standard deviations of a Poisson count that are attributed to chance."""
 _REMEMBERED = 0.98
-"""Of what step times and answers' lengths were learned from, per observation: half is forgotten after 34."""
+"""Weight that earlier observations of step times and output lengths keep at each observation (half-life 34)."""
 _LEAST_SPREAD = 0.05
-"""Of batch sizes, over their mean: with less the two coefficients cannot be told apart."""
+"""Relative spread of batch sizes below which the two coefficients of the step time cannot be separated."""
 _FULL = 0.05
-"""A decode worker with less than this part of its blocks free has no room."""
+"""Share of free blocks below which a decode worker counts as full."""
 
 
 class Demand(msgspec.Struct, frozen=True):
-    """What the planner looks at. Rates are means over `WINDOW_S`; the rest is as of the last report.
+    """Input of the planner. Rates are means over `WINDOW_S`; the other values are those of the last report.
 
-    prompts_per_s, prompt_tokens_per_s: that arrive at prefill, cached tokens not counted. waiting_tokens,
-    waiting_prompts: over all prefill workers. speed: prompt tokens per second of one prefill worker while it computes;
-    0 when none has yet. most_sequences, most_used_blocks: on all decode workers, the most within the window.
-    mean_output_tokens: of a sequence on decode; 0 before the first has ended. fixed_step_s, step_s_per_sequence: of a
-    decode step, as measured; zeros before the first. decode_is_full: a decode worker has no room, so that prompts may
-    wait for its sake. refused_per_s: requests that proxies turned away, since too much waited. growth_per_s: sequences
-    that came to decode less those that ended there, where it is beyond chance; 0 where they do not grow.
+    prompts_per_s, prompt_tokens_per_s: arrivals at prefill, without cached tokens.
+    waiting_tokens, waiting_prompts: sums over all prefill workers.
+    speed: prompt tokens per second that one prefill worker computes; 0 before the first measurement.
+    most_sequences, most_used_blocks: maximum within the window of the sums over all decode workers.
+    mean_output_tokens: tokens generated per sequence; 0 before the first has ended.
+    fixed_step_s, step_s_per_sequence: coefficients of the decode step time; 0 before the first step.
+    decode_is_full: a decode worker has no free capacity, so prompts may wait for decode instead of prefill.
+    refused_per_s: requests refused because too many waited.
+    growth_per_s: arrivals minus ends of sequences on decode, if significant, else 0.
     """
 
     num_prefill: int = 0
@@ -58,7 +60,7 @@ class Demand(msgspec.Struct, frozen=True):
 
     @property
     def predicted_ttft_s(self) -> float:
-        """Of a prompt of mean length that comes now, as the router would predict it with equal queues."""
+        """TTFT of a prompt of mean length that arrives now, if all prefill queues are equally long."""
         if not self.speed or not self.num_prefill:
             return 0.0
         return self.waiting_tokens / self.num_prefill / self.speed + self.mean_prompt_tokens / self.speed
@@ -69,28 +71,28 @@ class Demand(msgspec.Struct, frozen=True):
 
     @property
     def asked_over_served(self) -> float:
-        """At least 1: refused requests are taken to be like those that were let in."""
+        """Ratio of demand to served prompts, at least 1; refused requests are assumed to resemble served ones."""
         return 1 + self.refused_per_s / self.prompts_per_s if self.prompts_per_s else 1.0
 
     def sequences_in_step(self, step_s: float) -> float:
-        """How many sequences a decode worker runs in steps of this length; infinite where no step was measured."""
+        """Number of sequences with which a decode step takes `step_s`; infinite before the first measurement."""
         if self.step_s_per_sequence <= 0:
             return float("inf")
         return max(0.0, (step_s - self.fixed_step_s) / self.step_s_per_sequence)
 
 
 class StepTime:
-    """A decode step's time as fixed_s + s_per_sequence * sequences, by least squares that forget. Pure.
+    """Fits step time = fixed_s + s_per_sequence * sequences by least squares with exponential forgetting.
 
-    Before batches of different sizes were seen the line goes through the origin: then more workers are taken to help
-    in full, and fewer workers are taken to hurt more than they can.
+    Until batches of different sizes were seen the line goes through the origin, which overestimates the effect of
+    adding or removing workers.
     """
 
     def __init__(self) -> None:
         self._weight = self._n = self._s = self._nn = self._ns = 0.0
 
     def forget(self) -> None:
-        """Once per observation."""
+        """Reduce the weight of earlier samples; called once per observation."""
         self._weight *= _REMEMBERED
         self._n *= _REMEMBERED
         self._s *= _REMEMBERED
@@ -106,7 +108,7 @@ class StepTime:
 
     @property
     def coefficients(self) -> tuple[float, float]:
-        """(fixed_s, s_per_sequence); zeros before anything was seen."""
+        """(fixed_s, s_per_sequence); zeros before the first sample."""
         if self._weight < 1e-6 or self._nn <= 0:
             return 0.0, 0.0
         mean_n, mean_s = self._n / self._weight, self._s / self._weight
@@ -120,27 +122,29 @@ class StepTime:
 
 
 class DemandMeter:
-    """`observe` once a second or so. max_num_seqs: that one decode worker runs at once."""
+    """Turns load reports into `Demand`, about once a second. max_num_seqs: limit of one decode worker."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self._max_num_seqs = max_num_seqs
         self._step_time = StepTime()
-        self._counters: dict[str, tuple[int, int]] = {}  # by epoch: tokens computed, prompts finished
+        self._counters: dict[str, tuple[int, int]] = {}  # epoch: computed tokens, finished prompts
         self._num_refused: int | None = None
         self._tokens = self._prompts = self._refused = 0  # summed differences
-        self._history: deque[tuple[float, int, int, int]] = deque()  # when; arrived tokens, prompts; refused
-        self._sequences: deque[tuple[float, int, int]] = deque()  # when; sequences and blocks on decode
-        self._flow: deque[tuple[float, int, int]] = deque()  # when; prompts done and sequences ended, in all
+        self._history: deque[tuple[float, int, int, int]] = (
+            deque()
+        )  # time, arrived tokens, arrived prompts, refused requests
+        self._sequences: deque[tuple[float, int, int]] = deque()  # time, sequences and blocks on decode
+        self._flow: deque[tuple[float, int, int]] = deque()  # time, prompts finished and sequences ended so far
         self._num_ended = 0
         self._speed = 0.0
-        self._finished: dict[str, int] = {}  # sequences, by epoch of decode workers
-        self._output_tokens = self._ended = 0.0  # of late
+        self._finished: dict[str, int] = {}  # epoch of a decode worker: finished sequences
+        self._output_tokens = self._ended = 0.0  # with forgetting
         self._observed_at: float | None = None
 
     def observe(
         self, now: float, workers: Sequence[tuple[WorkerInfo, WorkerLoad]], num_refused: int | None = None
     ) -> Demand:
-        """num_refused: of all proxies since their start; None where it is not known."""
+        """num_refused: requests refused by all proxies since their start; None if unknown."""
         prefills = [(info, load) for info, load in workers if info.role == "prefill"]
         decodes = [load for info, load in workers if info.role == "decode"]
         self._count(prefills, num_refused)
@@ -153,7 +157,7 @@ class DemandMeter:
         since, tokens, prompts, refused = self._history[0]
         duration_s = now - since
         self._learn_speeds([load for _, load in prefills], decodes)
-        # Those that wait there are left out: their prompts may still wait for prefill.
+        # Sequences that wait on decode do not count: their prompts may still wait for prefill.
         sequences = sum(load.num_running for load in decodes)
         used = sum(load.num_blocks - load.num_free_blocks for load in decodes)
         self._sequences.append((now, sequences, used))
@@ -188,19 +192,19 @@ class DemandMeter:
         )
 
     def _burst(self) -> float:
-        """What prompts come at of late over their mean in the window, beyond chance; at least 1."""
+        """Ratio of the recent arrival rate, minus chance, to its mean in the window; at least 1."""
         now, _, newest, _ = self._history[-1]
         long_s = now - self._history[0][0]
         then = next((entry for entry in reversed(self._history) if entry[0] <= now - SHORT_WINDOW_S), None)
         mean = newest - self._history[0][2]
         if then is None or long_s <= now - then[0] or mean <= 0:
             return 1.0
-        lately = newest - then[2]
-        surely_per_s = (lately - _CHANCE * math.sqrt(max(0, lately))) / (now - then[0])
-        return max(1.0, surely_per_s / (mean / long_s))
+        recent = newest - then[2]
+        least_per_s = (recent - _CHANCE * math.sqrt(max(0, recent))) / (now - then[0])
+        return max(1.0, least_per_s / (mean / long_s))
 
     def _growth_per_s(self) -> float:
-        """Of the sequences on decode. When it is full they wait on prefill workers, which have finished with them."""
+        """Growth of the number of sequences on decode or waiting for it."""
         (then, came_before, ended_before), (now, came, ended) = self._flow[0], self._flow[-1]
         came, ended = came - came_before, ended - ended_before
         if now <= then:
@@ -218,11 +222,11 @@ class DemandMeter:
         self._counters = counters
         if num_refused is not None:
             if self._num_refused is not None:
-                self._refused += max(0, num_refused - self._num_refused)  # less: a proxy has started anew
+                self._refused += max(0, num_refused - self._num_refused)  # a restarted proxy counts from 0
             self._num_refused = num_refused
 
     def _measure_answers(self, now: float, decodes: Sequence[tuple[WorkerInfo, WorkerLoad]]) -> None:
-        """Tokens that were made, a sequence's one a step, over sequences that ended."""
+        """Count generated tokens, one per sequence and step, and sequences that ended."""
         elapsed_s = now - self._observed_at if self._observed_at is not None else 0.0
         self._observed_at = now
         self._output_tokens *= _REMEMBERED

@@ -1,8 +1,8 @@
-"""Proposes how many prefill and decode workers there should be. Pure: demand and a clock in, a `Proposal` out.
+"""Proposes numbers of prefill and decode workers. Pure: demand and a clock value in, a `Proposal` out.
 
-What is needed now comes from `needed`: for prefill the fewest workers whose queue keeps the TTFT (Erlang C), for decode
-the fewest whose steps keep the ITL and whose pools hold the blocks. `Planner` makes it steady: up when more has been
-needed for a while, down when less has been needed for a long while, never sooner than the cool-down, within bounds.
+`prefill_needed` and `decode_needed` compute the current need: the fewest prefill workers whose queue keeps the TTFT
+(Erlang C), and the fewest decode workers whose steps keep the ITL and whose pools hold the blocks. `Planner` smooths
+them: up when more workers were needed for a short time, down when fewer sufficed for a long time, within limits.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from tandem.deploy.autoscale.demand import Demand
 from tandem.deploy.autoscale.queueing import servers_needed
 
 REBALANCE_S = 30.0
-"""Between two moves of workers from one role to the other."""
+"""Minimum time between two moves of workers from one role to the other."""
 CATCH_UP_S = 10.0
-"""A backlog that is too long already is to be worked off within so long."""
+"""Time within which a backlog that is already too long should be worked off."""
 
 
 class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """ttft_s, itl_s: what is to be kept, by all but `most_late` of the requests. max_workers: 0 sets no bound.
+    """Targets and limits of the planner.
 
-    max_utilisation: part of the time that prefill computes; of the sequences that decode can run in time.
-    max_kv_use: part of decode's blocks. max_num_seqs: of one decode worker.
-    up_after_s, down_after_s: how long more, or less, must have been needed. cooldown_s: between changes of one role.
-    foresee_s: what grows is taken to go on growing for so long: about the time that a worker takes to start.
+    ttft_s, itl_s: latency targets; a fraction of `most_late` of the requests may miss them.
+    max_workers: limit for both roles together; 0 means no limit.
+    max_utilisation: share of the time that prefill computes, and of the sequences that decode can run within the ITL.
+    max_kv_use: share of decode's blocks that may be in use. max_num_seqs: limit of one decode worker.
+    up_after_s, down_after_s: how long more, or fewer, workers must have been needed before a change.
+    cooldown_s: minimum time between changes of one role.
+    foresee_s: period for which growth is extrapolated, about the time that a worker takes to start.
     """
 
     ttft_s: Annotated[float, Meta(gt=0)] = 1.0
@@ -50,7 +53,7 @@ class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Need(msgspec.Struct, frozen=True):
-    """reason: in a few words, with the figures that decide. work: workers' worth of all that waits and comes soon."""
+    """reason: short text with the deciding figures. work: waiting and expected work, in workers."""
 
     num_workers: int
     reason: str
@@ -58,7 +61,7 @@ class Need(msgspec.Struct, frozen=True):
 
 
 class Proposal(msgspec.Struct, frozen=True):
-    """What there should be now. Equal to what there is while nothing should change."""
+    """Numbers of workers to set now; equal to the current ones if nothing should change."""
 
     prefill: int
     decode: int
@@ -67,12 +70,12 @@ class Proposal(msgspec.Struct, frozen=True):
 
 
 def _up(count: float) -> int:
-    """The next whole number; what is beyond all bounds anyway, and infinity too, becomes a large one."""
+    """Round up; infinity becomes a large number."""
     return math.ceil(min(count, 1e6))
 
 
 def prefill_needed(demand: Demand, config: PlannerConfig) -> Need:
-    """The fewest prefill workers, up to the bound; as many as there are before a speed has been measured."""
+    """Fewest prefill workers that keep the TTFT; the current number before a speed has been measured."""
     if not demand.speed:
         return Need(max(1, demand.num_prefill), "no prompt has been computed yet")
     if not demand.prompts_per_s and not demand.waiting_tokens and not demand.refused_per_s:
@@ -85,12 +88,12 @@ def prefill_needed(demand: Demand, config: PlannerConfig) -> Need:
     if slack_s > 0:
         count = max(count, servers_needed(load, service_s, slack_s, config.most_late, config.max_prefill))
     else:
-        reason += f" (longer than the TTFT of {config.ttft_s:g} s, whatever their number)"
-    # What waits beyond the TTFT must be worked off beside what arrives. Where decode is full it is not prefill's doing.
+        reason += f" (longer than the TTFT of {config.ttft_s:g} s, whatever the number of workers)"
+    # The queue beyond the TTFT must be worked off too, unless it waits because decode is full.
     num_prefill = max(1, demand.num_prefill)
     excess = demand.waiting_tokens - num_prefill * demand.speed * config.ttft_s
     if excess > 0 and not demand.decode_is_full:
-        excess += max(0.0, load - num_prefill) * demand.speed * config.foresee_s  # until more workers serve
+        excess += max(0.0, load - num_prefill) * demand.speed * config.foresee_s  # grows until new workers serve
         count = max(count, _up(load + excess / (demand.speed * CATCH_UP_S)))
         reason += f", {demand.waiting_tokens} tokens wait"
     return Need(
@@ -99,7 +102,7 @@ def prefill_needed(demand: Demand, config: PlannerConfig) -> Need:
 
 
 def decode_needed(demand: Demand, config: PlannerConfig) -> Need:
-    """The fewest decode workers; as many as there are while steps miss the ITL whatever the batch."""
+    """Fewest decode workers that keep the ITL; the current number if even a batch of one misses it."""
     if not demand.most_sequences:
         return Need(1, "no sequences")
     by_blocks = 1
@@ -110,15 +113,14 @@ def decode_needed(demand: Demand, config: PlannerConfig) -> Need:
     in_time = min(demand.sequences_in_step(config.itl_s), config.max_num_seqs)
     if in_time < 1:
         most = max(1, demand.num_decode)
-        reason = (
-            f"a step of one sequence takes longer than the ITL of {1000 * config.itl_s:g} ms, whatever their number"
-        )
+        reason = f"a step of one sequence takes longer than the ITL of {1000 * config.itl_s:g} ms"
+        reason += ", whatever the number of workers"
         return Need(max(most, by_blocks), reason)
     in_time = max(1.0, config.max_utilisation * in_time)
     num_sequences = demand.most_sequences + demand.growth_per_s * config.foresee_s
     work = 0.0
     if demand.step_s_per_sequence > 0:
-        # What arrives now will be so many sequences once steps take what they may (Little's law).
+        # Little's law: number of sequences at the current arrival rate if steps take as long as they may.
         step_s = demand.fixed_step_s + demand.step_s_per_sequence * in_time
         arriving = demand.asked_over_served * demand.prompts_per_s * demand.mean_output_tokens * step_s
         num_sequences = max(num_sequences, arriving)
@@ -134,7 +136,7 @@ def decode_needed(demand: Demand, config: PlannerConfig) -> Need:
 
 
 class _Steady:
-    """One role's count: what was needed all along, not what is needed this second."""
+    """Smooths the need of one role over time."""
 
     def __init__(self, least: int, most: int, config: PlannerConfig) -> None:
         self.least = least
@@ -145,7 +147,7 @@ class _Steady:
         self._current: int | None = None
 
     def want(self, now: float, current: int, need: int) -> int:
-        """current: what there is, or is on its way."""
+        """Number of workers to set. current: number at present, starting workers included."""
         config = self._config
         if self._current is not None and current != self._current:
             self._changed_at = now
@@ -153,12 +155,12 @@ class _Steady:
         self._needs.append((now, need))
         while len(self._needs) > 1 and self._needs[1][0] <= now - config.down_after_s:
             self._needs.popleft()
-        bounded = min(max(current, self.least), self.most)
-        if bounded != current or now - self._changed_at < config.cooldown_s:
-            return bounded
-        least_lately = min(count for at, count in self._needs if at >= now - config.up_after_s)
-        if self._covers(now, config.up_after_s) and least_lately > current:
-            return min(need, self.most)  # not the least: needs that rise are seen late as it is
+        limited = min(max(current, self.least), self.most)
+        if limited != current or now - self._changed_at < config.cooldown_s:
+            return limited
+        least_recently = min(count for at, count in self._needs if at >= now - config.up_after_s)
+        if self._covers(now, config.up_after_s) and least_recently > current:
+            return min(need, self.most)  # the latest need: rising needs are detected late already
         if self._covers(now, config.down_after_s):
             ever = max(count for _, count in self._needs)
             if ever < current:
@@ -169,13 +171,13 @@ class _Steady:
         return self._needs[0][0] <= now - duration_s
 
     def most_needed(self, now: float, duration_s: float) -> int:
-        """Of late, within the role's bounds."""
+        """Largest need of the last `duration_s`, within the role's limits."""
         needed = max(count for at, count in self._needs if at >= now - duration_s)
         return min(max(needed, self.least), self.most)
 
 
 class Planner:
-    """`propose` once per observation, about once a second."""
+    """Proposes numbers of workers; called once per observation, about once a second."""
 
     def __init__(self, config: PlannerConfig) -> None:
         self.config = config
@@ -184,7 +186,7 @@ class Planner:
         self._rebalanced_at = -math.inf
 
     def propose(self, now: float, demand: Demand, num_prefill: int, num_decode: int) -> Proposal:
-        """num_prefill, num_decode: that there are to be at present, those that still start included."""
+        """num_prefill, num_decode: numbers at present, starting workers included."""
         prefill_need, decode_need = prefill_needed(demand, self.config), decode_needed(demand, self.config)
         prefill = self._prefill.want(now, num_prefill, prefill_need.num_workers)
         decode = self._decode.want(now, num_decode, decode_need.num_workers)
@@ -203,12 +205,11 @@ class Planner:
         decode: int,
         work: tuple[float, float],
     ) -> tuple[int, int]:
-        """Both together are more than there may be: a role that wants more takes what the other does not need.
+        """Divide `max_workers` if the roles together need more: a role gets the workers that the other does not need.
 
-        Where both want more than their part, the parts are as the prompts that wait and come need them: what waits at
-        one of them has to pass the other too, and more workers for it alone would only move the queue. It does not wait
-        for the other's `down_after_s`: prompts that queue cost more than decode workers that idle. But workers go from
-        one role to the other once in REBALANCE_S at most.
+        If both need more than their share, the shares are proportional to the work of waiting and expected prompts,
+        because prompts pass both roles. Workers move without waiting for `down_after_s`, since queued prompts cost more
+        than idle decode workers, but at most once per REBALANCE_S.
         """
         config = self.config
         most = config.max_workers
@@ -219,14 +220,14 @@ class Planner:
         if decode <= num_decode:
             decode = min(decode, self._decode.most_needed(now, REBALANCE_S))
         if prefill + decode > most:
-            parts = work if min(work) > 0 else (prefill, decode)
-            share = round(most * parts[0] / sum(parts))
+            weights = work if min(work) > 0 else (prefill, decode)
+            share = round(most * weights[0] / sum(weights))
             if prefill > share:
-                prefill = max(share, most - decode)  # what decode does not want of its part is left to it
+                prefill = max(share, most - decode)  # prefill also gets what decode does not need
             prefill = min(max(prefill, config.min_prefill), most - config.min_decode)
             decode = most - prefill
         elif prefill > num_prefill:
-            decode = max(decode, min(num_decode, most - prefill))  # it keeps what is not asked of it
+            decode = max(decode, min(num_decode, most - prefill))  # decode keeps workers that prefill does not need
         elif decode > num_decode:
             prefill = max(prefill, min(num_prefill, most - decode))
         if prefill < num_prefill or decode < num_decode:

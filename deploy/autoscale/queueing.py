@@ -1,4 +1,4 @@
-"""How many servers keep a queue short: the M/M/c queue (Erlang, 1917), and nothing of Tandem."""
+"""Number of servers that keep a queue short, by the M/M/c model (Erlang, 1917). Independent of Tandem."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 
 def wait_probability(num_servers: int, load: float) -> float:
-    """Erlang C: how likely a customer waits at all. load: arrivals times mean service time, in servers."""
+    """Erlang C: probability that a customer waits. load: arrival rate times mean service time, in servers."""
     if load <= 0:
         return 0.0
     if load >= num_servers:
@@ -18,7 +18,7 @@ def wait_probability(num_servers: int, load: float) -> float:
 
 
 def late_fraction(num_servers: int, load: float, service_s: float, max_wait_s: float) -> float:
-    """The part of customers that waits longer than max_wait_s before it is served."""
+    """Fraction of customers that waits longer than `max_wait_s` before service."""
     if load <= 0:
         return 0.0
     if load >= num_servers or service_s <= 0:
@@ -27,7 +27,7 @@ def late_fraction(num_servers: int, load: float, service_s: float, max_wait_s: f
 
 
 def servers_needed(load: float, service_s: float, max_wait_s: float, most_late: float, most: int) -> int:
-    """The fewest servers, up to `most`, of which no more than the part `most_late` of customers waits too long."""
+    """Fewest servers, at most `most`, with which at most the fraction `most_late` of customers waits too long."""
     for num_servers in range(max(1, math.ceil(load)), most):
         if late_fraction(num_servers, load, service_s, max_wait_s) <= most_late:
             return num_servers

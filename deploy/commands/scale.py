@@ -1,4 +1,4 @@
-"""`tandem scale prefill=2 decode=3`: tells the launcher how many workers there are to be, and waits until they are."""
+"""`tandem scale prefill=2 decode=3`: changes the numbers of workers and waits until the change is complete."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ import re
 import sys
 from collections.abc import Sequence
 
+from tandem.deploy.commands.cluster_client import ask_launcher
 from tandem.deploy.commands.status import fetch_status
-from tandem.deploy.launch.admin_socket import ask_launcher
 from tandem.protocol.messages.membership import StatusReport
-from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster, ScaleRefused
+from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
 from tandem.runtime.errors import ConfigError, InternalError, Overloaded
 
 POLL_S = 0.5
 _OWN_NAME = re.compile(r"(prefill|decode)-\d+")
-"""Those that have joined are called prefill-0-HOST."""
+"""Names of the launcher's workers; those that joined from another host are called prefill-0-HOST."""
 
 
 def parse_counts(arguments: Sequence[str]) -> ScaleCluster:
-    """Of `prefill=2`, `decode=3`. Raises ConfigError for anything else."""
+    """Parse `prefill=2`, `decode=3`. Raises ConfigError for anything else."""
     counts: dict[str, int] = {}
     for argument in arguments:
         role, equals, count = argument.partition("=")
         if role not in ("prefill", "decode") or not equals or not count.isascii() or not count.isdigit():
-            raise ConfigError(f"{argument!r} is neither prefill=N nor decode=N")
+            raise ConfigError(f"cannot read {argument!r}; write prefill=N or decode=N")
         if role in counts:
             raise ConfigError(f"{role} is given twice")
         counts[role] = int(count[:6])
@@ -32,18 +32,15 @@ def parse_counts(arguments: Sequence[str]) -> ScaleCluster:
 
 
 def run_scale(port: int, arguments: Sequence[str], timeout_s: float) -> int:
-    """timeout_s: how long to wait for the workers; 0 does not wait. Returns the exit code."""
+    """Scale the cluster and wait up to `timeout_s` for the workers; 0 does not wait. Returns the exit code."""
     return asyncio.run(_scale(port, parse_counts(arguments), timeout_s))
 
 
 async def _scale(port: int, command: ScaleCluster, timeout_s: float) -> int:
-    answer = await ask_launcher(port, command)
-    if isinstance(answer, ScaleRefused):
-        raise ConfigError(answer.reason)
-    assert isinstance(answer, ClusterScaled)
+    answer = await ask_launcher(port, command, ClusterScaled)
     text = f"prefill={answer.prefill} decode={answer.decode}"
     if not timeout_s:
-        sys.stdout.write(f"{text} is under way\n")
+        sys.stdout.write(f"scaling to {text}\n")
         return 0
     try:
         async with asyncio.timeout(timeout_s):
@@ -52,19 +49,19 @@ async def _scale(port: int, command: ScaleCluster, timeout_s: float) -> int:
                     if all(is_scaled(report, answer) for report in await fetch_status(port)):
                         break
                 except Overloaded:
-                    pass  # proxies are busy: asked again
+                    pass  # the proxies are busy; ask again
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
-        reason = f"{text} is not reached after {timeout_s:g} s; `tandem status` shows how far it is"
+        reason = f"the cluster has not reached {text} after {timeout_s:g} s; `tandem status` shows its workers"
         raise InternalError(reason) from None
     sys.stdout.write(f"{text}\n")
     return 0
 
 
 def is_scaled(report: StatusReport, wanted: ClusterScaled) -> bool:
-    """Every worker that is wanted has registered, every pair of them is open, and the others are gone.
+    """True when all wanted workers have registered, all their pairs are ready and no other worker is left.
 
-    Workers that have joined from other hosts are not the launcher's, and do not count.
+    Workers that joined from other hosts do not count.
     """
     own = [worker for worker in report.workers if _OWN_NAME.fullmatch(worker.worker.worker_id)]
     names = {worker.worker.worker_id for worker in own}

@@ -1,4 +1,4 @@
-"""From counts since the start to what happened between two moments: percentiles, rates, bandwidths. Pure."""
+"""Percentiles, rates and bandwidths between two status reports, whose counters run since the start. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What all proxies said at one moment (seconds of a monotonic clock)."""
+    """Reports of all proxies. at: seconds of a monotonic clock."""
 
     at: float
     reports: Sequence[StatusReport]
@@ -25,7 +25,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class ServingRates:
-    """ttft_s, itl_s, e2e_s: at `QUANTILES`; None where nothing was counted. Rates are None without an earlier sample.
+    """ttft_s, itl_s, e2e_s: latencies at QUANTILES, None without samples. Rates are None without an earlier sample.
 
     stages_s: mean of each stage. bandwidth: bytes per second by (prefill, decode) worker while blocks moved.
     """
@@ -43,7 +43,7 @@ class ServingRates:
 
 
 def rates(now: Sample, then: Sample | None) -> ServingRates:
-    """then: an earlier sample, or None for all since the start. A proxy that was restarted since counts from there."""
+    """Figures since the sample `then`, or since the start if it is None. Restarted proxies count from their restart."""
     before = then.figures() if then is not None else {}
     pairs = [(figures, before.get(proxy_id)) for proxy_id, figures in now.figures().items()]
     span_s = now.at - then.at if then is not None else 0.0
@@ -80,12 +80,12 @@ def rates(now: Sample, then: Sample | None) -> ServingRates:
 def _quantiles(pairs: list[tuple[LatencyBuckets, LatencyBuckets | None]]) -> list[float | None]:
     if not pairs:
         return [None] * len(QUANTILES)
-    bounds = [*pairs[0][0].bounds_s, math.inf]
-    counts = [0] * len(bounds)
+    limits = [*pairs[0][0].bounds_s, math.inf]
+    counts = [0] * len(limits)
     for new, old in pairs:
         for i, count in enumerate(new.counts):
             counts[i] += count - (old.counts[i] if old is not None else 0)
-    return [histogram_quantile(bounds, counts, q) for q in QUANTILES]
+    return [histogram_quantile(limits, counts, q) for q in QUANTILES]
 
 
 def _bandwidth(now: Sample, then: Sample | None) -> dict[tuple[str, str], float]:
@@ -99,7 +99,7 @@ def _bandwidth(now: Sample, then: Sample | None) -> dict[tuple[str, str], float]
 
 
 def _traffic(sample: Sample) -> dict[tuple[str, str, str], tuple[int, float]]:
-    """(bytes, seconds) by prefill worker, its epoch, and decode worker; every proxy knows of all workers."""
+    """(bytes, seconds) by prefill worker, its epoch, and decode worker. Every proxy reports all workers."""
     return {
         (report.worker.worker_id, report.worker.epoch, each.decode_worker_id): (each.num_bytes, each.shipping_s)
         for report in (sample.reports[0].workers if sample.reports else [])

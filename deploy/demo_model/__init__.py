@@ -1,4 +1,4 @@
-"""The built-in demo model, which comes with the package: small, and trained by `bench.demo_model.train`."""
+"""The demo model that comes with the package. It is trained by `bench.demo_model.train`."""
 
 from __future__ import annotations
 

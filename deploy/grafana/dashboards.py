@@ -1,5 +1,4 @@
-"""The Grafana dashboards, as code: `python -m tandem.deploy.grafana.dashboards` writes the JSON that lies beside this
-file.
+"""Grafana dashboards as code; `python -m tandem.deploy.grafana.dashboards` writes their JSON beside this file.
 
 Panels are laid out in rows of equal width. Queries use the names of docs/observing.md; a test runs each of them on a
 real Prometheus.
@@ -180,7 +179,7 @@ OVERVIEW = Dashboard(
             Panel(
                 "Requests",
                 [
-                    Query("sum(tandem_num_requests_running)", "under way"),
+                    Query("sum(tandem_num_requests_running)", "running"),
                     Query("sum(tandem_num_requests_waiting)", "wait for a first token"),
                 ],
             ),

@@ -1,15 +1,12 @@
-"""The launcher's private socket: `tandem scale`, `status` and `restart` are answered here. And how they ask."""
+"""The launcher's private socket, which answers `tandem scale`, `status`, `drain` and `restart`."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from tandem.deploy.autoscale.autoscaler import Autoscaler
-from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.messages.operations import (
@@ -24,19 +21,17 @@ from tandem.protocol.messages.operations import (
     ScaleRefused,
     ToLauncher,
 )
-from tandem.protocol.sockets import DealerSocket, RouterSocket, new_context
-from tandem.runtime.errors import ConfigError, Overloaded
-
-log = logging.getLogger(__name__)
+from tandem.protocol.network import Context
+from tandem.protocol.sockets import RouterSocket
+from tandem.runtime.errors import ConfigError
 
 SOCKET_NAME = "launcher.sock"
-ANSWER_TIMEOUT_S = 10.0
 MAX_WORKERS = 256
-"""Of one role."""
+"""Per role."""
 
 
-class Launched(Protocol):
-    """The launcher, as the desk needs it."""
+class ManagedCluster(Protocol):
+    """Interface of the launcher that the admin socket uses."""
 
     @property
     def processes(self) -> list[LaunchedProcess]: ...
@@ -50,9 +45,9 @@ class Launched(Protocol):
 
 
 class AdminSocket:
-    """Open from its making until `close`. context: the process's for sockets."""
+    """Binds SOCKET_NAME in `folder` when it is made; `close` closes it."""
 
-    def __init__(self, context: Any, folder: Path, cluster: Launched, autoscaler: Autoscaler) -> None:
+    def __init__(self, context: Context, folder: Path, cluster: ManagedCluster, autoscaler: Autoscaler) -> None:
         self._cluster = cluster
         self._autoscaler = autoscaler
         self._socket: RouterSocket[ToLauncher] = RouterSocket(
@@ -64,7 +59,7 @@ class AdminSocket:
             case ScaleCluster():
                 self._socket.send(identity, self._scale(message))
             case GetPlan():
-                if (plan := self._autoscaler.report()) is not None:
+                if (plan := self._autoscaler.report()) is not None:  # else the caller's question times out
                     self._socket.send(identity, plan)
             case ListProcesses():
                 self._socket.send(identity, ProcessList(self._cluster.processes))
@@ -73,40 +68,16 @@ class AdminSocket:
                 self._socket.send(identity, ProcessList(self._cluster.processes))
 
     def _scale(self, message: ScaleCluster) -> FromLauncher:
-        asked: dict[Role, int | None] = {"prefill": message.prefill, "decode": message.decode}
-        wanted = {role: count for role, count in asked.items() if count is not None}
+        counts: dict[Role, int | None] = {"prefill": message.prefill, "decode": message.decode}
+        wanted = {role: count for role, count in counts.items() if count is not None}
         for role, count in wanted.items():
             if not 1 <= count <= MAX_WORKERS:
-                return ScaleRefused(f"{role}={count} is not between 1 and {MAX_WORKERS}")
+                return ScaleRefused(f"{role}={count}: give a number between 1 and {MAX_WORKERS}")
         try:
             self._cluster.scale(wanted)
         except ConfigError as error:
             return ScaleRefused(error.message)
-        counts = self._cluster.counts
-        return ClusterScaled(counts["prefill"], counts["decode"])
+        return ClusterScaled(self._cluster.counts["prefill"], self._cluster.counts["decode"])
 
     def close(self) -> None:
         self._socket.close()
-
-
-async def ask_launcher(port: int, question: ToLauncher, timeout_s: float = ANSWER_TIMEOUT_S) -> FromLauncher:
-    """Raises ConfigError when no cluster serves on `port`, and Overloaded when its launcher is silent."""
-    path = runtime_dir(port) / SOCKET_NAME
-    if not path.exists():
-        raise ConfigError(f"no cluster serves on port {port}; start one with `tandem up`, or give its --port")
-    context = new_context()
-    answer: asyncio.Future[FromLauncher] = asyncio.get_running_loop().create_future()
-
-    def on_answer(message: FromLauncher) -> None:
-        if not answer.done():
-            answer.set_result(message)
-
-    socket: DealerSocket[FromLauncher] = DealerSocket(context, f"ipc://{path}", Codec(FromLauncher), on_answer)
-    try:
-        socket.send(question)
-        return await asyncio.wait_for(answer, timeout_s)
-    except TimeoutError:
-        raise Overloaded(f"the launcher on port {port} gave no answer within {timeout_s:.0f} s") from None
-    finally:
-        socket.close()
-        context.destroy(linger=0)

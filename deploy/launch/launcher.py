@@ -1,13 +1,14 @@
-"""Starts a cluster on this host, keeps it running and takes it down.
+"""Starts a cluster, keeps it running and stops it.
 
-Order up: proxies and workers all at once (loading a model takes longest). Order down: proxies first, so that streams
-may end, then workers; whatever is left after the grace is killed. Nothing outlives the launcher: children ask the
-kernel for a signal when it dies, pools are memfds, and the sockets lie in a folder that is removed.
+Start: proxies and workers at the same time, because loading a model takes longest. Stop: proxies first, so that streams
+can end, then workers; processes left after the grace period are killed. Nothing outlives the launcher: children get a
+signal from the kernel when it dies, KV pools are memfds, and sockets are in a folder that is removed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import logging
 import shutil
@@ -23,10 +24,12 @@ from tandem.deploy.autoscale.autoscaler import Autoscaler
 from tandem.deploy.config import ClusterConfig
 from tandem.deploy.launch.admin_socket import AdminSocket
 from tandem.deploy.launch.loading_bar import fraction_loaded
-from tandem.deploy.launch.watchdog import INTERVAL_S, Watchdog
+from tandem.deploy.launch.watchdog import INTERVAL_S, MAX_SILENCE_S, Watchdog
 from tandem.deploy.processes.process_configs import PROXY_GRACE_S
 from tandem.deploy.processes.runtime_dir import create_runtime_dir, log_dir
-from tandem.deploy.sites.local import LocalSite, Site, Supervised
+from tandem.deploy.processes.supervised import Supervised
+from tandem.deploy.sites.local import LocalSite
+from tandem.deploy.sites.site import Site
 from tandem.protocol.codec import Codec
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.messages.membership import FromProxyControl, GetStatus, Role, StatusReport, WorkerExited
@@ -41,15 +44,15 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 600.0
 STOP_GRACE_S = 2.5
 DRAIN_GRACE_S = 10.0
-"""A worker that is scaled away and has not left so long after its drain timeout is killed."""
+"""A removed worker is killed so many seconds after its drain timeout."""
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 OnProgress = Callable[[str, float | None], None]
-"""Called with what is up, and with the fraction of the weights that is loaded, None before that is known."""
+"""Called with a text and the fraction of the weights that is loaded, None before that is known."""
 
 
 class Launcher:
-    """One cluster. `run` returns when the cluster has been stopped; `stop` may be called from a signal handler."""
+    """Runs one cluster. `run` returns when it has been stopped; `stop` may be called from a signal handler."""
 
     def __init__(self, config: ClusterConfig, model: str, served_model_name: str) -> None:
         self._config = config
@@ -63,7 +66,7 @@ class Launcher:
         self._stopping = asyncio.Event()
         self._fatal: Exception | None = None
         self._ready = False
-        self._watchdog = Watchdog(config.process_silence_s)
+        self._watchdog = Watchdog()
         self._controls: dict[str, DealerSocket[FromProxyControl]] = {}  # by proxy
         self._reports: dict[str, StatusReport] = {}
         self._site: Site
@@ -73,36 +76,36 @@ class Launcher:
         self._stopping.set()
 
     async def run(self, on_progress: OnProgress, on_ready: Callable[[Path], None]) -> None:
-        """Raises ConfigError for what the operator can mend, InternalError when the cluster does not come up."""
+        """Raises ConfigError for what the operator can correct, InternalError if the cluster does not start."""
         config = self._config
         place: int | str = config.port if not config.join else self._worker_name("worker")
-        if not config.ray and not config.join:
-            _check_port(config.host, config.port, "--port or --host")
-            _check_port(*config.admin_address, "--admin-port or --admin-host")
         folder = create_runtime_dir(place)
         logs = log_dir(place)
         loop = asyncio.get_running_loop()
         started_at = loop.time()
-        # As what it calls proxies over tcp, where it does: on a host of workers, or beside `tandem status`.
+        # Only a launcher of joining workers or on Ray reaches proxies over tcp; others use local sockets.
         network = config.network if config.join or config.ray else NetworkConfig()
         self._context = new_context("worker" if config.join else "operator", network)
         exposed = config.cluster_host or (config.ray and "the nodes' network")
         if exposed and config.insecure_network and not config.network_keys:
-            log.warning("--insecure-network: whoever reaches %s can control this cluster", exposed)
+            log.warning("--insecure-network: anybody who can reach %s can control this cluster", exposed)
         autoscaler = Autoscaler(config, self)
         site: Site | None = None
-        desk: AdminSocket | None = None
+        admin_socket: AdminSocket | None = None
         watching: list[asyncio.Task[None]] = []
         try:
+            if not config.ray and not config.join:
+                _check_port(config.host, config.port, "--port or --host")
+                _check_port(*config.admin_address, "--admin-port or --admin-host")
             site = self._site = self._make_site(folder, logs)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # now: Ray sets handlers of its own
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # after the site: Ray sets its own handlers
                 loop.add_signal_handler(number, self.stop)
             self._start_all()
             await self._until_ready(on_progress)
             if self._ready:
-                if not config.join:  # whose numbers are not for this launcher to say
-                    desk = AdminSocket(self._context, folder, self, autoscaler)
-                if not config.join and config.prefill:  # else there is no ratio to keep
+                if not config.join:  # else the cluster's own launcher answers
+                    admin_socket = AdminSocket(self._context, folder, self, autoscaler)
+                if not config.join and config.prefill:  # without prefill workers there is no ratio to plan
                     autoscaler.start(loop.time() - started_at)
                 watching = [asyncio.create_task(watch) for watch in (self._watch(), self._ask_media_cache())]
                 on_ready(logs)
@@ -111,8 +114,8 @@ class Launcher:
             autoscaler.close()
             for watch in watching:
                 watch.cancel()
-            if desk is not None:
-                desk.close()
+            if admin_socket is not None:
+                admin_socket.close()
             await self._stop_children()
             for control in self._controls.values():
                 control.close()
@@ -124,17 +127,16 @@ class Launcher:
             raise self._fatal
 
     def _make_site(self, folder: Path, logs: Path) -> Site:
-        told = self._config, self._model, self._served_model_name, folder, logs
         if not self._config.ray:
-            return LocalSite(*told)
+            return LocalSite(self._config, self._model, self._served_model_name, folder, logs)
         from tandem.deploy.sites.ray_site import RaySite  # optional, and slow to import
 
-        return RaySite(*told)
+        return RaySite(self._config, self._model, self._served_model_name, folder, logs)
 
-    # ---- what is started
+    # ---- starting
 
     def _worker_name(self, prefix: str) -> str:
-        """It stays the same when the worker is started again, and is unique in the cluster."""
+        """Name that survives restarts and is unique in the cluster."""
         return prefix if not self._config.join else f"{prefix}-{self._config.name or socket.gethostname()}"
 
     def _start_all(self) -> None:
@@ -153,7 +155,7 @@ class Launcher:
         self._tasks[child.name] = asyncio.create_task(child.run(), name=child.name)
 
     def _on_endpoint(self, name: str, endpoint: str) -> None:
-        """A proxy has told where its control socket is."""
+        """Connect to a proxy's control endpoint, which changes when Ray moves the proxy."""
         before = self._controls.get(name)
         if before is None or before.endpoint != endpoint:
             if before is not None:
@@ -161,16 +163,16 @@ class Launcher:
             codec: Codec[FromProxyControl] = Codec(FromProxyControl)
             on_answer = partial(self._on_answer, name)
             self._controls[name] = DealerSocket(self._context, endpoint, codec, on_answer, peer="proxy")
-            self._site.tell_proxies([control.endpoint for control in self._controls.values()])
+            self._site.set_proxy_endpoints([control.endpoint for control in self._controls.values()])
 
     @property
     def processes(self) -> list[LaunchedProcess]:
-        """That are kept alive, and not on their way out."""
+        """Processes that the launcher keeps running, without those that are being removed."""
         children = (child for name, child in self._children.items() if name not in self._leaving)
         return [LaunchedProcess(child.name, child.last_pid, child.num_starts) for child in children]
 
     def restart(self, name: str) -> None:
-        """One of `processes`; another is none to be restarted."""
+        """Drain and restart one of `processes`; other names have no effect."""
         if (child := self._children.get(name)) is not None and name not in self._leaving:
             child.restart()
 
@@ -178,16 +180,16 @@ class Launcher:
 
     @property
     def counts(self) -> dict[Role, int]:
-        """Workers that there are to be, by role."""
+        """Wanted number of workers by role."""
         return dict(self._counts)
 
     def scale(self, counts: Mapping[Role, int]) -> None:
-        """Start or stop workers until there are so many; those with the highest numbers go first, and end their work.
+        """Set the numbers of workers. Those with the highest numbers are drained first.
 
-        Returns at once. Raises ConfigError, with nothing changed, before the cluster is up and for what has no room.
+        Returns at once. Raises ConfigError, and changes nothing, if the cluster is not up or resources do not suffice.
         """
         if not self._ready or self._stopping.is_set():
-            raise ConfigError("the cluster is not up; scale it when it serves")
+            raise ConfigError("the cluster is not up yet; scale it when it serves")
         added: list[Supervised] = []
         try:
             for role, count in counts.items():
@@ -205,16 +207,16 @@ class Launcher:
                 self._stops.add(stop := asyncio.create_task(self._stop_worker(name)))
                 stop.add_done_callback(self._stops.discard)
             if count != self._counts[role]:
-                log.warning("%s workers: %d, were %d", role, count, self._counts[role])
+                log.warning("scaling %s workers from %d to %d", role, self._counts[role], count)
             self._counts[role] = count
 
     def _workers(self, role: Role) -> list[str]:
-        """Those that are not on their way out, by number."""
+        """Names of the workers of a role that are not being removed, by number."""
         names = [name for name in self._children if name.startswith(f"{role}-") and name not in self._leaving]
         return sorted(names, key=lambda name: int(name.rpartition("-")[2]))
 
     def _free_names(self, role: Role, count: int) -> list[str]:
-        """A worker that still ends its work keeps its name."""
+        """Names for `count` new workers; a worker that still drains keeps its name."""
         free = (name for i in itertools.count() if (name := f"{role}-{i}") not in self._children)
         return list(itertools.islice(free, max(0, count)))
 
@@ -223,11 +225,11 @@ class Launcher:
         child.terminate()
         timeout_s = self._config.drain_timeout_s + DRAIN_GRACE_S
         if not await self._wait([task], timeout_s):
-            log.warning("%s has not ended its work in %.0f s; it is killed", name, timeout_s)
+            log.warning("%s has not drained within %.0f s: killing it", name, timeout_s)
             child.kill()
             await self._wait([task], 1.0)
         if self._stopping.is_set():
-            return  # then everything is stopped anyway
+            return
         for control in self._controls.values():
             control.send(WorkerExited(name, child.last_pid))
         self._forget(name)
@@ -237,19 +239,19 @@ class Launcher:
         self._leaving.discard(name)
         self._site.forget(name)
 
-    # ---- while it runs
+    # ---- while the cluster runs
 
     def _on_exit(self, name: str, pid: int, returncode: int) -> bool:
-        """Tell the proxies of a worker's death; leave what cannot come up, restart the rest."""
+        """Report the exit to the proxies and decide whether to restart the process."""
         for control in self._controls.values():
             control.send(WorkerExited(name, pid))
         self._watchdog.on_exit(name)
         child = self._children[name]
         if returncode == EXIT_BAD_CONFIG and self._ready:
-            # What came up once, or was added while all others serve, is no reason to stop them.
+            # The rest of the cluster serves: it is not stopped for one process.
             log.error("%s refuses its configuration: %s", name, child.last_error() or f"see {child.log_file}")
         elif returncode == EXIT_BAD_CONFIG:
-            self._fatal = ConfigError(child.last_error() or f"{name} refused its configuration: see {child.log_file}")
+            self._fatal = ConfigError(child.last_error() or f"{name} refused its configuration; see {child.log_file}")
             self.stop()
             return False
         if returncode == EXIT_RETIRED:
@@ -260,10 +262,12 @@ class Launcher:
                 self._forget(name)
             return False
         if not self._ready and child.num_starts >= 3:
-            self._fatal = InternalError(f"{name} died {child.num_starts} times while starting: see {child.log_file}")
+            self._fatal = InternalError(
+                f"{name} failed {child.num_starts} times while starting; the reason is at the end of {child.log_file}"
+            )
             self.stop()
             return False
-        log.warning("%s (process %d) exited with %d; starting it again", name, pid, returncode)
+        log.warning("%s (process %d) exited with %d; restarting it", name, pid, returncode)
         return True
 
     def _on_answer(self, proxy: str, message: FromProxyControl) -> None:
@@ -273,16 +277,13 @@ class Launcher:
                 self._watchdog.on_answer(asyncio.get_running_loop().time(), proxy)
 
     async def _watch(self) -> None:
-        """Start proxies and the media cache again when they have stood still for too long."""
+        """Replace proxies and the media cache when they no longer respond."""
         loop = asyncio.get_running_loop()
         while True:
             self.ask_for_reports()
             await asyncio.sleep(INTERVAL_S)
-            silence = self._watchdog.silent(loop.time())
-            for name in silence.noticed:
-                log.warning("%s gives no answer", name)
-            for name in silence.over:
-                log.error("%s has given no answer for %.0f s: it is ended", name, self._config.process_silence_s)
+            for name in self._watchdog.silent(loop.time()):
+                log.error("%s has not responded for %.0f s: replacing it", name, MAX_SILENCE_S)
                 self._children[name].replace()
 
     async def _ask_media_cache(self) -> None:
@@ -307,7 +308,7 @@ class Launcher:
 
     @property
     def reports(self) -> list[StatusReport]:
-        """The last that each proxy sent, about the workers that are started here."""
+        """The last report of each proxy, reduced to the workers of this launcher."""
         return [
             msgspec.structs.replace(
                 report, workers=[each for each in report.workers if each.worker.worker_id in self._children]
@@ -316,7 +317,7 @@ class Launcher:
         ]
 
     async def _until_ready(self, on_progress: OnProgress) -> None:
-        """Wait until every worker has registered and every pair is open."""
+        """Wait until every worker has registered, every pair is ready and the proxies accept connections."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + START_TIMEOUT_S
         config = self._config
@@ -327,9 +328,11 @@ class Launcher:
                 pairs = [pair for report in self.reports for worker in report.workers for pair in worker.pairs]
                 refused = next((pair for pair in pairs if pair.state == "refused"), None)
                 if refused is not None:
-                    self._fatal = ConfigError(f"{refused.decode_worker_id} refused its pair: {refused.reason}")
+                    self._fatal = ConfigError(
+                        f"{refused.decode_worker_id} refused to pair with a prefill worker: {refused.reason}"
+                    )
                     return
-                last = min(reports, key=_num_ready_pairs)  # of the proxies: all must know of all pairs
+                last = min(reports, key=_num_ready_pairs)  # every proxy must know all pairs
                 roles = [worker.worker.role for worker in last.workers]
                 num_ready = _num_ready_pairs(last)
                 on_progress(
@@ -348,7 +351,9 @@ class Launcher:
                     self._ready = True
                     return
             if loop.time() > deadline:
-                self._fatal = InternalError(f"the cluster did not come up within {START_TIMEOUT_S:.0f} s")
+                self._fatal = InternalError(
+                    f"the cluster did not start within {START_TIMEOUT_S:.0f} s; the workers' logs may show why"
+                )
                 return
             try:
                 await asyncio.wait_for(self._stopping.wait(), 0.1)
@@ -356,12 +361,12 @@ class Launcher:
                 continue
 
     def _knows_our_workers(self, report: StatusReport) -> bool:
-        # With their process ids: another host's worker may have the name.
+        # Compares pids too: a worker of another host may have the same name.
         ours = {(name, child.last_pid) for name, child in self._children.items() if name.startswith(ROLES)}
         return {(worker.worker.worker_id, worker.worker.pid) for worker in report.workers} >= ours
 
     async def _all_proxies_answer(self) -> bool:
-        """HTTP connections are shared out over the proxies by the kernel, so one that answers is asked for."""
+        """True if the HTTP port of every known host accepts a connection."""
         for host in self._site.http_hosts():
             try:
                 _, writer = await asyncio.wait_for(asyncio.open_connection(host, self._config.port), 1.0)
@@ -386,7 +391,7 @@ class Launcher:
         await self._wait(tasks, 1.0)
 
     async def _wait(self, tasks: list[asyncio.Task[None]], timeout_s: float) -> bool:
-        """True when all have ended."""
+        """True if all tasks have ended in time."""
         running = [task for task in tasks if not task.done()]
         if running:
             _, running = await asyncio.wait(running, timeout=timeout_s)  # type: ignore[assignment]
@@ -398,11 +403,12 @@ def _num_ready_pairs(report: StatusReport) -> int:
 
 
 def _check_port(host: str, port: int, flags: str) -> None:
-    """Proxies share the port by SO_REUSEPORT, which would let a second cluster join in unnoticed: look first."""
+    """Raises ConfigError if the port is taken. SO_REUSEPORT would let two clusters share it unnoticed."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port} ({error.strerror}); choose another {flags}") from error
+            reason = "another program uses the port" if error.errno == errno.EADDRINUSE else error.strerror
+            raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another {flags}") from error

@@ -1,4 +1,4 @@
-"""How far the workers are with loading their weights, for the bar that `tandem up` shows."""
+"""Progress of loading the weights, for the bar that `tandem up` shows."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def fraction_loaded(files: Sequence[Path]) -> float | None:
-    """The mean of what the workers have written (`engine.loading.progress`); None before any has."""
-    told = [_read(file) for file in files]
-    return sum(told) / len(told) if any(told) else None
+    """Mean fraction that the workers have written (`engine.loading.progress`); None before the first has."""
+    fractions = [_read(file) for file in files]
+    return sum(fractions) / len(fractions) if any(fractions) else None
 
 
 def _read(file: Path) -> float:
     try:
         return float(file.read_text())
-    except (OSError, ValueError):  # not there yet, or just being written
+    except (OSError, ValueError):  # it does not exist yet or is being written
         return 0.0

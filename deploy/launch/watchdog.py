@@ -1,59 +1,39 @@
-"""Notices that a process stands still which nobody else would miss: the media cache, or a proxy, to which the kernel
-goes on sending clients. Pure; the launcher asks them, and ends those that this names, to start them again.
+"""Finds proxies and media caches that no longer respond. Pure: the launcher asks them, and kills those named here.
 
-Workers are none of them: proxies miss those, and one that wakes goes on with its model loaded.
+Workers are not watched: proxies notice silent workers, and a worker that resumes keeps its loaded model.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 INTERVAL_S = 1.0
-"""Between two questions."""
-NOTICE_S = 2.0
-"""Of silence; so it is noticed within 3 s. What has waited at a proxy's socket is then served by another one."""
-
-
-class Silence(NamedTuple):
-    """noticed: who has been silent for NOTICE_S. over: who is to be ended. Each is named once."""
-
-    noticed: list[str]
-    over: list[str]
+"""Seconds between two questions to each process."""
+MAX_SILENCE_S = 10.0
+"""Seconds without an answer after which a process is replaced; streams survive shorter interruptions."""
 
 
 class Watchdog:
-    """A process is watched from its first answer on: before that it starts. limit_s: of silence, before it is ended:
-    what stands still for less keeps its streams.
-    """
+    """A process is watched from its first answer on, because it may take long to start."""
 
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._heard_at: dict[str, float] = {}
-        self._noticed: set[str] = set()
-        self._checked_at: float | None = None  # None before the first time, which finds nobody
+    def __init__(self) -> None:
+        self._answered_at: dict[str, float] = {}
+        self._checked_at: float | None = None
 
     def on_answer(self, now: float, name: str) -> None:
-        self._heard_at[name] = now
-        self._noticed.discard(name)
+        self._answered_at[name] = now
 
     def on_exit(self, name: str) -> None:
-        """Its successor is watched when it has answered."""
-        self._heard_at.pop(name, None)
-        self._noticed.discard(name)
+        """Stop watching the process; its successor is watched after its first answer."""
+        self._answered_at.pop(name, None)
 
-    def silent(self, now: float) -> Silence:
-        """To be called every INTERVAL_S."""
-        before, self._checked_at = self._checked_at, now
-        if before is None:
-            return Silence([], [])
-        if (stood_still_s := now - before - 2 * INTERVAL_S) > 0:
-            # This process, or the machine, stood still itself: answers may wait to be read.
-            self._heard_at = {name: heard_at + stood_still_s for name, heard_at in self._heard_at.items()}
-        over = [name for name, heard_at in self._heard_at.items() if now - heard_at > self._limit_s]
-        for name in over:
-            del self._heard_at[name]
-        noticed = [
-            name for name, heard_at in self._heard_at.items() if now - heard_at > NOTICE_S and name not in self._noticed
-        ]
-        self._noticed.update(noticed)
-        return Silence(noticed, over)
+    def silent(self, now: float) -> list[str]:
+        """Names of the processes to replace, each once. To be called every INTERVAL_S."""
+        previous, self._checked_at = self._checked_at, now
+        if previous is None:
+            return []
+        if (paused_s := now - previous - 2 * INTERVAL_S) > 0:
+            # The launcher or the machine was suspended itself: answers may be waiting to be read.
+            self._answered_at = {name: at + paused_s for name, at in self._answered_at.items()}
+        silent = [name for name, at in self._answered_at.items() if now - at > MAX_SILENCE_S]
+        for name in silent:
+            del self._answered_at[name]
+        return silent

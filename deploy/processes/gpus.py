@@ -1,4 +1,4 @@
-"""Which GPUs a worker may see. Known without loading torch; each rank takes one of its worker's, in order."""
+"""Assignment of GPUs to workers, without loading torch. Each rank uses one of its worker's GPUs, in order."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ _QUERY_TIMEOUT_S = 20.0
 
 
 def visible_gpus(device: Device, environment: Mapping[str, str]) -> list[str] | None:
-    """As CUDA_VISIBLE_DEVICES names them: those it already allows, else all that the driver shows.
+    """GPUs as CUDA_VISIBLE_DEVICES names them: those that it lists already, else all that the driver reports.
 
-    None when nobody can be asked: then workers are left to see what they see.
+    None if the driver cannot be asked or GPUs are partitioned (MIG): then workers see what they see by default.
     """
     if device == "cpu":
         return []
@@ -23,19 +23,22 @@ def visible_gpus(device: Device, environment: Mapping[str, str]) -> list[str] | 
     if allowed is not None:
         return [name.strip() for name in allowed.split(",") if name.strip()]
     try:
-        told = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S)
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    if told.returncode != 0 or "MIG-" in told.stdout:  # slices of a GPU are the operator's to name
+    if listed.returncode != 0 or "MIG-" in listed.stdout:
         return None
-    return re.findall(r"UUID: (GPU-[0-9a-f-]+)", told.stdout)
+    return re.findall(r"UUID: (GPU-[0-9a-f-]+)", listed.stdout)
 
 
 def least_used(gpus: Sequence[str], used: Mapping[str, int], num_ranks: int) -> list[str]:
-    """A GPU for each rank of one worker: those that fewest ranks use already; nothing where there are none.
+    """GPUs for the ranks of one worker: those used by the fewest ranks so far; empty if there are no GPUs.
 
     Raises ConfigError for a worker with more ranks than there are GPUs.
     """
     if gpus and num_ranks > len(gpus):
-        raise ConfigError(f"--tensor-parallel-size {num_ranks} needs as many GPUs, and {len(gpus)} can be seen")
+        raise ConfigError(
+            f"--tensor-parallel-size {num_ranks} needs {num_ranks} GPUs, but {len(gpus)} can be seen; use a smaller "
+            "size or add GPUs to CUDA_VISIBLE_DEVICES"
+        )
     return sorted(gpus, key=lambda gpu: used.get(gpu, 0))[:num_ranks]

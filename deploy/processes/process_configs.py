@@ -1,7 +1,8 @@
-"""What each process of a cluster is told: made of the operator's configuration and of where the process runs."""
+"""Configurations of a cluster's processes, made from the operator's configuration and the place of each process."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,17 +19,22 @@ from tandem.proxy.config import ProxyConfig
 from tandem.worker.config import WorkerConfig
 
 PROXY_GRACE_S = 1.5
+"""Seconds that running streams may continue after the cluster is stopped."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """endpoint: what the process binds; a tcp one may have port 0. host: the address at which others reach this host.
+    """Addresses and files of one process.
 
-    endpoint_file: a proxy writes there what it has bound. proxies_file: a worker reads there, again when it changes,
-    the proxies' control endpoints, one a line. progress_file: where a worker tells how far its model is loaded.
-    control_tcp_endpoint: of a proxy, for workers of other hosts. peer_endpoints: of the other proxies, for a proxy.
-    media_cache_endpoint: of this host's, empty where there is none. media_cache_tcp_endpoint: for other hosts.
-    listen_fds, admin_listen_fds: of a proxy that inherits sockets, see `ProxyConfig`.
+    endpoint: ZeroMQ endpoint that the process binds; a tcp endpoint may have port 0.
+    host: address at which other hosts reach this one.
+    proxy_endpoints: control endpoints of the proxies, for a worker; peer_endpoints: of the other proxies, for a proxy.
+    endpoint_file: file to which a proxy writes the control endpoint that it has bound.
+    proxies_file: file with the proxies' control endpoints, one per line; a worker reads it again when it changes.
+    progress_file: file to which a worker writes how much of its model is loaded.
+    control_tcp_endpoint: control endpoint of a proxy for workers of other hosts.
+    media_cache_endpoint: media cache of this host, empty if there is none; media_cache_tcp_endpoint: for other hosts.
+    listen_fds, admin_listen_fds: descriptors of the bound sockets that a proxy inherits; empty lets it bind its own.
     """
 
     endpoint: str
@@ -46,7 +52,9 @@ class Place:
 
 
 class ProcessConfigs:
-    """num_threads: of a rank, by role. keys: for each part that is handed its keys in its configuration; the others
+    """Makes the configuration of each process.
+
+    num_threads: CPU threads per rank, by role. keys: secrets that go into the configurations; parts without an entry
     read theirs from the operator's folder. Raises ConfigError for API keys that cannot be read.
     """
 
@@ -90,12 +98,9 @@ class ProcessConfigs:
             tool_call_parser=cluster.tool_call_parser,
             max_body_bytes=cluster.max_body_mib << 20,
             max_waiting_requests=cluster.max_waiting_requests,
-            max_waiting_tokens=cluster.max_waiting_tokens,
             low_priority_share=cluster.low_priority_share,
-            max_queue_s=cluster.max_queue_s,
             max_requests_per_client=cluster.max_requests_per_client,
             max_connections=cluster.max_connections,
-            max_connections_per_client=cluster.max_connections_per_client,
             num_proxies=cluster.proxies,
             decode_prefill_threshold=cluster.decode_prefill_threshold,
             ttft_slo_ms=cluster.ttft_slo_ms,
@@ -108,7 +113,6 @@ class ProcessConfigs:
             media_cache_endpoint=place.media_cache_endpoint,
             media_cache_tcp_endpoint=place.media_cache_tcp_endpoint,
             media_threads=cluster.media_threads,
-            max_waiting_media=cluster.max_waiting_media,
             media=cluster.media_limits(),
             trust_remote_code=cluster.trust_remote_code,
             log_level=cluster.log_level,
@@ -129,7 +133,7 @@ class ProcessConfigs:
         )
 
     def worker(self, role: Role, name: str, place: Place) -> PrefillConfig | WorkerConfig:
-        """A decode worker needs nothing of its own."""
+        """Configuration of a prefill worker (PrefillConfig) or of a decode worker (WorkerConfig)."""
         cluster = self._cluster
         config = WorkerConfig(
             worker_id=name,
@@ -138,25 +142,19 @@ class ProcessConfigs:
             proxies_file=place.proxies_file,
             engine=self._engine(role, place.progress_file),
             kv_connector=cluster.kv_connector,
-            kv_checksums=cluster.kv_checksums,
+            kv_checksums=os.environ.get("TANDEM_KV_CHECKSUMS") == "1",
             host=place.host,
             network=self._network("worker"),
             max_num_batched_tokens=cluster.max_num_batched_tokens,
             max_num_seqs=cluster.max_num_seqs,
             drain_timeout_s=cluster.drain_timeout_s,
-            metrics_host=cluster.metrics_host,
+            metrics_host=cluster.admin_host,
             log_level=cluster.log_level,
             log_format=cluster.log_format,
         )
         if role == "decode":
             return config
-        return PrefillConfig(
-            worker=config,
-            kv_lease_s=cluster.kv_lease_s,
-            embedding_cache_bytes=cluster.embedding_cache_mib << 20,
-            max_fetched_media_bytes=cluster.media_fetch_mib << 20,
-            media_cache_endpoint=place.media_cache_endpoint,
-        )
+        return PrefillConfig(worker=config, media_cache_endpoint=place.media_cache_endpoint)
 
     def _network(self, part: Part) -> NetworkConfig:
         keys = self._keys.get(part)
@@ -180,14 +178,14 @@ class ProcessConfigs:
 
 
 def process_environment(num_threads: int) -> dict[str, str]:
-    """num_threads: of this process's (rank's) share of the model; 1 for a proxy."""
+    """Environment variables of a process with `num_threads` compute threads per rank."""
     threads = str(num_threads)
     return {
         "OMP_NUM_THREADS": threads,
         "MKL_NUM_THREADS": threads,
-        "OMP_WAIT_POLICY": "PASSIVE",  # idle workers must leave the cores to the others
+        "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must not spin on cores that others need
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_DISABLE_TELEMETRY": "1",
         "PYTHONUNBUFFERED": "1",
-        "GLOO_SOCKET_IFNAME": "lo",  # among a worker's ranks, which are on one host; pairs name their own address
+        "GLOO_SOCKET_IFNAME": "lo",  # ranks of a worker share a host; KV transfer sets its own address
     }

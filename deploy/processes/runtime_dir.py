@@ -1,6 +1,6 @@
-"""The private folder of a running cluster: sockets and the processes' config files, gone when the cluster is.
+"""Private folder of a running cluster: sockets and the processes' config files. The launcher removes it at the end.
 
-It is found by port, so that `tandem status` needs no more than that.
+Commands such as `tandem status` find it by the cluster's port.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from pathlib import Path
 from tandem.runtime.errors import ConfigError
 
 PROXIES_FILE = "proxies"
-"""In the folder, when the proxies are on other hosts: their control endpoints."""
+"""File with the control endpoints of proxies on other hosts."""
 NETWORK_FILE = "network.json"
-"""Beside it: how these are protected, a `protocol.network.NetworkConfig`."""
+"""File with the protection of these endpoints, a `protocol.network.NetworkConfig`."""
 
 
 def runtime_dir(port: int | str) -> Path:
-    """port: of the cluster, or the name of workers that have joined one."""
+    """port: HTTP port of the cluster, or the name of workers that joined one."""
     base = os.environ.get("XDG_RUNTIME_DIR")
     if base and Path(base).is_dir():
         return Path(base) / f"tandem-{port}"
@@ -27,17 +27,17 @@ def runtime_dir(port: int | str) -> Path:
 
 
 def create_runtime_dir(port: int | str) -> Path:
-    """Make it anew, mode 0700. Raises ConfigError while another launcher lives in it."""
+    """Create the folder with mode 0700. Raises ConfigError if another launcher uses it."""
     folder = runtime_dir(port)
     pid_file = folder / "launcher.pid"
     if folder.exists():
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-            raise ConfigError(f"{folder} belongs to somebody else; remove it or choose another --port")
+            raise ConfigError(f"{folder} belongs to another user; choose another --port, or remove the folder")
         pid = _read_pid(pid_file)
         if pid is not None and _is_alive(pid):
             if isinstance(port, str):
-                raise ConfigError(f"workers named {port} are running already (process {pid}); choose another --name")
-            raise ConfigError(f"a cluster is already running on port {port} (process {pid}); choose another --port")
+                raise ConfigError(f"workers of this name are already running (process {pid}); choose another --name")
+            raise ConfigError(f"a cluster already uses port {port} (process {pid}); choose another --port")
         shutil.rmtree(folder)
     folder.mkdir(mode=0o700)
     pid_file.write_text(str(os.getpid()))
@@ -62,7 +62,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def cache_dir() -> Path:
-    """The user's cache folder for what can be made again: the demo model, and logs."""
+    """Tandem's folder in the user's cache; it holds the logs."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "tandem"
 

@@ -1,7 +1,7 @@
-"""A cluster's processes on a Ray cluster: each in an actor of its own, in a placement group of its own.
+"""Runs a cluster's processes on a Ray cluster, each in its own actor and placement group.
 
-Nodes' addresses are found by the actors, ports by the kernel. A process that dies, or whose node is lost, is started
-again in a new placement group, wherever there is room. docs/adr/0016-ray-placement.md has the reasons.
+Actors report their node's address, and the kernel chooses ports. A process that dies or whose node is lost is restarted
+in a new placement group on any node with enough resources. Reasons: docs/adr/0016-ray-placement.md.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -18,11 +20,11 @@ from typing import Any
 import msgspec
 
 from tandem.deploy.config import ClusterConfig, bracketed
-from tandem.deploy.processes.child_process import MAX_RESTART_DELAY_S, RESTART_DELAY_S, STABLE_AFTER_S
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs, process_environment
 from tandem.deploy.processes.runtime_dir import NETWORK_FILE, PROXIES_FILE
-from tandem.deploy.sites.local import MODULES, OnExit, Supervised
+from tandem.deploy.processes.supervised import OnExit, Supervised
 from tandem.deploy.sites.ray_actor import NodePlace, ProcessActor, ProcessEnd
+from tandem.deploy.sites.site import WORKER_MODULES
 from tandem.media_cache.config import MediaCacheConfig
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
@@ -41,14 +43,16 @@ except ImportError as error:
 
 log = logging.getLogger(__name__)
 
-SAY_WAITING_AFTER_S = 10.0
+PROXY_RESOURCE = "tandem_proxy"
+"""Ray resource of the nodes that may run proxies, one each; without any such node, proxies run on all nodes."""
+WAITING_LOG_AFTER_S = 10.0
 _WILDCARDS = ("0.0.0.0", "::")
 
 MakeConfig = Callable[[str, Place], msgspec.Struct]
 
 
 class RaySite:
-    """folder: of the launcher, for what commands on its host read. Raises ConfigError when there is no Ray cluster."""
+    """folder: the launcher's, where commands on its host find the proxies. Raises ConfigError without a Ray cluster."""
 
     def __init__(self, cluster: ClusterConfig, model: str, served_model_name: str, folder: Path, logs: Path) -> None:
         self._cluster = cluster
@@ -63,7 +67,7 @@ class RaySite:
         self._takes_media = takes_media(model)
         self._processes: dict[str, RayProcess] = {}
         self._proxies: list[str] = []
-        self.progress_files: dict[str, Path] = {}  # they are on the nodes
+        self.progress_files: dict[str, Path] = {}  # always empty: the files are on the nodes
         self.media_cache_endpoint = ""
         (folder / NETWORK_FILE).write_bytes(msgspec.json.encode(cluster.network))
         try:
@@ -71,30 +75,40 @@ class RaySite:
         except (ConnectionError, RuntimeError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise ConfigError(
-                f"ray: cannot join {cluster.ray!r} ({reason}); start one with: ray start --head"
+                f"--ray: cannot connect to the Ray cluster at {cluster.ray!r} ({reason}); start one with "
+                "`ray start --head`"
             ) from error
-        self._uses_gpus = cluster.device == "cuda" or (
-            cluster.device == "auto" and ray.cluster_resources().get("GPU", 0) > 0
-        )
+        resources = ray.cluster_resources()
+        self._uses_gpus = cluster.device == "cuda" or (cluster.device == "auto" and resources.get("GPU", 0) > 0)
+        self._proxy_bundle: dict[str, float] = {"CPU": 1}
+        if resources.get(PROXY_RESOURCE, 0) > 0:
+            self._proxy_bundle[PROXY_RESOURCE] = 1
 
     def http_hosts(self) -> list[str]:
-        """Those that can be reached from here."""
         if self._cluster.host not in _WILDCARDS:
             return []
         return [p.place.host for p in self._processes.values() if p.name.startswith("proxy-") and p.place is not None]
 
     def make_proxy(self, name: str, on_exit: OnExit, on_endpoint: Callable[[str, str], None]) -> Supervised:
-        bundle: dict[str, float] = {"CPU": 1}
-        if self._cluster.ray_proxy_resource:
-            bundle[self._cluster.ray_proxy_resource] = 1
         env = process_environment(1) | {"CUDA_VISIBLE_DEVICES": ""}
-        proxy = self._process(name, "tandem.proxy", self._configs.proxy, bundle, env, on_exit, on_endpoint)
-        if self._takes_media:
-            proxy.make_media_cache = self._media_cache
-        return proxy
+        make_cache = self._media_cache if self._takes_media else None
+        return self._add(
+            RayProcess(
+                name,
+                "tandem.proxy",
+                self._configs.proxy,
+                self._proxy_bundle,
+                env,
+                self._logs / f"{name}.log",
+                on_exit,
+                lambda: self._proxies,
+                on_endpoint,
+                make_cache,
+            )
+        )
 
     def _media_cache(self, place: NodePlace) -> MediaCacheConfig:
-        """Of a proxy, on its node. Prefill workers of other nodes read from it; each keeps its embeddings to itself."""
+        """Media cache beside a proxy. Prefill workers of other nodes read from it and do not share embeddings."""
         return self._configs.media_cache(
             f"ipc://{place.folder}/media-cache.sock",
             f"tcp://{bracketed(place.host)}:*",
@@ -103,60 +117,42 @@ class RaySite:
 
     def make_worker(self, role: Role, name: str, on_exit: OnExit) -> Supervised:
         num_ranks = self._cluster.num_ranks(role)
-        # The ranks share memory, so one bundle holds them all: Ray cannot spread it over nodes.
+        # The ranks share memory; one bundle for all of them keeps them on one node.
         bundle: dict[str, float] = {"CPU": self._num_threads[role] * num_ranks}
         if self._uses_gpus:
             bundle["GPU"] = num_ranks
         env = process_environment(self._num_threads[role])
         make = partial(self._configs.worker, role)
-        return self._process(name, MODULES[role], make, bundle, env, on_exit, None)
+        log_file = self._logs / f"{name}.log"
+        proxies = lambda: self._proxies  # noqa: E731
+        return self._add(RayProcess(name, WORKER_MODULES[role], make, bundle, env, log_file, on_exit, proxies))
 
-    def _process(
-        self,
-        name: str,
-        module: str,
-        make_config: MakeConfig,
-        bundle: dict[str, float],
-        env: dict[str, str],
-        on_exit: OnExit,
-        on_endpoint: Callable[[str, str], None] | None,
-    ) -> RayProcess:
-        process = RayProcess(
-            name,
-            module,
-            make_config,
-            bundle,
-            env,
-            self._logs / f"{name}.log",
-            on_exit,
-            on_endpoint,
-            lambda: self._proxies,
-            self._cluster.log_file_mib << 20,
-        )
-        self._processes[name] = process
+    def _add(self, process: RayProcess) -> RayProcess:
+        self._processes[process.name] = process
         return process
 
     def make_media_cache(self, on_exit: OnExit) -> Supervised | None:
-        """Each proxy has its own beside it."""
+        """Returns None: each proxy has a media cache beside it."""
+        return None
 
     def forget(self, name: str) -> None:
         self._processes.pop(name, None)
 
-    def tell_proxies(self, endpoints: list[str]) -> None:
+    def set_proxy_endpoints(self, endpoints: list[str]) -> None:
         self._proxies = endpoints
         write_endpoints(self._folder / PROXIES_FILE, endpoints)
         for process in self._processes.values():
-            process.tell_proxies(endpoints)
+            process.set_proxy_endpoints(endpoints)
 
     def stop_listening(self) -> None:
-        """Each proxy listens for itself, on its node."""
+        """Does nothing: each proxy binds its own socket on its node."""
 
     def close(self) -> None:
         ray.shutdown()
 
 
 def keys_to_hand_out(network: NetworkConfig) -> dict[Part, HandedKeys]:
-    """Of the parts whose secrets are in the operator's folder; the others are on the nodes. Raises ConfigError."""
+    """Keys of the parts whose secrets are in the operator's folder; the others are on the nodes. Raises ConfigError."""
     folder = Path(network.keys_folder)
     parts: tuple[Part, ...] = ("proxy", "worker")
     return {
@@ -166,10 +162,12 @@ def keys_to_hand_out(network: NetworkConfig) -> dict[Part, HandedKeys]:
     }
 
 
-class RayProcess:
-    """One process, kept alive while `run` runs. make_config(name, place) is called for each start.
+class RayProcess(Supervised):
+    """A process in a Ray actor. Each start gets a new placement group, actor and configuration.
 
-    proxies(): where the proxies are at the time of a start.
+    make_config(name, place): configuration for a start at `place`. bundle: Ray resources. proxies(): current control
+    endpoints of the proxies. on_endpoint: called with a proxy's control endpoint; None for workers. make_media_cache:
+    configuration of a media cache beside the process.
     """
 
     def __init__(
@@ -181,142 +179,102 @@ class RayProcess:
         env: dict[str, str],
         log_file: Path,
         on_exit: OnExit,
-        on_endpoint: Callable[[str, str], None] | None,
         proxies: Callable[[], list[str]],
-        max_log_bytes: int,
+        on_endpoint: Callable[[str, str], None] | None = None,
+        make_media_cache: Callable[[NodePlace], MediaCacheConfig] | None = None,
     ) -> None:
-        self.name = name
-        self.num_starts = 0
-        self.log_file = log_file
-        self.last_pid = 0
-        self.make_media_cache: Callable[[NodePlace], MediaCacheConfig] | None = None
-        """For one that needs a media cache on its node."""
+        super().__init__(name, log_file, on_exit)
         self.place: NodePlace | None = None
-        """Of the process that runs or ran last."""
+        """Place of the process that runs or ran last."""
         self._module = module
         self._make_config = make_config
         self._bundle = bundle
         self._env = env
-        self._on_exit = on_exit
-        self._on_endpoint = on_endpoint
         self._proxies = proxies
-        self._max_log_bytes = max_log_bytes
+        self._on_endpoint = on_endpoint
+        self._make_media_cache = make_media_cache
         self._actor: Any = None
-        self._stopping = asyncio.Event()
-
-    async def run(self) -> None:
-        delay = RESTART_DELAY_S
-        loop = asyncio.get_running_loop()
         self.log_file.write_bytes(b"")
-        while not self._stopping.is_set():
-            started_at = loop.time()
-            try:
-                returncode = await self._live_once()
-            except (RayError, OSError) as error:  # the actor or its node is gone, and the process with it
-                returncode = -9
-                with contextlib.suppress(OSError), self.log_file.open("a") as log_file:
-                    log_file.write(f"lost: {str(error).strip()}\n")
-            if self._stopping.is_set() or not self._on_exit(self.name, self.last_pid, returncode):
-                return
-            delay = RESTART_DELAY_S if loop.time() - started_at > STABLE_AFTER_S else delay
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), delay)
-            delay = min(2 * delay, MAX_RESTART_DELAY_S)
 
-    async def _live_once(self) -> int:
-        """From placement to exit; its return code. Raises RayError when the node or the actor is lost."""
+    async def run_once(self) -> int | None:
         group = placement_group([self._bundle], strategy="STRICT_PACK", name=f"tandem {self.name}")
-        actor: Any = None
         try:
-            if not await self._until_placed(group):
-                return 0
-            self.num_starts += 1  # before the actor is there: one that cannot come up (Tandem is missing) counts too
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-            resources = {key: value for key, value in self._bundle.items() if key not in ("CPU", "GPU")}
-            make = ray.remote(ProcessActor).options(
-                num_cpus=self._bundle["CPU"],
-                num_gpus=self._bundle.get("GPU", 0),
-                resources=resources,
-                max_restarts=0,
-                scheduling_strategy=strategy,
-            )
-            actor = make.remote(self.name)
-            place: NodePlace = await actor.place.remote()
-            self.place = place
-            told_place = Place(
-                endpoint=f"tcp://{bracketed(place.host)}:0",
-                host=place.host,
-                endpoint_file=f"{place.folder}/endpoint",
-                proxies_file=f"{place.folder}/proxies",
-            )
-            if self.make_media_cache is not None:
-                cache = self.make_media_cache(place)
-                told_cache = msgspec.json.encode(cache), self._env, self._max_log_bytes
-                tcp_endpoint: str = await actor.start_media_cache.remote(*told_cache)
-                told_place = replace(
-                    told_place, media_cache_endpoint=cache.endpoint, media_cache_tcp_endpoint=tcp_endpoint
-                )
-            encoded = msgspec.json.encode(self._make_config(self.name, told_place))
-            told = self._module, encoded, self._env, self._proxies(), self._max_log_bytes
-            self.last_pid = await actor.start.remote(*told)
-            self._actor = actor
-            if self._stopping.is_set():
-                await actor.stop.remote()
-            self.tell_proxies(self._proxies())  # they may have moved meanwhile
-            log.info("%s runs on %s (process %d)", self.name, place.host, self.last_pid)
-            if self._on_endpoint is not None and (endpoint := await actor.endpoint.remote()) is not None:
-                self._on_endpoint(self.name, endpoint)
-            end: ProcessEnd = await actor.wait.remote()
-            with self.log_file.open("a") as log_file:
-                log_file.write(f"on {place.host}, the last lines:\n{end.log}")
-            await actor.close.remote()
-            return end.returncode
+            return await self._run_in(group) if await self._until_placed(group) else None
+        except (RayError, OSError) as error:  # the actor or its node is gone, and the process with it
+            self._log(f"lost: {str(error).strip()}\n")
+            return -9
         finally:
+            if self._actor is not None:
+                ray.kill(self._actor)
             self._actor = None
-            if actor is not None:
-                ray.kill(actor)
             remove_placement_group(group)
 
+    async def _run_in(self, group: Any) -> int:
+        """Run the process in an actor of the placement group; returns its return code. Raises RayError."""
+        self.num_starts += 1  # also counts actors that cannot start, for example where Tandem is not installed
+        actor: Any = (
+            ray.remote(ProcessActor)
+            .options(
+                num_cpus=self._bundle["CPU"],
+                num_gpus=self._bundle.get("GPU", 0),
+                resources={key: value for key, value in self._bundle.items() if key not in ("CPU", "GPU")},
+                max_restarts=0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+            )
+            .remote(self.name)
+        )
+        self._actor = actor
+        self.place = node = await actor.place.remote()
+        place = Place(
+            endpoint=f"tcp://{bracketed(node.host)}:0",
+            host=node.host,
+            endpoint_file=f"{node.folder}/endpoint",
+            proxies_file=f"{node.folder}/proxies",
+        )
+        if self._make_media_cache is not None:
+            cache = self._make_media_cache(node)
+            tcp_endpoint: str = await actor.start_media_cache.remote(msgspec.json.encode(cache), self._env)
+            place = replace(place, media_cache_endpoint=cache.endpoint, media_cache_tcp_endpoint=tcp_endpoint)
+        config = msgspec.json.encode(self._make_config(self.name, place))
+        self.last_pid = await actor.start.remote(self._module, config, self._env, self._proxies())
+        if self._stopping.is_set():
+            self.send_signal(signal.SIGINT)
+        self.set_proxy_endpoints(self._proxies())  # they may have changed during the start
+        log.info("%s runs on %s (process %d)", self.name, node.host, self.last_pid)
+        if self._on_endpoint is not None and (endpoint := await actor.endpoint.remote()) is not None:
+            self._on_endpoint(self.name, endpoint)
+        end: ProcessEnd = await actor.wait.remote()
+        self._log(f"on {node.host}, the last lines:\n{end.log}")
+        await actor.close.remote()
+        return end.returncode
+
     async def _until_placed(self, group: Any) -> bool:
-        """False when told to stop before there was room."""
+        """Wait for a node with enough resources; False when the process is stopped before there is one."""
         loop = asyncio.get_running_loop()
-        waits_since, said = loop.time(), False
+        log_at = loop.time() + WAITING_LOG_AFTER_S
         while not self._stopping.is_set():
             if await loop.run_in_executor(None, group.wait, 1.0):
                 return True
-            if not said and loop.time() - waits_since > SAY_WAITING_AFTER_S:
-                said = True
+            if loop.time() > log_at:
+                log_at = math.inf
                 log.warning("%s waits for a node with %s free (`ray status` shows them)", self.name, self._bundle)
         return False
 
-    def tell_proxies(self, endpoints: list[str]) -> None:
+    def set_proxy_endpoints(self, endpoints: list[str]) -> None:
         if self._actor is not None and self._on_endpoint is None:
             self._actor.set_proxies.remote(endpoints)
 
-    def restart(self) -> None:
-        """It ends when it has finished what is under way, and is placed and started again."""
-        if self._actor is not None:
-            self._actor.terminate.remote()
+    def send_signal(self, number: signal.Signals) -> None:
+        if self._actor is None:
+            return
+        if number is signal.SIGKILL:
+            ray.kill(self._actor)  # the process ends with it
+        else:
+            self._actor.send_signal.remote(number)
 
-    def terminate(self) -> None:
-        self._stopping.set()
-        if self._actor is not None:
-            self._actor.terminate.remote()
+    def log_tail(self) -> str:
+        return self.log_file.read_text(errors="replace")
 
-    def stop(self) -> None:
-        self._stopping.set()
-        if self._actor is not None:
-            self._actor.stop.remote()
-
-    def kill(self) -> None:
-        self._stopping.set()
-        if self._actor is not None:
-            ray.kill(self._actor)
-
-    def replace(self) -> None:
-        if self._actor is not None:
-            ray.kill(self._actor)  # and its process with it, which counts as lost
-
-    def last_error(self) -> str | None:
-        lines = self.log_file.read_text(errors="replace").splitlines()
-        return next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)
+    def _log(self, text: str) -> None:
+        with contextlib.suppress(OSError), self.log_file.open("a") as log_file:
+            log_file.write(text)

@@ -132,13 +132,13 @@ class GenerationFields(NotServed):
     """
 
     model: Annotated[str | None, doc("a name from /v1/models; null selects the served model")] = None
-    temperature: Annotated[Temperature | None, doc("0 is greedy decoding")] = 1.0
-    top_p: Annotated[TopP | None, doc("samples from the most likely tokens with this total probability")] = 1.0
-    top_k: Annotated[TopK | None, doc("samples from this many most likely tokens; 0 or -1: all")] = 0
-    min_p: Annotated[MinP | None, doc("minimum probability, relative to the most likely token")] = 0.0
+    temperature: Annotated[Temperature | None, doc("0 is greedy decoding; null: the model's default, else 1")] = None
+    top_p: Annotated[TopP | None, doc("samples from the most likely tokens with this total probability")] = None
+    top_k: Annotated[TopK | None, doc("samples from this many most likely tokens; 0 or -1: all")] = None
+    min_p: Annotated[MinP | None, doc("minimum probability, relative to the most likely token")] = None
     repetition_penalty: Annotated[
         Factor | None, doc("for tokens of the prompt and output; above 1 makes them less likely")
-    ] = 1.0
+    ] = None
     presence_penalty: Annotated[Penalty | None, doc("subtracted from the logit of tokens in the output")] = 0.0
     frequency_penalty: Annotated[Penalty | None, doc("the same, times the number of occurrences")] = 0.0
     logit_bias: Annotated[LogitBias | None, doc("token id to a value that is added to its logit")] = None

@@ -26,6 +26,7 @@ from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.proxy.media.source import InvalidMedia, MediaSource
 from tandem.proxy.text.model_text import RESERVED_VARIABLES
 from tandem.proxy.text.prompt import ChatPrompt, CompletionPrompt
+from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.runtime.errors import InvalidRequest
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
@@ -65,7 +66,9 @@ class BodyDecoder:
         trust_chat_template: bool = False,
         tool_format: ToolFormat | None = None,
         max_media: int = 0,
+        sampling_defaults: SamplingDefaults = SamplingDefaults(),  # noqa: B008  # frozen
     ) -> None:
+        self._sampling_defaults = sampling_defaults
         self._max_media = max_media
         self._served_model_name = served_model_name
         self._trust_chat_template = trust_chat_template
@@ -178,6 +181,7 @@ class BodyDecoder:
         default_max_tokens: int | None,
     ) -> GenerationRequest:
         _refuse_unsupported_fields(request)
+        request = self._sampling_defaults.fill(request)
         is_prompt_only = max_tokens == 0
         if is_prompt_only:
             max_tokens = 1

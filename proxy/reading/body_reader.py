@@ -36,7 +36,9 @@ class BodyReader:
         max_media: int = 0,
     ) -> None:
         tool_format = ToolFormat.of(tool_call_parser, text.tokenizer)
-        self._decoder = BodyDecoder(served_model_name, trust_chat_template, tool_format, max_media)
+        self._decoder = BodyDecoder(
+            served_model_name, trust_chat_template, tool_format, max_media, text.sampling_defaults
+        )
         self._renderer = Renderer(text)
 
     @classmethod

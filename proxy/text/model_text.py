@@ -16,6 +16,7 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
 from tandem.proxy.text.model_files import find_model
 from tandem.proxy.text.prompt import ChatPrompt
+from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.runtime.errors import ConfigError, InvalidRequest
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ class ModelText:
         self.tokenizer: Tokenizer = self._backend.backend_tokenizer
         self._needs_parts: bool | None = None  # found out with the first chat
         self.eos_token_ids = _eos_token_ids(folder, self._backend.eos_token_id)
+        self.sampling_defaults = SamplingDefaults.read(folder)
         if not self.eos_token_ids:
             log.warning("model %s has no end-of-sequence token: sequences end only at max_tokens", model)
 

@@ -52,7 +52,7 @@ NUM_LAYERS = 10
 OPTIONS = (
     "--prefill", "2", "--decode", "2", "--proxies", "2", "--dtype", "float32", "--threads-per-worker", "1",
     "--max-num-batched-tokens", "16", "--block-size", "16", "--kv-cache-gib", "0.05", "--worker-wait-s", "240",
-    "--media-cache-mib", "64", "--decode-prefill-threshold", str(NUM_LOCAL_PROMPT_TOKENS), "--kv-checksums",
+    "--media-cache-mib", "64", "--decode-prefill-threshold", str(NUM_LOCAL_PROMPT_TOKENS),
 )  # fmt: skip
 
 
@@ -361,5 +361,5 @@ def matrix(folder: Path, connector: str = "auto") -> Iterator[Matrix]:
     shared_before = shared_memory()
     model = str(save_model(folder, NUM_LAYERS))
     options = (*OPTIONS, "--kv-connector", connector)
-    with Cluster("--model", model, "--served-model-name", "m", *options) as cluster:
+    with Cluster("--model", model, "--served-model-name", "m", *options, env={"TANDEM_KV_CHECKSUMS": "1"}) as cluster:
         yield Matrix(cluster, shared_before)

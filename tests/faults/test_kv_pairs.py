@@ -42,9 +42,10 @@ def cluster(connector: str) -> Iterator[Cluster]:
         f"{KV_CACHE_BYTES / 2**30}",
         "--kv-connector",
         connector,
-        "--kv-checksums",
     ]
-    with Cluster("--prefill", "2", "--decode", "2", "--threads-per-worker", "1", *arguments) as running:
+    with Cluster(
+        "--prefill", "2", "--decode", "2", "--threads-per-worker", "1", *arguments, env={"TANDEM_KV_CHECKSUMS": "1"}
+    ) as running:
         yield running
 
 

@@ -24,7 +24,7 @@ ANSWER_TIMEOUT_S = 60.0
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[Cluster]:
-    with Cluster("--proxies", "2", "--process-silence-s", "60") as cluster:
+    with Cluster("--proxies", "2") as cluster:
         yield cluster
 
 

@@ -53,7 +53,7 @@ def ray_cluster() -> Iterator[tuple[str, dict[str, Any]]]:
     cluster = pytest.importorskip("ray.cluster_utils").Cluster()  # here: it reads the environment when it is imported
     try:
         where = {"include_dashboard": True, "dashboard_host": HEAD, "dashboard_port": free_port()}
-        cluster.add_node(num_cpus=1, resources={"front": 1}, node_ip_address=HEAD, **where, **node_options())
+        cluster.add_node(num_cpus=1, resources={"tandem_proxy": 1}, node_ip_address=HEAD, **where, **node_options())
         nodes = {
             host: cluster.add_node(num_cpus=3, node_ip_address=host, include_dashboard=False, **node_options())
             for host in NODES
@@ -138,7 +138,7 @@ def test_it_serves_outlives_a_node_and_is_scaled(tmp_path: Path, monkeypatch: py
     image = encoded(picture(seed=1))
     config = tmp_path / "cluster.toml"
     config.write_text(
-        f'model = "{model}"\nserved_model_name = "m"\ndtype = "float32"\nport = {port}\nray_proxy_resource = "front"\n'
+        f'model = "{model}"\nserved_model_name = "m"\ndtype = "float32"\nport = {port}\n'
         f'network_keys = "{keys}"\nthreads_per_worker = 1\nkv_cache_gib = 0.05\n'
         "decode_prefill_threshold = 0\n"
     )

@@ -60,7 +60,7 @@ def test_roles_are_scaled_up_and_down_while_it_serves() -> None:
         shown = subprocess.run(
             tandem("status", "--port", str(cluster.port)), capture_output=True, text=True, timeout=60
         )
-        assert "autoscaling (dry run): prefill=1 decode=1 suffice" in shown.stdout
+        assert "autoscaling (dry run): prefill=1 decode=1 is enough" in shown.stdout
 
 
 def test_decode_workers_serve_alone_until_a_prefill_worker_is_added() -> None:

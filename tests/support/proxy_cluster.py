@@ -46,6 +46,7 @@ from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import Prompt
+from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import ErrorInfo, TandemError
 from tandem.telemetry.metrics import ProxyMetrics
@@ -76,6 +77,7 @@ class FakeText:
     """A tokeniser with one token a character."""
 
     eos_token_ids = frozenset({EOS})
+    sampling_defaults = SamplingDefaults()
 
     def __init__(self) -> None:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

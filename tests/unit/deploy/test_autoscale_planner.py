@@ -110,7 +110,7 @@ def test_blocks_can_ask_for_more_decode_than_time_does() -> None:
 def test_an_itl_that_no_batch_keeps_does_not_ask_for_ever_more() -> None:
     slow = Demand(**{**as_dict(BUSY), "fixed_step_s": 0.2, "num_decode": 3})
     need = decode_needed(slow, PlannerConfig())
-    assert need.num_workers == 3 and "whatever their number" in need.reason
+    assert need.num_workers == 3 and "whatever the number of workers" in need.reason
 
 
 def as_dict(demand: Demand) -> dict[str, object]:

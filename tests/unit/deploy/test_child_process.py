@@ -1,4 +1,4 @@
-"""A child process that cannot be started, and one that is told to stop while it is."""
+"""A child process that cannot be started, and one that is stopped during its start."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sigint_is_handled() -> Iterator[None]:
 
 
 def sleeper(folder: Path, pid_file: Path) -> ChildProcess:
-    output = LogFile(folder / "log", 0)
+    output = LogFile(folder / "log")
     return ChildProcess(
         "sleeper", "tests.support.sleeper", folder / "config.json", output, dict(os.environ), lambda *_: False, pid_file
     )
@@ -52,7 +52,7 @@ def test_what_cannot_be_started_is_tried_again_and_leaves_nothing_behind(
         await asyncio.wait_for(running, 20)
 
     asyncio.run(run())
-    assert "sleeper cannot be started, trying again in 0.2 s" in caplog.text
+    assert "cannot start sleeper, trying again" in caplog.text
 
 
 def test_a_process_that_is_stopped_while_it_starts_ends(tmp_path: Path) -> None:
@@ -71,5 +71,5 @@ def test_a_process_that_is_stopped_while_it_starts_ends(tmp_path: Path) -> None:
 
 
 def test_a_log_that_is_gone_has_no_last_lines(tmp_path: Path) -> None:
-    assert LogFile(tmp_path / "moved away", 0).tail() == ""
+    assert LogFile(tmp_path / "moved away").tail() == ""
     assert sleeper(tmp_path / "gone", tmp_path / "pid").last_error() is None

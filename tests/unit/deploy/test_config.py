@@ -1,4 +1,4 @@
-"""The operator's configuration: file, command line, and what is said about mistakes."""
+"""The operator's configuration: file, command line, and error messages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from tandem.deploy.cli import _parser
-from tandem.deploy.config import ClusterConfig, field_descriptions, load_config
+from tandem.deploy.config import ClusterConfig, flag_name, load_config, settings
+from tandem.deploy.configuration_page import PAGE, page
+from tandem.deploy.removed_flags import REMOVED_FLAGS
 from tandem.runtime.errors import ConfigError
 
 
@@ -21,9 +23,11 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("decod = 2", "decod"),
-        ("decode = 0", "decode"),
-        ('port = "x"', "port"),
+        ("decod = 2", r"cluster\.toml: unknown key decod; did you mean decode\?"),
+        ("zzz = 2", r"unknown key zzz; docs/configuration\.md"),
+        ("decode = 0", "decode: .* give --decode 1"),
+        ('port = "x"', r"cluster\.toml: port = 'x': expected `int`"),
+        ('autoscale_prefill = "0:3"', "MIN:MAX"),
         ('kv_connector = "pigeon"', "kv_connector"),
         ("= broken", "TOML"),
         ('cluster_host = "10.0.0.1"', r"tandem keys FOLDER.*--insecure-network"),
@@ -36,17 +40,20 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         ("prefill = 0\nautoscale = true", "autoscale.*--prefill"),
     ],
 )
-def test_mistakes_are_named(tmp_path: Path, content: str, words: str) -> None:
+def test_mistakes_are_explained(tmp_path: Path, content: str, words: str) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text(content)
     with pytest.raises(ConfigError, match=words):
         load_config(file, {})
 
 
-def test_every_field_is_a_flag_with_a_description() -> None:
-    descriptions = field_descriptions()
-    assert set(descriptions) == set(ClusterConfig.__struct_fields__)
-    assert all(descriptions.values())
+def test_every_field_is_a_flag_with_a_description_and_groups_are_not_interleaved() -> None:
+    keys = [setting.key for setting in settings()]
+    assert keys == list(ClusterConfig.__struct_fields__)
+    assert all(setting.description.endswith(".") for setting in settings())
+    groups = [setting.group for setting in settings()]
+    firsts = list(dict.fromkeys(groups))
+    assert groups == sorted(groups, key=firsts.index) and len(firsts) == 9
     arguments = _parser().parse_args(
         ["up", "--model", "m", "--prefill", "2", "--kv-cache-gib", "0.5", "--trust-remote-code"]
     )
@@ -57,3 +64,51 @@ def test_every_field_is_a_flag_with_a_description() -> None:
         True,
     )
     assert "decode" not in arguments, "what was not given must not override the file"
+
+
+def test_tandem_up_takes_at_most_60_flags() -> None:
+    assert len(_parser().parse_args(["up"]).known_flags) <= 60
+
+
+@pytest.mark.parametrize("key", REMOVED_FLAGS)
+@pytest.mark.parametrize("command", [["up"], ["worker", "decode"]])
+def test_removed_flags_and_keys_name_their_replacement(tmp_path: Path, command: list[str], key: str) -> None:
+    assert key not in ClusterConfig.__struct_fields__
+    file = tmp_path / "cluster.toml"
+    file.write_text(f"{key} = 1\n")
+    for refuse in (
+        lambda: load_config(file, {}),
+        lambda: _parser().parse_args([*command, flag_name(key), "1"]),
+        lambda: _parser().parse_args([*command, f"{flag_name(key)}=1"]),
+    ):
+        with pytest.raises(ConfigError) as refused:
+            refuse()
+        assert "was removed" in refused.value.message and REMOVED_FLAGS[key] in refused.value.message
+
+
+def test_replacements_exist() -> None:
+    flags = {flag_name(setting.key) for setting in settings()}
+    for text in REMOVED_FLAGS.values():
+        for word in text.replace(";", " ").replace(",", " ").split():
+            assert not word.startswith("--") or word in flags or word.startswith("--resources"), word
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["up", "--prefil", "2"], r"unknown flag --prefil; did you mean --prefill\?"),
+        (["up", "--join", "tcp://a:1"], "`tandem worker"),
+        (["worker", "decode", "--prefill", "2"], "--count N"),
+        (["up", "--port", "x"], "--port.*tandem up --help"),
+        (["up", "extra"], "unexpected argument 'extra'"),
+        (["sing"], "sing"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_line(arguments: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words) as refused:
+        _parser().parse_args(arguments)
+    assert "\n" not in refused.value.message
+
+
+def test_the_page_of_settings_is_current() -> None:
+    assert PAGE.read_text() == page(), "run `python -m tandem.deploy.configuration_page`"

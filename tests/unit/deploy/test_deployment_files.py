@@ -107,7 +107,7 @@ def test_the_ray_cluster_file_is_valid_by_rays_schema() -> None:
 
 def test_the_configuration_for_ray_is_one() -> None:
     config = load_config(DEPLOY / "ray" / "cluster.toml", {"ray": "auto"})
-    assert config.ray_proxy_resource == "tandem_proxy"
+    assert config.ray == "auto"
     assert "tandem_proxy" in RAY_CONFIG.read_text()
     assert tomllib.loads((DEPLOY / "ray" / "cluster.toml").read_text())["insecure_network"] is True
 

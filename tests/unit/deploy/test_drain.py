@@ -86,13 +86,13 @@ def test_the_command_waits_for_the_process_too(monkeypatch: pytest.MonkeyPatch, 
     async def reports(port: int) -> list[StatusReport]:
         return []  # no proxy knows the worker any more
 
-    async def ask(port: int, message: object) -> DrainAnswer:
-        return DrainAnswer("decode-0")
+    async def ask(port: int, message: object, kind: object) -> list[DrainAnswer]:
+        return [DrainAnswer("decode-0")]
 
     monkeypatch.setattr(draining, "_processes", processes)
     monkeypatch.setattr(draining, "fetch_status", reports)
-    monkeypatch.setattr(draining, "_ask", ask)
+    monkeypatch.setattr(draining, "ask_proxies", ask)
     monkeypatch.setattr(draining, "_POLL_S", 0.0)
     draining.drain(8000, "decode-0", 10.0, said.append)
-    assert said == ["decode-0 drains", "decode-0 has left"]
+    assert said == ["decode-0 is draining", "decode-0 has left"]
     assert not list(listed)

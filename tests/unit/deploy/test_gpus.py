@@ -19,7 +19,7 @@ def test_each_rank_has_a_gpu_of_its_own_while_they_suffice(num_gpus: int, num_ra
     used: Counter[str] = Counter()
     for count in num_ranks:
         if count > num_gpus:
-            with pytest.raises(ConfigError, match=f"and {num_gpus} can be seen"):
+            with pytest.raises(ConfigError, match=f"but {num_gpus} can be seen"):
                 least_used(gpus, used, count)
             continue
         share = least_used(gpus, used, count)

@@ -35,7 +35,7 @@ def test_a_folder_that_somebody_else_prepared_is_not_used(tmp_path: Path) -> Non
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     runtime_dir(PORT).symlink_to(elsewhere)
-    with pytest.raises(ConfigError, match="somebody else"):
+    with pytest.raises(ConfigError, match="another user"):
         create_runtime_dir(PORT)
 
 

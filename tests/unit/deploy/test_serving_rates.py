@@ -88,6 +88,6 @@ def test_the_tables_fit_80_columns(is_recent: bool) -> None:
         console.print(status_tables(Sample(110.0, [report("a", figures(12, 3, 1500), 4_000_000, 2.0)]), then, 0))
     shown = captured.get()
     assert max(map(len, shown.splitlines())) <= 80
-    for words in ("m: ready", "TTFT", "prefill-0", "decode-0", "25%", "wait for a first token", "prefill 500"):
+    for words in ("m: ready", "TTFT", "prefill-0", "decode-0", "25%", "waiting for a first token", "prefill 500"):
         assert words in shown, words
     assert ("50.0 output tokens/s" in shown) is is_recent

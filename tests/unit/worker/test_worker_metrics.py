@@ -28,7 +28,7 @@ def test_the_endpoint_tells_the_last_report_and_each_pair() -> None:
         metrics.on_shipped(("prefill-0", "decode-1", "ipc"), 1024, 0.001)
         metrics.step.observe(0.03)
         text = httpx.get(f"http://{address}/metrics").text
-        with pytest.raises(ConfigError, match="choose another --metrics-host"):
+        with pytest.raises(ConfigError, match="choose another --admin-host"):
             serve_metrics(WorkerMetrics(), "127.0.0.1", int(address.rpartition(":")[2]))
     finally:
         metrics.close()

@@ -17,6 +17,7 @@ from tandem.proxy.cluster.registry import ModelLimits
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded, RenderedPrompts, has_token_ids
+from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.runtime.errors import InvalidRequest, TandemError
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=500)
@@ -42,6 +43,8 @@ class CountingTokenizer:
 
 
 class FakeText:
+    sampling_defaults = SamplingDefaults()
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = CountingTokenizer(tokenizer)
 

@@ -1,0 +1,88 @@
+"""A process that is kept alive: started, watched, restarted with growing delay when it ends, and stopped in time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from pathlib import Path
+
+OnExit = Callable[[str, int, int], bool]
+"""Called with name, pid and return code at each exit; True restarts the process."""
+
+RESTART_DELAY_S = 0.2
+MAX_RESTART_DELAY_S = 10.0
+STABLE_AFTER_S = 30.0
+"""Lifetime after which the next restart is not delayed."""
+
+
+class Supervised(ABC):
+    """Runs one process again and again until it is stopped, or until `on_exit` returns False.
+
+    log_file: where the operator finds the output. last_pid: pid of the process that runs or ran last, 0 before.
+    """
+
+    def __init__(self, name: str, log_file: Path, on_exit: OnExit) -> None:
+        self.name = name
+        self.log_file = log_file
+        self.num_starts = 0
+        self.last_pid = 0
+        self._on_exit = on_exit
+        self._stopping = asyncio.Event()
+
+    @abstractmethod
+    async def run_once(self) -> int | None:
+        """Start the process and wait for its end. Returns its return code; None if it could not be started."""
+
+    @abstractmethod
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal the process, if it runs."""
+
+    @abstractmethod
+    def log_tail(self) -> str:
+        """The last lines of the output."""
+
+    async def run(self) -> None:
+        delay_s = RESTART_DELAY_S
+        loop = asyncio.get_running_loop()
+        while not self._stopping.is_set():
+            started_at = loop.time()
+            returncode = await self.run_once()
+            if self._stopping.is_set():
+                return
+            if returncode is not None and not self._on_exit(self.name, self.last_pid, returncode):
+                return
+            delay_s = RESTART_DELAY_S if loop.time() - started_at > STABLE_AFTER_S else delay_s
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
+            delay_s = min(2 * delay_s, MAX_RESTART_DELAY_S)
+
+    def restart(self) -> None:
+        """Drain the process; it is restarted when it has ended."""
+        self.send_signal(signal.SIGTERM)
+
+    def replace(self) -> None:
+        """Kill the process, which does not respond; it is restarted."""
+        self.send_signal(signal.SIGKILL)
+
+    def terminate(self) -> None:
+        """Drain the process and do not restart it."""
+        self._stopping.set()
+        self.send_signal(signal.SIGTERM)
+
+    def stop(self) -> None:
+        """Stop the process at once and do not restart it."""
+        self._stopping.set()
+        self.send_signal(signal.SIGINT)
+
+    def kill(self) -> None:
+        """Kill the process and do not restart it."""
+        self._stopping.set()
+        self.send_signal(signal.SIGKILL)
+
+    def last_error(self) -> str | None:
+        """The last line of the output that begins with `error: `, by which processes report wrong configurations."""
+        lines = self.log_tail().splitlines()
+        return next((line.removeprefix("error: ") for line in reversed(lines) if line.startswith("error: ")), None)

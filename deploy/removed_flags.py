@@ -1,0 +1,34 @@
+"""Flags and configuration keys of earlier versions, and what to do instead."""
+
+from __future__ import annotations
+
+REMOVED_FLAGS: dict[str, str] = {
+    "later_priorities_part": "it is now --low-priority-share",
+    "autoscale_min_prefill": "use --autoscale-prefill MIN:MAX",
+    "autoscale_max_prefill": "use --autoscale-prefill MIN:MAX",
+    "autoscale_min_decode": "use --autoscale-decode MIN:MAX",
+    "autoscale_max_decode": "use --autoscale-decode MIN:MAX",
+    "max_queue_s": "queued requests wait until --request-timeout-s; to refuse earlier, set --ttft-slo-ms",
+    "max_waiting_tokens": "the queue is limited by --max-waiting-requests alone",
+    "max_connections_per_client": "one client address may use half of --max-connections",
+    "max_waiting_media": "requests with media count towards --max-waiting-requests and have a fixed limit of 512",
+    "max_fetched_media_mib": "it is fixed at 1024 MiB per proxy; to accept fewer items, set --max-media-items",
+    "max_media_mib": "it is fixed at 64 MiB per item; bodies are limited by --max-body-mib",
+    "max_image_mpixels": "it is fixed at 33.5 million pixels; scale larger images down",
+    "max_video_mpixels": "it is fixed at 4,295 million pixels; cut longer videos",
+    "max_video_frames": "32 frames are sampled from every video",
+    "media_timeout_s": "it is fixed at 10 s; send media that takes longer to fetch as a data: URL",
+    "media_decode_timeout_s": "it is fixed at 20 s; cut longer videos",
+    "media_threads": "it follows the number of cores; for more, raise --proxies",
+    "media_fetch_mib": "it is fixed at 1024 MiB per prefill worker; leave it out",
+    "embedding_cache_mib": "it is fixed at 256 MiB per prefill worker; leave it out",
+    "tokenizer_threads": "it follows the number of cores; for more, raise --proxies",
+    "kv_lease_s": "it is fixed at 10 s; leave it out",
+    "kv_checksums": "it is a debugging switch now: set the environment variable TANDEM_KV_CHECKSUMS=1",
+    "process_silence_s": "it is fixed at 10 s; leave it out",
+    "log_file_mib": "it is fixed at 64 MiB per log file, with one older file kept; leave it out",
+    "metrics_host": "workers serve /metrics on --admin-host",
+    "autoscale_down_after_s": "it is fixed at 120 s; leave it out",
+    "ray_proxy_resource": "start the Ray nodes that may run proxies with --resources='{\"tandem_proxy\": 1}'",
+}
+"""Former name, as a key of the file, and the second half of a sentence for the error message."""

@@ -1,0 +1,45 @@
+"""Interface between the launcher and the place where its processes run: this host or a Ray cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from tandem.deploy.processes.supervised import OnExit, Supervised
+from tandem.protocol.messages.membership import Role
+
+WORKER_MODULES: dict[Role, str] = {"prefill": "tandem.prefill_worker", "decode": "tandem.decode_worker"}
+
+
+class Site(Protocol):
+    """progress_files: loading progress of workers, by name, as far as it can be read on this host.
+
+    media_cache_endpoint: endpoint of the media cache on this host; empty if there is none.
+    """
+
+    progress_files: dict[str, Path]
+    media_cache_endpoint: str
+
+    def http_hosts(self) -> list[str]:
+        """Addresses at which the proxies listen, as far as they are known and can be reached from here."""
+
+    def make_proxy(self, name: str, on_exit: OnExit, on_endpoint: Callable[[str, str], None]) -> Supervised:
+        """on_endpoint: called with name and control endpoint when it is known, and again when it changes."""
+
+    def make_worker(self, role: Role, name: str, on_exit: OnExit) -> Supervised:
+        """Raises ConfigError when there are not enough resources for it."""
+
+    def make_media_cache(self, on_exit: OnExit) -> Supervised | None:
+        """Called before the other processes are made. None if the model takes text only or the site has no cache."""
+
+    def forget(self, name: str) -> None:
+        """Release the resources of a worker that has been stopped for good."""
+
+    def set_proxy_endpoints(self, endpoints: list[str]) -> None:
+        """Pass the proxies' current control endpoints to all workers."""
+
+    def stop_listening(self) -> None:
+        """Close the listening sockets, before the proxies are stopped."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,63 @@
+"""What the launcher hands to the processes of one host."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bench.ports import free_port
+from tandem.deploy.config import ClusterConfig
+from tandem.deploy.demo_model import DEMO_MODEL
+from tandem.deploy.sites.local import LocalSite
+from tandem.prefill_worker.config import PrefillConfig
+from tandem.proxy.config import ProxyConfig
+
+
+def make_site(folder: Path, **settings: object) -> LocalSite:
+    config = ClusterConfig(port=free_port(), admin_port=free_port(), device="cpu", **settings)  # type: ignore[arg-type]
+    return LocalSite(config, str(DEMO_MODEL), "m", folder, folder)
+
+
+def test_each_proxy_inherits_only_its_own_sockets_which_the_launcher_keeps_open(tmp_path: Path) -> None:
+    site = make_site(tmp_path, proxies=2)
+    try:
+        fds: list[int] = []
+        for name in ("proxy-0", "proxy-1"):
+            site.make_proxy(name, lambda *_: True, lambda *_: None)
+            config = msgspec.json.decode((tmp_path / f"{name}.json").read_bytes(), type=ProxyConfig)
+            assert len(config.listen_fds) == len(config.admin_listen_fds) == 1
+            fds += [*config.listen_fds, *config.admin_listen_fds]
+        assert len(set(fds)) == 4
+        proxys_copy = socket.socket(fileno=socket.dup(fds[0]))
+        proxys_copy.listen()
+        address = proxys_copy.getsockname()
+        client = socket.create_connection(address)
+        proxys_copy.close()  # the proxy crashes
+        successor = socket.socket(fileno=socket.dup(fds[0]))
+        connection, peer = successor.accept()
+        assert peer == client.getsockname()
+        for each in (client, successor, connection):
+            each.close()
+    finally:
+        site.close()
+
+
+@pytest.mark.parametrize("value", ["", "1"])
+def test_kv_checksums_are_a_switch_in_the_environment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("TANDEM_KV_CHECKSUMS", value)
+
+    async def main() -> None:
+        site = make_site(tmp_path, admin_host="127.0.0.2")
+        site.make_worker("prefill", "prefill-0", lambda *_: True)
+        site.close()
+
+    asyncio.run(main())
+    config = msgspec.json.decode((tmp_path / "prefill-0.json").read_bytes(), type=PrefillConfig)
+    assert config.worker.kv_checksums is (value == "1")
+    assert config.worker.metrics_host == "127.0.0.2"
