@@ -14,8 +14,6 @@ from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any, ParamSpec, Self, TypeVar
 
-from tandem.runtime.scheduling import leave_session
-
 P = ParamSpec("P")
 T = TypeVar("T")
 _NICENESS = 19
@@ -62,7 +60,6 @@ class LoadProcess:
 def step_aside() -> None:
     """For the calling process."""
     os.setpriority(os.PRIO_PROCESS, 0, _NICENESS)
-    leave_session(_NICENESS)
 
 
 def _serve(pipe: Connection) -> None:

@@ -15,7 +15,6 @@ from multiprocessing.process import BaseProcess
 from typing import Self
 
 from bench.latency import Distribution
-from tandem.runtime.scheduling import ask_for_short_slices, leave_session
 
 CONTROL = "control"
 _PAUSE_S = 0.002
@@ -66,8 +65,6 @@ class Poller:
 
 
 def _poll(targets: list[tuple[str, int]], pipe: Connection) -> None:
-    leave_session(0)  # it stands for another machine, and is not to wait for this one's cores
-    ask_for_short_slices()
     sockets: dict[str, tuple[socket.socket, bytes]] = {}
     for name, port in targets:
         connection = socket.create_connection(("127.0.0.1", port))
@@ -115,8 +112,6 @@ def _receive(connection: socket.socket) -> bytes:
 
 
 def _serve_control(listener: socket.socket) -> None:
-    leave_session(0)
-    ask_for_short_slices()  # as the proxies do
     connection, _ = listener.accept()
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     while connection.recv(65536):

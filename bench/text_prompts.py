@@ -14,7 +14,6 @@ from typing import Self
 
 from bench.latency import Distribution
 from bench.media_load import chat_body, text_of
-from tandem.runtime.scheduling import ask_for_short_slices, leave_session
 
 _PAUSE_S = 0.1
 _TIMEOUT_S = 300.0
@@ -50,8 +49,6 @@ class TextPrompts:
 
 
 def _send(port: int, pipe: Connection) -> None:
-    leave_session(0)  # it stands for another machine, and is not to wait for this one's cores
-    ask_for_short_slices()
     rng = random.Random(0)
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_S)
     try:

@@ -24,13 +24,13 @@ from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.vision.embedding_cache import EmbeddingCache
-from tandem.prefill_worker.actions import SendToProxy
 from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.media import DIGEST_BYTES, SEGMENT_HEADER_BYTES, MediaItem, MediaKind, MediaTensor
 from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.worker.actions import SendToProxy
 
 NUM_TEXT_TOKENS = 128
 BUDGET = 512

@@ -46,11 +46,11 @@ class CloseReceiver(msgspec.Struct, frozen=True):
     pair_id: str
 
 
-class SendClose(msgspec.Struct, frozen=True):
+class SendCloseToPrefill(msgspec.Struct, frozen=True):
     message: ClosePair
 
 
-class PairLost(msgspec.Struct, frozen=True):
+class IncomingPairLost(msgspec.Struct, frozen=True):
     """No transfer of the pair will complete. peer_stopped: nor will anything be written through it."""
 
     pair_id: str
@@ -64,7 +64,7 @@ class PrefillLost(msgspec.Struct, frozen=True):
     prefill_epoch: str
 
 
-PairAction = RefusePair | AcceptPair | CloseReceiver | SendClose | PairLost | PrefillLost
+IncomingPairAction = RefusePair | AcceptPair | CloseReceiver | SendCloseToPrefill | IncomingPairLost | PrefillLost
 
 
 @dataclass(eq=False)
@@ -116,7 +116,7 @@ class IncomingPairTable:
         pair = self._by_id.get(pair_id)
         return pair is not None and not pair.is_broken
 
-    def on_open(self, message: OpenPair) -> list[PairAction]:
+    def on_open(self, message: OpenPair) -> list[IncomingPairAction]:
         if message.pair_id in self._by_id or message.pair_id in self._gone:
             return []
         try:
@@ -169,7 +169,7 @@ class IncomingPairTable:
 
     # ---- ends
 
-    def on_close(self, pair_id: str, reason: str) -> list[PairAction]:
+    def on_close(self, pair_id: str, reason: str) -> list[IncomingPairAction]:
         """The peer says that it has stopped."""
         pair = self._by_id.get(pair_id)
         if pair is None:
@@ -177,7 +177,7 @@ class IncomingPairTable:
             return []
         return self._forget(pair, reason)
 
-    def on_exit(self, pair_id: str, pid: int) -> list[PairAction]:
+    def on_exit(self, pair_id: str, pid: int) -> list[IncomingPairAction]:
         """The peer has stopped when all its ranks are gone: they end together, but not in the same instant."""
         pair = self._by_id.get(pair_id)
         if pair is None:
@@ -187,10 +187,10 @@ class IncomingPairTable:
             return []
         return [*self._forget(pair, f"{pair.prefill_worker_id} exited"), PrefillLost(pair.prefill_epoch)]
 
-    def on_view(self, workers: list[WorkerInfo]) -> list[PairAction]:
+    def on_view(self, workers: list[WorkerInfo]) -> list[IncomingPairAction]:
         """Prefill workers that no proxy knows any more are lost; whether they have stopped is another matter."""
         present = {worker.epoch for worker in workers if worker.role == "prefill"}
-        actions: list[PairAction] = []
+        actions: list[IncomingPairAction] = []
         for pair in list(self._by_id.values()):
             was_out_of_sight, pair.out_of_sight = pair.out_of_sight, pair.prefill_epoch not in present
             if not pair.out_of_sight or was_out_of_sight:
@@ -198,26 +198,26 @@ class IncomingPairTable:
             actions.append(PrefillLost(pair.prefill_epoch))
             if pair.peer_writes:
                 # It may only be out of sight, and then the pair goes on.
-                actions.append(PairLost(pair.pair_id, f"{pair.prefill_worker_id} left the cluster", False))
+                actions.append(IncomingPairLost(pair.pair_id, f"{pair.prefill_worker_id} left the cluster", False))
             else:
                 actions += self.fail(pair.pair_id, f"{pair.prefill_worker_id} left the cluster")
         return actions
 
-    def fail(self, pair_id: str, reason: str) -> list[PairAction]:
+    def fail(self, pair_id: str, reason: str) -> list[IncomingPairAction]:
         """The data path broke, or the peer breaks the rules: tell it, and take nothing more."""
         pair = self._by_id.get(pair_id)
         if pair is None or pair.is_broken:
             return []
-        told = SendClose(ClosePair(pair_id, reason))
+        told = SendCloseToPrefill(ClosePair(pair_id, reason))
         if not pair.peer_writes:
             return [told, *self._forget(pair, reason)]
         pair.is_broken = True
-        return [told, PairLost(pair_id, reason, False)]
+        return [told, IncomingPairLost(pair_id, reason, False)]
 
-    def _forget(self, pair: IncomingPair, reason: str) -> list[PairAction]:
+    def _forget(self, pair: IncomingPair, reason: str) -> list[IncomingPairAction]:
         del self._by_id[pair.pair_id]
         self._remember(pair.pair_id)
-        return [CloseReceiver(pair.pair_id), PairLost(pair.pair_id, reason, True)]
+        return [CloseReceiver(pair.pair_id), IncomingPairLost(pair.pair_id, reason, True)]
 
     def _remember(self, pair_id: str) -> None:
         self._gone[pair_id] = None

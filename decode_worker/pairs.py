@@ -16,12 +16,12 @@ from torch._C._distributed_c10d import Store
 from tandem.decode_worker.pair_table import (
     AcceptPair,
     CloseReceiver,
+    IncomingPairAction,
+    IncomingPairLost,
     IncomingPairTable,
-    PairAction,
-    PairLost,
     PrefillLost,
     RefusePair,
-    SendClose,
+    SendCloseToPrefill,
 )
 from tandem.kv_transfer.connector import KVReceiver, OnDone
 from tandem.kv_transfer.connectors.process_group import StoreServer
@@ -105,7 +105,7 @@ class IncomingPairs:
 
     # ---- actions
 
-    def _perform(self, actions: list[PairAction]) -> None:
+    def _perform(self, actions: list[IncomingPairAction]) -> None:
         for action in actions:
             match action:
                 case RefusePair():
@@ -115,9 +115,9 @@ class IncomingPairs:
                     self._accept(action)
                 case CloseReceiver():
                     self._close_receiver(action.pair_id)
-                case SendClose():
+                case SendCloseToPrefill():
                     self._send(action.message.pair_id, action.message)
-                case PairLost():
+                case IncomingPairLost():
                     what_ends = "its transfers end" if self._table.is_open(action.pair_id) else "failed"
                     log.warning("pair %s %s: %s", action.pair_id, what_ends, action.reason)
                     self._on_pair_lost(action.pair_id, action.reason, action.peer_stopped)

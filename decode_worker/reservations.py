@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tandem.decode_worker.actions import Action, SendToPrefill, SendToProxy
+from tandem.decode_worker.actions import Action, SendToPrefill
 from tandem.decode_worker.local_prefill import LocalPrefill
 from tandem.decode_worker.running import RunningBatch
 from tandem.decode_worker.sequence import DecodePrompt
@@ -14,6 +14,7 @@ from tandem.decode_worker.transfer import IncomingTransfer
 from tandem.engine.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import DecodeReserved
 from tandem.protocol.messages.transfer import KVReserved
+from tandem.worker.actions import SendToProxy
 
 
 class _Blocks(NamedTuple):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 
-from tandem.decode_worker.actions import Action, Receive, SendToPrefill, SendToProxy
+from tandem.decode_worker.actions import Action, Receive, SendToPrefill
 from tandem.decode_worker.local_prefill import LocalPrefill
 from tandem.decode_worker.reservations import Reservations
 from tandem.decode_worker.running import RunningBatch
@@ -48,6 +48,7 @@ from tandem.runtime.errors import (
     TandemError,
     WorkerLost,
 )
+from tandem.worker.actions import SendToProxy
 
 UNCLAIMED_TIMEOUT_S = 10.0
 """How long a reservation waits for its request, which travels on another connection."""
@@ -159,7 +160,7 @@ class DecodeScheduler:
         gone = [s for s in self._by_request.values() if s.prompt.request.proxy_id == proxy_id]
         return [action for sequence in gone for action in self._end(sequence)]
 
-    def on_epoch_over(self) -> list[Action]:
+    def abort_all(self) -> list[Action]:
         """The proxies have given everything up that is here."""
         return [action for sequence in list(self._by_request.values()) for action in self._end(sequence)]
 

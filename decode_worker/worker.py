@@ -11,7 +11,7 @@ import logging
 
 import msgspec
 
-from tandem.decode_worker.actions import Action, Receive, SendToPrefill, SendToProxy
+from tandem.decode_worker.actions import Action, Receive, SendToPrefill
 from tandem.decode_worker.pair_table import IncomingPairTable
 from tandem.decode_worker.pairs import IncomingPairs
 from tandem.decode_worker.scheduler import DecodeScheduler
@@ -50,6 +50,7 @@ from tandem.protocol.sockets import RouterSocket, new_context
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidMessage, KVTransferFailed
 from tandem.runtime.host import host_id
 from tandem.telemetry.worker_metrics import WorkerMetrics
+from tandem.worker.actions import SendToProxy
 from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.presence import Presence, common_load, new_worker_info
@@ -80,7 +81,7 @@ class DecodeWorker:
 
     async def run(self) -> None:
         config = self._config
-        host = self._host = await EngineHost.load(config, self._start_step, with_vision=False, has_long_steps=False)
+        host = self._host = await EngineHost.load(config, self._start_step, with_vision=False)
         self._scheduler = DecodeScheduler(
             host.blocks, host.loaded.layout.model_id, config.max_num_seqs, config.max_num_batched_tokens
         )

@@ -52,7 +52,7 @@ class CloseSender(msgspec.Struct, frozen=True):
     pair_id: str
 
 
-class SendClose(msgspec.Struct, frozen=True):
+class SendCloseToDecode(msgspec.Struct, frozen=True):
     """Over the pair's control connection."""
 
     message: ClosePair
@@ -64,18 +64,18 @@ class Disconnect(msgspec.Struct, frozen=True):
     pair_id: str
 
 
-class PairLost(msgspec.Struct, frozen=True):
+class OutgoingPairLost(msgspec.Struct, frozen=True):
     """Requests that count on the pair have lost it."""
 
     pair_id: str
     reason: str
 
 
-PairAction = Connect | OpenSender | CloseSender | SendClose | Disconnect | PairLost
+OutgoingPairAction = Connect | OpenSender | CloseSender | SendCloseToDecode | Disconnect | OutgoingPairLost
 
 
 @dataclass(eq=False)
-class Pair:
+class OutgoingPair:
     """This worker and one decode worker, for as long as both live and the data path holds."""
 
     pair_id: str
@@ -94,7 +94,7 @@ class Pair:
     dropped: bool = False
 
 
-class PairTable:
+class OutgoingPairTable:
     """All pairs of one prefill worker. pids: of all its ranks. host_id: see `runtime.host.host_id`.
 
     device_ids: GPUs of its ranks, as in OpenPair. lease_s: see `prefill_worker.leases`; decode learns it by the
@@ -123,16 +123,16 @@ class PairTable:
         self._lease_s = lease_s
         self._device_ids = device_ids
         self._num_opened = 0
-        self._by_epoch: dict[str, Pair] = {}  # by the decode worker's epoch
-        self._by_id: dict[str, Pair] = {}  # also those that are dropped, until they are closed
+        self._by_epoch: dict[str, OutgoingPair] = {}  # by the decode worker's epoch
+        self._by_id: dict[str, OutgoingPair] = {}  # also those that are dropped, until they are closed
 
-    def pairs(self) -> Iterable[Pair]:
+    def pairs(self) -> Iterable[OutgoingPair]:
         return self._by_epoch.values()
 
-    def get(self, pair_id: str) -> Pair | None:
+    def get(self, pair_id: str) -> OutgoingPair | None:
         return self._by_id.get(pair_id)
 
-    def ready_pair(self, decode_epoch: str) -> Pair | None:
+    def ready_pair(self, decode_epoch: str) -> OutgoingPair | None:
         pair = self._by_epoch.get(decode_epoch)
         return pair if pair is not None and pair.state == "ready" else None
 
@@ -150,7 +150,7 @@ class PairTable:
 
     # ---- membership and time
 
-    def on_view(self, now: float, workers: list[WorkerInfo]) -> list[PairAction]:
+    def on_view(self, now: float, workers: list[WorkerInfo]) -> list[OutgoingPairAction]:
         """Open pairs with decode workers that are new, drop those with workers that no proxy knows any more."""
         present = {worker.epoch: worker for worker in workers if worker.role == "decode"}
         gone = [pair for epoch, pair in self._by_epoch.items() if epoch not in present]
@@ -160,9 +160,9 @@ class PairTable:
                 actions.append(self._open(now, worker))
         return actions
 
-    def on_tick(self, now: float) -> list[PairAction]:
+    def on_tick(self, now: float) -> list[OutgoingPairAction]:
         """Deadlines of opening pairs; another try for those that failed."""
-        actions: list[PairAction] = []
+        actions: list[OutgoingPairAction] = []
         for pair in list(self._by_epoch.values()):
             if pair.state == "opening" and now - pair.opened_at > OPEN_TIMEOUT_S:
                 actions += self.fail(now, pair.pair_id, f"no answer within {OPEN_TIMEOUT_S:.0f} s")
@@ -175,7 +175,7 @@ class PairTable:
         number = self._num_opened
         pair_id = f"{self._worker.worker_id}-{peer.worker_id}-{self._worker.epoch}-{number}"
         self._num_opened += 1
-        self._by_epoch[peer.epoch] = self._by_id[pair_id] = Pair(pair_id, peer, now)
+        self._by_epoch[peer.epoch] = self._by_id[pair_id] = OutgoingPair(pair_id, peer, now)
         message = OpenPair(
             version=PROTOCOL_VERSION,
             prefill_worker_id=self._worker.worker_id,
@@ -195,7 +195,7 @@ class PairTable:
 
     # ---- what the peer says
 
-    def on_message(self, now: float, message: PairAccepted | PairRefused | ClosePair) -> list[PairAction]:
+    def on_message(self, now: float, message: PairAccepted | PairRefused | ClosePair) -> list[OutgoingPairAction]:
         pair = self._by_id.get(message.pair_id)
         if pair is None:
             return []
@@ -209,7 +209,7 @@ class PairTable:
             case ClosePair():
                 return self.fail(now, pair.pair_id, message.reason)
 
-    def _on_accepted(self, now: float, pair: Pair, message: PairAccepted) -> list[PairAction]:
+    def _on_accepted(self, now: float, pair: OutgoingPair, message: PairAccepted) -> list[OutgoingPairAction]:
         if pair.state != "opening" or pair.connector:
             return []
         if message.decode_epoch != pair.peer.epoch:
@@ -219,7 +219,7 @@ class PairTable:
 
     # ---- what becomes of the sender
 
-    def on_sender_ready(self, now: float, pair_id: str, error: TandemError | None) -> list[PairAction]:
+    def on_sender_ready(self, now: float, pair_id: str, error: TandemError | None) -> list[OutgoingPairAction]:
         pair = self._by_id.get(pair_id)
         if pair is None or pair.state != "opening":
             return []
@@ -228,18 +228,18 @@ class PairTable:
         pair.state = "ready"
         return []
 
-    def on_sender_impossible(self, now: float, pair_id: str, error: TandemError) -> list[PairAction]:
+    def on_sender_impossible(self, now: float, pair_id: str, error: TandemError) -> list[OutgoingPairAction]:
         """The handshake believed in the connector, the kernel did not allow it: offer the others next time."""
         pair = self._by_id.get(pair_id)
         if pair is not None and len(self._connectors) > 1:
             self._connectors = [name for name in self._connectors if name != pair.connector]
         return self.fail(now, pair_id, error.message)
 
-    def on_sender_closed(self, pair_id: str) -> list[PairAction]:
+    def on_sender_closed(self, pair_id: str) -> list[OutgoingPairAction]:
         """The sender has stopped for good: only now may decode use the pair's blocks again."""
         pair = self._by_id[pair_id]
         pair.closed = True
-        return [SendClose(ClosePair(pair_id, pair.reason)), *self._forget_if_over(pair)]
+        return [SendCloseToDecode(ClosePair(pair_id, pair.reason)), *self._forget_if_over(pair)]
 
     def announcement(
         self, pair_id: str, transfer_id: str, first_block: int, num_blocks: int, checksums: list[int]
@@ -249,7 +249,7 @@ class PairTable:
         pair.num_announced += 1
         return ShipKV(pair_id, pair.num_announced - 1, transfer_id, first_block, num_blocks, checksums)
 
-    def on_shipped(self, pair_id: str, num_bytes: int, seconds: float) -> Pair | None:
+    def on_shipped(self, pair_id: str, num_bytes: int, seconds: float) -> OutgoingPair | None:
         """Blocks have left through the pair. Returns it, unless it is forgotten already."""
         pair = self._by_id.get(pair_id)
         if pair is not None:
@@ -260,34 +260,34 @@ class PairTable:
 
     # ---- ends
 
-    def fail(self, now: float, pair_id: str, reason: str) -> list[PairAction]:
+    def fail(self, now: float, pair_id: str, reason: str) -> list[OutgoingPairAction]:
         """The pair's data path or control connection broke: close it, and tell who counts on it."""
         pair = self._by_id.get(pair_id)
         if pair is None or pair.state not in ("opening", "ready"):
             return []
         pair.state, pair.reason, pair.failed_at = "failed", reason, now
-        return [PairLost(pair_id, reason), CloseSender(pair_id)]
+        return [OutgoingPairLost(pair_id, reason), CloseSender(pair_id)]
 
-    def _drop(self, now: float, pair: Pair, reason: str) -> list[PairAction]:
+    def _drop(self, now: float, pair: OutgoingPair, reason: str) -> list[OutgoingPairAction]:
         del self._by_epoch[pair.peer.epoch]
         actions = self.fail(now, pair.pair_id, reason)
         pair.dropped = True
         return actions + self._forget_if_over(pair)
 
-    def _forget_if_over(self, pair: Pair) -> list[PairAction]:
+    def _forget_if_over(self, pair: OutgoingPair) -> list[OutgoingPairAction]:
         if not pair.dropped or not (pair.closed or pair.state == "refused"):
             return []
         del self._by_id[pair.pair_id]
         return [Disconnect(pair.pair_id)]
 
-    def begin_epoch(self, now: float, worker: WorkerInfo) -> list[PairAction]:
+    def begin_epoch(self, now: float, worker: WorkerInfo) -> list[OutgoingPairAction]:
         """This worker is another one now; its pairs are made anew with the next view, which shows it."""
         self._worker = worker
         return self._drop_all(now, "the prefill worker begins a new epoch")
 
-    def close(self, now: float) -> list[PairAction]:
+    def close(self, now: float) -> list[OutgoingPairAction]:
         """The worker shuts down."""
         return self._drop_all(now, "the prefill worker shuts down")
 
-    def _drop_all(self, now: float, reason: str) -> list[PairAction]:
+    def _drop_all(self, now: float, reason: str) -> list[OutgoingPairAction]:
         return [action for pair in list(self._by_epoch.values()) for action in self._drop(now, pair, reason)]

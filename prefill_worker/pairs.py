@@ -20,11 +20,11 @@ from tandem.prefill_worker.pair_table import (
     Connect,
     Disconnect,
     OpenSender,
-    Pair,
-    PairAction,
-    PairLost,
-    PairTable,
-    SendClose,
+    OutgoingPair,
+    OutgoingPairAction,
+    OutgoingPairLost,
+    OutgoingPairTable,
+    SendCloseToDecode,
 )
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import PairStatus, WorkerInfo
@@ -35,13 +35,13 @@ from tandem.runtime.errors import KVTransferFailed
 log = logging.getLogger(__name__)
 
 
-class Pairs:
+class OutgoingPairs:
     """All pairs of one prefill worker, carried out. on_pair_lost(pair_id, reason)."""
 
     def __init__(
         self,
         context: Any,
-        table: PairTable,
+        table: OutgoingPairTable,
         pools: WorkerPools,
         on_message: Callable[[KVReserved | KVRefused | RenewLeases], None],
         on_pair_lost: Callable[[str, str], None],
@@ -59,10 +59,10 @@ class Pairs:
         self._senders: dict[str, KVSender] = {}
         self._loop = asyncio.get_running_loop()
 
-    def ready_pair(self, decode_epoch: str) -> Pair | None:
+    def ready_pair(self, decode_epoch: str) -> OutgoingPair | None:
         return self._table.ready_pair(decode_epoch)
 
-    def get(self, pair_id: str) -> Pair | None:
+    def get(self, pair_id: str) -> OutgoingPair | None:
         return self._table.get(pair_id)
 
     def sender(self, pair_id: str) -> KVSender | None:
@@ -120,7 +120,7 @@ class Pairs:
 
     # ---- actions
 
-    def _perform(self, actions: list[PairAction]) -> None:
+    def _perform(self, actions: list[OutgoingPairAction]) -> None:
         for action in actions:
             match action:
                 case Connect():
@@ -129,13 +129,13 @@ class Pairs:
                     self._open_sender(action)
                 case CloseSender():
                     self._close_sender(action.pair_id)
-                case SendClose():
+                case SendCloseToDecode():
                     if (socket := self._sockets.get(action.message.pair_id)) is not None:
                         socket.send(action.message)
                 case Disconnect():
                     if (socket := self._sockets.pop(action.pair_id, None)) is not None:
                         socket.close()
-                case PairLost():
+                case OutgoingPairLost():
                     log.warning("pair %s failed: %s", action.pair_id, action.reason)
                     self._on_pair_lost(action.pair_id, action.reason)
 

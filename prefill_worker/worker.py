@@ -17,11 +17,11 @@ from tandem.engine.prompt_speed import PromptSpeed
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.kv_transfer.handshake import offered_connectors
 from tandem.kv_transfer.registry import load_connector
-from tandem.prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
+from tandem.prefill_worker.actions import Action, SendToDecode, Ship
 from tandem.prefill_worker.config import PrefillConfig
 from tandem.prefill_worker.media import MediaIntake
-from tandem.prefill_worker.pair_table import PairTable
-from tandem.prefill_worker.pairs import Pairs
+from tandem.prefill_worker.pair_table import OutgoingPairTable
+from tandem.prefill_worker.pairs import OutgoingPairs
 from tandem.prefill_worker.remote_media import RemoteMedia
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
@@ -42,6 +42,7 @@ from tandem.runtime.errors import (
 )
 from tandem.runtime.host import host_id
 from tandem.telemetry.worker_metrics import WorkerMetrics
+from tandem.worker.actions import SendToProxy
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.presence import Presence, common_load, new_worker_info
 
@@ -72,7 +73,7 @@ class PrefillWorker:
 
     async def run(self) -> None:
         config = self._config.worker
-        host = self._host = await EngineHost.load(config, self._start_step, with_vision=True, has_long_steps=True)
+        host = self._host = await EngineHost.load(config, self._start_step, with_vision=True)
         self._scheduler = PrefillScheduler(
             host.blocks,
             host.loaded.layout.model_id,
@@ -96,9 +97,9 @@ class PrefillWorker:
         codec: Codec[ToPrefill] = Codec(ToPrefill)
         self._router = RouterSocket(context, config.endpoint, codec, self._on_command)
         info = new_worker_info(config, "prefill", self._router.endpoint, self._metrics)
-        self._pairs = Pairs(
+        self._pairs = OutgoingPairs(
             context=context,
-            table=PairTable(
+            table=OutgoingPairTable(
                 worker=info,
                 pids=host.pids,
                 layout=host.pools.layout,

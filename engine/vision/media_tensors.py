@@ -58,6 +58,7 @@ def _map(item: MediaItem) -> mmap.mmap:
             raise InvalidRequest(f"the media segment {item.segment} is empty")
         memory = mmap.mmap(fd, status.st_size, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
         if memory[:DIGEST_BYTES] != item.digest:  # descriptors are used again
+            memory.close()
             raise WorkerLost("the media cache has let an image or video go that the request still needs")
         return memory
     finally:

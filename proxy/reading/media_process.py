@@ -52,11 +52,9 @@ from tandem.proxy.reading.media_jobs import (
 )
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.rendering import CachedMedia, ChatPrompt, ContextLengthExceeded, MediaPrompt
-from tandem.runtime.collector import forget_frames
 from tandem.runtime.errors import ConfigError, InternalError, RequestAborted, TandemError
 from tandem.runtime.lifetime import die_with_parent
 from tandem.runtime.logs import setup_logging
-from tandem.runtime.scheduling import ask_for_long_slices, leave_session
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +151,6 @@ class MediaProcess:
             barrier.wait(600)
             reader.processor.warm()
             os.nice(_NICENESS)  # of this thread alone, and not before it has loaded
-            ask_for_long_slices()
 
         await asyncio.gather(*(self._on_thread(warm) for _ in range(self._num_threads)))
         gc.freeze()  # what is loaded stays; the collector need not look at it again
@@ -183,7 +180,6 @@ class MediaProcess:
             self._tell(JobDone(job.lease_id, reading.result()))
         else:
             self._tell(JobFailed.of(job.lease_id, _told(error)))
-            forget_frames(error)  # they hold the images' bytes
 
     async def _read(self, job: MediaJob) -> GenerationRequest:
         reader = await asyncio.shield(self._reader)
@@ -319,7 +315,6 @@ async def _listen(reader: asyncio.StreamReader, process: MediaProcess) -> None:
 
 def main(channel_fd: int) -> int:
     die_with_parent()
-    leave_session(_NICENESS)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
     try:
         return uvloop.run(serve(socket.socket(fileno=channel_fd)))

@@ -29,7 +29,6 @@ from tandem.proxy.text.heap import trim
 from tandem.proxy.text.rendering import has_media, has_own_template, has_token_ids
 from tandem.runtime.errors import InternalError, Overloaded
 from tandem.runtime.lifetime import die_with_parent
-from tandem.runtime.scheduling import leave_session
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +136,6 @@ def _begin(make_reader: Callable[[], BodyReader]) -> None:
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to handle
     os.nice(_NICENESS)
-    leave_session(_NICENESS)
     _reader = make_reader()
 
 

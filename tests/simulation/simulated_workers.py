@@ -16,9 +16,15 @@ import torch
 from torch.distributed import HashStore
 
 from tandem.decode_worker.actions import Receive, SendToPrefill
-from tandem.decode_worker.pair_table import AcceptPair, CloseReceiver, IncomingPairTable, PrefillLost, RefusePair
-from tandem.decode_worker.pair_table import PairLost as IncomingPairLost
-from tandem.decode_worker.pair_table import SendClose as SendCloseToPrefill
+from tandem.decode_worker.pair_table import (
+    AcceptPair,
+    CloseReceiver,
+    IncomingPairLost,
+    IncomingPairTable,
+    PrefillLost,
+    RefusePair,
+    SendCloseToPrefill,
+)
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import Batch
 from tandem.engine.block_manager import BlockManager
@@ -30,9 +36,9 @@ from tandem.prefill_worker.pair_table import (
     Connect,
     Disconnect,
     OpenSender,
-    PairLost,
-    PairTable,
-    SendClose,
+    OutgoingPairLost,
+    OutgoingPairTable,
+    SendCloseToDecode,
 )
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import (
@@ -118,7 +124,9 @@ class Prefill(Process):
         super().__init__(world, name, number)
         self.info = WorkerInfo(name, self.epoch, "prefill", name, self.pid)
         self.scheduler = PrefillScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 6, 4, LEASE_S)
-        self.table = PairTable(self.info, [self.pid], layout, "here", "cpu", [world.connector], True, LEASE_S, [])
+        self.table = OutgoingPairTable(
+            self.info, [self.pid], layout, "here", "cpu", [world.connector], True, LEASE_S, []
+        )
         self.senders: dict[str, FakeSender] = {}
         self.sockets: set[str] = set()
 
@@ -172,12 +180,12 @@ class Prefill(Process):
                         self.on_closed(action.pair_id)
                     else:
                         sender.close(partial(self.on_closed, action.pair_id))
-                case SendClose():
+                case SendCloseToDecode():
                     self.send(action.message.pair_id, action.message)
                 case Disconnect():
                     self.sockets.discard(action.pair_id)
                     self.inbox.pop(action.pair_id, None)
-                case PairLost():
+                case OutgoingPairLost():
                     self.perform(self.scheduler.on_pair_lost(action.pair_id, action.reason))
 
     def send(self, pair_id: str, message: Any) -> None:

@@ -8,18 +8,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tandem.decode_worker.actions import SendToProxy as DecodeToProxy
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.sampling.grammar import Grammar
-from tandem.prefill_worker.actions import SendToProxy
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, PrepareDecode, StartPrefill, TokenBatch
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
 from tandem.runtime.errors import ErrorInfo, InvalidRequest
+from tandem.worker.actions import SendToProxy
 
 SAMPLING = SamplingParams(grammar="start: /a+/")
 STOP = StopConditions(10, frozenset({0}))
@@ -116,7 +115,7 @@ def test_one_that_leaves_its_grammar_ends_alone(decode: DecodeScheduler) -> None
     begin(decode, prepare(1, SAMPLING), shared)
     assert len(decode.schedule(0.0)[0].items) == 2
     actions = decode.on_step(0.0, [ERROR, ItemOutput([SampledToken(5)])])
-    told = [action.message for action in actions if isinstance(action, DecodeToProxy)]
+    told = [action.message for action in actions if isinstance(action, SendToProxy)]
     [failed] = [message for message in told if isinstance(message, AttemptFailed)]
     [tokens] = [message for message in told if isinstance(message, TokenBatch)]
     assert (failed.attempt_id, failed.error.code) == ("r0.0", "invalid_request")
@@ -135,6 +134,6 @@ def test_a_prompt_that_decode_computes_itself_waits_and_fails_alike(decode: Deco
     [item] = decode.schedule(0.0)[0].items
     assert item.samples[0].grammar is item.samples[1].grammar is not None
     actions = decode.on_step(0.0, [ItemOutput(ERROR.tokens * 2, error=ERROR.error)])
-    told = [action.message for action in actions if isinstance(action, DecodeToProxy)]
+    told = [action.message for action in actions if isinstance(action, SendToProxy)]
     assert [type(message) for message in told] == [AttemptFailed, AttemptFailed]
     assert decode.blocks.num_free == 20

@@ -22,12 +22,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tandem.decode_worker.actions import Receive, SendToPrefill
-from tandem.decode_worker.actions import SendToProxy as DecodeSendToProxy
 from tandem.decode_worker.scheduler import UNCLAIMED_TIMEOUT_S, DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.prefill_worker.actions import SendToDecode, Ship
-from tandem.prefill_worker.actions import SendToProxy as PrefillSendToProxy
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import (
     AbortAttempt,
@@ -51,6 +49,7 @@ from tandem.protocol.messages.transfer import (
     ShipKV,
 )
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
+from tandem.worker.actions import SendToProxy
 
 BLOCK_SIZE = 4
 DEADLINE_S = 50.0
@@ -238,7 +237,7 @@ class Handover(RuleBasedStateMachine):
     def _perform(self, actions: list[Any]) -> None:
         for action in actions:
             match action:
-                case PrefillSendToProxy() | DecodeSendToProxy():
+                case SendToProxy():
                     self._to_proxy(action.message)
                 case SendToDecode():
                     self.prefill_to_decode.append((action.pair_id, action.message))

@@ -12,11 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.decode_worker.pair_table import IncomingPairTable
-from tandem.decode_worker.pair_table import PairLost as IncomingPairLost
+from tandem.decode_worker.pair_table import IncomingPairLost, IncomingPairTable
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.decode_worker.transfer import IncomingTransfer
-from tandem.prefill_worker.pair_table import CloseSender, Connect, PairTable, SendClose
+from tandem.prefill_worker.pair_table import CloseSender, Connect, OutgoingPairTable, SendCloseToDecode
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.transfer import ClosePair
@@ -72,14 +71,16 @@ def a_broken_path_is_proof(patch: pytest.MonkeyPatch) -> None:
 
 
 def the_peer_is_told_before_the_sender_has_stopped(patch: pytest.MonkeyPatch) -> None:
-    fail = PairTable.fail
+    fail = OutgoingPairTable.fail
 
-    def mutated(self: PairTable, now: float, pair_id: str, reason: str) -> list[Any]:
+    def mutated(self: OutgoingPairTable, now: float, pair_id: str, reason: str) -> list[Any]:
         actions = fail(self, now, pair_id, reason)
-        closes = [SendClose(ClosePair(pair_id, reason)) for action in actions if isinstance(action, CloseSender)]
+        closes = [
+            SendCloseToDecode(ClosePair(pair_id, reason)) for action in actions if isinstance(action, CloseSender)
+        ]
         return [*actions, *closes]
 
-    patch.setattr(PairTable, "fail", mutated)
+    patch.setattr(OutgoingPairTable, "fail", mutated)
 
 
 def blocks_are_released_while_they_are_shipped(patch: pytest.MonkeyPatch) -> None:
@@ -101,16 +102,16 @@ def blocks_are_released_while_they_are_shipped(patch: pytest.MonkeyPatch) -> Non
 
 def pair_ids_do_not_name_the_process(patch: pytest.MonkeyPatch) -> None:
     """A prefill worker that restarts takes up the pair ids of its predecessor."""
-    open_pair = PairTable._open
+    open_pair = OutgoingPairTable._open
 
-    def mutated(self: PairTable, now: float, peer: Any) -> Connect:
+    def mutated(self: OutgoingPairTable, now: float, peer: Any) -> Connect:
         worker, self._worker = self._worker, msgspec.structs.replace(self._worker, epoch="same")
         connect = open_pair(self, now, peer)
         self._worker = worker
         message = msgspec.structs.replace(connect.message, prefill_epoch=worker.epoch)
         return msgspec.structs.replace(connect, message=message)
 
-    patch.setattr(PairTable, "_open", mutated)
+    patch.setattr(OutgoingPairTable, "_open", mutated)
 
 
 def pair_ids_are_used_again(patch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tandem.decode_worker.pair_table import AcceptPair, CloseReceiver, IncomingPairTable, PairLost
+from tandem.decode_worker.pair_table import AcceptPair, CloseReceiver, IncomingPairLost, IncomingPairTable
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import KVLayout, OpenPair
 
@@ -26,7 +26,7 @@ def test_a_later_pair_ends_the_one_before() -> None:
     table = open_first(peer_writes=False)
     closed, lost, accepted = table.on_open(SECOND)
     assert closed == CloseReceiver("pair-0")
-    assert isinstance(lost, PairLost) and (lost.pair_id, lost.peer_stopped) == ("pair-0", True)
+    assert isinstance(lost, IncomingPairLost) and (lost.pair_id, lost.peer_stopped) == ("pair-0", True)
     assert isinstance(accepted, AcceptPair) and accepted.pair_id == "pair-1"
     table.on_opened("pair-1", False)
     assert table.on_open(FIRST) == [], "it came late"

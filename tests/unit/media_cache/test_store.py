@@ -132,8 +132,8 @@ def test_clear_leaves_what_is_held_to_its_holders_alone() -> None:
     store.commit("holder", done(2))
     store.acquire("p", "writer", want(3))
     store.acquire("p", "reader", want(3))
-    num_forgotten, actions = store.clear()
-    assert num_forgotten == 3 and len(actions) == 1 and store.num_items == 2
+    num_items, num_bytes, actions = store.clear()
+    assert (num_items, num_bytes) == (3, 30) and len(actions) == 1 and store.num_items == 2
     [new] = granted(store.acquire("p", "later", want(3)), "later")
     assert new is not None and new.writer == "later", "what was begun before is not what is found after"
     [old] = granted(store.commit("writer", done(3)), "reader")
@@ -249,7 +249,7 @@ class _Schedule(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.perform(self.store.clear()[1])
+        self.perform(self.store.clear()[2])
         assert not any(cached(self.store, *range(8)))
 
     @invariant()
@@ -263,7 +263,7 @@ class _Schedule(RuleBasedStateMachine):
         lease_ids = list(self.clients)
         self.forget(lease_ids)
         self.perform(self.store.release(lease_ids))
-        self.perform(self.store.clear()[1])
+        self.perform(self.store.clear()[2])
         assert self.store.num_items == self.store.used_bytes == self.store.num_leases == 0, "leaked"
 
 

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
-from tandem.prefill_worker.actions import SendToDecode, SendToProxy, Ship
+from tandem.prefill_worker.actions import SendToDecode, Ship
 from tandem.prefill_worker.leases import Leases
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer, KVReserved, RenewLeases, ReserveKV
+from tandem.worker.actions import SendToProxy
 
 TERM_S = 8.0
 

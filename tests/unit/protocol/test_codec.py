@@ -79,5 +79,5 @@ def test_token_ids_survive(token_ids: list[int]) -> None:
 
 def test_errors_keep_their_kind() -> None:
     error = ErrorInfo.of(WorkerLost("gone")).to_error()
-    assert isinstance(error, WorkerLost) and error.retryable and error.message == "gone"
+    assert isinstance(error, WorkerLost) and error.message == "gone"
     assert isinstance(ErrorInfo("from_the_future", "x").to_error(), InternalError)
