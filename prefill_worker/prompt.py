@@ -15,6 +15,7 @@ from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
+from tandem.worker.first_tokens import first_tokens
 
 
 @dataclass(eq=False)
@@ -123,25 +124,11 @@ class PrefillPrompt:
 
     def first_tokens(self, now: float, tokens: list[SampledToken]) -> list[FirstToken]:
         """Takes the sampled tokens, one for each attempt, and returns messages for the attempts that are still open."""
-        request = self.request
         self.first_token_ids = [token.token_id for token in tokens]
-        messages = []
-        for number, (attempt_id, token) in enumerate(zip(request.attempt_ids, tokens, strict=True)):
-            if attempt_id not in self.open_ids:
-                continue
-            # Sequences that share the prompt get its logprobs once.
-            has_logprobs = request.num_prompt_logprobs is not None and number == 0
-            message = FirstToken(
-                attempt_id=attempt_id,
-                token=token,
-                finish_reason=request.stop.check(token.token_id, request.num_generated + 1),
-                queue_s=self.started_at - self.arrived_at,
-                prefill_s=now - self.started_at,
-                prompt_logprobs=self.prompt_logprobs if has_logprobs else None,
-                num_cached_tokens=self.num_cached_tokens,
-            )
-            messages.append(message)
-        return messages
+        queue_s, prefill_s = self.started_at - self.arrived_at, now - self.started_at
+        return first_tokens(
+            self.request, self.open_ids, tokens, queue_s, prefill_s, self.prompt_logprobs, self.num_cached_tokens
+        )
 
     def next_ship(self, block_size: int) -> Ship | None:
         """Returns a shipment of the blocks that are complete and not shipped yet, and counts it as in flight."""

@@ -18,12 +18,12 @@ from torch.distributed import HashStore
 from tandem.decode_worker.actions import Receive, SendToPrefill
 from tandem.decode_worker.pair_table import (
     AcceptPair,
-    CloseReceiver,
     IncomingPairLost,
     IncomingPairTable,
     PrefillLost,
     RefusePair,
     SendCloseToPrefill,
+    StopReceiver,
 )
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import Batch
@@ -32,13 +32,13 @@ from tandem.kv_transfer.checksums import corrupt_blocks
 from tandem.kv_transfer.connector import Peer
 from tandem.prefill_worker.actions import SendToDecode, Ship
 from tandem.prefill_worker.pair_table import (
-    CloseSender,
     Connect,
     Disconnect,
-    OpenSender,
     OutgoingPairLost,
     OutgoingPairTable,
     SendCloseToDecode,
+    StartSender,
+    StopSender,
 )
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import (
@@ -172,9 +172,9 @@ class Prefill(Process):
                 case Connect():
                     self.sockets.add(action.pair_id)
                     self.send(action.pair_id, action.message)
-                case OpenSender():
+                case StartSender():
                     self.open_sender(action)
-                case CloseSender():
+                case StopSender():
                     sender = self.senders.pop(action.pair_id, None)
                     if sender is None:
                         self.on_closed(action.pair_id)
@@ -192,7 +192,7 @@ class Prefill(Process):
         if pair_id in self.sockets:
             self.world.decode.inbox[pair_id].append(message)
 
-    def open_sender(self, action: OpenSender) -> None:
+    def open_sender(self, action: StartSender) -> None:
         pair_id = action.pair_id
 
         def ready(error: KVTransferFailed | None) -> None:
@@ -294,7 +294,7 @@ class Decode(Process):
                     self.send(action.message.pair_id, action.message)
                 case AcceptPair():
                     self.accept(action)
-                case CloseReceiver():
+                case StopReceiver():
                     self.receivers.pop(action.pair_id).close()
                 case IncomingPairLost():
                     self.perform(self.scheduler.on_pair_lost(action.pair_id, action.reason, action.peer_stopped))

@@ -103,5 +103,5 @@ def test_a_corrupt_block_fails_its_transfer_and_comes_back() -> None:
 def test_checksums_must_be_as_many_as_blocks() -> None:
     scheduler = DecodeScheduler(BlockManager(8, 4), "model", max_num_seqs=2)
     reserved(scheduler)
-    with pytest.raises(KVTransferFailed, match="1 checksums came for 2 blocks"):
+    with pytest.raises(KVTransferFailed, match="1 checksums arrived for 2 blocks"):
         scheduler.on_ship(ShipKV("pair", 0, "t", 0, 2, [17]))

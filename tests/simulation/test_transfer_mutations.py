@@ -15,7 +15,7 @@ import pytest
 from tandem.decode_worker.pair_table import IncomingPairLost, IncomingPairTable
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.decode_worker.transfer import IncomingTransfer
-from tandem.prefill_worker.pair_table import CloseSender, Connect, OutgoingPairTable, SendCloseToDecode
+from tandem.prefill_worker.pair_table import Connect, OutgoingPairTable, SendCloseToDecode, StopSender
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.transfer import ClosePair
@@ -75,9 +75,7 @@ def the_peer_is_told_before_the_sender_has_stopped(patch: pytest.MonkeyPatch) ->
 
     def mutated(self: OutgoingPairTable, now: float, pair_id: str, reason: str) -> list[Any]:
         actions = fail(self, now, pair_id, reason)
-        closes = [
-            SendCloseToDecode(ClosePair(pair_id, reason)) for action in actions if isinstance(action, CloseSender)
-        ]
+        closes = [SendCloseToDecode(ClosePair(pair_id, reason)) for action in actions if isinstance(action, StopSender)]
         return [*actions, *closes]
 
     patch.setattr(OutgoingPairTable, "fail", mutated)

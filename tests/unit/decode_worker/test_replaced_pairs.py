@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tandem.decode_worker.pair_table import AcceptPair, CloseReceiver, IncomingPairLost, IncomingPairTable
+from tandem.decode_worker.pair_table import AcceptPair, IncomingPairLost, IncomingPairTable, StopReceiver
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import KVLayout, OpenPair
 
@@ -25,7 +25,7 @@ def open_first(peer_writes: bool) -> IncomingPairTable:
 def test_a_later_pair_ends_the_one_before() -> None:
     table = open_first(peer_writes=False)
     closed, lost, accepted = table.on_open(SECOND)
-    assert closed == CloseReceiver("pair-0")
+    assert closed == StopReceiver("pair-0")
     assert isinstance(lost, IncomingPairLost) and (lost.pair_id, lost.peer_stopped) == ("pair-0", True)
     assert isinstance(accepted, AcceptPair) and accepted.pair_id == "pair-1"
     table.on_opened("pair-1", False)
