@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -87,27 +87,19 @@ class IncomingPair:
     out_of_sight: bool = False
 
 
+@dataclass(eq=False)
 class IncomingPairTable:
     """All pairs of one decode worker. host_id: see `runtime.host.host_id`. device_ids: GPUs of its ranks, as in
     ConnectorParams."""
 
-    def __init__(
-        self,
-        layout: KVLayout,
-        host_id: str,
-        device: str,
-        connectors: list[str],
-        checksums: bool,
-        device_ids: list[str],
-    ) -> None:
-        self._layout = layout
-        self._host_id = host_id
-        self._device = device
-        self._connectors = connectors
-        self._checksums = checksums
-        self._device_ids = device_ids
-        self._by_id: dict[str, IncomingPair] = {}
-        self._gone: OrderedDict[str, None] = OrderedDict()  # ids are never reused
+    layout: KVLayout
+    host_id: str
+    device: str
+    connectors: list[str]
+    checksums: bool
+    device_ids: list[str]
+    _by_id: dict[str, IncomingPair] = field(default_factory=dict)
+    _gone: OrderedDict[str, None] = field(default_factory=OrderedDict)  # ids are never reused
 
     def pairs(self) -> Iterable[IncomingPair]:
         return self._by_id.values()
@@ -121,7 +113,7 @@ class IncomingPairTable:
         if message.pair_id in self._by_id or message.pair_id in self._gone:
             return []
         try:
-            connector = agree(message, self._layout, self._host_id, self._device, self._connectors, self._device_ids)
+            connector = agree(message, self.layout, self.host_id, self.device, self.connectors, self.device_ids)
         except KVLayoutMismatch as mismatch:
             return [RefusePair(PairRefused(message.pair_id, mismatch.message))]
         if len(self._by_id) >= MAX_PAIRS:
@@ -131,7 +123,7 @@ class IncomingPairTable:
         if any(pair.number > message.number for pair in others):
             return []
         superseded = [action for pair in others for action in self._forget(pair, "its peer has opened a new one")]
-        pids = message.prefill_pids if message.host_id == self._host_id else []
+        pids = message.prefill_pids if message.host_id == self.host_id else []
         self._by_id[message.pair_id] = IncomingPair(
             message.pair_id,
             message.prefill_worker_id,
@@ -140,7 +132,7 @@ class IncomingPairTable:
             number=message.number,
             lease_s=message.lease_s,
         )
-        checksums = self._checksums or message.checksums
+        checksums = self.checksums or message.checksums
         return [
             *superseded,
             AcceptPair(message.pair_id, connector, message.layout.tensor_parallel_size, checksums, pids),

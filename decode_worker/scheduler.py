@@ -141,9 +141,7 @@ class DecodeScheduler:
             return KVTransferFailed("the prefill worker has given up the transfer")
         transfer = self._transfers.get(request.transfer_id)
         if transfer is not None and transfer.is_reserved:
-            return KVTransferFailed(
-                "the transfer belongs to a request that has ended, and may still write"
-            )
+            return KVTransferFailed("the transfer belongs to a request that has ended, and may still write")
         needed = max(self.blocks.num_blocks_for(prompt.max_num_tokens), self._reservations.num_blocks_to_begin(prompt))
         if needed > self.blocks.num_blocks:
             return InternalError(

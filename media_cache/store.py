@@ -304,32 +304,6 @@ class MediaStore:
         lease.num_waits -= 1
         return [] if lease.num_waits else [self._grant(lease_id, lease)]
 
-    def check(self) -> None:
-        """Asserts the invariants; for tests."""
-        assert self.used_bytes == sum(entry.num_bytes for entry in self._entries.values()) <= self.capacity_bytes
-        assert self.num_items <= self.max_items
-        assert self._unused_bytes == sum(entry.num_bytes for entry in self._unused.values())
-        for number, entry in self._entries.items():
-            assert entry.number == number
-            assert (number in self._unused) == (entry.is_ready and not entry.is_stale and not entry.holders)
-            assert self._stale.get(entry.key) is not entry or entry.is_stale
-            assert entry.is_stale == (self._by_key.get(entry.key) is not entry)
-            assert entry.holders or number in self._unused, "nobody holds it, and nobody will find it"
-            assert entry.is_ready or entry.writer in entry.holders
-            assert not (entry.is_ready and entry.waiting)
-            assert set(entry.waiting) == set(entry.holders) - {entry.writer} or entry.is_ready
-            for lease_id in entry.holders:
-                assert self._leases[lease_id].entries[entry.key] is entry
-        assert all(self._entries.get(entry.number) is entry for entry in self._stale.values())
-        order = list(self._leases)
-        for lease_id, lease in self._leases.items():
-            held = [entry for entry in lease.entries.values() if entry is not None]
-            assert all(self._entries[entry.number] is entry and lease_id in entry.holders for entry in held)
-            waits = [entry for entry in held if lease_id in entry.waiting]
-            assert lease.num_waits == len(waits)
-            for entry in waits:
-                assert entry.writer is not None and order.index(entry.writer) < order.index(lease_id), "a cycle"
-
 
 def _full(reason: str) -> TandemError:
     return Overloaded(f"the media cache is full: {reason}; try again later")

@@ -10,7 +10,7 @@ as proof that nothing more will be written.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -95,6 +95,7 @@ class OutgoingPair:
     dropped: bool = False
 
 
+@dataclass(eq=False)
 class OutgoingPairTable:
     """All pairs of one prefill worker.
 
@@ -102,30 +103,18 @@ class OutgoingPairTable:
     OpenPair. lease_s: see `prefill_worker.leases`; sent to decode in the handshake.
     """
 
-    def __init__(
-        self,
-        worker: WorkerInfo,
-        pids: list[int],
-        layout: KVLayout,
-        host_id: str,
-        device: str,
-        connectors: list[str],
-        checksums: bool,
-        lease_s: float,
-        device_ids: list[str],
-    ) -> None:
-        self._worker = worker
-        self._pids = pids
-        self._layout = layout
-        self._host_id = host_id
-        self._device = device
-        self._connectors = connectors
-        self._checksums = checksums
-        self._lease_s = lease_s
-        self._device_ids = device_ids
-        self._num_opened = 0
-        self._by_epoch: dict[str, OutgoingPair] = {}  # by the decode worker's epoch
-        self._by_id: dict[str, OutgoingPair] = {}  # including dropped pairs until they are closed
+    worker: WorkerInfo
+    pids: list[int]
+    layout: KVLayout
+    host_id: str
+    device: str
+    connectors: list[str]
+    checksums: bool
+    lease_s: float
+    device_ids: list[str]
+    _num_opened: int = 0
+    _by_epoch: dict[str, OutgoingPair] = field(default_factory=dict)  # by the decode worker's epoch
+    _by_id: dict[str, OutgoingPair] = field(default_factory=dict)  # including dropped pairs until they are closed
 
     def pairs(self) -> Iterable[OutgoingPair]:
         return self._by_epoch.values()
@@ -174,22 +163,22 @@ class OutgoingPairTable:
     def _open(self, now: float, peer: WorkerInfo) -> Connect:
         # The epoch makes the id unique among processes, the number among this process's pairs.
         number = self._num_opened
-        pair_id = f"{self._worker.worker_id}-{peer.worker_id}-{self._worker.epoch}-{number}"
+        pair_id = f"{self.worker.worker_id}-{peer.worker_id}-{self.worker.epoch}-{number}"
         self._num_opened += 1
         self._by_epoch[peer.epoch] = self._by_id[pair_id] = OutgoingPair(pair_id, peer, now)
         message = OpenPair(
             version=PROTOCOL_VERSION,
-            prefill_worker_id=self._worker.worker_id,
-            prefill_epoch=self._worker.epoch,
-            prefill_pids=self._pids,
+            prefill_worker_id=self.worker.worker_id,
+            prefill_epoch=self.worker.epoch,
+            prefill_pids=self.pids,
             pair_id=pair_id,
-            layout=self._layout,
-            host_id=self._host_id,
-            device=self._device,
-            connectors=self._connectors,
-            checksums=self._checksums,
-            lease_s=self._lease_s,
-            device_ids=self._device_ids,
+            layout=self.layout,
+            host_id=self.host_id,
+            device=self.device,
+            connectors=self.connectors,
+            checksums=self.checksums,
+            lease_s=self.lease_s,
+            device_ids=self.device_ids,
             number=number,
         )
         return Connect(pair_id, peer.endpoint, message)
@@ -232,8 +221,8 @@ class OutgoingPairTable:
     def on_sender_impossible(self, now: float, pair_id: str, error: TandemError) -> list[OutgoingPairAction]:
         """Handles a connector that the handshake chose but the kernel refused, by no longer offering it."""
         pair = self._by_id.get(pair_id)
-        if pair is not None and len(self._connectors) > 1:
-            self._connectors = [name for name in self._connectors if name != pair.connector]
+        if pair is not None and len(self.connectors) > 1:
+            self.connectors = [name for name in self.connectors if name != pair.connector]
         return self.fail(now, pair_id, error.message)
 
     def on_sender_closed(self, pair_id: str) -> list[OutgoingPairAction]:
@@ -284,7 +273,7 @@ class OutgoingPairTable:
 
     def begin_epoch(self, now: float, worker: WorkerInfo) -> list[OutgoingPairAction]:
         """Drops all pairs. New ones are opened when a view shows this worker's new epoch."""
-        self._worker = worker
+        self.worker = worker
         return self._drop_all(now, "the prefill worker begins a new epoch")
 
     def close(self, now: float) -> list[OutgoingPairAction]:

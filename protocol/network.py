@@ -101,7 +101,7 @@ class Context(zmq.Context[Any]):
         if self.keys is None and not self._warned:
             self._warned = True
             log.warning(
-                "--insecure-network: %s is neither encrypted nor authenticated; whoever reaches it controls the cluster",
+                "--insecure-network: %s is neither encrypted nor authenticated; who reaches it controls the cluster",
                 endpoint,
             )
         return self.keys

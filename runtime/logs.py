@@ -38,17 +38,10 @@ def _one_line(text: object) -> str:
 class _OneLine(logging.Formatter):
     """Text format. Tracebacks keep their line breaks."""
 
-    def format(self, record: logging.LogRecord) -> str:
+    def formatMessage(self, record: logging.LogRecord) -> str:  # logging's name
         fields = "".join(f" {name}={_one_line(value)}" for name, value in _fields(record).items())
-        record.message = _one_line(record.getMessage()) + fields
-        line = self.formatMessage(record) if not self.usesTime() else self._with_time(record)
-        if record.exc_info and record.exc_info[0] is not None:
-            line = f"{line}\n{self.formatException(record.exc_info)}"
-        return line
-
-    def _with_time(self, record: logging.LogRecord) -> str:
-        record.asctime = self.formatTime(record, self.datefmt)
-        return self.formatMessage(record)
+        record.message = _one_line(record.message) + fields
+        return super().formatMessage(record)
 
 
 class _Json(logging.Formatter):

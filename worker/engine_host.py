@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.engine_thread import EngineThread
@@ -19,26 +20,17 @@ STOP_TIMEOUT_S = 1.5
 """Time that a running step gets when the worker ends."""
 
 
+@dataclass(eq=False)
 class EngineHost:
     """Created by `load`, released by `close`. block_bytes: size of one block, summed over all ranks."""
 
-    def __init__(
-        self,
-        ranks: TensorParallelGroup,
-        loaded: LoadedModel,
-        blocks: BlockManager,
-        block_bytes: int,
-        engine: EngineThread,
-        pools: WorkerPools,
-        grammars: Grammars,
-    ) -> None:
-        self._ranks = ranks
-        self.loaded = loaded
-        self.blocks = blocks
-        self.block_bytes = block_bytes
-        self.engine = engine
-        self.pools = pools
-        self.grammars = grammars
+    _ranks: TensorParallelGroup
+    loaded: LoadedModel
+    blocks: BlockManager
+    block_bytes: int
+    engine: EngineThread
+    pools: WorkerPools
+    grammars: Grammars
 
     @classmethod
     async def load(cls, config: WorkerConfig, on_grammar: Callable[[], None], *, with_vision: bool) -> EngineHost:

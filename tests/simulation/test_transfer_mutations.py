@@ -103,9 +103,9 @@ def pair_ids_do_not_name_the_process(patch: pytest.MonkeyPatch) -> None:
     open_pair = OutgoingPairTable._open
 
     def mutated(self: OutgoingPairTable, now: float, peer: Any) -> Connect:
-        worker, self._worker = self._worker, msgspec.structs.replace(self._worker, epoch="same")
+        worker, self.worker = self.worker, msgspec.structs.replace(self.worker, epoch="same")
         connect = open_pair(self, now, peer)
-        self._worker = worker
+        self.worker = worker
         message = msgspec.structs.replace(connect.message, prefill_epoch=worker.epoch)
         return msgspec.structs.replace(connect, message=message)
 

@@ -12,6 +12,33 @@ from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey, Wante
 from tandem.runtime.errors import InvalidRequest, Overloaded, WorkerLost
 
 
+def check(store: MediaStore) -> None:
+    """Asserts the invariants of the store."""
+    assert store.used_bytes == sum(entry.num_bytes for entry in store._entries.values()) <= store.capacity_bytes
+    assert store.num_items <= store.max_items
+    assert store._unused_bytes == sum(entry.num_bytes for entry in store._unused.values())
+    for number, entry in store._entries.items():
+        assert entry.number == number
+        assert (number in store._unused) == (entry.is_ready and not entry.is_stale and not entry.holders)
+        assert store._stale.get(entry.key) is not entry or entry.is_stale
+        assert entry.is_stale == (store._by_key.get(entry.key) is not entry)
+        assert entry.holders or number in store._unused, "nobody holds it, and nobody will find it"
+        assert entry.is_ready or entry.writer in entry.holders
+        assert not (entry.is_ready and entry.waiting)
+        assert set(entry.waiting) == set(entry.holders) - {entry.writer} or entry.is_ready
+        for lease_id in entry.holders:
+            assert store._leases[lease_id].entries[entry.key] is entry
+    assert all(store._entries.get(entry.number) is entry for entry in store._stale.values())
+    order = list(store._leases)
+    for lease_id, lease in store._leases.items():
+        held = [entry for entry in lease.entries.values() if entry is not None]
+        assert all(store._entries[entry.number] is entry and lease_id in entry.holders for entry in held)
+        waits = [entry for entry in held if lease_id in entry.waiting]
+        assert lease.num_waits == len(waits)
+        for entry in waits:
+            assert entry.writer is not None and order.index(entry.writer) < order.index(lease_id), "a cycle"
+
+
 def key(number: int) -> MediaKey:
     return MediaKey(bytes([number]) * 32, "input")
 
@@ -51,7 +78,7 @@ def test_what_was_committed_is_found_with_its_description() -> None:
     assert store.used_bytes == 14, "what was set aside and not used is given back"
     [hit] = granted(store.acquire("p", "b", want(1)), "b")
     assert hit is first and hit.is_ready and hit.description == b"item 1"
-    store.check()
+    check(store)
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -83,7 +110,7 @@ def test_an_allocation_is_whole_or_not_at_all() -> None:
     assert cached(store, 1, 2) == [True, True], "nothing was evicted for what is refused"
     with pytest.raises(InvalidRequest, match="take 40 bytes; the media cache has 30"):
         store.acquire("p", "a", want(4, 5, 6, 7))
-    store.check()
+    check(store)
 
 
 def test_items_are_bounded_in_number_too() -> None:
@@ -115,7 +142,7 @@ def test_the_first_that_waits_writes_when_the_writer_gives_up() -> None:
     assert heir.number != lost.number and Drop(lost.number) in actions, "the lost writer may still write to its own"
     [same] = granted(store.commit("first", done(1)), "second")
     assert same is heir and heir.is_ready
-    store.check()
+    check(store)
 
 
 def test_what_is_only_looked_for_takes_no_room_and_does_not_wait() -> None:
@@ -141,7 +168,7 @@ def test_clear_leaves_what_is_held_to_its_holders_alone() -> None:
     assert store.ready(key(3)) is None
     store.release(["writer", "reader", "holder"])
     assert store.num_items == 1 and cached(store, 2) == [False]
-    store.check()
+    check(store)
 
 
 def test_a_lease_that_was_released_before_it_came_is_refused() -> None:
@@ -254,7 +281,7 @@ class _Schedule(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        self.store.check()
+        check(self.store)
         assert self.store.num_leases == len(self.clients)
         live = set(self.store._entries)
         assert self.segments <= live, "a segment outlives its entry"
