@@ -40,7 +40,7 @@ PROXY_SILENCE_S = 5.0
 PROXY_SETTLE_S = 2.0
 """For this long after a proxy's first message its view may add workers but not remove any."""
 _SIGHT_S = 1.0
-"""A proxy that was heard within this time still knows this worker."""
+"""A proxy that was last seen within this time still knows this worker."""
 _STALL_S = 1.0
 """A heartbeat delayed by more than this means that this process was stalled, not the proxies."""
 REFUSAL_PATIENCE_S = 15.0
@@ -56,14 +56,14 @@ class _ProxyLink:
         self.endpoint = endpoint
         self.socket: DealerSocket[FromProxyControl] | None = None
         self.proxy_id: str | None = None
-        self.first_heard_at = 0.0
-        self.heard_at = 0.0
+        self.first_seen_at = 0.0
+        self.seen_at = 0.0
         self.workers: list[WorkerInfo] = []
         self.known_by: str | None = None  # id of the proxy instance that last knew our epoch
         self.refusal_logged_at: float | None = None
 
     def knows_us(self, now: float) -> bool:
-        return self.proxy_id is not None and self.known_by == self.proxy_id and now - self.heard_at < _SIGHT_S
+        return self.proxy_id is not None and self.known_by == self.proxy_id and now - self.seen_at < _SIGHT_S
 
 
 class Registration:
@@ -147,7 +147,7 @@ class Registration:
                 silent_since = now
             self.send_to_all(self._status())
             for link in self._links:
-                if link.proxy_id is not None and now - max(link.heard_at, silent_since) > PROXY_SILENCE_S:
+                if link.proxy_id is not None and now - max(link.seen_at, silent_since) > PROXY_SILENCE_S:
                     log.warning("proxy %s has been silent for %.0f s", link.proxy_id, PROXY_SILENCE_S)
                     self._lose(link)
 
@@ -176,9 +176,9 @@ class Registration:
             case ClusterView():
                 if link.proxy_id not in (None, message.proxy_id):
                     self._lose(link)
-                link.heard_at = asyncio.get_running_loop().time()
+                link.seen_at = asyncio.get_running_loop().time()
                 if link.proxy_id is None:
-                    link.proxy_id, link.first_heard_at = message.proxy_id, link.heard_at
+                    link.proxy_id, link.first_seen_at = message.proxy_id, link.seen_at
                 if message.known:
                     link.known_by, link.refusal_logged_at, self._was_accepted = message.proxy_id, None, True
                 elif link.known_by == message.proxy_id:
@@ -188,7 +188,7 @@ class Registration:
                 if message.restart_prefixes:
                     self._on_restart_prefixes()
                 link.workers = message.workers
-                if link.heard_at - link.first_heard_at < PROXY_SETTLE_S:
+                if link.seen_at - link.first_seen_at < PROXY_SETTLE_S:
                     listed = {worker.worker_id for worker in message.workers}
                     link.workers = [*message.workers, *(w for w in self._view if w.worker_id not in listed)]
                 self._update_view()
@@ -202,7 +202,7 @@ class Registration:
     def _on_declared_lost(self, link: _ProxyLink, proxy_id: str) -> None:
         """Handles a proxy that has declared this worker lost and dispatched its requests elsewhere."""
         link.known_by = None
-        if not any(other.knows_us(link.heard_at) for other in self._links):
+        if not any(other.knows_us(link.seen_at) for other in self._links):
             log.warning("proxy %s has declared this worker lost: beginning a new epoch", proxy_id)
             self._on_epoch_over()
             return

@@ -1,6 +1,6 @@
-"""Both kinds of worker in memory: real schedulers and pair tables in shells that do as `worker.py` and `pairs.py` do.
+"""Both kinds of worker in memory: real schedulers and pair tables in simulated shells.
 
-See `tests.simulation.transfer_world`, which holds them.
+`tests.simulation.transfer_world` connects them.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Memory:
 
 
 class Process:
-    """later: what its loop has yet to call. path_ids: of all data paths that it has opened an end of."""
+    """later: callbacks that its loop has yet to call. path_ids: data paths of which it has opened an end."""
 
     side: Side
 

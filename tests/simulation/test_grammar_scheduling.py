@@ -1,4 +1,5 @@
-"""Schedulers and grammars: no sequence is sampled before its grammar is compiled, and its failure is its own."""
+"""Schedulers and grammars: no sequence is sampled before its grammar is compiled, and a failure affects only that
+sequence."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def start(number: int, sampling: SamplingParams, num_sequences: int = 1, num_gen
 
 
 def prepare(number: int, sampling: SamplingParams, num_sequences: int = 1, num_generated: int = 0) -> PrepareDecode:
-    """Salted, so that each is shipped whole."""
+    """Salted, so that each prompt is shipped whole."""
     s = start(number, sampling, num_sequences, num_generated)
     return PrepareDecode(
         s.proxy_id, s.attempt_ids, s.transfer_id, s.token_ids, sampling, s.seeds, STOP, "prefill-0", "e", 9.0,
@@ -84,7 +85,7 @@ def decode() -> DecodeScheduler:
 
 
 def begin(scheduler: DecodeScheduler, request: PrepareDecode, of: Grammar | None) -> None:
-    """All of its KV has come."""
+    """All of its KV has arrived."""
     scheduler.on_prepare(0.0, request, of)
     number, transfer_id = request.transfer_id[1:], request.transfer_id
     scheduler.on_reserve(0.0, ReserveKV("pair", transfer_id, len(TOKENS)))

@@ -1,4 +1,4 @@
-"""Checksums of KV blocks: equal for equal content however it is split, and what the network corrupts is found."""
+"""Checksums of KV blocks: equal for equal content however it is split over ranks; corruption is detected."""
 
 from __future__ import annotations
 

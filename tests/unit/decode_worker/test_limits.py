@@ -1,4 +1,4 @@
-"""Tables of the workers that others fill have a bound, too: what is over it is refused, or the oldest forgotten."""
+"""Tables that peers can fill are limited: excess entries are refused, or the oldest are forgotten."""
 
 from __future__ import annotations
 

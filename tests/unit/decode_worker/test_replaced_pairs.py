@@ -1,4 +1,4 @@
-"""A prefill worker has one pair with a decode worker at a time, also where the word of the end of one was lost."""
+"""A prefill worker has one pair with a decode worker at a time, even if the ClosePair of the previous one was lost."""
 
 from __future__ import annotations
 

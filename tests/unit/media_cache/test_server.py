@@ -1,4 +1,5 @@
-"""The media cache over its socket: one round trip on a hit, two on a miss, and nothing left when a client is gone."""
+"""The media cache over its socket: one round trip on a hit, two on a miss, and nothing left after a client has
+exited."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ KEYS = [MediaKey(bytes([number]) * 32, "input") for number in range(200)]
 
 @asynccontextmanager
 async def cache(folder: Path, capacity_bytes: int = 1 << 20) -> AsyncIterator[MediaCacheClient]:
-    """The server, on this loop, and a client of it."""
+    """The server, on this loop, and a client."""
     server = MediaCacheServer(MediaCacheConfig(f"ipc://{folder}/cache.sock", capacity_bytes))
     running = asyncio.create_task(server.run())
     context = new_context()
@@ -85,7 +86,7 @@ def test_what_a_lease_holds_outlasts_the_cache(tmp_path: Path) -> None:
             tensor = MediaTensor("pixel_values", "uint8", (6,), HEADER_BYTES, 6)
             item = MediaItem(KEYS[0].digest, "image", ((0, 1),), granted.segment, (tensor,))
             held, again = lease.hold([item, item])
-            assert opened() == before + 1  # one descriptor for an image that is shown twice
+            assert opened() == before + 1  # one descriptor for an image that is used twice
         assert open_tensors(held)["pixel_values"].numpy().tobytes() == b"pixels"
         with pytest.raises(WorkerLost, match="gone"):
             open_tensors(item)
@@ -182,7 +183,7 @@ def test_a_descriptor_that_was_used_again_is_noticed(tmp_path: Path) -> None:
         [old] = await put(client, "a", KEYS[:1], b"one")
         client.release(["a"])
         await client.clear()
-        for number in range(1, 200):  # until its descriptor has come round
+        for number in range(1, 200):  # until the descriptor number is reused
             [new] = await put(client, f"b {number}", KEYS[number : number + 1], b"two")
             if new.segment == old.segment:
                 break
@@ -252,7 +253,7 @@ def test_bytes_over_the_socket_for_other_hosts(tmp_path: Path) -> None:
 
 
 def test_clear_is_ordered_with_what_is_in_flight(tmp_path: Path) -> None:
-    """Held items stay with their holders, items being written are not kept, later acquires compute anew."""
+    """Held items stay with their holders, items being written are not kept, later calls compute anew."""
 
     async def test(client: MediaCacheClient) -> None:
         await put(client, "unused", KEYS[:1], b"u" * 64)
@@ -297,7 +298,9 @@ def test_a_dead_clients_references_are_dropped(tmp_path: Path) -> None:
             await child.wait()
             while (await client.status()).num_items:
                 pass
-            with pytest.raises(InvalidRequest, match="does not exist"):  # said in its name before, read after
+            with pytest.raises(
+                InvalidRequest, match="does not exist"
+            ):  # sent for the live process, read after its exit
                 await other.acquire("b", [WantedMedia(KEYS[0], 100)])
         finally:
             other.close()

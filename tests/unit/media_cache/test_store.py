@@ -1,4 +1,5 @@
-"""The media cache's metadata: allocation, pins, eviction, waiting, clearing; by example and by random schedules."""
+"""The media cache's bookkeeping: allocation, leases, eviction, waiting, clearing; by example and by random
+schedules."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def cached(store: MediaStore, *numbers: int) -> list[bool]:
 
 
 def fill(store: MediaStore, *numbers: int) -> None:
-    """One item after the other is cached and let go."""
+    """Caches one item after the other and releases it."""
     for number in numbers:
         store.acquire("p", f"fill {number}", want(number))
         store.commit(f"fill {number}", done(number))
@@ -198,7 +199,7 @@ def test_a_commit_that_grows_makes_room_or_is_refused() -> None:
 
 
 class _Schedule(RuleBasedStateMachine):
-    """Calls in any order, by clients that may die; what the store answers is compared with plain bookkeeping."""
+    """Random calls by clients that may exit, compared with a simple model."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Processed media for prefill workers of other hosts: over the cache's tcp socket, bounded, in time, nothing kept."""
+"""Processed media for prefill workers of other hosts: read over tcp, limited in memory and time, released
+explicitly."""
 
 from __future__ import annotations
 
@@ -38,11 +39,11 @@ from tandem.runtime.errors import ConfigError, InvalidRequest, Overloaded, Worke
 
 GRID = torch.tensor([[1, 4, 4]])
 NUM_PATCHES = 1 << 18
-"""Of four bytes each: an item takes several messages."""
+"""Four bytes each: an item takes several messages."""
 
 
 class Hosts:
-    """A cache with an item on this host, and what a prefill worker of another has of it."""
+    """A cache with items on this host, and the fetches of a prefill worker of another host."""
 
     def __init__(self, server: MediaCacheServer, local: MediaCacheClient, remote: RemoteMedia, endpoint: str) -> None:
         self.server = server
@@ -52,19 +53,19 @@ class Hosts:
         self._prompts: list[PromptFetches] = []
 
     async def fetch(self, endpoint: str, item: MediaItem, names: Sequence[str]) -> dict[str, torch.Tensor]:
-        """For a prompt of its own."""
+        """Fetches for a new prompt."""
         prompt = self.remote.for_prompt()
         self._prompts.append(prompt)
         return await prompt.fetch(endpoint, item, names)
 
     async def release(self) -> None:
-        """All prompts end."""
+        """Releases all prompts."""
         for prompt in self._prompts:
             prompt.release()
         await asyncio.sleep(0)
 
     async def put(self, name: str) -> tuple[MediaItem, torch.Tensor]:
-        """The item, held by a lease of that name, and its pixels."""
+        """Returns the item, held by a lease of that name, and its pixels."""
         digest = name.encode().ljust(32)
         pixels = torch.randn(NUM_PATCHES, 1)
         tensors = {"pixel_values": pixels, "image_grid_thw": GRID}
@@ -187,7 +188,7 @@ def test_a_cache_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
 
 
 def test_other_hosts_may_only_read(tmp_path: Path) -> None:
-    """Their calls would be made in the name of a process of this host, and could forget what it uses."""
+    """Other calls act for a process of this host and could evict what it uses."""
 
     async def test(hosts: Hosts) -> None:
         await hosts.put("a")
@@ -244,7 +245,7 @@ def test_a_port_that_is_taken_is_said_by_a_process_that_ends_by_itself(tmp_path:
 
 
 def test_a_cache_that_nobody_reaches_over_tcp_needs_no_keys(tmp_path: Path) -> None:
-    """As on a host of workers alone, which has their secret and not the proxy's."""
+    """As on a host of workers, which has their secret key and not the proxy's."""
     make_keys(tmp_path / "keys")
     (tmp_path / "keys" / "proxy.key_secret").unlink()
 
@@ -258,7 +259,7 @@ def test_a_cache_that_nobody_reaches_over_tcp_needs_no_keys(tmp_path: Path) -> N
 
 
 class Tower:
-    """Of a model that wants pixels to encode, and the grid for positions."""
+    """A model that needs pixels to encode, and the grid for positions."""
 
     def check(self, item: MediaItem, tensors: dict[str, torch.Tensor]) -> None:
         if "image_grid_thw" not in tensors:
@@ -314,7 +315,7 @@ def test_a_prompts_media_are_fetched_before_it_is_scheduled(tmp_path: Path) -> N
 
 
 def test_a_prompt_that_ends_while_its_media_are_fetched_gives_them_back(tmp_path: Path) -> None:
-    """Explicitly: the garbage collector is disabled. The prompt beside it that shows the same image is served."""
+    """With the garbage collector disabled. A second prompt with the same image is served."""
 
     async def turns() -> None:
         for _ in range(5):

@@ -1,4 +1,4 @@
-"""Every message survives the wire; what is not one of the expected messages is refused, whatever the bytes."""
+"""Every message survives encoding and decoding; all other bytes are refused."""
 
 from __future__ import annotations
 
