@@ -7,6 +7,7 @@ traffic is encrypted; a key that is not on the list is refused and counted. Plai
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import zmq
 import zmq.auth.asyncio
 
 from tandem.protocol.network_keys import NetworkKeys, Part, load_keys
-from tandem.protocol.refusals import Refusals
+from tandem.protocol.refusals import RefusalReason, Refusals
 from tandem.runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class Context(zmq.Context[Any]):
     _gate: _Gate | None
     _warned: bool
 
-    def protect(self, part: Part, config: NetworkConfig) -> None:
+    def protect(self, part: Part, config: NetworkConfig, on_refused: Callable[[RefusalReason], object] | None) -> None:
         """Loads the keys of this process. Raises ConfigError for keys that cannot be read or are another part's."""
         self.keys = config.keys
         if self.keys is None and config.keys_folder:
@@ -58,7 +59,7 @@ class Context(zmq.Context[Any]):
         if self.keys is not None and self.keys.part != part:
             raise ConfigError(f"the keys that this process was given are a {self.keys.part}'s, not a {part}'s")
         self.insecure = config.insecure
-        self.refusals = Refusals()
+        self.refusals = Refusals(on_refused)
         self._gate = None
         self._warned = False
 

@@ -23,9 +23,11 @@ _LOG_INTERVAL_S = 10.0
 class Refusals:
     """One per process. on_refused: called with the reason of each refusal."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, on_refused: Callable[[RefusalReason], object] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._clock = clock
-        self.on_refused: Callable[[RefusalReason], None] = lambda reason: None
+        self.on_refused = on_refused
         self._counts: dict[RefusalReason, int] = dict.fromkeys(REASONS, 0)
         self._logged_at: dict[RefusalReason, float] = {}
         self._num_unlogged: dict[RefusalReason, int] = dict.fromkeys(REASONS, 0)
@@ -33,7 +35,8 @@ class Refusals:
     def count(self, reason: RefusalReason, detail: str) -> None:
         """Counts and logs a refusal. detail: for the log; must not contain client data."""
         self._counts[reason] += 1
-        self.on_refused(reason)
+        if self.on_refused is not None:
+            self.on_refused(reason)
         now = self._clock()
         if now - self._logged_at.get(reason, now - _LOG_INTERVAL_S) < _LOG_INTERVAL_S:
             self._num_unlogged[reason] += 1

@@ -230,11 +230,18 @@ def listen_on_free_port(host: str) -> tuple[int, int]:
         return listener.detach(), port
 
 
-def new_context(part: Part = "operator", network: NetworkConfig = NetworkConfig()) -> Context:  # noqa: B008  # frozen
-    """Returns the process's context. part: role of this process, which selects its key. Raises ConfigError."""
+def new_context(
+    part: Part = "operator",
+    network: NetworkConfig = NetworkConfig(),  # noqa: B008  # frozen
+    on_refused: Callable[[RefusalReason], object] | None = None,
+) -> Context:
+    """Returns the process's context. Raises ConfigError.
+
+    part: role of this process, which selects its key. on_refused: called for each refused connection or message.
+    """
     context = Context(io_threads=1)
     try:
-        context.protect(part, network)
+        context.protect(part, network, on_refused)
     except BaseException:
         context.destroy()
         raise

@@ -261,7 +261,7 @@ def test_a_connection_that_was_forgotten_while_idle_is_made_anew(keys: Path, mon
 
 def test_refusals_are_counted_all_and_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    refusals = Refusals(lambda: now[0])
+    refusals = Refusals(clock=lambda: now[0])
     with caplog.at_level(logging.WARNING):
         for _ in range(1000):
             refusals.count("not_a_message", "junk")
