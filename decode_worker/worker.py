@@ -103,7 +103,9 @@ class DecodeWorker:
             table=self._table,
             pools=host.pools,
             send=self._send_to_prefill,
-            on_pair_lost=lambda *lost: self._perform(self._scheduler.on_pair_lost(*lost)),
+            on_pair_lost=lambda pair_id, reason, peer_stopped: self._perform(
+                self._scheduler.on_pair_lost(pair_id, reason, peer_stopped)
+            ),
             on_prefill_lost=lambda epoch: self._perform(self._scheduler.on_prefill_lost(epoch)),
         )
         self._presence = Presence(config, info, host, self._scheduler, self._pairs, self._perform, self._load)

@@ -11,6 +11,7 @@ import mmap
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tandem.engine.vision.media_tensors import view_tensor
@@ -75,7 +76,7 @@ class RemoteMedia:
             memory = self._allocate(key[2] - key[1])
             fetched = _Fetched(key, memory, asyncio.create_task(self._fetch(endpoint, key, memory)))
             self._ranges[key] = fetched
-            fetched.task.add_done_callback(lambda _, fetched=fetched: self._on_fetched(fetched))  # type: ignore[misc]
+            fetched.task.add_done_callback(partial(self._on_fetched, fetched))
         fetched.num_users += 1
         return fetched
 
@@ -86,8 +87,8 @@ class RemoteMedia:
             fetched.task.cancel()
             self._forget(fetched)
 
-    def _on_fetched(self, fetched: _Fetched) -> None:
-        if fetched.task.cancelled() or fetched.task.exception() is not None:
+    def _on_fetched(self, fetched: _Fetched, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is not None:
             self._forget(fetched)
             fetched.memory.close()
         else:
