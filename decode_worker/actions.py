@@ -1,16 +1,11 @@
-"""What the decode scheduler asks of its shell."""
+"""Actions that the decode scheduler asks of its shell."""
 
 from __future__ import annotations
 
 import msgspec
 
-from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, DecodeReserved, FirstToken, TokenBatch
 from tandem.protocol.messages.transfer import KVRefused, KVReserved
-
-
-class SendToProxy(msgspec.Struct, frozen=True):
-    proxy_id: str
-    message: FirstToken | DecodeReserved | TokenBatch | AttemptPreempted | AttemptFailed
+from tandem.worker.actions import SendToProxy
 
 
 class SendToPrefill(msgspec.Struct, frozen=True):
@@ -19,9 +14,9 @@ class SendToPrefill(msgspec.Struct, frozen=True):
 
 
 class Receive(msgspec.Struct, frozen=True):
-    """Take announced blocks into own blocks through the pair's connector; `on_received` must follow, once.
+    """Receive announced blocks through the pair's connector. `on_received` must follow exactly once.
 
-    checksums: what the blocks must have then, or none; where they have not, `on_corrupt` takes on_received's place.
+    checksums: expected checksums of the blocks, or empty. If they differ, `on_corrupt` follows instead.
     """
 
     pair_id: str

@@ -1,9 +1,9 @@
-"""A prompt that the decode worker computes itself: it is short, or no prefill worker is left.
+"""A prompt that the decode worker computes itself, because it is short or no prefill worker is left.
 
-    waiting -> computing -> begun
-                        \\-> ended
+  waiting -> computing -> begun
+                      \\-> ended
 
-It waits for its blocks in one line with the transfers. Its chunks share steps with the tokens of running sequences.
+It waits for its blocks in the same queue as the transfers. Its chunks share steps with running sequences.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from tandem.decode_worker.sequence import DecodePrompt
 from tandem.engine.batch import BatchItem, Sample
 from tandem.engine.prompt_chunks import chunk, first_samples
 from tandem.engine.sampling.grammar import Grammar, GrammarState
-from tandem.protocol.messages.generation import TokenLogprobs
+from tandem.protocol.messages.dispatch import FirstToken
+from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
+from tandem.worker.first_tokens import first_tokens
 
 
 @dataclass(eq=False)
 class LocalPrefill:
-    """block_table: of the prompt, the cached blocks first. spare_block_ids: as IncomingTransfer's."""
+    """block_table: blocks of the prompt, cached ones first. spare_block_ids: as in IncomingTransfer."""
 
     prompt: DecodePrompt
     token_ids: list[int]
@@ -28,7 +30,7 @@ class LocalPrefill:
     grammar: GrammarState | None
     block_table: list[int] = field(default_factory=list)
     spare_block_ids: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0  # cached ones included
+    num_computed_tokens: int = 0  # including cached ones
     num_cached_tokens: int = 0
     started_at: float = 0.0
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -53,11 +55,12 @@ class LocalPrefill:
 
     @property
     def may_compute(self) -> bool:
-        """Not before it has its blocks and its grammar is compiled."""
+        """Whether it has its blocks and its grammar is compiled."""
         return self.is_reserved and (self.grammar is None or self.grammar.is_ready)
 
     def num_cacheable_blocks(self, block_size: int) -> int:
-        """The last token is always computed, since its logits are needed; so are all whose logits are asked for."""
+        """Returns how many blocks may come from the prefix cache. The last token is always computed, as its logits are
+        needed; so are all tokens if prompt logprobs are wanted."""
         if self.prompt.request.num_prompt_logprobs is not None:
             return 0
         return (len(self.token_ids) - 1) // block_size
@@ -66,8 +69,16 @@ class LocalPrefill:
         self.block_table, self.spare_block_ids = block_table, spare
         self.num_cached_tokens = self.num_computed_tokens = num_cached_tokens
 
+    def first_tokens(self, now: float, tokens: list[SampledToken]) -> list[FirstToken]:
+        """Returns messages for the sequences that are still wanted. tokens: one for each attempt of the request."""
+        queue_s, prefill_s = self.started_at - self.prompt.arrived_at, now - self.started_at
+        wanted = self.prompt.sequences
+        return first_tokens(
+            self.prompt.request, wanted, tokens, queue_s, prefill_s, self.prompt_logprobs, self.num_cached_tokens
+        )
+
     def next_item(self, num_tokens: int) -> BatchItem:
-        """The next chunk."""
+        """Returns the next chunk."""
         return chunk(
             self.token_ids,
             self.num_computed_tokens,
@@ -79,9 +90,8 @@ class LocalPrefill:
 
 
 def share_out(budget: int, prefills: Iterable[LocalPrefill]) -> list[tuple[LocalPrefill, int]]:
-    """The next step's chunks, as prefill workers choose them: half of the tokens to the one that came first, the rest
-    by priority and then to whoever has the fewest left.
-    """
+    """Divides the next step's prompt tokens like prefill workers do: half to the oldest prompt, the rest by priority
+    and then to the prompts with the fewest tokens left."""
     candidates = sorted(prefills, key=lambda p: (p.prompt.request.priority, p.num_remaining_tokens, p.prompt.number))
     if not candidates:
         return []

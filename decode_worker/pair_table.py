@@ -1,16 +1,18 @@
-"""Decides which pairs with prefill workers there are, and when their peers count as stopped; pure.
+"""Decides which pairs with prefill workers exist, and when their peers count as stopped. Pure.
 
 A pair's life:  open -> gone, or open -> broken -> gone
-A pair goes when the peer says so (ClosePair), when its processes exit, or when its data path breaks. Where the peer
-writes into our pool by itself a broken path, or a peer that no proxy knows any more, proves nothing: a frozen process
-may wake and write. Such a pair is only broken, and goes with the peer's word or its exit (`decode_worker.transfer`).
+
+A pair goes when its peer sends ClosePair, when the peer's processes exit, or when its data path breaks. If the peer
+writes into this worker's pool directly, a broken path or a peer that left the cluster proves nothing: a frozen process
+may wake up and write. Such a pair is only broken, and goes with ClosePair or the peer's exit
+(`decode_worker.transfer`).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -28,9 +30,10 @@ class RefusePair(msgspec.Struct, frozen=True):
 
 
 class AcceptPair(msgspec.Struct, frozen=True):
-    """Open the receiver, tell the peer, and watch these processes: `on_exit` must follow when one is gone.
+    """Open the receiver, answer the peer, and watch these processes. `on_opened` must follow at once, `on_exit` for
+    each process that exits.
 
-    num_senders: the peer's ranks. After it is open `on_opened` must follow, at once.
+    num_senders: number of the peer's ranks.
     """
 
     pair_id: str
@@ -40,18 +43,18 @@ class AcceptPair(msgspec.Struct, frozen=True):
     pids: list[int]
 
 
-class CloseReceiver(msgspec.Struct, frozen=True):
-    """Close the receiver and watch the peer's processes no longer."""
+class StopReceiver(msgspec.Struct, frozen=True):
+    """Close the receiver and stop watching the peer's processes."""
 
     pair_id: str
 
 
-class SendClose(msgspec.Struct, frozen=True):
+class SendCloseToPrefill(msgspec.Struct, frozen=True):
     message: ClosePair
 
 
-class PairLost(msgspec.Struct, frozen=True):
-    """No transfer of the pair will complete. peer_stopped: nor will anything be written through it."""
+class IncomingPairLost(msgspec.Struct, frozen=True):
+    """No transfer of the pair will complete. peer_stopped: the peer will write nothing more either."""
 
     pair_id: str
     reason: str
@@ -59,24 +62,24 @@ class PairLost(msgspec.Struct, frozen=True):
 
 
 class PrefillLost(msgspec.Struct, frozen=True):
-    """Requests that count on this prefill worker, whether or not their transfer has begun, have lost it."""
+    """Requests that wait for this prefill worker have lost it, whether or not their transfer has begun."""
 
     prefill_epoch: str
 
 
-PairAction = RefusePair | AcceptPair | CloseReceiver | SendClose | PairLost | PrefillLost
+IncomingPairAction = RefusePair | AcceptPair | StopReceiver | SendCloseToPrefill | IncomingPairLost | PrefillLost
 
 
 @dataclass(eq=False)
 class IncomingPair:
-    """One prefill worker that may ship to us. live_pids: of those of its ranks that are not known to have exited."""
+    """One prefill worker that may ship to this worker. live_pids: its ranks that are not known to have exited."""
 
     pair_id: str
     prefill_worker_id: str
     prefill_epoch: str
     live_pids: set[int]
     number: int = 0
-    peer_writes: bool = True  # until it is known to be otherwise
+    peer_writes: bool = True  # until `on_opened`
     lease_s: float = 10.0
     renewed_at: float = 0.0
     num_announced: int = 0
@@ -84,53 +87,43 @@ class IncomingPair:
     out_of_sight: bool = False
 
 
+@dataclass(eq=False)
 class IncomingPairTable:
-    """All pairs of one decode worker. host_id: see `runtime.host.host_id`.
+    """All pairs of one decode worker. host_id: see `runtime.host.host_id`. device_ids: GPUs of its ranks, as in
+    ConnectorParams."""
 
-    device_ids: GPUs of its ranks, as in ConnectorParams.
-    """
-
-    def __init__(
-        self,
-        layout: KVLayout,
-        host_id: str,
-        device: str,
-        connectors: list[str],
-        checksums: bool,
-        device_ids: list[str],
-    ) -> None:
-        self._layout = layout
-        self._host_id = host_id
-        self._device = device
-        self._connectors = connectors
-        self._checksums = checksums
-        self._device_ids = device_ids
-        self._by_id: dict[str, IncomingPair] = {}
-        self._gone: OrderedDict[str, None] = OrderedDict()  # ids are never used twice
+    layout: KVLayout
+    host_id: str
+    device: str
+    connectors: list[str]
+    checksums: bool
+    device_ids: list[str]
+    _by_id: dict[str, IncomingPair] = field(default_factory=dict)
+    _gone: OrderedDict[str, None] = field(default_factory=OrderedDict)  # ids are never reused
 
     def pairs(self) -> Iterable[IncomingPair]:
         return self._by_id.values()
 
     def is_open(self, pair_id: str) -> bool:
-        """Whether transfers may begin."""
+        """Returns whether transfers may begin."""
         pair = self._by_id.get(pair_id)
         return pair is not None and not pair.is_broken
 
-    def on_open(self, message: OpenPair) -> list[PairAction]:
+    def on_open(self, message: OpenPair) -> list[IncomingPairAction]:
         if message.pair_id in self._by_id or message.pair_id in self._gone:
             return []
         try:
-            connector = agree(message, self._layout, self._host_id, self._device, self._connectors, self._device_ids)
+            connector = agree(message, self.layout, self.host_id, self.device, self.connectors, self.device_ids)
         except KVLayoutMismatch as mismatch:
             return [RefusePair(PairRefused(message.pair_id, mismatch.message))]
         if len(self._by_id) >= MAX_PAIRS:
             return [RefusePair(PairRefused(message.pair_id, f"this decode worker has {MAX_PAIRS} pairs already"))]
-        # A prefill worker has one pair with us at a time. What it said of the one before may be lost, or still come.
+        # A prefill worker has one pair with us at a time. Its ClosePair for the previous one may be lost or late.
         others = [p for p in self._by_id.values() if p.prefill_epoch == message.prefill_epoch and not p.peer_writes]
         if any(pair.number > message.number for pair in others):
             return []
-        superseded = [action for pair in others for action in self._forget(pair, "its peer has opened another")]
-        pids = message.prefill_pids if message.host_id == self._host_id else []
+        superseded = [action for pair in others for action in self._forget(pair, "its peer has opened a new one")]
+        pids = message.prefill_pids if message.host_id == self.host_id else []
         self._by_id[message.pair_id] = IncomingPair(
             message.pair_id,
             message.prefill_worker_id,
@@ -139,7 +132,7 @@ class IncomingPairTable:
             number=message.number,
             lease_s=message.lease_s,
         )
-        checksums = self._checksums or message.checksums
+        checksums = self.checksums or message.checksums
         return [
             *superseded,
             AcceptPair(message.pair_id, connector, message.layout.tensor_parallel_size, checksums, pids),
@@ -149,36 +142,37 @@ class IncomingPairTable:
         self._by_id[pair_id].peer_writes = peer_writes
 
     def due_for_renewal(self, now: float) -> list[str]:
-        """Pairs whose leases are to be renewed now: three times in a term, so that one message may be late."""
+        """Returns pairs whose leases must be renewed now: three times per term, so that one message may be late."""
         due = [p for p in self._by_id.values() if not p.is_broken and now - p.renewed_at >= p.lease_s / 3]
         for pair in due:
             pair.renewed_at = now
         return [pair.pair_id for pair in due]
 
     def is_next(self, message: ShipKV) -> bool:
-        """False for one that came before, or whose pair is gone. Raises KVTransferFailed when one is missing: the next
-        blocks on the data path are then not those that this message tells of.
+        """Returns False for a message that was received before or whose pair is gone.
+
+        Raises KVTransferFailed if a message is missing: later messages would then describe the wrong blocks.
         """
         pair = self._by_id.get(message.pair_id)
         if pair is None or message.number < pair.num_announced:
             return False
         if message.number > pair.num_announced:
-            raise KVTransferFailed(f"message {pair.num_announced} about shipped blocks was lost on the way")
+            raise KVTransferFailed(f"message {pair.num_announced} about shipped blocks was lost")
         pair.num_announced += 1
         return True
 
     # ---- ends
 
-    def on_close(self, pair_id: str, reason: str) -> list[PairAction]:
-        """The peer says that it has stopped."""
+    def on_close(self, pair_id: str, reason: str) -> list[IncomingPairAction]:
+        """Handles ClosePair: the peer has stopped."""
         pair = self._by_id.get(pair_id)
         if pair is None:
             self._remember(pair_id)
             return []
         return self._forget(pair, reason)
 
-    def on_exit(self, pair_id: str, pid: int) -> list[PairAction]:
-        """The peer has stopped when all its ranks are gone: they end together, but not in the same instant."""
+    def on_exit(self, pair_id: str, pid: int) -> list[IncomingPairAction]:
+        """Handles the exit of one rank. The peer has stopped when all its ranks have exited."""
         pair = self._by_id.get(pair_id)
         if pair is None:
             return []
@@ -187,37 +181,37 @@ class IncomingPairTable:
             return []
         return [*self._forget(pair, f"{pair.prefill_worker_id} exited"), PrefillLost(pair.prefill_epoch)]
 
-    def on_view(self, workers: list[WorkerInfo]) -> list[PairAction]:
-        """Prefill workers that no proxy knows any more are lost; whether they have stopped is another matter."""
+    def on_view(self, workers: list[WorkerInfo]) -> list[IncomingPairAction]:
+        """Handles prefill workers that no proxy knows any more: they are lost, but may still be writing."""
         present = {worker.epoch for worker in workers if worker.role == "prefill"}
-        actions: list[PairAction] = []
+        actions: list[IncomingPairAction] = []
         for pair in list(self._by_id.values()):
             was_out_of_sight, pair.out_of_sight = pair.out_of_sight, pair.prefill_epoch not in present
             if not pair.out_of_sight or was_out_of_sight:
                 continue
             actions.append(PrefillLost(pair.prefill_epoch))
             if pair.peer_writes:
-                # It may only be out of sight, and then the pair goes on.
-                actions.append(PairLost(pair.pair_id, f"{pair.prefill_worker_id} left the cluster", False))
+                # It may only be unreachable from the proxies; the pair stays usable.
+                actions.append(IncomingPairLost(pair.pair_id, f"{pair.prefill_worker_id} left the cluster", False))
             else:
                 actions += self.fail(pair.pair_id, f"{pair.prefill_worker_id} left the cluster")
         return actions
 
-    def fail(self, pair_id: str, reason: str) -> list[PairAction]:
-        """The data path broke, or the peer breaks the rules: tell it, and take nothing more."""
+    def fail(self, pair_id: str, reason: str) -> list[IncomingPairAction]:
+        """Ends a pair whose data path broke or whose peer violates the protocol, and tells the peer."""
         pair = self._by_id.get(pair_id)
         if pair is None or pair.is_broken:
             return []
-        told = SendClose(ClosePair(pair_id, reason))
+        close = SendCloseToPrefill(ClosePair(pair_id, reason))
         if not pair.peer_writes:
-            return [told, *self._forget(pair, reason)]
+            return [close, *self._forget(pair, reason)]
         pair.is_broken = True
-        return [told, PairLost(pair_id, reason, False)]
+        return [close, IncomingPairLost(pair_id, reason, False)]
 
-    def _forget(self, pair: IncomingPair, reason: str) -> list[PairAction]:
+    def _forget(self, pair: IncomingPair, reason: str) -> list[IncomingPairAction]:
         del self._by_id[pair.pair_id]
         self._remember(pair.pair_id)
-        return [CloseReceiver(pair.pair_id), PairLost(pair.pair_id, reason, True)]
+        return [StopReceiver(pair.pair_id), IncomingPairLost(pair.pair_id, reason, True)]
 
     def _remember(self, pair_id: str) -> None:
         self._gone[pair_id] = None

@@ -1,6 +1,6 @@
-"""The shell around `decode_worker.pair_table`: receivers of the data paths, and proof that peers are gone (pidfds).
+"""Executes the actions of `decode_worker.pair_table`: receivers of data paths, and pidfds that report peers' exits.
 
-Lives on the loop; callbacks of the receivers, which come on threads of their own, are posted to it.
+Lives on the loop. Callbacks of receivers come on other threads and are posted to it.
 """
 
 from __future__ import annotations
@@ -15,29 +15,30 @@ from torch._C._distributed_c10d import Store
 
 from tandem.decode_worker.pair_table import (
     AcceptPair,
-    CloseReceiver,
+    IncomingPairAction,
+    IncomingPairLost,
     IncomingPairTable,
-    PairAction,
-    PairLost,
     PrefillLost,
     RefusePair,
-    SendClose,
+    SendCloseToPrefill,
+    StopReceiver,
 )
 from tandem.kv_transfer.connector import KVReceiver, OnDone
 from tandem.kv_transfer.connectors.process_group import StoreServer
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.membership import WorkerInfo
-from tandem.protocol.messages.transfer import ClosePair, ConnectorParams, OpenPair, PairAccepted, PairRefused, ShipKV
+from tandem.protocol.messages.transfer import ClosePair, ConnectorParams, OpenPair, PairAccepted, PairRefused
 from tandem.runtime.errors import KVTransferFailed
 
 log = logging.getLogger(__name__)
 
 
 class IncomingPairs:
-    """All pairs of one decode worker, carried out.
+    """All pairs of one decode worker.
 
-    send: answers the peer by pair id. on_pair_lost(pair_id, reason, peer_stopped). on_prefill_lost(epoch).
+    send: sends to a peer, by pair id. on_pair_lost: called with (pair_id, reason, peer_stopped). on_prefill_lost:
+    called with the prefill worker's epoch.
     """
 
     def __init__(
@@ -60,15 +61,6 @@ class IncomingPairs:
         self._loop = asyncio.get_running_loop()
         self._store_server: StoreServer | None = None
 
-    def is_open(self, pair_id: str) -> bool:
-        return self._table.is_open(pair_id)
-
-    def is_next(self, message: ShipKV) -> bool:
-        return self._table.is_next(message)
-
-    def due_for_renewal(self, now: float) -> list[str]:
-        return self._table.due_for_renewal(now)
-
     def receive(self, pair_id: str, block_ids: Sequence[int], on_done: OnDone) -> None:
         receiver = self._receivers.get(pair_id)
         if receiver is None:
@@ -85,14 +77,14 @@ class IncomingPairs:
         self._perform(self._table.on_close(pair_id, reason))
 
     def begin_epoch(self, worker: WorkerInfo) -> None:
-        """Peers open pairs with the new one; those of before go as their peers drop them."""
+        """Peers open pairs with the new epoch. Existing pairs go when their peers drop them."""
         self._epoch = worker.epoch
 
     def on_view(self, workers: list[WorkerInfo]) -> None:
         self._perform(self._table.on_view(workers))
 
     def fail(self, pair_id: str, reason: str) -> None:
-        """The data path broke, or the peer breaks the rules."""
+        """Ends a pair whose data path broke or whose peer violates the protocol."""
         self._perform(self._table.fail(pair_id, reason))
 
     def _on_exit(self, pair_id: str, pid: int, pidfd: int) -> None:
@@ -105,7 +97,7 @@ class IncomingPairs:
 
     # ---- actions
 
-    def _perform(self, actions: list[PairAction]) -> None:
+    def _perform(self, actions: list[IncomingPairAction]) -> None:
         for action in actions:
             match action:
                 case RefusePair():
@@ -113,13 +105,13 @@ class IncomingPairs:
                     self._send(action.message.pair_id, action.message)
                 case AcceptPair():
                     self._accept(action)
-                case CloseReceiver():
+                case StopReceiver():
                     self._close_receiver(action.pair_id)
-                case SendClose():
+                case SendCloseToPrefill():
                     self._send(action.message.pair_id, action.message)
-                case PairLost():
-                    what_ends = "its transfers end" if self._table.is_open(action.pair_id) else "failed"
-                    log.warning("pair %s %s: %s", action.pair_id, what_ends, action.reason)
+                case IncomingPairLost():
+                    effect = "lost its transfers" if self._table.is_open(action.pair_id) else "failed"
+                    log.warning("pair %s %s: %s", action.pair_id, effect, action.reason)
                     self._on_pair_lost(action.pair_id, action.reason, action.peer_stopped)
                 case PrefillLost():
                     self._on_prefill_lost(action.prefill_epoch)
@@ -167,7 +159,7 @@ class IncomingPairs:
             try:
                 pidfd = os.pidfd_open(pid)
             except OSError as error:
-                if not isinstance(error, ProcessLookupError):  # it may live and write: no proof that it is gone
+                if not isinstance(error, ProcessLookupError):  # it may still live and write
                     self.fail(pair_id, f"cannot watch process {pid}: {error}")
                     return
                 self._perform(self._table.on_exit(pair_id, pid))
@@ -181,7 +173,7 @@ class IncomingPairs:
         os.close(pidfd)
 
     def _close_receiver(self, pair_id: str) -> None:
-        if (receiver := self._receivers.pop(pair_id, None)) is not None:  # else it could not be opened
+        if (receiver := self._receivers.pop(pair_id, None)) is not None:  # None if it could not be opened
             receiver.close()
         for pidfd in list(self._pidfds[pair_id]):
             self._unwatch(pair_id, pidfd)

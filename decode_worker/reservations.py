@@ -1,4 +1,4 @@
-"""Prompts that wait for blocks, in order of arrival, and those that have them and have not begun to decode; pure."""
+"""Prompts that wait for blocks, in order of arrival, and prompts that have blocks but do not decode yet. Pure."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tandem.decode_worker.actions import Action, SendToPrefill, SendToProxy
+from tandem.decode_worker.actions import Action, SendToPrefill
 from tandem.decode_worker.local_prefill import LocalPrefill
 from tandem.decode_worker.running import RunningBatch
 from tandem.decode_worker.sequence import DecodePrompt
@@ -14,10 +14,11 @@ from tandem.decode_worker.transfer import IncomingTransfer
 from tandem.engine.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import DecodeReserved
 from tandem.protocol.messages.transfer import KVReserved
+from tandem.worker.actions import SendToProxy
 
 
 class _Blocks(NamedTuple):
-    """cached: from the prefix cache. written: for the rest of the prompt. spare: for what follows it."""
+    """cached: from the prefix cache. written: the rest of the prompt. spare: for tokens after the prompt."""
 
     cached: list[int]
     written: list[int]
@@ -25,7 +26,7 @@ class _Blocks(NamedTuple):
 
 
 class Reservations:
-    """max_num_seqs: that one step takes; no more are taken on, unless a prompt with more of them goes alone."""
+    """max_num_seqs: sequences per step. No more are admitted, except a prompt that alone has more of them."""
 
     def __init__(self, blocks: BlockManager, running: RunningBatch, max_num_seqs: int) -> None:
         self._blocks = blocks
@@ -46,51 +47,53 @@ class Reservations:
         return [waiting for waiting in self._waiting if isinstance(waiting, IncomingTransfer)]
 
     def forget(self, transfer_id: str) -> None:
-        """Its prompt decodes now, or has ended; the blocks are somebody else's."""
+        """Forgets a prompt that decodes now or has ended. Its blocks have been passed on."""
         self._reserved.pop(transfer_id, None)
 
     def num_own_blocks(self, prompt: DecodePrompt) -> int:
-        """What each sequence needs for itself to begin: everything after the prompt's full blocks, one token ahead."""
+        """Returns how many blocks each sequence needs besides the prompt's full ones, one token ahead."""
         return self._blocks.num_blocks_for(prompt.num_tokens + 1) - len(prompt.hashes)
 
     def num_blocks_to_begin(self, prompt: DecodePrompt) -> int:
         return len(prompt.hashes) + len(prompt.sequences) * self.num_own_blocks(prompt)
 
     def serve(self, claimed: Mapping[str, DecodePrompt]) -> list[Action]:
-        """Give blocks in order while they last, and answer the prefill workers; those whose request is not here yet do
-        not hold up others. claimed: prompts that are here, by transfer.
+        """Allocates blocks in order of arrival while they last, and answers the prefill workers.
+
+        Transfers whose PrepareDecode has not arrived do not hold up others. claimed: prompts that have arrived, by
+        transfer.
         """
         actions: list[Action] = []
         unclaimed: list[IncomingTransfer] = []
         while self._waiting:
             waiting = self._waiting.popleft()
             if isinstance(waiting, LocalPrefill):
-                told = self._serve_local(waiting)
+                answers = self._serve_local(waiting)
             elif (prompt := claimed.get(waiting.transfer_id)) is not None:
-                told = self._serve_transfer(waiting, prompt)
+                answers = self._serve_transfer(waiting, prompt)
             else:
                 unclaimed.append(waiting)
                 continue
-            if told is None:
+            if answers is None:
                 self._waiting.appendleft(waiting)
                 break
-            actions += told
+            actions += answers
         self._waiting.extendleft(reversed(unclaimed))
         return actions
 
     def _serve_transfer(self, transfer: IncomingTransfer, prompt: DecodePrompt) -> list[Action] | None:
-        """None while there are too few blocks."""
+        """Returns None while there are too few blocks."""
         taken = self._take(prompt, len(prompt.hashes))
         if taken is None:
             return None
         transfer.reserve(*taken)
         answer = KVReserved(transfer.transfer_id, len(taken.cached), transfer.written_block_ids)
         proxy_id = prompt.request.proxy_id
-        told = [SendToProxy(proxy_id, DecodeReserved(attempt_id)) for attempt_id in prompt.sequences]
-        return [SendToPrefill(transfer.pair_id, answer), *told]
+        reserved = [SendToProxy(proxy_id, DecodeReserved(attempt_id)) for attempt_id in prompt.sequences]
+        return [SendToPrefill(transfer.pair_id, answer), *reserved]
 
     def _serve_local(self, prefill: LocalPrefill) -> list[Action] | None:
-        """As for a transfer, but whatever is needed of the prompt is computed here."""
+        """Like `_serve_transfer`, for a prompt that is computed here."""
         taken = self._take(prefill.prompt, prefill.num_cacheable_blocks(self._blocks.block_size))
         if taken is None:
             return None
@@ -99,13 +102,14 @@ class Reservations:
         return []
 
     def _take(self, prompt: DecodePrompt, num_cacheable: int) -> _Blocks | None:
-        """None while there are too few. num_cacheable: how many of its blocks may come from the prefix cache.
+        """Returns blocks for the prompt, or None while there are too few. num_cacheable: limit on blocks from the
+        prefix cache.
 
-        A block for each running sequence is left, so that a new one does not begin only to be preempted.
+        One block per running sequence is left free, so that a new sequence does not begin only to be preempted.
         """
         cached = self._blocks.match(prompt.hashes[:num_cacheable])
         needed = self.num_blocks_to_begin(prompt) - len(cached)
-        if self._has_no_place(prompt) or needed + len(self._running) > self._blocks.num_free_without(cached):
+        if self._exceeds_max_num_seqs(prompt) or needed + len(self._running) > self._blocks.num_free_without(cached):
             return None
         self._blocks.share(cached)
         new = self._blocks.allocate(needed)
@@ -115,7 +119,6 @@ class Reservations:
         self.num_cached_tokens += len(cached) * self._blocks.block_size
         return _Blocks(cached, new[:num_written], new[num_written:])
 
-    def _has_no_place(self, prompt: DecodePrompt) -> bool:
-        """Beside the sequences that run or will."""
+    def _exceeds_max_num_seqs(self, prompt: DecodePrompt) -> bool:
         num_taken = len(self._running) + sum(len(reserved.sequences) for reserved in self._reserved.values())
         return num_taken > 0 and num_taken + len(prompt.sequences) > self._max_num_seqs

@@ -1,4 +1,4 @@
-"""The sequences that decode, and what a step is made of; pure."""
+"""The running sequences, and the composition of steps. Pure."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tandem.engine.block_manager import BlockManager
 
 
 class RunningBatch:
-    """Steps are formed from the running sequences, one token each, and from chunks of prompts that are computed here.
+    """Forms steps of one token for each running sequence, plus chunks of prompts that are computed here.
 
-    max_num_seqs: sequences in one step. max_num_batched_tokens: of prompts, beside them.
+    max_num_seqs: sequences per step. max_num_batched_tokens: prompt tokens per step.
     """
 
     def __init__(self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -21,17 +21,17 @@ class RunningBatch:
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self.sequences: list[DecodeSequence] = []
-        self._joined: list[DecodeSequence] = []  # since the clock was last told
+        self._joined: list[DecodeSequence] = []  # since the last `on_clock`
         self.step: list[DecodeSequence] = []
-        self.chunks: list[tuple[LocalPrefill, int]] = []  # of the step too
-        self._copied_from: list[int] = []  # held for the step
+        self.chunks: list[tuple[LocalPrefill, int]] = []  # of the step
+        self._copied_from: list[int] = []  # held until the step ends
 
     def __len__(self) -> int:
         return len(self.sequences)
 
     @property
     def num_step_prompt_tokens(self) -> int:
-        """Of the step that runs."""
+        """Prompt tokens in the step that runs."""
         return sum(num_tokens for _, num_tokens in self.chunks)
 
     # ---- who runs
@@ -41,14 +41,14 @@ class RunningBatch:
         self._joined.append(sequence)
 
     def leave(self, sequence: DecodeSequence) -> bool:
-        """Whether its blocks are free now; otherwise `end_step` tells of it, and they are to be released then."""
+        """Removes a sequence. Returns False if a step still uses its blocks: `release` must follow `end_step` then."""
         self.sequences = [s for s in self.sequences if s is not sequence]
         if not sequence.in_step:
             self.release(sequence)
         return not sequence.in_step
 
     def release(self, sequence: DecodeSequence) -> None:
-        """Its blocks."""
+        """Releases the sequence's blocks."""
         if sequence.copy_from is not None:
             self._blocks.release([sequence.copy_from])
         self._blocks.release(sequence.block_table)
@@ -62,10 +62,10 @@ class RunningBatch:
     # ---- steps
 
     def schedule(self, now: float, prefills: Iterable[LocalPrefill]) -> tuple[Batch, list[DecodeSequence]]:
-        """One new token for each sequence, chunks of prompts; and the sequences that were preempted for it.
+        """Returns the next step's batch and the sequences that were preempted for it.
 
-        The oldest take their blocks first. Where there is none the newest goes; a sequence that is alone and finds no
-        block, because transfers hold them, sits the step out.
+        The oldest sequences take their blocks first. If there are none left, the newest sequence is preempted. A
+        sequence that runs alone and finds no block, because transfers hold them, skips the step.
         """
         assert not self.step and not self.chunks, "one step at a time"
         self.on_clock(now)
@@ -92,7 +92,7 @@ class RunningBatch:
         return Batch(items, copies), preempted
 
     def _grow(self, sequence: DecodeSequence, preempted: list[DecodeSequence]) -> bool:
-        """Whether the sequence has, or gets, a block for its newest token."""
+        """Returns whether the sequence has, or gets, a block for its newest token."""
         if sequence.num_tokens <= len(sequence.block_table) * self._blocks.block_size:
             return True
         while not self._blocks.can_allocate(1):
@@ -108,7 +108,7 @@ class RunningBatch:
         return True
 
     def end_step(self) -> tuple[list[DecodeSequence], list[tuple[LocalPrefill, int]]]:
-        """What the step had, in the order of its batch."""
+        """Ends the step and returns its sequences and chunks, in the order of the batch."""
         step, self.step = self.step, []
         chunks, self.chunks = self.chunks, []
         for sequence in step:
@@ -119,8 +119,8 @@ class RunningBatch:
         self._copied_from = []
         return step, chunks
 
-    def go_round(self, step: list[DecodeSequence]) -> None:
-        """Where more run than one step takes, those that had this one stand behind the others."""
+    def rotate(self, step: list[DecodeSequence]) -> None:
+        """Puts the sequences of this step behind the others, if more run than one step takes."""
         if len(self.sequences) > self._max_num_seqs:
             stepped = set(map(id, step))
             self.sequences.sort(key=lambda sequence: id(sequence) in stepped)

@@ -1,28 +1,28 @@
-"""Decides what a decode worker does; pure: events and a clock value in, actions out.
+"""Decides what a decode worker does. Pure: events and a clock value in, actions out.
 
 A sequence's life:  prepared -> reserved -> running -> ended, or preempted
-PrepareDecode (from the proxy) and ReserveKV (from prefill) may come in either order. Reservations are served in order
-of arrival (`decode_worker.reservations`): blocks that the prefix cache has are shared, the others set aside. No more
-sequences are taken on than one step takes: more would make all streams slower, where those who wait for a first token
-can be refused in time. A sequence joins the batch when every block of its prompt is here, and takes more blocks as it
-grows. When none are left the newest sequence is preempted: it is forgotten here, and the proxy dispatches it again. The
-oldest never is, so there is always progress. A prompt that names no prefill worker is computed here, in chunks beside
-the running sequences (`decode_worker.local_prefill`).
-A sequence that ends early is forgotten at once. Blocks of its prompt that have arrived stay in the prefix cache for
-the next attempt at it; those that the peer may still write stay in quarantine until the transfer is over
-(`decode_worker.transfer`).
+
+PrepareDecode (from the proxy) and ReserveKV (from prefill) arrive in either order. Reservations are served in order of
+arrival (`decode_worker.reservations`); no more sequences are admitted than one step takes. A sequence runs once all
+blocks of its prompt have arrived, and takes more blocks as it grows. When none are left, the newest sequence is
+preempted: it is forgotten here and the proxy dispatches it again. The oldest never is, so there is always progress. A
+prompt without a prefill worker is computed here, in chunks beside the running sequences
+(`decode_worker.local_prefill`).
+
+A sequence that ends early is forgotten at once. Blocks of its prompt that have arrived stay in the prefix cache; blocks
+that the peer may still write stay in quarantine until the transfer is over (`decode_worker.transfer`).
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
+from collections import Counter
 
-from tandem.decode_worker.actions import Action, Receive, SendToPrefill, SendToProxy
+from tandem.decode_worker.actions import Action, Receive, SendToPrefill
 from tandem.decode_worker.local_prefill import LocalPrefill
 from tandem.decode_worker.reservations import Reservations
 from tandem.decode_worker.running import RunningBatch
 from tandem.decode_worker.sequence import DecodePrompt, DecodeSequence
-from tandem.decode_worker.transfer import IncomingTransfer
+from tandem.decode_worker.transfer import IncomingTransfer, Transfers
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.sampling.grammar import Grammar
@@ -31,7 +31,6 @@ from tandem.protocol.messages.dispatch import (
     AttemptFailed,
     AttemptPreempted,
     DecodeBegan,
-    FirstToken,
     NewToken,
     PrepareDecode,
     TokenBatch,
@@ -48,17 +47,17 @@ from tandem.runtime.errors import (
     TandemError,
     WorkerLost,
 )
+from tandem.worker.actions import SendToProxy
 
 UNCLAIMED_TIMEOUT_S = 10.0
-"""How long a reservation waits for its request, which travels on another connection."""
-_NUM_REMEMBERED_TRANSFERS = 10_000
+"""How long a reservation waits for its PrepareDecode, which travels on another connection."""
 
 
 class DecodeScheduler:
-    """Owns every sequence and transfer of the worker and, through the block manager, every block of its pool.
+    """Owns the worker's sequences and transfers and, through the block manager, all blocks of its pool.
 
-    model_id: goes into the hashes of the prefix cache. max_num_seqs: sequences that decode in one step.
-    max_num_batched_tokens: of prompts that are computed here, beside them.
+    model_id: part of the prefix cache's hashes. max_num_seqs: sequences per step. max_num_batched_tokens: prompt tokens
+    per step, for prompts that are computed here.
     """
 
     def __init__(
@@ -70,15 +69,14 @@ class DecodeScheduler:
         self._reservations = Reservations(blocks, self._running, max_num_seqs)
         self._by_request: dict[tuple[str, str], DecodeSequence] = {}
         self._by_transfer: dict[str, DecodePrompt] = {}  # not begun
-        self._transfers: dict[str, IncomingTransfer] = {}
+        self._transfers = Transfers()
         self._local_prefills: dict[str, LocalPrefill] = {}  # not begun
-        self._closed_transfers: OrderedDict[str, None] = OrderedDict()  # refused when they show up late
         self._num_arrived = 0
         self.num_finished = 0
         self.num_preempted = 0
-        self.num_kept_blocks = 0  # that had arrived for sequences which ended before they began
+        self.num_kept_blocks = 0  # arrived for sequences that ended before they ran
 
-    # ---- what the worker tells of itself
+    # ---- load figures
 
     @property
     def num_running(self) -> int:
@@ -98,11 +96,11 @@ class DecodeScheduler:
 
     @property
     def num_cached_tokens(self) -> int:
-        """Of `num_prompt_tokens`, those that were found in the prefix cache."""
+        """Prompt tokens that were found in the prefix cache, of `num_prompt_tokens`."""
         return self._reservations.num_cached_tokens
 
     def waiting_tokens(self) -> list[tuple[int, int]]:
-        """Prompt tokens to be computed here, as (priority, tokens)."""
+        """Returns the prompt tokens to be computed here, as (priority, tokens)."""
         tokens: Counter[int] = Counter()
         for prefill in self._local_prefills.values():
             tokens[prefill.prompt.request.priority] += prefill.num_remaining_tokens
@@ -110,7 +108,7 @@ class DecodeScheduler:
 
     @property
     def num_step_prompt_tokens(self) -> int:
-        """Of the step that runs."""
+        """Prompt tokens in the step that runs."""
         return self._running.num_step_prompt_tokens
 
     # ---- events from proxies
@@ -118,7 +116,7 @@ class DecodeScheduler:
     def on_prepare(self, now: float, request: PrepareDecode, grammar: Grammar | None = None) -> list[Action]:
         prompt = DecodePrompt.of(request, self._num_arrived, now, self.blocks.block_size, self._model_id, grammar)
         sequences = list(prompt.sequences.values())
-        error = self._why_not(prompt)
+        error = self._why_refused(prompt)
         if error is not None:
             return [_failure(sequence, error) for sequence in sequences]
         self._num_arrived += 1
@@ -129,21 +127,21 @@ class DecodeScheduler:
             self._reservations.wait(prefill)
         return self._reserve()
 
-    def _why_not(self, prompt: DecodePrompt) -> TandemError | None:
+    def _why_refused(self, prompt: DecodePrompt) -> TandemError | None:
         request = prompt.request
         if request.media and request.prefill_epoch is None:
-            return WorkerLost("prompts with images or video are computed by prefill workers, and none is named")
+            return WorkerLost("a prompt with images or video needs a prefill worker, and none is named")
         if request.transfer_id in self._by_transfer or any(
             sequence.key in self._by_request for sequence in prompt.sequences.values()
         ):
-            return InternalError(f"transfer {request.transfer_id} is already here")
+            return InternalError(f"transfer {request.transfer_id} exists already")
         if len(self._by_request) >= MAX_HELD_SEQUENCES:
             return Overloaded("this decode worker has too many sequences")
-        if request.transfer_id in self._closed_transfers:
-            return KVTransferFailed("the prefill worker gave the transfer up")
+        if self._transfers.is_closed(request.transfer_id):
+            return KVTransferFailed("the prefill worker has given up the transfer")
         transfer = self._transfers.get(request.transfer_id)
         if transfer is not None and transfer.is_reserved:
-            return KVTransferFailed("this transfer belonged to a request that has ended, and may still write")
+            return KVTransferFailed("the transfer belongs to a request that has ended, and may still write")
         needed = max(self.blocks.num_blocks_for(prompt.max_num_tokens), self._reservations.num_blocks_to_begin(prompt))
         if needed > self.blocks.num_blocks:
             return InternalError(
@@ -159,32 +157,33 @@ class DecodeScheduler:
         gone = [s for s in self._by_request.values() if s.prompt.request.proxy_id == proxy_id]
         return [action for sequence in gone for action in self._end(sequence)]
 
-    def on_epoch_over(self) -> list[Action]:
-        """The proxies have given everything up that is here."""
+    def abort_all(self) -> list[Action]:
+        """Ends all sequences, because the proxies have dispatched their requests to other workers."""
         return [action for sequence in list(self._by_request.values()) for action in self._end(sequence)]
 
     # ---- events from prefill workers
 
     def on_reserve(self, now: float, message: ReserveKV) -> list[Action]:
-        if message.transfer_id in self._transfers:
+        if self._transfers.get(message.transfer_id) is not None:
             return []
-        if message.transfer_id in self._closed_transfers:
-            error = ErrorInfo.of(RequestAborted("the request has ended"))
-            return [SendToPrefill(message.pair_id, KVRefused(message.transfer_id, error))]
+        if self._transfers.is_closed(message.transfer_id):
+            return [_refusal(message.pair_id, message.transfer_id, RequestAborted("the request has ended"))]
         if len(self._transfers) >= MAX_HELD_SEQUENCES:
-            error = ErrorInfo.of(Overloaded("this decode worker has too many transfers"))
-            return [SendToPrefill(message.pair_id, KVRefused(message.transfer_id, error))]
+            error = Overloaded("this decode worker has too many transfers")
+            return [_refusal(message.pair_id, message.transfer_id, error)]
         transfer = IncomingTransfer(message.transfer_id, message.pair_id, message.num_prompt_tokens, now)
-        self._transfers[message.transfer_id] = transfer
+        self._transfers.add(transfer)
         self._reservations.wait(transfer)
         return self._reserve()
 
     def on_ship(self, message: ShipKV) -> list[Action]:
-        """Blocks are on the data path. They are received in any case: the peers must agree on what is under way."""
+        """Receives blocks, even of a transfer that was given up, so that both peers count the same blocks.
+
+        Raises KVTransferFailed if the peer violates the protocol; the pair must then be closed.
+        """
         transfer = self._transfers.get(message.transfer_id)
         if transfer is None or not transfer.is_reserved:
-            # Cannot happen while both sides keep the order of messages; the pair cannot go on after it.
-            raise KVTransferFailed(f"blocks came for transfer {message.transfer_id}, which is not open")
+            raise KVTransferFailed(f"blocks arrived for transfer {message.transfer_id}, which is not open")
         block_ids = transfer.announce(message)
         return [Receive(transfer.pair_id, transfer.transfer_id, block_ids, message.checksums)]
 
@@ -192,12 +191,12 @@ class DecodeScheduler:
         transfer = self._transfers[transfer_id]
         transfer.on_received(is_whole=error is None)
         if error is not None:
-            transfer.peer_stopped = True  # the receiver is broken, and it alone writes
+            transfer.peer_stopped = True  # the receiver is broken, and only it writes
             return self._give_up(transfer, error)
         return self._advance(transfer)
 
     def on_corrupt(self, transfer_id: str, error: TandemError) -> list[Action]:
-        """Blocks came and are not what was sent. The pair goes on; this transfer's blocks are never used."""
+        """Handles blocks with wrong checksums. They are never used; the pair stays open."""
         transfer = self._transfers[transfer_id]
         transfer.on_received(is_whole=False)
         return self._give_up(transfer, error)
@@ -210,64 +209,58 @@ class DecodeScheduler:
         return self._advance(transfer)
 
     def on_close_transfer(self, transfer_id: str) -> list[Action]:
-        """The peer gave up, and has told the proxy why unless the request was aborted."""
+        """Handles a peer that gave up. Unless the request was aborted, the peer has told the proxy why."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
-            self._remember_closed(transfer_id)
+            self._transfers.close(transfer_id)
             return []
         transfer.peer_stopped = True
         prompt = self._by_transfer.get(transfer_id)
         return self._end_all(prompt) if prompt is not None else self._advance(transfer)
 
     def on_pair_lost(self, pair_id: str, reason: str, peer_stopped: bool) -> list[Action]:
-        """No more messages will come from this peer; `peer_stopped`: no more writes either."""
+        """Handles a peer that sends no more messages. peer_stopped: it writes no more blocks either."""
         actions: list[Action] = []
-        for transfer in [t for t in self._transfers.values() if t.pair_id == pair_id]:
+        for transfer in self._transfers.of_pair(pair_id):
             transfer.peer_stopped = transfer.peer_stopped or peer_stopped
             actions += self._give_up(transfer, WorkerLost(f"the prefill worker was lost: {reason}"))
         return actions
 
     def on_prefill_lost(self, prefill_epoch: str) -> list[Action]:
-        """Prompts that still count on a prefill worker that is gone, whether or not it had begun their transfer."""
+        """Ends prompts that wait for a lost prefill worker, whether or not their transfer has begun."""
         lost = [prompt for prompt in self._by_transfer.values() if prompt.request.prefill_epoch == prefill_epoch]
         return [a for prompt in lost for a in self._end_all(prompt, WorkerLost("the prefill worker was lost"))]
 
     def on_tick(self, now: float) -> list[Action]:
         late = [s for s in self._by_request.values() if now >= s.prompt.arrived_at + s.prompt.request.deadline_s]
-        error = DeadlineExceeded("the request ran into its deadline")
+        error = DeadlineExceeded("the request's deadline has passed")
         actions = [action for sequence in late for action in self._end(sequence, error)]
         for transfer in self._reservations.waiting_transfers():
             if transfer.transfer_id not in self._by_transfer and now >= transfer.arrived_at + UNCLAIMED_TIMEOUT_S:
-                actions += self._give_up(transfer, RequestAborted("no request came for this reservation"))
+                actions += self._give_up(transfer, RequestAborted("no request arrived for this reservation"))
         return actions
 
     def wanted_transfers(self, pair_id: str) -> list[str]:
-        """Those whose leases are to be renewed: not the ones that were given up."""
-        return [
-            t.transfer_id
-            for t in self._transfers.values()
-            if t.pair_id == pair_id and (t.transfer_id in self._by_transfer or not t.is_reserved)
-        ]
+        """Returns the transfers whose leases must be renewed: all but those that were given up."""
+        transfers = self._transfers.of_pair(pair_id)
+        return [t.transfer_id for t in transfers if t.transfer_id in self._by_transfer or not t.is_reserved]
 
     # ---- steps
 
     def on_clock(self, now: float) -> None:
-        """Call after events that came while a step ran: says when the sequences that joined by them did."""
+        """Sets the start time of sequences that have joined during a step. Called after each event."""
         self._running.on_clock(now)
 
     def schedule(self, now: float) -> tuple[Batch, list[Action]]:
-        """The next step's batch, and what preempted sequences are told."""
+        """Returns the next step's batch, and messages about preempted sequences."""
         batch, preempted = self._running.schedule(now, self._local_prefills.values())
         self.num_preempted += len(preempted)
-        actions: list[Action] = []
         for sequence in preempted:
             self._remove(sequence)
-            message = AttemptPreempted(sequence.attempt_id)
-            actions.append(SendToProxy(sequence.prompt.request.proxy_id, message))
-        return batch, actions
+        return batch, [SendToProxy(s.prompt.request.proxy_id, AttemptPreempted(s.attempt_id)) for s in preempted]
 
     def on_step(self, now: float, results: list[ItemOutput]) -> list[Action]:
-        """One TokenBatch for each proxy that has sequences in the step, and first tokens of prompts that are done."""
+        """Returns one TokenBatch for each proxy with sequences in the step, and first tokens of computed prompts."""
         step, chunks = self._running.end_step()
         batches: dict[str, list[NewToken]] = {}
         began: dict[str, list[DecodeBegan]] = {}
@@ -296,7 +289,7 @@ class DecodeScheduler:
         actions: list[Action] = [
             SendToProxy(proxy_id, TokenBatch(tokens, began.get(proxy_id, []))) for proxy_id, tokens in batches.items()
         ]
-        self._running.go_round(step)
+        self._running.rotate(step)
         for (prefill, num_tokens), output in zip(chunks, results[len(step) :], strict=True):
             actions += self._on_chunk(now, prefill, num_tokens, output)
         return actions + freed + self._reserve()
@@ -314,20 +307,7 @@ class DecodeScheduler:
     def _on_first_tokens(self, now: float, prefill: LocalPrefill, tokens: list[SampledToken]) -> list[Action]:
         prompt, request = prefill.prompt, prefill.prompt.request
         actions: list[Action] = []
-        for number, (attempt_id, token) in enumerate(zip(request.attempt_ids, tokens, strict=True)):
-            if attempt_id not in prompt.sequences:
-                continue
-            # Once is enough for sequences that share the prompt.
-            tells_logprobs = request.num_prompt_logprobs is not None and number == 0
-            message = FirstToken(
-                attempt_id=attempt_id,
-                token=token,
-                finish_reason=request.stop.check(token.token_id, request.num_generated + 1),
-                queue_s=prefill.started_at - prompt.arrived_at,
-                prefill_s=now - prefill.started_at,
-                prompt_logprobs=prefill.prompt_logprobs if tells_logprobs else None,
-                num_cached_tokens=prefill.num_cached_tokens,
-            )
+        for message in prefill.first_tokens(now, tokens):
             self.num_finished += message.finish_reason is not None
             actions.append(SendToProxy(request.proxy_id, message))
         del self._local_prefills[request.transfer_id]
@@ -359,18 +339,16 @@ class DecodeScheduler:
     # ---- beginnings and ends
 
     def _advance(self, transfer: IncomingTransfer) -> list[Action]:
-        """Start the sequences if their KV is complete, or free an abandoned transfer's blocks if it is over."""
+        """Starts the sequences if their KV is complete, or frees an abandoned transfer's blocks if it is over."""
         prompt = self._by_transfer.get(transfer.transfer_id)
         if prompt is not None:
             if not transfer.is_complete:
                 return []
             assert transfer.first_token_ids is not None
             if len(transfer.first_token_ids) != len(prompt.request.attempt_ids):
-                wrong = (
-                    f"{len(transfer.first_token_ids)} first tokens came for {len(prompt.request.attempt_ids)} sequences"
-                )
-                return self._give_up(transfer, KVTransferFailed(wrong))
-            self._forget(transfer)
+                counts = f"{len(transfer.first_token_ids)} first tokens for {len(prompt.request.attempt_ids)} sequences"
+                return self._give_up(transfer, KVTransferFailed(f"the prefill worker sent {counts}"))
+            self._transfers.close(transfer.transfer_id)
             blocks = transfer.cached_block_ids + transfer.written_block_ids
             first_token_ids, spare = transfer.first_token_ids, transfer.spare_block_ids
             return self._begin(prompt, blocks, spare, first_token_ids, transfer.position_offset)
@@ -380,7 +358,7 @@ class DecodeScheduler:
             self.blocks.end_quarantine(transfer.own_block_ids)
         else:
             self._reservations.stop_waiting(transfer)
-        self._forget(transfer)
+        self._transfers.close(transfer.transfer_id)
         return self._reserve()
 
     def _begin(
@@ -391,14 +369,14 @@ class DecodeScheduler:
         first_token_ids: list[int],
         position_offset: int = 0,
     ) -> list[Action]:
-        """The sequences share the prompt's full blocks; each gets blocks of its own for what follows."""
+        """Starts the sequences. They share the prompt's full blocks, and each gets blocks of its own after these."""
         del self._by_transfer[prompt.request.transfer_id]
         self._reservations.forget(prompt.request.transfer_id)
         prompt.has_begun = True
         full = prompt_blocks[: len(prompt.hashes)]
         for block_id, block_hash in zip(full, prompt.hashes, strict=True):
             self.blocks.publish(block_id, block_hash)
-        partial = prompt_blocks[len(full) :]  # at most one; the first sequence takes it, the others take copies
+        partial = prompt_blocks[len(full) :]  # at most one; the first sequence takes it, the others copy it
         num_own = self._reservations.num_own_blocks(prompt)
         request = prompt.request
         is_first = True
@@ -406,7 +384,7 @@ class DecodeScheduler:
             sequence = prompt.sequences.get(attempt_id)
             if sequence is None:
                 continue
-            if request.stop.check(token_id, request.num_generated + 1) is not None:  # the proxy has been told
+            if request.stop.check(token_id, request.num_generated + 1) is not None:  # the proxy knows
                 self._remove(sequence)
                 continue
             num_spare = num_own - (len(partial) if is_first else 0)
@@ -420,32 +398,22 @@ class DecodeScheduler:
             is_first = False
             sequence.begin(full + own, token_id, self.blocks.block_size, position_offset)
             self._running.join(sequence)
-        self.blocks.release(full)  # the hold of who brought them
+        self.blocks.release(full)  # the transfer's own hold
         self.blocks.release(spare + (partial if is_first else []))
         return self._reserve() if spare or is_first else []
 
-    def _forget(self, transfer: IncomingTransfer) -> None:
-        del self._transfers[transfer.transfer_id]
-        self._remember_closed(transfer.transfer_id)
-
-    def _remember_closed(self, transfer_id: str) -> None:
-        self._closed_transfers[transfer_id] = None
-        if len(self._closed_transfers) > _NUM_REMEMBERED_TRANSFERS:
-            self._closed_transfers.popitem(last=False)
-
     def _give_up(self, transfer: IncomingTransfer, error: TandemError) -> list[Action]:
-        """End the requests of a transfer that will not complete, or just the transfer when it has none."""
+        """Ends the requests of a transfer that will not complete, or only the transfer if it has none."""
         prompt = self._by_transfer.get(transfer.transfer_id)
         if prompt is not None:
             return self._end_all(prompt, error)
-        refusal = SendToPrefill(transfer.pair_id, KVRefused(transfer.transfer_id, ErrorInfo.of(error)))
-        return [refusal, *self._advance(transfer)]
+        return [_refusal(transfer.pair_id, transfer.transfer_id, error), *self._advance(transfer)]
 
     def _end_all(self, prompt: DecodePrompt, error: TandemError | None = None) -> list[Action]:
         return [action for sequence in list(prompt.sequences.values()) for action in self._end(sequence, error)]
 
     def _end(self, sequence: DecodeSequence, error: TandemError | None = None) -> list[Action]:
-        """Forget the sequence at once; its blocks follow when no step and no peer uses them. The proxy gets `error`."""
+        """Forgets the sequence at once and sends `error` to the proxy. Its blocks follow when nothing uses them."""
         self._remove(sequence)
         actions: list[Action] = [_failure(sequence, error)] if error is not None else []
         prompt = sequence.prompt
@@ -465,7 +433,7 @@ class DecodeScheduler:
             return actions + self._reserve()
         transfer = self._transfers.get(prompt.request.transfer_id)
         if transfer is None:
-            self._remember_closed(prompt.request.transfer_id)
+            self._transfers.close(prompt.request.transfer_id)
             return actions
         if transfer.is_reserved:
             arrived, num_cached = transfer.keep_arrived(len(prompt.hashes)), len(transfer.cached_block_ids)
@@ -475,8 +443,8 @@ class DecodeScheduler:
             self.blocks.release(transfer.cached_block_ids + arrived + transfer.spare_block_ids)
             self.blocks.quarantine(transfer.own_block_ids)
         if not transfer.peer_stopped:
-            reason = ErrorInfo.of(error or RequestAborted("the request has ended"))
-            actions.append(SendToPrefill(transfer.pair_id, KVRefused(transfer.transfer_id, reason)))
+            reason = error or RequestAborted("the request has ended")
+            actions.append(_refusal(transfer.pair_id, transfer.transfer_id, reason))
         return actions + self._advance(transfer) + self._reserve()
 
     def _remove(self, sequence: DecodeSequence) -> None:
@@ -487,6 +455,10 @@ class DecodeScheduler:
 def _failure(sequence: DecodeSequence, error: TandemError) -> Action:
     message = AttemptFailed(sequence.attempt_id, ErrorInfo.of(error))
     return SendToProxy(sequence.prompt.request.proxy_id, message)
+
+
+def _refusal(pair_id: str, transfer_id: str, error: TandemError) -> Action:
+    return SendToPrefill(pair_id, KVRefused(transfer_id, ErrorInfo.of(error)))
 
 
 def _began(now: float, sequence: DecodeSequence) -> DecodeBegan:

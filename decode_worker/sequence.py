@@ -16,10 +16,7 @@ from tandem.protocol.prefix_hash import BlockHasher
 
 @dataclass(eq=False)
 class DecodePrompt:
-    """What one PrepareDecode brings.
-
-    hashes: of the prompt's full blocks. sequences: those still wanted, by attempt_id.
-    """
+    """One PrepareDecode. hashes: of the prompt's full blocks. sequences: those still wanted, by attempt_id."""
 
     request: PrepareDecode
     number: int  # in order of arrival
@@ -53,7 +50,7 @@ class DecodePrompt:
 
     @property
     def max_num_tokens(self) -> int:
-        """Positions of one sequence when it ends by length; the last token generated is never computed on."""
+        """Positions of one sequence that ends by length. The last generated token is never computed on."""
         request = self.request
         return self.num_tokens + request.stop.max_tokens - request.num_generated - 1
 
@@ -63,13 +60,12 @@ class DecodePrompt:
 
 @dataclass(eq=False)
 class DecodeSequence:
-    """One sequence; all but the first five fields have a meaning once it runs.
+    """One sequence. Fields after `grammar` are valid once it runs.
 
-    age: in order of arrival, less is older. num_tokens: prompt and output, the newest included, whose keys and values
-    the next step computes.
-    block_tokens: the tokens in the last block that have been computed; parent_hash: of the blocks before it.
-    copy_from: a block, held, that the next step copies into the sequence's own last one (copy on write).
-    joined_at, stepped_at: when its KV was whole, and when its first step began; the second None before that.
+    age: order of arrival, lower is older. num_tokens: prompt and output, including the newest token, whose KV the next
+    step computes. block_tokens: computed tokens of the last block. parent_hash: hash of the blocks before it.
+    copy_from: a held block that the next step copies to the sequence's own last block (copy on write). joined_at: when
+    its KV was complete. stepped_at: when its first step began, None before.
     """
 
     prompt: DecodePrompt
@@ -79,8 +75,8 @@ class DecodeSequence:
     grammar: GrammarState | None = None
     block_table: list[int] = field(default_factory=list)
     num_tokens: int = 0
-    position_offset: int = 0  # of its tokens' positions over their numbers, after images or video
-    output_token_ids: list[int] = field(default_factory=list)  # those of earlier attempts included
+    position_offset: int = 0  # between tokens' positions and numbers, after images or video
+    output_token_ids: list[int] = field(default_factory=list)  # including earlier attempts
     block_tokens: list[int] = field(default_factory=list)
     parent_hash: bytes = b""
     copy_from: int | None = None
@@ -96,11 +92,11 @@ class DecodeSequence:
 
     @property
     def may_step(self) -> bool:
-        """Not before its grammar is compiled."""
+        """Whether its grammar is compiled."""
         return self.grammar is None or self.grammar.is_ready
 
     def begin(self, block_table: list[int], first_token_id: int, block_size: int, position_offset: int) -> None:
-        """The prompt's KV is complete in `block_table`, which from now on is the sequence's."""
+        """Starts decoding. The prompt's KV is complete in `block_table`, which now belongs to the sequence."""
         prompt = self.prompt
         num_prompt_tokens, num_generated = prompt.num_tokens, prompt.request.num_generated
         num_before = num_prompt_tokens - num_generated
@@ -131,7 +127,8 @@ class DecodeSequence:
         )
 
     def on_token(self, token_id: int, block_size: int) -> bytes | None:
-        """A step has computed the newest token and chosen the next. Returns the hash of the block that is full now."""
+        """Appends the token that a step has sampled. Returns the hash of the last block if the step has filled it, else
+        None."""
         self.block_tokens.append(self.output_token_ids[-1])
         self.output_token_ids.append(token_id)
         self.num_tokens += 1

@@ -1,30 +1,33 @@
-"""One KV transfer as its decode side sees it: whose blocks these are, and when they may be used again.
+"""One KV transfer on its decode side: who owns its blocks, and when they may be reused.
 
-    waiting -> reserved -> complete
-                       \\-> abandoned -> over
+  waiting -> reserved -> complete
+                     \\-> abandoned -> over
 
-The written blocks belong to the transfer while the peer may still write them. That ends when every one has arrived,
-when the peer says that it has stopped (CloseTransfer, ClosePair), or when the peer's process is proven gone; a
-time-out alone is no proof, for a frozen process may wake and write. A block that has arrived is written no more, so
-those of an abandoned transfer stay in the prefix cache, where the next attempt at the prompt finds them.
+The written blocks belong to the transfer while the peer may still write them. That ends when all have arrived, when the
+peer has stopped (CloseTransfer, ClosePair), or when its process has exited. A time-out is no proof, because a frozen
+process may wake up and write. A block that has arrived is not written again, so the arrived blocks of an abandoned
+transfer stay in the prefix cache for the next attempt.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from tandem.protocol.messages.transfer import ShipKV
 from tandem.runtime.errors import KVTransferFailed
 
+_NUM_REMEMBERED_TRANSFERS = 10_000
+
 
 @dataclass(eq=False)
 class IncomingTransfer:
-    """The prompt's blocks are the cached ones, which are shared with the prefix cache, then those the peer writes.
+    """The prompt's blocks are the cached ones, shared with the prefix cache, followed by those that the peer writes.
 
-    spare_block_ids: room for the first tokens after the prompt, and for copies of its last block. receives: blocks of
-    each receive under way, in order. num_arrived_blocks: of the written ones, in order and without a gap.
-    num_kept_blocks: of those, given to the prefix cache when the request ended.
+    spare_block_ids: for the first tokens after the prompt, and for copies of its last block. receives: number of blocks
+    of each receive in flight, in order. num_arrived_blocks: written blocks that have arrived, without a gap.
+    num_kept_blocks: of those, the ones left to the prefix cache when the request ended.
     """
 
     transfer_id: str
@@ -40,32 +43,33 @@ class IncomingTransfer:
     num_arrived_blocks: int = 0
     num_kept_blocks: int = 0
     peer_stopped: bool = False
-    has_gap: bool = False  # blocks came that are not what was sent, or did not come
+    has_gap: bool = False  # blocks were corrupted or lost
     first_token_ids: list[int] | None = None
-    position_offset: int = 0  # of FinishTransfer
+    position_offset: int = 0  # from FinishTransfer
 
     def reserve(self, cached: list[int], written: list[int], spare: list[int]) -> None:
         self.is_reserved = True
         self.cached_block_ids, self.written_block_ids, self.spare_block_ids = cached, written, spare
 
     def announce(self, message: ShipKV) -> list[int]:
-        """Blocks now on the data path. Raises KVTransferFailed where they cannot be the transfer's next."""
+        """Returns the blocks that are now on the data path. Raises KVTransferFailed if they are not the transfer's next
+        ones."""
         if self.pair_id != message.pair_id:
-            raise KVTransferFailed(f"blocks came for transfer {self.transfer_id}, which is another pair's")
+            raise KVTransferFailed(f"blocks arrived for transfer {self.transfer_id}, which belongs to another pair")
         if message.num_blocks < 1:
-            raise KVTransferFailed(f"{message.num_blocks} blocks are none")
+            raise KVTransferFailed(f"a shipment of {message.num_blocks} blocks")
         first = message.first_block - len(self.cached_block_ids)
         last = first + message.num_blocks
         if first != self.num_received_blocks or last > len(self.written_block_ids):
-            raise KVTransferFailed(f"{message.num_blocks} blocks from {message.first_block} on came out of order")
+            raise KVTransferFailed(f"{message.num_blocks} blocks from {message.first_block} on arrived out of order")
         if message.checksums and len(message.checksums) != message.num_blocks:
-            raise KVTransferFailed(f"{len(message.checksums)} checksums came for {message.num_blocks} blocks")
+            raise KVTransferFailed(f"{len(message.checksums)} checksums arrived for {message.num_blocks} blocks")
         self.num_received_blocks = last
         self.receives.append(message.num_blocks)
         return self.written_block_ids[first:last]
 
     def on_received(self, is_whole: bool) -> None:
-        """The earliest receive under way has ended."""
+        """Handles the end of the oldest receive in flight."""
         num_blocks = self.receives.popleft()
         if not is_whole:
             self.has_gap = True
@@ -73,13 +77,13 @@ class IncomingTransfer:
             self.num_arrived_blocks += num_blocks
 
     def keep_arrived(self, num_full_blocks: int) -> list[int]:
-        """The request has ended: its blocks that are here for good, of those of the prompt that are full."""
+        """Called when the request has ended. Returns the arrived blocks that are full blocks of the prompt."""
         self.num_kept_blocks = min(self.num_arrived_blocks, num_full_blocks - len(self.cached_block_ids))
         return self.written_block_ids[: self.num_kept_blocks]
 
     @property
     def own_block_ids(self) -> list[int]:
-        """Of the written ones, those that are still the transfer's."""
+        """Written blocks that still belong to the transfer."""
         return self.written_block_ids[self.num_kept_blocks :]
 
     @property
@@ -98,3 +102,39 @@ class IncomingTransfer:
             return False
         all_here = self.num_received_blocks == len(self.written_block_ids)
         return bool(self.receives) or not (self.peer_stopped or all_here)
+
+
+class Transfers:
+    """The transfers of one decode worker, and the ids of those that have ended."""
+
+    def __init__(self) -> None:
+        self._by_id: dict[str, IncomingTransfer] = {}
+        self._closed: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_id)
+
+    def __getitem__(self, transfer_id: str) -> IncomingTransfer:
+        return self._by_id[transfer_id]
+
+    def get(self, transfer_id: str) -> IncomingTransfer | None:
+        return self._by_id.get(transfer_id)
+
+    def values(self) -> Iterable[IncomingTransfer]:
+        return self._by_id.values()
+
+    def of_pair(self, pair_id: str) -> list[IncomingTransfer]:
+        return [transfer for transfer in self._by_id.values() if transfer.pair_id == pair_id]
+
+    def is_closed(self, transfer_id: str) -> bool:
+        return transfer_id in self._closed
+
+    def add(self, transfer: IncomingTransfer) -> None:
+        self._by_id[transfer.transfer_id] = transfer
+
+    def close(self, transfer_id: str) -> None:
+        """Forgets the transfer, if it is open, and refuses messages about it that arrive late."""
+        self._by_id.pop(transfer_id, None)
+        self._closed[transfer_id] = None
+        if len(self._closed) > _NUM_REMEMBERED_TRANSFERS:
+            self._closed.popitem(last=False)

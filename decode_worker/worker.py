@@ -1,7 +1,7 @@
 """The decode worker's shell: sockets, pairs and the engine thread around the pure scheduler.
 
-Everything here runs on one uvloop thread but the model, which has the engine thread, and receiving, which has a
-thread per pair. Each event goes into the scheduler, its actions are carried out, and the next step is started.
+Everything runs on one uvloop thread except the model (engine thread) and transfers (a thread per pair). Each event goes
+to the scheduler, its actions are executed, and the next step is started.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 
 import msgspec
 
-from tandem.decode_worker.actions import Action, Receive, SendToPrefill, SendToProxy
+from tandem.decode_worker.actions import Action, Receive, SendToPrefill
 from tandem.decode_worker.pair_table import IncomingPairTable
 from tandem.decode_worker.pairs import IncomingPairs
 from tandem.decode_worker.scheduler import DecodeScheduler
@@ -50,6 +50,7 @@ from tandem.protocol.sockets import RouterSocket, new_context
 from tandem.runtime.errors import ErrorInfo, InternalError, InvalidMessage, KVTransferFailed
 from tandem.runtime.host import host_id
 from tandem.telemetry.worker_metrics import WorkerMetrics
+from tandem.worker.actions import SendToProxy
 from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.presence import Presence, common_load, new_worker_info
@@ -58,7 +59,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeWorker:
-    """One process's worker; `run` serves until `stop` is called."""
+    """The worker of this process. `run` serves until `stop` is called."""
 
     def __init__(self, config: WorkerConfig) -> None:
         self._config = config
@@ -75,12 +76,12 @@ class DecodeWorker:
         self._stopping.set()
 
     def drain(self) -> bool:
-        """Take no new work, finish what is under way, and end. False before there is any."""
+        """Begins a drain. Returns False if the worker is still loading."""
         return self._presence is not None and self._presence.drain()
 
     async def run(self) -> None:
         config = self._config
-        host = self._host = await EngineHost.load(config, self._start_step, with_vision=False, has_long_steps=False)
+        host = self._host = await EngineHost.load(config, self._start_step, with_vision=False)
         self._scheduler = DecodeScheduler(
             host.blocks, host.loaded.layout.model_id, config.max_num_seqs, config.max_num_batched_tokens
         )
@@ -89,19 +90,22 @@ class DecodeWorker:
         codec: Codec[ToDecode | ToDecodePeer] = Codec(ToDecode | ToDecodePeer)
         self._router = RouterSocket(context, config.endpoint, codec, self._on_message)
         info = new_worker_info(config, "decode", self._router.endpoint, self._metrics)
+        self._table = IncomingPairTable(
+            layout=host.pools.layout,
+            host_id=host_id(),
+            device=host.device,
+            connectors=offered_connectors(config.kv_connector, host.device),
+            checksums=config.kv_checksums,
+            device_ids=host.pools.device_ids,
+        )
         self._pairs = IncomingPairs(
             epoch=info.epoch,
-            table=IncomingPairTable(
-                layout=host.pools.layout,
-                host_id=host_id(),
-                device=host.device,
-                connectors=offered_connectors(config.kv_connector, host.device),
-                checksums=config.kv_checksums,
-                device_ids=host.pools.device_ids,
-            ),
+            table=self._table,
             pools=host.pools,
             send=self._send_to_prefill,
-            on_pair_lost=self._on_pair_lost,
+            on_pair_lost=lambda pair_id, reason, peer_stopped: self._perform(
+                self._scheduler.on_pair_lost(pair_id, reason, peer_stopped)
+            ),
             on_prefill_lost=lambda epoch: self._perform(self._scheduler.on_prefill_lost(epoch)),
         )
         self._presence = Presence(config, info, host, self._scheduler, self._pairs, self._perform, self._load)
@@ -116,7 +120,7 @@ class DecodeWorker:
 
     def _on_tick(self, now: float) -> None:
         self._perform(self._scheduler.on_tick(now))
-        for pair_id in self._pairs.due_for_renewal(now):
+        for pair_id in self._table.due_for_renewal(now):
             if wanted := self._scheduler.wanted_transfers(pair_id):
                 self._send_to_prefill(pair_id, RenewLeases(pair_id, wanted))
 
@@ -169,15 +173,15 @@ class DecodeWorker:
             raise
 
     def _reserve(self, now: float, message: ReserveKV) -> None:
-        if self._pairs.is_open(message.pair_id):
+        if self._table.is_open(message.pair_id):
             self._perform(self._scheduler.on_reserve(now, message))
-        else:  # nobody would tell us when its peer has stopped
+        else:  # nothing would report that its peer has stopped
             error = ErrorInfo.of(KVTransferFailed("the pair is closed"))
             self._send_to_prefill(message.pair_id, KVRefused(message.transfer_id, error))
 
     def _on_ship(self, message: ShipKV) -> None:
         try:
-            actions = self._scheduler.on_ship(message) if self._pairs.is_next(message) else []
+            actions = self._scheduler.on_ship(message) if self._table.is_next(message) else []
         except KVTransferFailed as error:
             self._pairs.fail(message.pair_id, error.message)
         else:
@@ -196,7 +200,7 @@ class DecodeWorker:
 
     def _on_compared(self, action: Receive, arrived: list[int] | KVTransferFailed) -> None:
         if isinstance(arrived, KVTransferFailed):
-            self._perform(self._scheduler.on_corrupt(action.transfer_id, arrived))  # for all that we know
+            self._perform(self._scheduler.on_corrupt(action.transfer_id, arrived))  # cannot be verified
             return
         corrupt = corrupt_blocks(action.block_ids, action.checksums, arrived)
         self._num_compared_blocks += len(action.block_ids)
@@ -205,8 +209,8 @@ class DecodeWorker:
             self._end_receive(action, None)
             return
         error = KVTransferFailed(
-            f"{len(corrupt)} of {len(action.block_ids)} KV blocks came through pair {action.pair_id} with other bytes "
-            f"than were sent, the first to block {corrupt[0]}"
+            f"{len(corrupt)} of {len(action.block_ids)} KV blocks received through pair {action.pair_id} differ from "
+            f"what was sent, the first in block {corrupt[0]}"
         )
         log.error("transfer %s: %s", action.transfer_id, error)
         self._perform(self._scheduler.on_corrupt(action.transfer_id, error))
@@ -216,9 +220,6 @@ class DecodeWorker:
         if error is not None:
             self._pairs.fail(action.pair_id, error.message)
 
-    def _on_pair_lost(self, pair_id: str, reason: str, peer_stopped: bool) -> None:
-        self._perform(self._scheduler.on_pair_lost(pair_id, reason, peer_stopped))
-
     # ---- actions
 
     def _perform(self, actions: list[Action]) -> None:
@@ -227,7 +228,7 @@ class DecodeWorker:
                 case SendToProxy():
                     self._observe(action.message)
                     if not self._router.send(f"{action.proxy_id}:0".encode(), action.message):
-                        log.warning("proxy %s is not connected; its message was dropped", action.proxy_id)
+                        log.warning("proxy %s is not connected; a message to it was dropped", action.proxy_id)
                 case SendToPrefill():
                     self._send_to_prefill(action.pair_id, action.message)
                 case Receive():

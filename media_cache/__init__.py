@@ -1,1 +1,1 @@
-"""The media cache: one process on each host, which keeps preprocessed images and video and their embeddings."""
+"""The media cache: one process per host that keeps preprocessed images, videos and their embeddings."""

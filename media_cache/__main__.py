@@ -1,4 +1,4 @@
-"""`python -m tandem.media_cache CONFIG.json`. Exit code 2 for what the operator can mend, said in one line."""
+"""`python -m tandem.media_cache CONFIG.json`. Exits with 2 and a one-line message on an invalid configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the media cache is told at its start."""
+"""Configuration of the media cache process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tandem.runtime.errors import ConfigError
 
 
 class MediaCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file that `python -m tandem.media_cache FILE` reads, as JSON.
+    """The JSON file that `python -m tandem.media_cache FILE` reads.
 
-    endpoint: where its users reach it (ZeroMQ, bound here). capacity_bytes: of shared memory for all items.
-    tcp_endpoint: where prefill workers of other hosts read items; "" where there are none. Its port may be 0: what it
-    has bound it then writes to tcp_endpoint_file. network: how it is protected, with the proxy's keys.
+    endpoint: ZeroMQ address for clients on this host, bound here. capacity_bytes: shared memory for all items.
+    tcp_endpoint: address where prefill workers of other hosts read items; "" if there are none. Its port may be 0: the
+    bound endpoint is then written to tcp_endpoint_file. network: protection of the tcp endpoint, with the proxy's keys.
     """
 
     endpoint: str
@@ -29,7 +29,7 @@ class MediaCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_config(file: Path) -> MediaCacheConfig:
-    """Raises ConfigError, in one line, for a file that cannot be read or does not decode."""
+    """Raises ConfigError with a one-line message if the file cannot be read or decoded."""
     try:
         return msgspec.json.decode(file.read_bytes(), type=MediaCacheConfig)
     except OSError as error:

@@ -1,4 +1,5 @@
-"""The media cache's process: answers calls from the store, keeps the segments, and notices when a client is gone."""
+"""The media cache process: answers calls from the store, keeps the segments, and ends the leases of clients that
+exit."""
 
 from __future__ import annotations
 
@@ -13,15 +14,12 @@ from tandem.media_cache.config import MediaCacheConfig
 from tandem.media_cache.segments import Segments, max_segments
 from tandem.media_cache.store import Action, Drop, Entry, MediaStore
 from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
-from tandem.protocol.media_segment import write_segment
 from tandem.protocol.messages.media_cache import (
-    HEADER_BYTES,
     MAX_DESCRIPTION_BYTES,
     MAX_ITEMS,
     AcquireMedia,
     ClearMedia,
     CommitMedia,
-    CommittedMedia,
     FromOtherHosts,
     GetMedia,
     GetMediaCacheStatus,
@@ -32,11 +30,8 @@ from tandem.protocol.messages.media_cache import (
     MediaCommitted,
     MediaGranted,
     MediaRefused,
-    MediaStored,
     ReleaseMedia,
-    SetMedia,
     ToMediaCache,
-    WantedMedia,
 )
 from tandem.protocol.proxy_endpoints import write_whole
 from tandem.protocol.sockets import RouterSocket, new_context
@@ -51,16 +46,16 @@ _MAX_REPLY_BYTES = MAX_MESSAGE_BYTES // 2
 
 
 class MediaCacheServer:
-    """Made on the loop. Raises ConfigError when the endpoint cannot be bound."""
+    """Created on the loop. Raises ConfigError if an endpoint cannot be bound."""
 
     def __init__(self, config: MediaCacheConfig) -> None:
         self._store = MediaStore(config.capacity_bytes, max_segments())
         self._segments = Segments()
-        self._callers: dict[str, bytes] = {}  # who is to be told of a lease that waits
-        self._clients: dict[str, int] = {}  # pidfd of each
+        self._callers: dict[str, bytes] = {}  # by waiting lease, the identity to answer
+        self._clients: dict[str, int] = {}  # pidfd by client
         self._stopped = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        # Where nobody comes over tcp no keys are needed, and a host of workers alone does not have the proxy's.
+        # Without a tcp endpoint no keys are needed, and a host of workers does not have the proxy's.
         self._context = new_context("proxy", config.network) if config.tcp_endpoint else new_context()
         self._bound: list[RouterSocket[Any]] = []
         self._socket: RouterSocket[ToMediaCache] = self._bind(config.endpoint, Codec(ToMediaCache), self._on_message)
@@ -69,18 +64,17 @@ class MediaCacheServer:
             self._remote = self._bind(config.tcp_endpoint, Codec(FromOtherHosts), self._on_remote)
             if config.tcp_endpoint_file:
                 write_whole(Path(config.tcp_endpoint_file), self._remote.endpoint)
-        self._segments.stock_up()
 
     def _bind(self, endpoint: str, codec: Codec[M], on_message: Callable[[bytes, M], None]) -> RouterSocket[M]:
         try:
             bound = RouterSocket(self._context, endpoint, codec, on_message)
-        except Exception as error:  # zmq's own has no name here
-            self._close_sockets()  # the loop aborts the process when a descriptor is gone that it watches
+        except Exception as error:  # zmq's error class is not imported here
+            self._close_sockets()  # uvloop aborts if a watched descriptor is closed
             self._context.destroy(linger=0)
             if isinstance(error, ConfigError):
                 raise
-            mend = "; choose another --cluster-port" if endpoint.startswith("tcp:") else ""
-            raise ConfigError(f"cannot bind the media cache's endpoint {endpoint}: {error}{mend}") from error
+            hint = "; choose another --cluster-port" if endpoint.startswith("tcp:") else ""
+            raise ConfigError(f"cannot bind the media cache's endpoint {endpoint}: {error}{hint}") from error
         self._bound.append(bound)
         return bound
 
@@ -89,7 +83,7 @@ class MediaCacheServer:
             bound.close()
 
     async def run(self) -> None:
-        log.info("the media cache has %d MiB for %d items at most", self._store.capacity_bytes >> 20, max_segments())
+        log.info("ready: %d MiB for at most %d items", self._store.capacity_bytes >> 20, max_segments())
         await self._stopped.wait()
         self._close_sockets()
         for pidfd in self._clients.values():
@@ -109,21 +103,20 @@ class MediaCacheServer:
     def _on_message(self, caller: bytes, message: ToMediaCache) -> None:
         match message:
             case AcquireMedia():
-                self._answering(caller, message.lease_id, lambda: self._acquire(caller, message))
+                self._answer_errors(caller, message.lease_id, lambda: self._acquire(caller, message))
             case CommitMedia():
-                self._answering(caller, message.lease_id, lambda: self._commit(caller, message))
+                self._answer_errors(caller, message.lease_id, lambda: self._commit(caller, message))
             case ReleaseMedia():
                 for lease_id in message.lease_ids:
                     self._callers.pop(lease_id, None)
                 self._perform(self._store.release(message.lease_ids))
             case GetMedia():
                 self._socket.send(caller, self._get(message))
-            case SetMedia():
-                self._socket.send(caller, self._set(message))
             case ClearMedia():
-                num_forgotten, actions = self._store.clear()
+                num_items, num_bytes, actions = self._store.clear()
                 self._perform(actions)
-                self._socket.send(caller, MediaCleared(message.call_id, num_forgotten))
+                self._socket.send(caller, MediaCleared(message.call_id, num_items, num_bytes))
+                log.info("cleared %d items of %d bytes", num_items, num_bytes)
             case GetMediaCacheStatus():
                 self._socket.send(caller, self._status(message.call_id))
 
@@ -131,7 +124,7 @@ class MediaCacheServer:
         assert self._remote is not None
         self._remote.send(caller, self._get(message))
 
-    def _answering(self, caller: bytes, lease_id: str, call: Callable[[], None]) -> None:
+    def _answer_errors(self, caller: bytes, lease_id: str, call: Callable[[], None]) -> None:
         try:
             call()
         except TandemError as error:
@@ -141,7 +134,7 @@ class MediaCacheServer:
         if len(message.items) > MAX_ITEMS or any(
             len(item.key.digest) != _DIGEST_BYTES or item.num_bytes < 0 for item in message.items
         ):
-            raise InvalidRequest(f"a call takes up to {MAX_ITEMS} items with digests of {_DIGEST_BYTES} bytes")
+            raise InvalidRequest(f"a call takes at most {MAX_ITEMS} items, with digests of {_DIGEST_BYTES} bytes")
         client = str(message.client_pid)
         self._watch(client, message.client_pid)
         actions = self._store.acquire(client, message.lease_id, message.items)
@@ -161,29 +154,7 @@ class MediaCacheServer:
             return MediaBytes(message.call_id, -1, b"")
         num_bytes = max(0, min(message.max_bytes, _MAX_REPLY_BYTES))
         data = self._segments.read(entry.number, max(0, message.offset), num_bytes)
-        return MediaBytes(message.call_id, entry.num_bytes, data, entry.description)
-
-    def _set(self, message: SetMedia) -> MediaStored:
-        """As acquire, commit and release by one caller, who has the bytes at hand."""
-        lease_id = f"set {message.call_id}"
-        num_bytes = HEADER_BYTES + len(message.data)
-        try:
-            if len(message.key.digest) != _DIGEST_BYTES or len(message.description) > MAX_DESCRIPTION_BYTES:
-                raise InvalidRequest("the item's digest or description has a wrong size")
-            self._perform(self._store.acquire("", lease_id, [WantedMedia(message.key, num_bytes)]))
-        except TandemError as error:
-            return MediaStored(message.call_id, ErrorInfo.of(error))
-        try:
-            entry = self._store.lease_entry(lease_id, message.key)
-            if entry is not None and entry.writer == lease_id:
-                _, end = write_segment(self._segments.path_of(entry.number), message.key, [message.data])
-                done = CommittedMedia(message.key, end, message.description)
-                self._perform(self._store.commit(lease_id, [done]))
-            return MediaStored(message.call_id)
-        except TandemError as error:
-            return MediaStored(message.call_id, ErrorInfo.of(error))
-        finally:
-            self._perform(self._store.release([lease_id]))
+        return MediaBytes(message.call_id, entry.num_bytes, data)
 
     def _status(self, call_id: str) -> MediaCacheStatus:
         store = self._store
@@ -199,14 +170,13 @@ class MediaCacheServer:
             store.num_evicted,
         )
 
-    # ---- what the store decides
+    # ---- actions
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Drop):
                 self._segments.drop(action.number)
             elif (caller := self._callers.pop(action.lease_id, None)) is not None:
-                self._loop.call_soon(self._segments.stock_up)
                 granted = [None if entry is None else self._granted(entry) for entry in action.entries]
                 self._socket.send(caller, MediaGranted(action.lease_id, granted))
 
@@ -216,13 +186,13 @@ class MediaCacheServer:
     # ---- clients
 
     def _watch(self, client: str, pid: int) -> None:
-        """Raises InvalidRequest when there is no such process (any more)."""
+        """Watches the client's process. Raises InvalidRequest if it does not exist."""
         if client in self._clients:
             return
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:
-            raise InvalidRequest(f"the client's process {pid} is not there: {error.strerror}") from error
+            raise InvalidRequest(f"the client's process {pid} does not exist: {error.strerror}") from error
         self._clients[client] = pidfd
         self._loop.add_reader(pidfd, self._on_gone, client)
 
@@ -231,5 +201,5 @@ class MediaCacheServer:
         self._loop.remove_reader(pidfd)
         os.close(pidfd)
         actions = self._store.client_lost(client)
-        log.info("client %s is gone; its references are dropped", client)
+        log.info("client %s has exited; its leases end", client)
         self._perform(actions)

@@ -1,11 +1,11 @@
-"""What the media cache holds and for whom. Pure: calls in, actions out; it knows no socket, no clock and no memory.
+"""The contents of the media cache and the leases on them. Pure: calls in, actions out; no sockets, clock or memory.
 
-An entry is an item's room: `writing` until its writer commits it, then ready. It is held by leases; a ready one that
-nobody holds is kept, least recently used first to go, until its room is needed. Entries of before a `clear` are stale:
-those who hold them keep them, nobody else finds them.
+An entry is the space of one item: `writing` until its writer commits it, then ready. Leases hold entries. A ready entry
+that no lease holds stays cached and is evicted in order of last use when space is needed. Entries from before a `clear`
+are stale: their holders keep them, later leases do not find them, and they are dropped with their last holder.
 
-A lease that wants what another is writing waits for it. It waits only for leases that came before it, so waiting ends;
-when the other gives up, the first that waits becomes the writer.
+A lease that wants an item which another lease is writing waits for it. Leases wait only for earlier leases, so there is
+no deadlock. If the writer gives up, the first waiting lease becomes the writer.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey, Wante
 from tandem.runtime.errors import InvalidRequest, Overloaded, TandemError, WorkerLost
 
 _MAX_ENDED_LEASES = 4096
-"""Leases that were released before they were acquired, which happens when a process is lost in between."""
+"""Remembered ids of leases that were released before they were acquired, as when a process exits in between."""
 
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """number: names its segment, and is never used again. waiting: leases, in order of arrival."""
+    """number: names the segment and is never reused. waiting: lease ids in order of arrival."""
 
     number: int
     key: MediaKey
@@ -41,9 +41,9 @@ class Entry:
 
 
 @dataclass(slots=True, eq=False)
-class _Lease:
-    """wanted: keys in the order asked for, with the entry of each, None where there is none. num_waits: entries that
-    it waits for."""
+class _ItemLease:
+    """wanted: keys in the order asked for. entries: by key, None where there is none. num_waits: entries that the lease
+    waits for."""
 
     client: str
     wanted: list[MediaKey]
@@ -53,7 +53,8 @@ class _Lease:
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Answer the lease's acquire: one entry, or None, for each item. Those whose writer it is are to be written."""
+    """Answer the lease's acquire with one entry, or None, for each item. The lease writes entries that it is the writer
+    of."""
 
     lease_id: str
     entries: tuple[Entry | None, ...]
@@ -61,7 +62,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The segment of this entry is not needed any more."""
+    """Close the segment of this entry."""
 
     number: int
 
@@ -70,7 +71,8 @@ Action = Grant | Drop
 
 
 class MediaStore:
-    """capacity_bytes: of all entries. max_items: the same in number, for each is an open file."""
+    """capacity_bytes: limit on the size of all entries. max_items: limit on their number, since each is an open
+    file."""
 
     def __init__(self, capacity_bytes: int, max_items: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -81,10 +83,10 @@ class MediaStore:
         self.num_evicted = 0
         self._entries: dict[int, Entry] = {}
         self._by_key: dict[MediaKey, Entry] = {}
-        self._stale: dict[MediaKey, Entry] = {}  # of before a `clear`, and still held
-        self._unused: OrderedDict[int, Entry] = OrderedDict()  # ready, not stale, held by nobody; oldest use first
+        self._stale: dict[MediaKey, Entry] = {}  # from before a `clear`, still held
+        self._unused: OrderedDict[int, Entry] = OrderedDict()  # ready, not stale, not held; in order of last use
         self._unused_bytes = 0
-        self._leases: dict[str, _Lease] = {}
+        self._leases: dict[str, _ItemLease] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._numbers = itertools.count(1)
 
@@ -101,26 +103,23 @@ class MediaStore:
         return self.used_bytes - self._unused_bytes
 
     def ready(self, key: MediaKey) -> Entry | None:
-        """Without a lease: only to be used at once."""
+        """Returns the ready entry of this key. Without a lease it may only be used at once."""
         entry = self._by_key.get(key)
         return entry if entry is not None and entry.is_ready else None
 
     def held_or_ready(self, key: MediaKey) -> Entry | None:
-        """The same, with what is of before a `clear` and still held."""
+        """Like `ready`, but also finds stale entries that are still held."""
         stale = self._stale.get(key)
         return self.ready(key) or (stale if stale is not None and stale.is_ready else None)
-
-    def lease_entry(self, lease_id: str, key: MediaKey) -> Entry | None:
-        """What the lease has of that key."""
-        return self._leases[lease_id].entries.get(key)
 
     # ---- calls
 
     def acquire(self, client: str, lease_id: str, wanted: Sequence[WantedMedia]) -> list[Action]:
-        """The grant is among the actions, or follows when what it waits for is ready.
+        """Pins cached items and allocates space for the others. The grant is among the actions, or follows when all
+        items that the lease waits for are ready.
 
-        Raises Overloaded when the room is held by others, InvalidRequest for what could never fit; then nothing has
-        changed.
+        Raises Overloaded if the space is held by other leases, InvalidRequest if the items could never fit; nothing has
+        changed then.
         """
         if lease_id in self._leases or lease_id in self._ended:
             raise InvalidRequest(f"the lease {lease_id} has been used before")
@@ -136,13 +135,13 @@ class MediaStore:
                 found.setdefault(item.key, None)
         hits = [entry for entry in found.values() if entry is not None]
         num_bytes = sum(new.values())
-        # What is asked for may not be evicted to make room for the rest of it.
+        # Items of this call must not be evicted to make space for the rest of it.
         spared = [entry for entry in hits if entry.number in self._unused]
-        self._check_room(num_bytes, len(new), sum(e.num_bytes for e in spared), len(spared))
-        lease = self._leases[lease_id] = _Lease(client, [item.key for item in wanted], {})
+        self._check_space(num_bytes, len(new), sum(e.num_bytes for e in spared), len(spared))
+        lease = self._leases[lease_id] = _ItemLease(client, [item.key for item in wanted], {})
         for entry in hits:
             self._hold(lease_id, entry)
-        actions = self._make_room(num_bytes, len(new))
+        actions = self._evict(num_bytes, len(new))
         for key, size in new.items():
             found[key] = self._add(key, size, lease_id)
         for key, each in found.items():
@@ -157,11 +156,12 @@ class MediaStore:
         return actions
 
     def commit(self, lease_id: str, items: Sequence[CommittedMedia]) -> list[Action]:
-        """Raises InvalidRequest for items that are not the lease's to write, Overloaded when they have grown over what
-        was set aside and there is no room, WorkerLost when the lease has ended; then nothing has changed."""
+        """Makes written items ready. Raises InvalidRequest for items that are not the lease's to write, Overloaded if
+        they have outgrown their space and there is no more, WorkerLost if the lease has ended; nothing has changed
+        then."""
         lease = self._leases.get(lease_id)
         if lease is None:
-            raise WorkerLost("the media cache does not know the request's lease; it has been started again")
+            raise WorkerLost("the media cache does not know the request's lease; it has been restarted")
         written: dict[int, tuple[Entry, CommittedMedia]] = {}
         for item in items:
             entry = lease.entries.get(item.key)
@@ -169,18 +169,18 @@ class MediaStore:
                 raise InvalidRequest(f"the item {item.key.digest.hex()} is not for lease {lease_id} to commit")
             written[entry.number] = entry, item
         growth = sum(item.num_bytes - entry.num_bytes for entry, item in written.values())
-        self._check_room(growth, 0)
-        actions = self._make_room(growth, 0)
+        self._check_space(growth, 0)
+        actions = self._evict(growth, 0)
         self.used_bytes += growth
         for entry, item in written.values():
             entry.num_bytes, entry.description, entry.writer = item.num_bytes, item.description, None
             waiting, entry.waiting = entry.waiting, {}
             for other_id in waiting:
-                actions += self._waits_no_more(other_id)
+                actions += self._on_wait_over(other_id)
         return actions
 
     def release(self, lease_ids: Sequence[str]) -> list[Action]:
-        """Those not known yet are refused when they come."""
+        """Ends leases. Ids that are not known yet are refused when they are acquired later."""
         actions: list[Action] = []
         for lease_id in lease_ids:
             lease = self._leases.pop(lease_id, None)
@@ -191,23 +191,27 @@ class MediaStore:
                 continue
             for entry in lease.entries.values():
                 if entry is not None:
-                    actions += self._let_go(lease_id, entry)
-        # One that waited for another of them was granted in between what it no longer wants.
+                    actions += self._unhold(lease_id, entry)
+        # A released lease may have been granted an item that another released lease was writing.
         return [action for action in actions if isinstance(action, Drop) or action.lease_id in self._leases]
 
     def client_lost(self, client: str) -> list[Action]:
-        """All of its leases end."""
+        """Ends all leases of the client."""
         return self.release([lease_id for lease_id, lease in self._leases.items() if lease.client == client])
 
-    def clear(self) -> tuple[int, list[Action]]:
-        """How many entries were forgotten."""
-        num_forgotten = len(self._by_key)
+    def clear(self) -> tuple[int, int, list[Action]]:
+        """Forgets all items and returns (their number, their size in bytes, actions).
+
+        Held items are dropped when their last holder releases them, items being written are not kept, and later leases
+        compute anew.
+        """
+        num_items, num_bytes = len(self._by_key), sum(entry.num_bytes for entry in self._by_key.values())
         actions: list[Action] = [self._remove(entry) for entry in list(self._unused.values())]
         for entry in self._by_key.values():
             entry.is_stale = True
         self._stale.update(self._by_key)
         self._by_key.clear()
-        return num_forgotten, actions
+        return num_items, num_bytes, actions
 
     # ---- entries
 
@@ -222,7 +226,7 @@ class MediaStore:
         if self._unused.pop(entry.number, None) is not None:
             self._unused_bytes -= entry.num_bytes
 
-    def _let_go(self, lease_id: str, entry: Entry) -> list[Action]:
+    def _unhold(self, lease_id: str, entry: Entry) -> list[Action]:
         del entry.holders[lease_id]
         entry.waiting.pop(lease_id, None)
         if entry.writer == lease_id:
@@ -236,20 +240,21 @@ class MediaStore:
         return []
 
     def _give_up(self, entry: Entry) -> list[Action]:
-        """Its writer is gone. The next one gets a new segment: nobody knows what may still come to this one."""
+        """Removes an entry whose writer is gone. The next writer gets a new segment: the old one may still be written
+        to."""
         actions: list[Action] = [self._remove(entry)]
         if not entry.waiting:
             return actions
         first, *others = entry.waiting
-        heir = Entry(
+        successor = Entry(
             next(self._numbers), entry.key, entry.num_bytes, first, entry.holders, dict.fromkeys(others), entry.is_stale
         )
-        self._entries[heir.number] = heir
-        (self._stale if heir.is_stale else self._by_key)[heir.key] = heir
-        self.used_bytes += heir.num_bytes
-        for lease_id in heir.holders:
-            self._leases[lease_id].entries[heir.key] = heir
-        return actions + self._waits_no_more(first)
+        self._entries[successor.number] = successor
+        (self._stale if successor.is_stale else self._by_key)[successor.key] = successor
+        self.used_bytes += successor.num_bytes
+        for lease_id in successor.holders:
+            self._leases[lease_id].entries[successor.key] = successor
+        return actions + self._on_wait_over(first)
 
     def _remove(self, entry: Entry) -> Drop:
         del self._entries[entry.number]
@@ -262,7 +267,7 @@ class MediaStore:
         self.used_bytes -= entry.num_bytes
         return Drop(entry.number)
 
-    def _check_room(self, num_bytes: int, num_items: int, spared_bytes: int = 0, num_spared: int = 0) -> None:
+    def _check_space(self, num_bytes: int, num_items: int, spared_bytes: int = 0, num_spared: int = 0) -> None:
         if num_bytes > self.capacity_bytes:
             raise InvalidRequest(
                 f"the request's images and videos take {num_bytes} bytes; the media cache has {self.capacity_bytes} "
@@ -280,7 +285,7 @@ class MediaStore:
         if num_items and num_held + num_items > self.max_items:
             raise _full(f"{num_held} of its {self.max_items} items are in use, {num_items} more are asked for")
 
-    def _make_room(self, num_bytes: int, num_items: int) -> list[Action]:
+    def _evict(self, num_bytes: int, num_items: int) -> list[Action]:
         actions: list[Action] = []
         while self._unused and (
             self.used_bytes + num_bytes > self.capacity_bytes or self.num_items + num_items > self.max_items
@@ -291,39 +296,13 @@ class MediaStore:
 
     # ---- leases
 
-    def _grant(self, lease_id: str, lease: _Lease) -> Grant:
+    def _grant(self, lease_id: str, lease: _ItemLease) -> Grant:
         return Grant(lease_id, tuple(lease.entries[key] for key in lease.wanted))
 
-    def _waits_no_more(self, lease_id: str) -> list[Action]:
+    def _on_wait_over(self, lease_id: str) -> list[Action]:
         lease = self._leases[lease_id]
         lease.num_waits -= 1
         return [] if lease.num_waits else [self._grant(lease_id, lease)]
-
-    def check(self) -> None:
-        """Asserts what must always hold; for tests."""
-        assert self.used_bytes == sum(entry.num_bytes for entry in self._entries.values()) <= self.capacity_bytes
-        assert self.num_items <= self.max_items
-        assert self._unused_bytes == sum(entry.num_bytes for entry in self._unused.values())
-        for number, entry in self._entries.items():
-            assert entry.number == number
-            assert (number in self._unused) == (entry.is_ready and not entry.is_stale and not entry.holders)
-            assert self._stale.get(entry.key) is not entry or entry.is_stale
-            assert entry.is_stale == (self._by_key.get(entry.key) is not entry)
-            assert entry.holders or number in self._unused, "nobody holds it, and nobody will find it"
-            assert entry.is_ready or entry.writer in entry.holders
-            assert not (entry.is_ready and entry.waiting)
-            assert set(entry.waiting) == set(entry.holders) - {entry.writer} or entry.is_ready
-            for lease_id in entry.holders:
-                assert self._leases[lease_id].entries[entry.key] is entry
-        assert all(self._entries.get(entry.number) is entry for entry in self._stale.values())
-        order = list(self._leases)
-        for lease_id, lease in self._leases.items():
-            held = [entry for entry in lease.entries.values() if entry is not None]
-            assert all(self._entries[entry.number] is entry and lease_id in entry.holders for entry in held)
-            waits = [entry for entry in held if lease_id in entry.waiting]
-            assert lease.num_waits == len(waits)
-            for entry in waits:
-                assert entry.writer is not None and order.index(entry.writer) < order.index(lease_id), "a cycle"
 
 
 def _full(reason: str) -> TandemError:

@@ -1,1 +1,1 @@
-"""Runs prompts in chunks, reports first tokens, ships KV. `python -m tandem.prefill_worker CONFIG.json`."""
+"""Computes prompts in chunks, reports first tokens, ships KV. `python -m tandem.prefill_worker CONFIG.json`."""

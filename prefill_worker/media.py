@@ -1,5 +1,5 @@
-"""Takes the images and videos of arriving prompts in: refuses what cannot be, asks others for their embeddings, and
-fetches what lies on other hosts."""
+"""Prepares the images and videos of arriving prompts: checks them, looks up shared embeddings, and fetches tensors from
+other hosts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.engine.vision.media_tensors import open_tensors
 from tandem.engine.vision.prompt_media import PromptMedia
-from tandem.prefill_worker.remote_media import RemoteMedia
+from tandem.prefill_worker.remote_media import PromptFetches, RemoteMedia
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.media import MediaItem, check_media
 from tandem.protocol.messages.token_ids import unpack_token_ids
@@ -25,30 +25,30 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 LOOKUP_TIMEOUT_S = 1.0
-"""Longer than encoding an image takes, as a rule; then it is encoded here."""
+"""Usually longer than encoding an image takes. After it the item is encoded here."""
 
 
 class MediaEmbeddings(Protocol):
-    """Embeddings that workers share: what another has encoded is not encoded again.
+    """Embeddings shared between workers, so that an item is encoded once.
 
     An embedding is [1 + num_deepstack, num_tokens, hidden_size] in the model's dtype, contiguous, on the CPU.
     """
 
     async def get(self, digests: Sequence[bytes]) -> dict[bytes, torch.Tensor]:
-        """Those that are there, of items with these digests."""
+        """Returns the embeddings that are cached for these digests."""
         ...
 
     def set(self, embeddings: Mapping[bytes, torch.Tensor]) -> None:
-        """Returns at once; what cannot be kept is not."""
+        """Stores embeddings in the background. Failures are logged."""
         ...
 
 
 class MediaIntake:
-    """vision: None where the model takes text alone. unit_tokens: of a video that are encoded at once.
+    """Opens the media of arriving prompts.
 
-    shared: where there is a cache beside the worker's own. remote: where media may lie on other hosts. on_ready: a
-    prompt whose media were waited for may be scheduled now, or has an error. num_found: items whose embeddings `shared`
-    had.
+    vision: None if the model takes text only. unit_tokens: tokens of a video that are encoded at once. shared:
+    embeddings of other workers, if they are shared. on_ready: called when a prompt's media have arrived or failed.
+    remote: None if no media can lie on other hosts. num_found: items whose embeddings `shared` had.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class MediaIntake:
         self._shared = shared
         self._remote = remote
         self._on_ready = on_ready
-        self._waited_for: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self.num_found = 0
 
     @property
@@ -78,28 +78,44 @@ class MediaIntake:
         return self._remote.num_fetched_bytes if self._remote is not None else 0
 
     def open(self, message: StartPrefill) -> PromptMedia | None:
-        """None for a prompt of text alone. Raises InvalidRequest. What has to be waited for makes it ready later."""
+        """Returns the prompt's media, or None for a prompt of text only. Their `release` must be called.
+
+        Media that must be looked up or fetched become ready later. Raises like `open_tensors`.
+        """
         if not message.media:
             return None
         if self._vision is None:
-            raise InvalidRequest("this model takes no images or video here; send text alone")
+            raise InvalidRequest("this model takes no images or video here; send text only")
         token_ids = unpack_token_ids(message.token_ids)
         check_media(message.media, len(token_ids))
         media = PromptMedia(token_ids, message.media, self._unit_tokens, self._cache)
         remote = self._remote if message.media_cache else None
-        if remote is None:
-            self._take(media, [_open(number, item) for number, item in enumerate(message.media)])
-        missing = list({item.digest for i, item in enumerate(message.media) if media.find(i) is None})
-        if remote is None and not (missing and self._shared):
-            media.is_ready = True
-            return media
-        task = asyncio.get_running_loop().create_task(self._wait_for(media, missing, remote, message.media_cache))
-        self._waited_for.add(task)
-        task.add_done_callback(self._waited_for.discard)
+        try:
+            if remote is None:
+                self._set_tensors(media, [_open(number, item) for number, item in enumerate(message.media)])
+            missing = list({item.digest for i, item in enumerate(message.media) if media.find(i) is None})
+            if remote is None and not (missing and self._shared):
+                media.is_ready = True
+            else:
+                self._prepare_later(media, missing, remote, message.media_cache)
+        except BaseException:
+            media.release()
+            raise
         return media
 
-    def _take(self, media: PromptMedia, tensors: Sequence[Mapping[str, torch.Tensor]]) -> None:
-        """tensors: of each item. Raises InvalidRequest."""
+    def _prepare_later(
+        self, media: PromptMedia, missing: list[bytes], remote: RemoteMedia | None, endpoint: str
+    ) -> None:
+        fetches = remote.for_prompt() if remote is not None else None
+        task = asyncio.get_running_loop().create_task(self._prepare(media, missing, fetches, endpoint))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        media.on_release(task.cancel)
+        if fetches is not None:
+            media.on_release(fetches.release)
+
+    def _set_tensors(self, media: PromptMedia, tensors: Sequence[Mapping[str, torch.Tensor]]) -> None:
+        """tensors: one mapping for each item. Raises InvalidRequest."""
         assert self._vision is not None
         num_frames = []
         for number, (item, each) in enumerate(zip(media.items, tensors, strict=True)):
@@ -110,14 +126,14 @@ class MediaIntake:
                 raise _numbered(number, error) from error
         media.set_tensors(tensors, num_frames)
 
-    async def _wait_for(
-        self, media: PromptMedia, missing: list[bytes], remote: RemoteMedia | None, endpoint: str
+    async def _prepare(
+        self, media: PromptMedia, missing: list[bytes], fetches: PromptFetches | None, endpoint: str
     ) -> None:
         if self._shared is not None and missing:
             await self._look_up(media, missing, self._shared)
-        if remote is not None:
+        if fetches is not None:
             try:
-                await self._fetch(media, remote, endpoint)
+                await self._fetch(media, fetches, endpoint)
             except TandemError as error:
                 media.error = ErrorInfo.of(error)
             except Exception as error:
@@ -135,43 +151,42 @@ class MediaIntake:
             for number in range(len(media.items)):
                 media.find(number)
         except Exception as error:
-            # A cache that fails costs time, not the request.
+            # A failing cache costs time but does not fail the request.
             log.warning("media embeddings could not be looked up: %s", str(error) or type(error).__name__)
 
-    async def _fetch(self, media: PromptMedia, remote: RemoteMedia, endpoint: str) -> None:
-        """From another host. Not the pixels of what is encoded already, which are nearly all of it."""
+    async def _fetch(self, media: PromptMedia, fetches: PromptFetches, endpoint: str) -> None:
+        """Fetches the tensors from another host, without the pixels of items whose embeddings are known."""
         vision = self._vision
         assert vision is not None
         wanted = [vision.needed(item, media.find(i) is not None) for i, item in enumerate(media.items)]
-        # Without return_exceptions: a list of errors that have been raised here would keep this frame, and they it.
         tensors = await asyncio.gather(
-            *(self._fetch_item(number, media, remote, endpoint, names) for number, names in enumerate(wanted))
+            *(self._fetch_item(number, media, fetches, endpoint, names) for number, names in enumerate(wanted))
         )
-        self._take(media, tensors)
+        self._set_tensors(media, tensors)
 
     async def _fetch_item(
-        self, number: int, media: PromptMedia, remote: RemoteMedia, endpoint: str, names: Collection[str]
+        self, number: int, media: PromptMedia, fetches: PromptFetches, endpoint: str, names: Collection[str]
     ) -> dict[str, torch.Tensor]:
         try:
-            return await remote.fetch(endpoint, media.items[number], names)
+            return await fetches.fetch(endpoint, media.items[number], names)
         except InvalidRequest as error:
             raise _numbered(number, error) from error
 
     def share_encoded(self) -> None:
-        """After a step: tell the others what it has encoded."""
+        """Shares the embeddings that the last step has encoded with the other workers."""
         encoded = self._cache.take_encoded()
         if encoded and self._shared is not None:
             self._shared.set({digest: embedding.cpu() for digest, embedding in encoded.items()})
 
     def close(self) -> None:
-        for task in self._waited_for:
+        for task in self._tasks:
             task.cancel()
         if self._remote is not None:
             self._remote.close()
 
 
 def _numbered(number: int, error: InvalidRequest) -> InvalidRequest:
-    """Whoever sent several items is told which of them is wrong."""
+    """Adds the item's number, so that the client knows which of several items is wrong."""
     return InvalidRequest(f"media item {number}: {error}")
 
 

@@ -1,15 +1,16 @@
-"""Decides which pairs with decode workers there are; pure: events and a clock value in, actions out.
+"""Decides which pairs with decode workers exist. Pure: events and a clock value in, actions out.
 
 A pair's life:  opening -> ready -> failed -> closed, or opening -> refused / failed
-A decode worker, that is each (worker id, epoch), has at most one live pair. One that failed is opened again under
-another id while the decode worker lives. A pair is closed when its sender has stopped for good; the peer is told only
-then, for it takes ClosePair as proof that nothing will be written any more.
+
+Each epoch of a decode worker has at most one live pair. A failed pair is opened again under another id while the decode
+worker lives. A pair is closed when its sender has stopped for good. Only then is ClosePair sent, which the peer takes
+as proof that nothing more will be written.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import msgspec
@@ -31,108 +32,97 @@ RETRY_INTERVAL_S = 2.0
 
 
 class Connect(msgspec.Struct, frozen=True):
-    """Make the pair's control connection, and send this on it."""
+    """Open the pair's control connection and send this message on it."""
 
     pair_id: str
     endpoint: str
     message: OpenPair
 
 
-class OpenSender(msgspec.Struct, frozen=True):
-    """`on_sender_ready` must follow, or `on_sender_impossible`."""
+class StartSender(msgspec.Struct, frozen=True):
+    """Open the data path. `on_sender_ready` or `on_sender_impossible` must follow."""
 
     pair_id: str
     connector: str
     peers: list[ConnectorParams]
 
 
-class CloseSender(msgspec.Struct, frozen=True):
-    """`on_sender_closed` must follow when nothing can be written any more; at once where there is no sender."""
+class StopSender(msgspec.Struct, frozen=True):
+    """Stop the sender. `on_sender_closed` must follow once nothing more can be written; at once if there is none."""
 
     pair_id: str
 
 
-class SendClose(msgspec.Struct, frozen=True):
-    """Over the pair's control connection."""
+class SendCloseToDecode(msgspec.Struct, frozen=True):
+    """Send over the pair's control connection."""
 
     message: ClosePair
 
 
 class Disconnect(msgspec.Struct, frozen=True):
-    """Close the pair's control connection; what was sent is still delivered."""
+    """Close the pair's control connection. Queued messages are still delivered."""
 
     pair_id: str
 
 
-class PairLost(msgspec.Struct, frozen=True):
-    """Requests that count on the pair have lost it."""
+class OutgoingPairLost(msgspec.Struct, frozen=True):
+    """Fail the requests that use the pair."""
 
     pair_id: str
     reason: str
 
 
-PairAction = Connect | OpenSender | CloseSender | SendClose | Disconnect | PairLost
+OutgoingPairAction = Connect | StartSender | StopSender | SendCloseToDecode | Disconnect | OutgoingPairLost
 
 
 @dataclass(eq=False)
-class Pair:
-    """This worker and one decode worker, for as long as both live and the data path holds."""
+class OutgoingPair:
+    """This worker and one decode worker."""
 
     pair_id: str
     peer: WorkerInfo
     opened_at: float
     state: Literal["opening", "ready", "refused", "failed"] = "opening"
     connector: str = ""
-    checksums: bool = False  # either side wants them
+    checksums: bool = False  # whether either side wants them
     reason: str = ""
     num_announced: int = 0
     num_shipped_bytes: int = 0
     num_shipments: int = 0
     shipping_s: float = 0.0
     failed_at: float = 0.0
-    closed: bool = False  # nothing can be written any more, and the peer has been told
+    closed: bool = False  # the sender has stopped and ClosePair was sent
     dropped: bool = False
 
 
-class PairTable:
-    """All pairs of one prefill worker. pids: of all its ranks. host_id: see `runtime.host.host_id`.
+@dataclass(eq=False)
+class OutgoingPairTable:
+    """All pairs of one prefill worker.
 
-    device_ids: GPUs of its ranks, as in OpenPair. lease_s: see `prefill_worker.leases`; decode learns it by the
-    handshake.
+    pids: processes of all its ranks. host_id: see `runtime.host.host_id`. device_ids: GPUs of its ranks, as in
+    OpenPair. lease_s: see `prefill_worker.leases`; sent to decode in the handshake.
     """
 
-    def __init__(
-        self,
-        worker: WorkerInfo,
-        pids: list[int],
-        layout: KVLayout,
-        host_id: str,
-        device: str,
-        connectors: list[str],
-        checksums: bool,
-        lease_s: float,
-        device_ids: list[str],
-    ) -> None:
-        self._worker = worker
-        self._pids = pids
-        self._layout = layout
-        self._host_id = host_id
-        self._device = device
-        self._connectors = connectors
-        self._checksums = checksums
-        self._lease_s = lease_s
-        self._device_ids = device_ids
-        self._num_opened = 0
-        self._by_epoch: dict[str, Pair] = {}  # by the decode worker's epoch
-        self._by_id: dict[str, Pair] = {}  # also those that are dropped, until they are closed
+    worker: WorkerInfo
+    pids: list[int]
+    layout: KVLayout
+    host_id: str
+    device: str
+    connectors: list[str]
+    checksums: bool
+    lease_s: float
+    device_ids: list[str]
+    _num_opened: int = 0
+    _by_epoch: dict[str, OutgoingPair] = field(default_factory=dict)  # by the decode worker's epoch
+    _by_id: dict[str, OutgoingPair] = field(default_factory=dict)  # including dropped pairs until they are closed
 
-    def pairs(self) -> Iterable[Pair]:
+    def pairs(self) -> Iterable[OutgoingPair]:
         return self._by_epoch.values()
 
-    def get(self, pair_id: str) -> Pair | None:
+    def get(self, pair_id: str) -> OutgoingPair | None:
         return self._by_id.get(pair_id)
 
-    def ready_pair(self, decode_epoch: str) -> Pair | None:
+    def ready_pair(self, decode_epoch: str) -> OutgoingPair | None:
         pair = self._by_epoch.get(decode_epoch)
         return pair if pair is not None and pair.state == "ready" else None
 
@@ -142,7 +132,7 @@ class PairTable:
         ]
 
     def traffic(self) -> list[PairTraffic]:
-        """Apart from `status`, which changes seldom and is acted upon when it does."""
+        """Returns traffic figures. Separate from `status`, which proxies act upon when it changes."""
         return [
             PairTraffic(p.peer.worker_id, p.num_shipped_bytes, p.num_shipments, p.shipping_s)
             for p in self._by_epoch.values()
@@ -150,8 +140,8 @@ class PairTable:
 
     # ---- membership and time
 
-    def on_view(self, now: float, workers: list[WorkerInfo]) -> list[PairAction]:
-        """Open pairs with decode workers that are new, drop those with workers that no proxy knows any more."""
+    def on_view(self, now: float, workers: list[WorkerInfo]) -> list[OutgoingPairAction]:
+        """Opens pairs with new decode workers, drops pairs with workers that no proxy knows any more."""
         present = {worker.epoch: worker for worker in workers if worker.role == "decode"}
         gone = [pair for epoch, pair in self._by_epoch.items() if epoch not in present]
         actions = [action for pair in gone for action in self._drop(now, pair, "it left the cluster")]
@@ -160,42 +150,42 @@ class PairTable:
                 actions.append(self._open(now, worker))
         return actions
 
-    def on_tick(self, now: float) -> list[PairAction]:
-        """Deadlines of opening pairs; another try for those that failed."""
-        actions: list[PairAction] = []
+    def on_tick(self, now: float) -> list[OutgoingPairAction]:
+        """Fails pairs that take too long to open; retries those that failed."""
+        actions: list[OutgoingPairAction] = []
         for pair in list(self._by_epoch.values()):
             if pair.state == "opening" and now - pair.opened_at > OPEN_TIMEOUT_S:
                 actions += self.fail(now, pair.pair_id, f"no answer within {OPEN_TIMEOUT_S:.0f} s")
             elif pair.state == "failed" and pair.closed and now - pair.failed_at > RETRY_INTERVAL_S:
-                actions += [*self._drop(now, pair, "another try"), self._open(now, pair.peer)]
+                actions += [*self._drop(now, pair, "it is opened again"), self._open(now, pair.peer)]
         return actions
 
     def _open(self, now: float, peer: WorkerInfo) -> Connect:
-        # Our epoch makes the id unique among all processes, the number among our own tries.
+        # The epoch makes the id unique among processes, the number among this process's pairs.
         number = self._num_opened
-        pair_id = f"{self._worker.worker_id}-{peer.worker_id}-{self._worker.epoch}-{number}"
+        pair_id = f"{self.worker.worker_id}-{peer.worker_id}-{self.worker.epoch}-{number}"
         self._num_opened += 1
-        self._by_epoch[peer.epoch] = self._by_id[pair_id] = Pair(pair_id, peer, now)
+        self._by_epoch[peer.epoch] = self._by_id[pair_id] = OutgoingPair(pair_id, peer, now)
         message = OpenPair(
             version=PROTOCOL_VERSION,
-            prefill_worker_id=self._worker.worker_id,
-            prefill_epoch=self._worker.epoch,
-            prefill_pids=self._pids,
+            prefill_worker_id=self.worker.worker_id,
+            prefill_epoch=self.worker.epoch,
+            prefill_pids=self.pids,
             pair_id=pair_id,
-            layout=self._layout,
-            host_id=self._host_id,
-            device=self._device,
-            connectors=self._connectors,
-            checksums=self._checksums,
-            lease_s=self._lease_s,
-            device_ids=self._device_ids,
+            layout=self.layout,
+            host_id=self.host_id,
+            device=self.device,
+            connectors=self.connectors,
+            checksums=self.checksums,
+            lease_s=self.lease_s,
+            device_ids=self.device_ids,
             number=number,
         )
         return Connect(pair_id, peer.endpoint, message)
 
-    # ---- what the peer says
+    # ---- messages of the peer
 
-    def on_message(self, now: float, message: PairAccepted | PairRefused | ClosePair) -> list[PairAction]:
+    def on_message(self, now: float, message: PairAccepted | PairRefused | ClosePair) -> list[OutgoingPairAction]:
         pair = self._by_id.get(message.pair_id)
         if pair is None:
             return []
@@ -209,17 +199,17 @@ class PairTable:
             case ClosePair():
                 return self.fail(now, pair.pair_id, message.reason)
 
-    def _on_accepted(self, now: float, pair: Pair, message: PairAccepted) -> list[PairAction]:
+    def _on_accepted(self, now: float, pair: OutgoingPair, message: PairAccepted) -> list[OutgoingPairAction]:
         if pair.state != "opening" or pair.connector:
             return []
         if message.decode_epoch != pair.peer.epoch:
-            return self.fail(now, pair.pair_id, "another process answers at its address")
+            return self.fail(now, pair.pair_id, "another process answered at its address")
         pair.connector, pair.checksums = message.connector, message.checksums
-        return [OpenSender(pair.pair_id, message.connector, message.params)]
+        return [StartSender(pair.pair_id, message.connector, message.params)]
 
-    # ---- what becomes of the sender
+    # ---- the sender
 
-    def on_sender_ready(self, now: float, pair_id: str, error: TandemError | None) -> list[PairAction]:
+    def on_sender_ready(self, now: float, pair_id: str, error: TandemError | None) -> list[OutgoingPairAction]:
         pair = self._by_id.get(pair_id)
         if pair is None or pair.state != "opening":
             return []
@@ -228,29 +218,30 @@ class PairTable:
         pair.state = "ready"
         return []
 
-    def on_sender_impossible(self, now: float, pair_id: str, error: TandemError) -> list[PairAction]:
-        """The handshake believed in the connector, the kernel did not allow it: offer the others next time."""
+    def on_sender_impossible(self, now: float, pair_id: str, error: TandemError) -> list[OutgoingPairAction]:
+        """Handles a connector that the handshake chose but the kernel refused, by no longer offering it."""
         pair = self._by_id.get(pair_id)
-        if pair is not None and len(self._connectors) > 1:
-            self._connectors = [name for name in self._connectors if name != pair.connector]
+        if pair is not None and len(self.connectors) > 1:
+            self.connectors = [name for name in self.connectors if name != pair.connector]
         return self.fail(now, pair_id, error.message)
 
-    def on_sender_closed(self, pair_id: str) -> list[PairAction]:
-        """The sender has stopped for good: only now may decode use the pair's blocks again."""
+    def on_sender_closed(self, pair_id: str) -> list[OutgoingPairAction]:
+        """Handles the end of a sender. Only now may decode reuse the pair's blocks."""
         pair = self._by_id[pair_id]
         pair.closed = True
-        return [SendClose(ClosePair(pair_id, pair.reason)), *self._forget_if_over(pair)]
+        return [SendCloseToDecode(ClosePair(pair_id, pair.reason)), *self._forget_if_closed(pair)]
 
     def announcement(
         self, pair_id: str, transfer_id: str, first_block: int, num_blocks: int, checksums: list[int]
     ) -> ShipKV:
-        """Make it in the order in which the blocks are handed to the sender: it gets the pair's next number."""
+        """Returns the message for a shipment, with the pair's next number. Call it in the order of the sender's
+        queue."""
         pair = self._by_id[pair_id]
         pair.num_announced += 1
         return ShipKV(pair_id, pair.num_announced - 1, transfer_id, first_block, num_blocks, checksums)
 
-    def on_shipped(self, pair_id: str, num_bytes: int, seconds: float) -> Pair | None:
-        """Blocks have left through the pair. Returns it, unless it is forgotten already."""
+    def on_shipped(self, pair_id: str, num_bytes: int, seconds: float) -> OutgoingPair | None:
+        """Counts shipped blocks. Returns the pair, unless it is forgotten already."""
         pair = self._by_id.get(pair_id)
         if pair is not None:
             pair.num_shipped_bytes += num_bytes
@@ -260,34 +251,34 @@ class PairTable:
 
     # ---- ends
 
-    def fail(self, now: float, pair_id: str, reason: str) -> list[PairAction]:
-        """The pair's data path or control connection broke: close it, and tell who counts on it."""
+    def fail(self, now: float, pair_id: str, reason: str) -> list[OutgoingPairAction]:
+        """Closes a pair whose data path or control connection broke, and fails the requests that use it."""
         pair = self._by_id.get(pair_id)
         if pair is None or pair.state not in ("opening", "ready"):
             return []
         pair.state, pair.reason, pair.failed_at = "failed", reason, now
-        return [PairLost(pair_id, reason), CloseSender(pair_id)]
+        return [OutgoingPairLost(pair_id, reason), StopSender(pair_id)]
 
-    def _drop(self, now: float, pair: Pair, reason: str) -> list[PairAction]:
+    def _drop(self, now: float, pair: OutgoingPair, reason: str) -> list[OutgoingPairAction]:
         del self._by_epoch[pair.peer.epoch]
         actions = self.fail(now, pair.pair_id, reason)
         pair.dropped = True
-        return actions + self._forget_if_over(pair)
+        return actions + self._forget_if_closed(pair)
 
-    def _forget_if_over(self, pair: Pair) -> list[PairAction]:
+    def _forget_if_closed(self, pair: OutgoingPair) -> list[OutgoingPairAction]:
         if not pair.dropped or not (pair.closed or pair.state == "refused"):
             return []
         del self._by_id[pair.pair_id]
         return [Disconnect(pair.pair_id)]
 
-    def begin_epoch(self, now: float, worker: WorkerInfo) -> list[PairAction]:
-        """This worker is another one now; its pairs are made anew with the next view, which shows it."""
-        self._worker = worker
+    def begin_epoch(self, now: float, worker: WorkerInfo) -> list[OutgoingPairAction]:
+        """Drops all pairs. New ones are opened when a view shows this worker's new epoch."""
+        self.worker = worker
         return self._drop_all(now, "the prefill worker begins a new epoch")
 
-    def close(self, now: float) -> list[PairAction]:
-        """The worker shuts down."""
+    def close(self, now: float) -> list[OutgoingPairAction]:
+        """Drops all pairs at shutdown."""
         return self._drop_all(now, "the prefill worker shuts down")
 
-    def _drop_all(self, now: float, reason: str) -> list[PairAction]:
+    def _drop_all(self, now: float, reason: str) -> list[OutgoingPairAction]:
         return [action for pair in list(self._by_epoch.values()) for action in self._drop(now, pair, reason)]

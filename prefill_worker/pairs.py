@@ -1,6 +1,6 @@
-"""The shell around `prefill_worker.pair_table`: control connections to decode workers, and senders of their data paths.
+"""Executes the actions of `prefill_worker.pair_table`: control connections to decode workers, senders of data paths.
 
-Lives on the loop; callbacks of the senders, which come on threads of their own, are posted to it.
+Lives on the loop. Callbacks of senders come on other threads and are posted to it.
 """
 
 from __future__ import annotations
@@ -16,18 +16,17 @@ import msgspec
 from tandem.kv_transfer.connector import KVSender
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
 from tandem.prefill_worker.pair_table import (
-    CloseSender,
     Connect,
     Disconnect,
-    OpenSender,
-    Pair,
-    PairAction,
-    PairLost,
-    PairTable,
-    SendClose,
+    OutgoingPairAction,
+    OutgoingPairLost,
+    OutgoingPairTable,
+    SendCloseToDecode,
+    StartSender,
+    StopSender,
 )
 from tandem.protocol.codec import Codec
-from tandem.protocol.messages.membership import PairStatus, WorkerInfo
+from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.transfer import KVRefused, KVReserved, PairRefused, RenewLeases, ToPrefillPeer
 from tandem.protocol.sockets import DealerSocket
 from tandem.runtime.errors import KVTransferFailed
@@ -35,22 +34,19 @@ from tandem.runtime.errors import KVTransferFailed
 log = logging.getLogger(__name__)
 
 
-class Pairs:
-    """All pairs of one prefill worker, carried out. on_pair_lost(pair_id, reason)."""
+class OutgoingPairs:
+    """All pairs of one prefill worker. on_pair_lost: called with (pair_id, reason)."""
 
     def __init__(
         self,
         context: Any,
-        table: PairTable,
+        table: OutgoingPairTable,
         pools: WorkerPools,
         on_message: Callable[[KVReserved | KVRefused | RenewLeases], None],
         on_pair_lost: Callable[[str, str], None],
     ) -> None:
         self._context = context
         self._table = table
-        self.announcement = table.announcement
-        self.on_shipped = table.on_shipped
-        self.traffic = table.traffic
         self._pools = pools
         self._on_message = on_message
         self._on_pair_lost = on_pair_lost
@@ -59,17 +55,8 @@ class Pairs:
         self._senders: dict[str, KVSender] = {}
         self._loop = asyncio.get_running_loop()
 
-    def ready_pair(self, decode_epoch: str) -> Pair | None:
-        return self._table.ready_pair(decode_epoch)
-
-    def get(self, pair_id: str) -> Pair | None:
-        return self._table.get(pair_id)
-
     def sender(self, pair_id: str) -> KVSender | None:
         return self._senders.get(pair_id)
-
-    def status(self) -> list[PairStatus]:
-        return self._table.status()
 
     # ---- events
 
@@ -83,7 +70,7 @@ class Pairs:
         self._perform(self._table.on_tick(now))
 
     def fail(self, pair_id: str, reason: str) -> None:
-        """The pair's data path broke."""
+        """Closes a pair whose data path broke."""
         self._perform(self._table.fail(self._loop.time(), pair_id, reason))
 
     def close(self) -> None:
@@ -94,7 +81,7 @@ class Pairs:
     def send(self, pair_id: str, message: msgspec.Struct) -> None:
         socket = self._sockets.get(pair_id)
         if socket is not None and not socket.send(message):
-            self.fail(pair_id, "its control connection is clogged")
+            self.fail(pair_id, "its control connection does not take messages")
 
     def _receive(self, pair_id: str, message: ToPrefillPeer) -> None:
         match message:
@@ -120,22 +107,22 @@ class Pairs:
 
     # ---- actions
 
-    def _perform(self, actions: list[PairAction]) -> None:
+    def _perform(self, actions: list[OutgoingPairAction]) -> None:
         for action in actions:
             match action:
                 case Connect():
                     self._connect(action)
-                case OpenSender():
+                case StartSender():
                     self._open_sender(action)
-                case CloseSender():
+                case StopSender():
                     self._close_sender(action.pair_id)
-                case SendClose():
+                case SendCloseToDecode():
                     if (socket := self._sockets.get(action.message.pair_id)) is not None:
                         socket.send(action.message)
                 case Disconnect():
                     if (socket := self._sockets.pop(action.pair_id, None)) is not None:
                         socket.close()
-                case PairLost():
+                case OutgoingPairLost():
                     log.warning("pair %s failed: %s", action.pair_id, action.reason)
                     self._on_pair_lost(action.pair_id, action.reason)
 
@@ -149,13 +136,13 @@ class Pairs:
                 action.pair_id.encode(),
                 on_broken=partial(self.fail, action.pair_id, "its control connection broke"),
             )
-        except Exception as error:  # zmq's own, or a tcp endpoint without keys; the pair is tried again
+        except Exception as error:  # zmq's, or a tcp endpoint without keys; the pair is retried
             self.fail(action.pair_id, f"cannot connect to {action.endpoint}: {error}")
             return
         self._sockets[action.pair_id] = socket
         socket.send(action.message)
 
-    def _open_sender(self, action: OpenSender) -> None:
+    def _open_sender(self, action: StartSender) -> None:
         pair_id = action.pair_id
         try:
             self._senders[pair_id] = self._pools.open_sender(

@@ -1,4 +1,5 @@
-"""One prompt on a prefill worker, for the sequences that share it: what is computed, shipped and still wanted."""
+"""One prompt on a prefill worker, shared by its sequences: what is computed, what is shipped, who still waits for
+it."""
 
 from __future__ import annotations
 
@@ -9,15 +10,17 @@ from tandem.engine.batch import BatchItem, Sample
 from tandem.engine.prompt_chunks import chunk, first_samples
 from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
-from tandem.protocol.messages.dispatch import StartPrefill
-from tandem.protocol.messages.generation import TokenLogprobs
+from tandem.prefill_worker.actions import Ship
+from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
+from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
+from tandem.worker.first_tokens import first_tokens
 
 
 @dataclass(eq=False)
 class PrefillPrompt:
-    """`pair_id` is None when nothing is to be shipped. open_ids: the attempt_ids that somebody still waits for."""
+    """pair_id: None if nothing is to be shipped. open_ids: attempt_ids that still wait for the first token."""
 
     request: StartPrefill
     pair_id: str | None
@@ -29,16 +32,16 @@ class PrefillPrompt:
     grammar: GrammarState | None
     media: PromptMedia | None = None
     started_at: float = 0.0
-    num_computed_tokens: int = 0  # cached ones included
+    num_computed_tokens: int = 0  # including cached ones
     num_cached_tokens: int = 0
-    hashes: list[bytes] = field(default_factory=list)  # of the prompt's full blocks, once it has begun
+    hashes: list[bytes] = field(default_factory=list)  # of full blocks, once it has begun
     num_published_blocks: int = 0
     block_table: list[int] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     reserve_sent: bool = False
     dst_block_ids: list[int] | None = None
     num_decode_cached_blocks: int = 0
-    num_shipped_blocks: int = 0  # handed to the sender, or not needed by decode
+    num_shipped_blocks: int = 0  # given to the sender, or cached by decode
     num_ships_in_flight: int = 0
     first_token_ids: list[int] | None = None
     in_step: bool = False
@@ -74,10 +77,7 @@ class PrefillPrompt:
 
     @property
     def may_compute(self) -> bool:
-        """Not before its grammar is compiled, which takes a millisecond as a rule, but may take much longer.
-
-        Nor before its media are here, and others were asked whether they have encoded them.
-        """
+        """Whether its grammar is compiled and its media have arrived."""
         return (self.grammar is None or self.grammar.is_ready) and (self.media is None or self.media.is_ready)
 
     @property
@@ -89,14 +89,14 @@ class PrefillPrompt:
         return self.arrived_at + self.request.deadline_s
 
     def hash_blocks(self, block_size: int, model_id: str) -> list[bytes]:
-        """Of all full blocks. Those after the first may be many, so it is done once, when the prompt begins."""
+        """Computes the hashes of all full blocks. Called once, when the prompt begins."""
         request = self.request
         hasher = BlockHasher(block_size, model_id, request.cache_salt, request.media)
         self.hashes = hasher.prompt_hashes(request.token_ids)
         return self.hashes
 
     def next_item(self, num_tokens: int) -> BatchItem:
-        """The next chunk."""
+        """Returns the next chunk."""
         return chunk(
             self.token_ids,
             self.num_computed_tokens,
@@ -110,9 +110,10 @@ class PrefillPrompt:
     def next_work(
         self, num_planned: int, limit: int, planned: Collection[EncodeUnit], may_exceed: bool
     ) -> tuple[int, list[EncodeUnit], int]:
-        """How many tokens after the planned ones the step may compute, of `limit` tokens' worth of work in all.
+        """Plans more of a step: returns (tokens after the planned ones, media units to encode first, cost of these
+        units).
 
-        And the units of media that must be encoded first, and what these cost: see `PromptMedia.afford`.
+        limit: the work allowed, in tokens. may_exceed: see `PromptMedia.afford`.
         """
         start = self.num_computed_tokens + num_planned
         end = min(self.num_prompt_tokens, start + limit)
@@ -121,7 +122,32 @@ class PrefillPrompt:
         end, units, cost = self.media.afford(start, end, limit, planned, may_exceed)
         return end - start, units, cost
 
+    def first_tokens(self, now: float, tokens: list[SampledToken]) -> list[FirstToken]:
+        """Takes the sampled tokens, one for each attempt, and returns messages for the attempts that are still open."""
+        self.first_token_ids = [token.token_id for token in tokens]
+        queue_s, prefill_s = self.started_at - self.arrived_at, now - self.started_at
+        return first_tokens(
+            self.request, self.open_ids, tokens, queue_s, prefill_s, self.prompt_logprobs, self.num_cached_tokens
+        )
+
+    def next_ship(self, block_size: int) -> Ship | None:
+        """Returns a shipment of the blocks that are complete and not shipped yet, and counts it as in flight."""
+        assert self.pair_id is not None and self.dst_block_ids is not None
+        num_ready = len(self.block_table) if self.is_computed else self.num_computed_tokens // block_size
+        first, num_cached = self.num_shipped_blocks, self.num_decode_cached_blocks
+        if num_ready <= first:
+            return None
+        self.num_shipped_blocks = num_ready
+        self.num_ships_in_flight += 1
+        return Ship(
+            pair_id=self.pair_id,
+            transfer_id=self.request.transfer_id,
+            first_block=first,
+            src_block_ids=self.block_table[first:num_ready],
+            dst_block_ids=self.dst_block_ids[first - num_cached : num_ready - num_cached],
+        )
+
     @property
     def position_offset(self) -> int:
-        """Once it is computed."""
+        """Offset between tokens' positions and their numbers after the prompt. Valid once it is computed."""
         return self.media.position_offset if self.media is not None else 0

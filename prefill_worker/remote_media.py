@@ -1,17 +1,17 @@
-"""Processed images and videos that lie on other hosts: their tensors, fetched from those hosts' media caches over tcp.
+"""Processed images and videos of other hosts: their tensors, fetched from those hosts' media caches over tcp.
 
-The caches keep an item as long as the proxy holds its lease, that is until the request has ended. Nothing is kept here
-beyond the prompts that use it: what the vision tower makes of it is (`prefill_worker.media`).
+The caches keep an item while the proxy holds its lease, that is until the request has ended. The memory is kept here
+while prompts use it; the embeddings computed from it are cached separately (`prefill_worker.media`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import mmap
-import weakref
 from collections import OrderedDict
 from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tandem.engine.vision.media_tensors import view_tensor
@@ -25,18 +25,29 @@ if TYPE_CHECKING:
     import torch
 
 FETCH_TIMEOUT_S = 10.0
-"""For one item, whole."""
+"""Time to fetch one item."""
 _MAX_HOSTS = 64
-"""Whose caches are connected; those that were used least recently are let go of."""
+"""Connections to other hosts' caches. The least recently used one is closed first."""
 
 _Range = tuple[bytes, int, int]
 """Digest, first byte and end in the item's segment."""
 
 
-class RemoteMedia:
-    """Belongs to the loop. max_held_bytes: of all that prompts use or wait for; the request that is over it is refused.
+@dataclass(eq=False)
+class _Fetched:
+    """One range in local memory, shared by the prompts that show the same image."""
 
-    num_fetched_bytes: since the start.
+    key: _Range
+    memory: mmap.mmap
+    task: asyncio.Task[None]
+    num_users: int = 0
+
+
+class RemoteMedia:
+    """Fetches ranges and accounts for their memory. Belongs to the loop.
+
+    max_held_bytes: limit on the memory of all prompts; a request that would exceed it is refused. num_fetched_bytes:
+    total since the start.
     """
 
     def __init__(self, context: Context, max_held_bytes: int, timeout_s: float = FETCH_TIMEOUT_S) -> None:
@@ -44,41 +55,50 @@ class RemoteMedia:
         self._max_held_bytes = max_held_bytes
         self._timeout_s = timeout_s
         self._caches: OrderedDict[str, MediaCacheClient] = OrderedDict()
-        self._in_use: weakref.WeakValueDictionary[_Range, mmap.mmap] = weakref.WeakValueDictionary()
-        self._fetching: dict[_Range, asyncio.Task[mmap.mmap]] = {}
-        self.held_bytes = 0
+        self._ranges: dict[_Range, _Fetched] = {}
         self.num_fetched_bytes = 0
 
-    async def fetch(self, endpoint: str, item: MediaItem, names: Collection[str]) -> dict[str, torch.Tensor]:
-        """The item's tensors of these names, which `check_media` has accepted. endpoint: of the cache that has it.
+    @property
+    def held_bytes(self) -> int:
+        return sum(end - start for _, start, end in self._ranges)
 
-        Raises WorkerLost when the cache does not have it or does not answer in time, Overloaded for want of room,
-        InvalidRequest for what could never fit.
+    def for_prompt(self) -> PromptFetches:
+        """Returns an object that fetches for one prompt. Its `release` must be called."""
+        return PromptFetches(self)
+
+    def hold(self, endpoint: str, key: _Range) -> _Fetched:
+        """Returns the range, which is complete when its task is done. Must be followed by one `give_back`.
+
+        Raises Overloaded or InvalidRequest, see `PromptFetches.fetch`.
         """
-        wanted = [tensor for tensor in item.tensors if tensor.name in names]
-        if not wanted:
-            return {}
-        start = min(tensor.offset for tensor in wanted) // HEADER_BYTES * HEADER_BYTES
-        end = max(tensor.offset + tensor.num_bytes for tensor in wanted)
-        memory = await self._range(endpoint, (item.digest, start, end))
-        return {tensor.name: view_tensor(tensor, memory, tensor.offset - start) for tensor in wanted}
+        fetched = self._ranges.get(key)
+        if fetched is None:
+            memory = self._allocate(key[2] - key[1])
+            fetched = _Fetched(key, memory, asyncio.create_task(self._fetch(endpoint, key, memory)))
+            self._ranges[key] = fetched
+            fetched.task.add_done_callback(partial(self._on_fetched, fetched))
+        fetched.num_users += 1
+        return fetched
 
-    async def _range(self, endpoint: str, wanted: _Range) -> mmap.mmap:
-        """Prompts that show the same image share it."""
-        if (memory := self._in_use.get(wanted)) is not None:
-            return memory
-        task = self._fetching.get(wanted)
-        if task is None:
-            memory = self._room(wanted[2] - wanted[1])
-            task = self._fetching[wanted] = asyncio.create_task(self._fetch(endpoint, wanted, memory))
-            task.add_done_callback(lambda _: self._fetching.pop(wanted))
-        try:
-            return await asyncio.shield(task)  # of whoever waits for it beside this one
-        finally:
-            del task  # with an error in it, it would keep this frame and all that call it, and they it
+    def give_back(self, fetched: _Fetched) -> None:
+        """Frees the range with its last user. Memory under live tensors is unmapped with the last of them."""
+        fetched.num_users -= 1
+        if not fetched.num_users:
+            fetched.task.cancel()
+            self._forget(fetched)
 
-    def _room(self, num_bytes: int) -> mmap.mmap:
-        """Given back when nobody uses the memory any more."""
+    def _on_fetched(self, fetched: _Fetched, task: asyncio.Task[None]) -> None:
+        if task.cancelled() or task.exception() is not None:
+            self._forget(fetched)
+            fetched.memory.close()
+        else:
+            self.num_fetched_bytes += fetched.key[2] - fetched.key[1]
+
+    def _forget(self, fetched: _Fetched) -> None:
+        if self._ranges.get(fetched.key) is fetched:
+            del self._ranges[fetched.key]
+
+    def _allocate(self, num_bytes: int) -> mmap.mmap:
         if num_bytes > self._max_held_bytes:
             raise InvalidRequest(
                 f"this image or video takes {num_bytes} bytes, more than the {self._max_held_bytes} that this prefill "
@@ -89,24 +109,15 @@ class RemoteMedia:
                 f"{self.held_bytes} of {self._max_held_bytes} bytes for images and videos from other hosts are in use, "
                 f"{num_bytes} more are asked for; try again later"
             )
-        memory = mmap.mmap(-1, max(1, num_bytes))
-        self.held_bytes += num_bytes
-        weakref.finalize(memory, self._give_back, num_bytes)
-        return memory
+        return mmap.mmap(-1, max(1, num_bytes))
 
-    def _give_back(self, num_bytes: int) -> None:
-        self.held_bytes -= num_bytes
-
-    async def _fetch(self, endpoint: str, wanted: _Range, memory: mmap.mmap) -> mmap.mmap:
-        digest, start, end = wanted
-        with contextlib.suppress(TimeoutError, InternalError):
+    async def _fetch(self, endpoint: str, key: _Range, memory: mmap.mmap) -> None:
+        digest, start, end = key
+        try:
             async with asyncio.timeout(self._timeout_s):
                 await self._cache(endpoint).read(MediaKey(digest, "input"), start, end - start, memory)
-            self._in_use[wanted] = memory
-            self.num_fetched_bytes += end - start
-            return memory
-        # Here, where it has no context: a TimeoutError's frames lead to this task, which would keep it and the memory.
-        raise WorkerLost(f"the media cache at {endpoint} did not send an image or video in time")
+        except (TimeoutError, InternalError) as error:
+            raise WorkerLost(f"the media cache at {endpoint} did not send an image or video in time") from error
 
     def _cache(self, endpoint: str) -> MediaCacheClient:
         cache = self._caches.get(endpoint)
@@ -118,7 +129,37 @@ class RemoteMedia:
         return cache
 
     def close(self) -> None:
-        for task in self._fetching.values():
-            task.cancel()
+        for fetched in self._ranges.values():
+            fetched.task.cancel()
         for cache in self._caches.values():
             cache.close()
+
+
+class PromptFetches:
+    """The ranges that one prompt uses, until `release`."""
+
+    def __init__(self, remote: RemoteMedia) -> None:
+        self._remote = remote
+        self._held: list[_Fetched] = []
+
+    async def fetch(self, endpoint: str, item: MediaItem, names: Collection[str]) -> dict[str, torch.Tensor]:
+        """Fetches the item's tensors of these names. endpoint: address of the cache that has the item.
+
+        Raises WorkerLost if the cache does not have the item or does not answer in time, Overloaded if there is no
+        memory left, InvalidRequest for an item that could never fit.
+        """
+        wanted = [tensor for tensor in item.tensors if tensor.name in names]
+        if not wanted:
+            return {}
+        start = min(tensor.offset for tensor in wanted) // HEADER_BYTES * HEADER_BYTES
+        end = max(tensor.offset + tensor.num_bytes for tensor in wanted)
+        fetched = self._remote.hold(endpoint, (item.digest, start, end))
+        self._held.append(fetched)
+        await asyncio.shield(fetched.task)  # other prompts may wait for it too
+        return {tensor.name: view_tensor(tensor, fetched.memory, tensor.offset - start) for tensor in wanted}
+
+    def release(self) -> None:
+        """Gives all ranges back. Idempotent."""
+        held, self._held = self._held, []
+        for fetched in held:
+            self._remote.give_back(fetched)

@@ -1,12 +1,13 @@
-"""Decides what a prefill worker does; pure: events and a clock value in, actions out.
+"""Decides what a prefill worker does. Pure: events and a clock value in, actions out.
 
 A prompt's life:  waiting -> computing -> computed -> shipped
-A prompt begins when it gets its first tokens of a step: blocks that the prefix cache has are shared, the others are
-taken, and ReserveKV goes out. Finished blocks are shipped as soon as decode has answered, while later chunks compute
-(as Splitwise ships by layers, and Mooncake by chunks: Patel et al., ISCA 2024; Qin et al., FAST 2025);
-what decode has cached itself is not shipped. A prompt that ends early (abort, deadline, failure) is `ended` at once,
-but its blocks are released only when no step computes them and no transfer reads them; then decode hears that nothing
-more will be written. Blocks are kept for a decode worker for as long as it renews its lease (`prefill_worker.leases`).
+
+A prompt begins when a step has tokens for it: it shares the blocks that the prefix cache has, allocates the others, and
+sends ReserveKV. Finished blocks are shipped as soon as decode has answered, while later chunks still compute (as in
+Splitwise and Mooncake). Blocks that decode has cached are not shipped. A prompt that ends early (abort, deadline,
+failure) is `ended` at once, but its blocks are released only when no step computes them and no transfer reads them;
+then CloseTransfer tells decode that nothing more will be written. Blocks are kept while decode renews their lease
+(`prefill_worker.leases`).
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from tandem.engine.batch import Batch, Encode, ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.sampling.grammar import Grammar
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
-from tandem.prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
+from tandem.prefill_worker.actions import Action, SendToDecode
 from tandem.prefill_worker.leases import Leases
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
-from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, StartPrefill
+from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
 from tandem.protocol.messages.generation import SampledToken
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVReserved, RenewLeases, ReserveKV
 from tandem.runtime.errors import (
@@ -34,16 +35,17 @@ from tandem.runtime.errors import (
     TandemError,
     WorkerLost,
 )
+from tandem.worker.actions import SendToProxy
 
 AGING_S = 2.0
-"""A prompt that has waited so long goes before one of the next sooner priority that comes now, so that none starves."""
+"""Waiting this long outweighs one level of priority, so that no priority starves."""
 
 
 class PrefillScheduler:
-    """Owns every prompt of the worker and, through the block manager, every block of its pool.
+    """Owns the worker's prompts and, through the block manager, all blocks of its pool.
 
-    model_id: goes into the hashes of the prefix cache. max_num_batched_tokens: prompt tokens per step.
-    max_num_seqs: prompts that compute at the same time. lease_s: see `prefill_worker.leases`.
+    model_id: part of the prefix cache's hashes. max_num_batched_tokens: prompt tokens per step. max_num_seqs: prompts
+    that compute concurrently. lease_s: see `prefill_worker.leases`.
     """
 
     def __init__(
@@ -59,14 +61,14 @@ class PrefillScheduler:
         self._by_request: dict[tuple[str, str], PrefillPrompt] = {}
         self._by_transfer: dict[str, PrefillPrompt] = {}
         self._step: list[tuple[PrefillPrompt, int]] = []
-        self._encoding: list[PrefillPrompt] = []  # those whose media the step encodes
+        self._encoding: list[PrefillPrompt] = []  # prompts whose media the step encodes
         self._num_arrived = 0
         self.num_finished = 0
         self.num_expired_leases = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
 
-    # ---- what the worker tells of itself
+    # ---- load figures
 
     @property
     def num_running(self) -> int:
@@ -81,7 +83,7 @@ class PrefillScheduler:
         return len(self._waiting)
 
     def waiting_tokens(self) -> list[tuple[int, int]]:
-        """Prompt tokens that are still to be computed, as (priority, tokens)."""
+        """Returns the prompt tokens still to be computed, as (priority, tokens)."""
         tokens: Counter[int] = Counter()
         for prompt in (*self._waiting.values(), *self._computing.values()):
             tokens[prompt.request.priority] += prompt.num_remaining_tokens
@@ -100,21 +102,31 @@ class PrefillScheduler:
         grammar: Grammar | None = None,
         media: PromptMedia | None = None,
     ) -> list[Action]:
+        """Queues a prompt, or refuses it. Takes over `media` and releases them at the prompt's end."""
         prompt = PrefillPrompt.of(request, pair_id, self._num_arrived, now, grammar, media)
         keys = [(request.proxy_id, attempt_id) for attempt_id in request.attempt_ids]
-        if request.transfer_id in self._by_transfer or any(key in self._by_request for key in keys):
-            return _failures(prompt, InternalError(f"transfer {request.transfer_id} is already here"))
-        if len(self._by_request) >= MAX_HELD_SEQUENCES:
-            return _failures(prompt, Overloaded("this prefill worker has too many sequences"))
-        needed = self.blocks.num_blocks_for(prompt.num_prompt_tokens)
-        if needed > self.blocks.num_blocks:
-            message = f"the prompt needs {needed} KV blocks, this prefill worker has {self.blocks.num_blocks}"
-            return _failures(prompt, InternalError(message))
+        if (error := self._why_refused(prompt, keys)) is not None:
+            if media is not None:
+                media.release()
+            return _failures(prompt, error)
         self._num_arrived += 1
         self._by_request.update(dict.fromkeys(keys, prompt))
         self._by_transfer[request.transfer_id] = prompt
         self._waiting[prompt.number] = prompt
         return []
+
+    def _why_refused(self, prompt: PrefillPrompt, keys: list[tuple[str, str]]) -> TandemError | None:
+        transfer_id = prompt.request.transfer_id
+        if transfer_id in self._by_transfer or any(key in self._by_request for key in keys):
+            return InternalError(f"transfer {transfer_id} exists already")
+        if len(self._by_request) >= MAX_HELD_SEQUENCES:
+            return Overloaded("this prefill worker has too many sequences")
+        needed = self.blocks.num_blocks_for(prompt.num_prompt_tokens)
+        if needed > self.blocks.num_blocks:
+            return InternalError(
+                f"the prompt needs {needed} KV blocks, this prefill worker has {self.blocks.num_blocks}"
+            )
+        return None
 
     def on_abort(self, proxy_id: str, attempt_id: str) -> list[Action]:
         prompt = self._by_request.pop((proxy_id, attempt_id), None)
@@ -124,11 +136,11 @@ class PrefillScheduler:
         return [] if prompt.open_ids else self._end(prompt)
 
     def on_proxy_lost(self, proxy_id: str) -> list[Action]:
-        gone = [prompt for prompt in self._by_transfer.values() if prompt.request.proxy_id == proxy_id]
-        return [action for prompt in gone for action in self._end(prompt)]
+        lost = [prompt for prompt in self._by_transfer.values() if prompt.request.proxy_id == proxy_id]
+        return [action for prompt in lost for action in self._end(prompt)]
 
-    def on_epoch_over(self) -> list[Action]:
-        """The proxies have given everything up that is here."""
+    def abort_all(self) -> list[Action]:
+        """Ends all prompts, because the proxies have dispatched their requests to other workers."""
         return [action for prompt in list(self._by_transfer.values()) for action in self._end(prompt)]
 
     def on_reserved(self, message: KVReserved) -> list[Action]:
@@ -137,7 +149,7 @@ class PrefillScheduler:
             return []
         num_cached, num_blocks = message.num_cached_blocks, len(prompt.block_table)
         if num_cached > num_blocks or len(message.block_ids) != num_blocks - num_cached:
-            error = f"decode set {num_cached} + {len(message.block_ids)} blocks aside for a prompt of {num_blocks}"
+            error = f"decode reserved {num_cached} + {len(message.block_ids)} blocks for a prompt of {num_blocks}"
             return self._end(prompt, KVTransferFailed(error))
         prompt.dst_block_ids = message.block_ids
         prompt.num_decode_cached_blocks = prompt.num_shipped_blocks = message.num_cached_blocks
@@ -151,7 +163,7 @@ class PrefillScheduler:
         self._leases.renew(now, message.pair_id, message.transfer_ids)
 
     def on_shipped(self, transfer_id: str, error: TandemError | None) -> list[Action]:
-        """A `Ship` action has been carried out; on success the shell has announced it."""
+        """Handles the end of a `Ship` action. On success the shell has announced it."""
         prompt = self._by_transfer[transfer_id]
         prompt.num_ships_in_flight -= 1
         if error is not None and not prompt.ended:
@@ -164,12 +176,12 @@ class PrefillScheduler:
 
     def on_tick(self, now: float) -> list[Action]:
         late = [p for p in self._by_transfer.values() if not (p.ended or p.finish_sent) and now >= p.deadline]
-        error = DeadlineExceeded("the request ran into its deadline before its first token was decoded")
+        error = DeadlineExceeded("the request's deadline passed before its first token was decoded")
         actions = [action for prompt in late for action in self._end(prompt, error)]
         for transfer_id in self._leases.expired(now):
             self.num_expired_leases += 1
             unclaimed = KVTransferFailed(
-                f"the decode worker has not asked for the KV blocks for {self._leases.term_s:g} s"
+                f"the decode worker has not renewed its lease on the KV blocks for {self._leases.term_s:g} s"
             )
             actions += self._end(self._by_transfer[transfer_id], unclaimed)
         return actions
@@ -177,12 +189,11 @@ class PrefillScheduler:
     # ---- steps
 
     def schedule(self, now: float) -> tuple[Batch, list[Action]]:
-        """The next step's chunks, and the reservations that go out with first chunks.
+        """Returns the next step's chunks, and the reservations sent with first chunks.
 
-        The first in line, by priority and time waited, gets half of the step's tokens. The rest goes by priority, and
-        then to whoever has the fewest tokens left. So short prompts pass long ones, and no stream of short ones or of
-        sooner priorities starves a long one. Encoding a placeholder of an image counts as a token, so that images
-        hold others up no more than text does; one that is larger than that is encoded in a step that it begins.
+        The prompt that is first by priority and age gets half of the step's tokens. The rest goes by priority, then to
+        the prompts with the fewest tokens left. So short prompts pass long ones, but cannot starve them. Encoding one
+        placeholder of an image counts as one token. An image above the budget is encoded in a step that it begins.
         """
         assert not self._step and not self._encoding, "one step at a time"
         broken = [p for p in self._waiting.values() if p.media is not None and p.media.error is not None]
@@ -205,33 +216,35 @@ class PrefillScheduler:
                 if not may_begin or len(self._computing) == self._max_num_seqs:
                     continue
                 if not self._begin(now, prompt, actions):
-                    may_begin = prompt is not first  # nobody takes blocks before the first has its own
+                    may_begin = prompt is not first  # no other prompt allocates blocks before the first one
                     continue
             number, planned = prompt.number, shares.get(prompt.number, 0)
-            may_exceed = budget == self._max_num_batched_tokens  # nobody else has anything of this step
+            may_exceed = budget == self._max_num_batched_tokens  # the step is still empty
             share, new_units, cost = prompt.next_work(planned, min(budget, limit), units[number], may_exceed)
             shares[number] = planned + share
             units[number] += new_units
             budget -= share + cost
         self._step = [(self._computing[number], share) for number, share in sorted(shares.items()) if share]
-        for prompt, _ in self._step:
-            prompt.in_step = True
         self._encoding = [self._computing[number] for number in sorted(units) if units[number]]
+        for prompt in (*(prompt for prompt, _ in self._step), *self._encoding):
+            prompt.in_step = True
         encodes = [Encode(p.media, unit) for p in self._encoding if p.media is not None for unit in units[p.number]]
         return Batch([prompt.next_item(num) for prompt, num in self._step], encodes=encodes), actions
 
     def _candidates(self) -> list[PrefillPrompt]:
-        """Prompts that may compute now. One whose decode worker is full (a finished prompt waits for its answer) may
-        not begin: its KV could not leave.
+        """Returns the prompts that may compute now.
+
+        No prompt begins for a decode worker that is full, i.e. that has not answered a computed prompt: its KV could
+        not leave.
         """
         full = {p.pair_id for p in self._by_transfer.values() if p.is_computed and p.dst_block_ids is None} - {None}
         waiting = (p for p in self._waiting.values() if p.pair_id not in full and p.may_compute)
         return [*self._computing.values(), *waiting]
 
     def _begin(self, now: float, prompt: PrefillPrompt, actions: list[Action]) -> bool:
-        """Give a waiting prompt its blocks, cached ones first, unless there are too few."""
+        """Gives a waiting prompt its blocks, cached ones first. Returns False if there are too few."""
         hashes = prompt.hashes or prompt.hash_blocks(self.blocks.block_size, self._model_id)
-        # The last token is always computed, since its logits are needed; so are all whose logits are asked for.
+        # The last token is always computed, as its logits are needed; so are all tokens if prompt logprobs are wanted.
         num_usable = (prompt.num_prompt_tokens - 1) // self.blocks.block_size
         cached = [] if prompt.request.num_prompt_logprobs is not None else self.blocks.match(hashes[:num_usable])
         num_new = self.blocks.num_blocks_for(prompt.num_prompt_tokens) - len(cached)
@@ -255,10 +268,8 @@ class PrefillScheduler:
 
     def on_step(self, now: float, results: list[ItemOutput]) -> list[Action]:
         actions: list[Action] = []
-        step, self._step = self._step, []
-        encoding, self._encoding = self._encoding, []
+        step, encoding = self._end_step()
         for (prompt, num_tokens), output in zip(step, results, strict=True):
-            prompt.in_step = False
             if output.error is None:
                 prompt.num_computed_tokens += num_tokens
             if prompt.is_computed or prompt.ended:
@@ -282,75 +293,44 @@ class PrefillScheduler:
         return actions
 
     def on_step_failed(self, error: BaseException) -> list[Action]:
+        step, encoding = self._end_step()
+        failure = InternalError(f"the model failed on this prompt: {error}")
+        ended = [action for prompt, _ in step for action in self._end(prompt, failure)]
+        return ended + [action for prompt in encoding for action in self._end(prompt, failure)]
+
+    def _end_step(self) -> tuple[list[tuple[PrefillPrompt, int]], list[PrefillPrompt]]:
         step, self._step = self._step, []
         encoding, self._encoding = self._encoding, []
-        in_step = [prompt for prompt, _ in step]
-        actions: list[Action] = []
-        for prompt in in_step + [prompt for prompt in encoding if prompt not in in_step]:
+        for prompt in (*(prompt for prompt, _ in step), *encoding):
             prompt.in_step = False
-            if prompt.ended:
-                self._computing.pop(prompt.number, None)
-                actions += self._settle(prompt)
-            else:
-                actions += self._end(prompt, InternalError(f"the model failed on this prompt: {error}"))
-        return actions
+        return step, encoding
 
     def _publish(self, prompt: PrefillPrompt) -> None:
-        """Later prompts may share the blocks that are full and computed."""
+        """Puts computed full blocks into the prefix cache."""
         num_full = prompt.num_computed_tokens // self.blocks.block_size
         for i in range(prompt.num_published_blocks, num_full):
             self.blocks.publish(prompt.block_table[i], prompt.hashes[i])
         prompt.num_published_blocks = num_full
 
     def _on_first_tokens(self, now: float, prompt: PrefillPrompt, tokens: list[SampledToken]) -> list[Action]:
-        request = prompt.request
-        prompt.first_token_ids = [token.token_id for token in tokens]
+        proxy_id = prompt.request.proxy_id
         actions: list[Action] = []
-        for number, (attempt_id, token) in enumerate(zip(request.attempt_ids, tokens, strict=True)):
-            if attempt_id not in prompt.open_ids:
-                continue
-            message = FirstToken(
-                attempt_id=attempt_id,
-                token=token,
-                finish_reason=request.stop.check(token.token_id, request.num_generated + 1),
-                queue_s=prompt.started_at - prompt.arrived_at,
-                prefill_s=now - prompt.started_at,
-                # Once is enough for sequences that share the prompt.
-                prompt_logprobs=prompt.prompt_logprobs
-                if request.num_prompt_logprobs is not None and number == 0
-                else None,
-                num_cached_tokens=prompt.num_cached_tokens,
-            )
-            actions.append(SendToProxy(request.proxy_id, message))
+        for message in prompt.first_tokens(now, tokens):
+            actions.append(SendToProxy(proxy_id, message))
             if message.finish_reason is not None:
                 self.num_finished += 1
-                prompt.open_ids.remove(attempt_id)
-                del self._by_request[request.proxy_id, attempt_id]
+                prompt.open_ids.remove(message.attempt_id)
+                del self._by_request[proxy_id, message.attempt_id]
         return actions if prompt.open_ids else actions + self._end(prompt)
 
     # ---- shipping and release
 
     def _ship(self, prompt: PrefillPrompt) -> list[Action]:
-        """Hand over the blocks that are complete and not yet handed over; with the last of them, the transfer's end."""
+        """Ships blocks that are complete and not shipped yet. The last shipment ends the transfer."""
         if prompt.dst_block_ids is None or prompt.ended or prompt.pair_id is None:
             return []
-        actions: list[Action] = []
-        num_ready = len(prompt.block_table)
-        if not prompt.is_computed:
-            num_ready = prompt.num_computed_tokens // self.blocks.block_size
-        first, num_cached = prompt.num_shipped_blocks, prompt.num_decode_cached_blocks
-        if num_ready > first:
-            prompt.num_shipped_blocks = num_ready
-            prompt.num_ships_in_flight += 1
-            actions.append(
-                Ship(
-                    pair_id=prompt.pair_id,
-                    transfer_id=prompt.request.transfer_id,
-                    first_block=first,
-                    src_block_ids=prompt.block_table[first:num_ready],
-                    dst_block_ids=prompt.dst_block_ids[first - num_cached : num_ready - num_cached],
-                )
-            )
+        ship = prompt.next_ship(self.blocks.block_size)
+        actions: list[Action] = [ship] if ship is not None else []
         if prompt.is_computed and not prompt.finish_sent:
             assert prompt.first_token_ids is not None
             prompt.finish_sent = True
@@ -361,29 +341,35 @@ class PrefillScheduler:
         return actions
 
     def _end_for_its_media(self, prompt: PrefillPrompt) -> list[Action]:
-        """Where they have an error."""
+        """Settles a prompt that has ended, and ends one whose media have an error."""
+        if prompt.ended:
+            self._computing.pop(prompt.number, None)
+            return self._settle(prompt)
         error = prompt.media.error if prompt.media is not None else None
         return self._end(prompt, error.to_error()) if error is not None else []
 
     def _end(self, prompt: PrefillPrompt, error: TandemError | None = None) -> list[Action]:
-        """Take the prompt out of everything at once; `error` is reported to the proxy (an abort is not)."""
-        if prompt.ended:
-            return []
+        """Ends the prompt at once and reports `error`, if any, to the proxy. Its blocks follow in `_settle`."""
+        failures = _failures(prompt, error) if error is not None and not prompt.ended else []
         prompt.ended = True
         self._waiting.pop(prompt.number, None)
         if not prompt.in_step:
             self._computing.pop(prompt.number, None)
-        return (_failures(prompt, error) if error is not None else []) + self._settle(prompt)
+        return failures + self._settle(prompt)
 
     def _settle(self, prompt: PrefillPrompt) -> list[Action]:
-        """Release the prompt's blocks once nothing computes or reads them, and forget it."""
+        """Releases the prompt's blocks and media and forgets it, unless a step or a transfer still uses them."""
         all_shipped = prompt.finish_sent and prompt.num_shipped_blocks == len(prompt.block_table)
         if prompt.in_step or prompt.num_ships_in_flight or not (prompt.ended or all_shipped):
             return []
+        if self._by_transfer.get(prompt.request.transfer_id) is not prompt:
+            return []  # settled before
         for attempt_id in prompt.open_ids:
             self._by_request.pop((prompt.request.proxy_id, attempt_id), None)
         del self._by_transfer[prompt.request.transfer_id]
         self._leases.end(prompt.request.transfer_id)
+        if prompt.media is not None:
+            prompt.media.release()
         self.blocks.release(prompt.block_table)
         prompt.block_table = []
         if not prompt.ended:

@@ -1,5 +1,5 @@
-"""The embeddings in the host's media cache, as `prefill_worker.media.MediaEmbeddings`: what one worker has encoded,
-the others find."""
+"""Embeddings in the host's media cache, an implementation of `prefill_worker.media.MediaEmbeddings`: what one worker
+has encoded, the others on its host find."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ log = logging.getLogger(__name__)
 
 
 class EmbeddingShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the cache keeps beside an embedding. dtype: as torch calls it."""
+    """The description of a cached embedding. dtype: torch's name of it."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 class SharedEmbeddings:
-    """Copies what it finds out of the cache, and so holds on to nothing there."""
+    """Copies embeddings out of the cache, so that it holds no lease after a call."""
 
     def __init__(self, client: MediaCacheClient) -> None:
         self._client = client
-        self._sharing: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._shape: msgspec.msgpack.Decoder[EmbeddingShape] = msgspec.msgpack.Decoder(EmbeddingShape)
 
     async def get(self, digests: Sequence[bytes]) -> dict[bytes, torch.Tensor]:
-        """One round trip. Raises TandemError."""
+        """Returns the embeddings that are cached. One round trip. Raises TandemError."""
         keys = [MediaKey(digest, "embedding") for digest in digests]
         lease_id = self._client.new_id()
         try:
@@ -47,10 +47,10 @@ class SharedEmbeddings:
             self._client.release([lease_id])
 
     def set(self, embeddings: Mapping[bytes, torch.Tensor]) -> None:
-        """Returns at once; what cannot be kept is not."""
+        """Stores embeddings in the background. Failures are logged."""
         task = asyncio.get_running_loop().create_task(self._share(dict(embeddings)))
-        self._sharing.add(task)
-        task.add_done_callback(self._sharing.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _share(self, embeddings: dict[bytes, torch.Tensor]) -> None:
         keys = [MediaKey(digest, "embedding") for digest in embeddings]
@@ -61,30 +61,30 @@ class SharedEmbeddings:
             granted = await self._client.acquire(lease_id, wanted)
             done = []
             for key, item, part, embedding in zip(keys, granted, parts, embeddings.values(), strict=True):
-                if item is None or item.is_ready:  # another worker was sooner
+                if item is None or item.is_ready:  # cached by another worker meanwhile
                     continue
-                # Off the loop: it is megabytes, and writing lets go of the interpreter's lock.
+                # On a thread, because it copies megabytes and releases the GIL.
                 _, num_bytes = await asyncio.to_thread(write_segment, item.segment, key, [part])
                 shape = EmbeddingShape(str(embedding.dtype).removeprefix("torch."), tuple(embedding.shape))
                 done.append(CommittedMedia(key, num_bytes, msgspec.msgpack.encode(shape)))
             if done:
                 await self._client.commit(lease_id, done)
         except TandemError as error:
-            log.warning("embeddings were not shared: %s", error)
+            log.warning("embeddings could not be shared: %s", error)
         finally:
             self._client.release([lease_id])
 
     def _read(self, key: MediaKey, item: GrantedMedia) -> torch.Tensor:
-        told = self._shape.decode(item.description)
-        dtype = getattr(torch, told.dtype)
+        shape = self._shape.decode(item.description)
+        dtype = getattr(torch, shape.dtype)
         mapped = map_segment(item.segment, key)
         try:
             flat = torch.frombuffer(bytearray(mapped[HEADER_BYTES:]), dtype=torch.uint8)
         finally:
             mapped.close()
-        return flat[: math.prod(told.shape) * dtype.itemsize].view(dtype).view(told.shape)
+        return flat[: math.prod(shape.shape) * dtype.itemsize].view(dtype).view(shape.shape)
 
     def close(self) -> None:
-        for task in self._sharing:
+        for task in self._tasks:
             task.cancel()
         self._client.close()

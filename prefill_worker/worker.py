@@ -1,7 +1,7 @@
 """The prefill worker's shell: sockets, pairs and the engine thread around the pure scheduler.
 
-Everything here runs on one uvloop thread but the model, which has the engine thread, and the copies, which have a
-thread per pair. Each event goes into the scheduler, its actions are carried out, and the next step is started.
+Everything runs on one uvloop thread except the model (engine thread) and transfers (a thread per pair). Each event goes
+to the scheduler, its actions are executed, and the next step is started.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from tandem.engine.prompt_speed import PromptSpeed
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.kv_transfer.handshake import offered_connectors
 from tandem.kv_transfer.registry import load_connector
-from tandem.prefill_worker.actions import Action, SendToDecode, SendToProxy, Ship
+from tandem.prefill_worker.actions import Action, SendToDecode, Ship
 from tandem.prefill_worker.config import PrefillConfig
 from tandem.prefill_worker.media import MediaIntake
-from tandem.prefill_worker.pair_table import PairTable
-from tandem.prefill_worker.pairs import Pairs
+from tandem.prefill_worker.pair_table import OutgoingPairTable
+from tandem.prefill_worker.pairs import OutgoingPairs
 from tandem.prefill_worker.remote_media import RemoteMedia
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
@@ -42,6 +42,7 @@ from tandem.runtime.errors import (
 )
 from tandem.runtime.host import host_id
 from tandem.telemetry.worker_metrics import WorkerMetrics
+from tandem.worker.actions import SendToProxy
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.presence import Presence, common_load, new_worker_info
 
@@ -49,7 +50,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillWorker:
-    """One process's worker; `run` serves until `stop` is called."""
+    """The worker of this process. `run` serves until `stop` is called."""
 
     def __init__(self, config: PrefillConfig) -> None:
         self._config = config
@@ -67,12 +68,12 @@ class PrefillWorker:
         self._stopping.set()
 
     def drain(self) -> bool:
-        """Take no new work, finish what is under way, and end. False before there is any."""
+        """Begins a drain. Returns False if the worker is still loading."""
         return self._presence is not None and self._presence.drain()
 
     async def run(self) -> None:
         config = self._config.worker
-        host = self._host = await EngineHost.load(config, self._start_step, with_vision=True, has_long_steps=True)
+        host = self._host = await EngineHost.load(config, self._start_step, with_vision=True)
         self._scheduler = PrefillScheduler(
             host.blocks,
             host.loaded.layout.model_id,
@@ -88,7 +89,7 @@ class PrefillWorker:
         self._media = MediaIntake(
             host.loaded.vision,
             EmbeddingCache(self._config.embedding_cache_bytes),
-            config.max_num_batched_tokens // 2,  # what is left of a step for the first in line
+            config.max_num_batched_tokens // 2,  # the share of a step that its first prompt gets
             shared,
             self._start_step,
             RemoteMedia(context, self._config.max_fetched_media_bytes) if takes_media else None,
@@ -96,25 +97,26 @@ class PrefillWorker:
         codec: Codec[ToPrefill] = Codec(ToPrefill)
         self._router = RouterSocket(context, config.endpoint, codec, self._on_command)
         info = new_worker_info(config, "prefill", self._router.endpoint, self._metrics)
-        self._pairs = Pairs(
+        self._table = OutgoingPairTable(
+            worker=info,
+            pids=host.pids,
+            layout=host.pools.layout,
+            host_id=host_id(),
+            device=host.device,
+            connectors=offered_connectors(config.kv_connector, host.device),
+            checksums=config.kv_checksums,
+            lease_s=self._config.kv_lease_s,
+            device_ids=host.pools.device_ids,
+        )
+        self._pairs = OutgoingPairs(
             context=context,
-            table=PairTable(
-                worker=info,
-                pids=host.pids,
-                layout=host.pools.layout,
-                host_id=host_id(),
-                device=host.device,
-                connectors=offered_connectors(config.kv_connector, host.device),
-                checksums=config.kv_checksums,
-                lease_s=self._config.kv_lease_s,
-                device_ids=host.pools.device_ids,
-            ),
+            table=self._table,
             pools=host.pools,
             on_message=self._on_decode_answer,
             on_pair_lost=lambda pair_id, reason: self._perform(self._scheduler.on_pair_lost(pair_id, reason)),
         )
         self._presence = Presence(
-            config, info, host, self._scheduler, self._pairs, self._perform, self._load, self._pairs.status
+            config, info, host, self._scheduler, self._pairs, self._perform, self._load, self._table.status
         )
         try:
             await self._presence.serve(context, self._stopping, self._on_tick)
@@ -133,13 +135,13 @@ class PrefillWorker:
         num_expired = self._scheduler.num_expired_leases
         self._perform(self._scheduler.on_tick(now))
         if self._scheduler.num_expired_leases > num_expired:
-            log.warning("%d leases ran out", self._scheduler.num_expired_leases - num_expired)
+            log.warning("%d KV leases expired", self._scheduler.num_expired_leases - num_expired)
 
     def _load(self) -> WorkerLoad:
         load = msgspec.structs.replace(
             common_load(self._scheduler, self._step_time_s, self._speed.tokens_per_s),
             num_transferred_bytes=self._num_transferred_bytes,
-            traffic=self._pairs.traffic(),
+            traffic=self._table.traffic(),
             refusals=self._refusals.totals(),
             num_media_encoded=self._media.num_encoded,
             num_media_found=self._media.num_found,
@@ -165,22 +167,22 @@ class PrefillWorker:
             raise
         try:
             pair_id = self._pair_id(message)
+            grammar = self._host.grammars.get(message.sampling.grammar)
             media = self._media.open(message)
         except TandemError as error:
             self._refuse(message, error)
             return
-        except Exception as error:  # whoever waits for it must be told
-            log.exception("a prompt could not be taken in")
-            self._refuse(message, InternalError(f"the prompt could not be taken in: {error}"))
+        except Exception as error:  # the proxy must get an answer in any case
+            log.exception("a prompt could not be opened")
+            self._refuse(message, InternalError(f"the prompt could not be opened: {error}"))
             return
-        grammar = self._host.grammars.get(message.sampling.grammar)
         self._perform(self._scheduler.on_start(self._loop.time(), message, pair_id, grammar, media))
 
     def _pair_id(self, message: StartPrefill) -> str | None:
-        """None where nothing is to be shipped. Raises WorkerLost."""
+        """Returns the pair to ship through, or None if nothing is to be shipped. Raises WorkerLost."""
         if message.decode_epoch is None:
             return None
-        pair = self._pairs.ready_pair(message.decode_epoch)
+        pair = self._table.ready_pair(message.decode_epoch)
         if pair is None:
             raise WorkerLost(f"the pair with {message.decode_worker_id} is not ready")
         return pair.pair_id
@@ -202,11 +204,11 @@ class PrefillWorker:
     def _on_shipped(
         self, action: Ship, announcement: ShipKV | None, error: KVTransferFailed | None, seconds: float = 0.0
     ) -> None:
-        """seconds: that the connector took."""
+        """seconds: duration of the transfer."""
         if error is None:
             num_bytes = len(action.src_block_ids) * self._host.block_bytes
             self._num_transferred_bytes += num_bytes
-            if (pair := self._pairs.on_shipped(action.pair_id, num_bytes, seconds)) is not None:
+            if (pair := self._table.on_shipped(action.pair_id, num_bytes, seconds)) is not None:
                 labels = (self._config.worker.worker_id, pair.peer.worker_id, pair.connector)
                 self._metrics.on_shipped(labels, num_bytes, seconds)
             if announcement is not None:
@@ -233,10 +235,10 @@ class PrefillWorker:
 
     def _send_to_proxy(self, proxy_id: str, message: object) -> None:
         if not self._router.send(f"{proxy_id}:0".encode(), message):  # type: ignore[arg-type]
-            log.warning("proxy %s is not connected; its message was dropped", proxy_id)
+            log.warning("proxy %s is not connected; a message to it was dropped", proxy_id)
 
     def _ship(self, action: Ship) -> None:
-        pair = self._pairs.get(action.pair_id)
+        pair = self._table.get(action.pair_id)
         if pair is None or not pair.checksums:
             self._send_blocks(action, [])
         else:
@@ -249,23 +251,23 @@ class PrefillWorker:
         sender = self._pairs.sender(action.pair_id)
         if isinstance(checksums, KVTransferFailed) or sender is None:
             error = checksums if isinstance(checksums, KVTransferFailed) else KVTransferFailed("the pair is closed")
-            # The pair went meanwhile, perhaps in this very turn; the scheduler hears of each ship all the same.
+            # The scheduler expects `on_shipped` for each shipment, but not during the call that asked for it.
             self._loop.call_soon(self._on_shipped, action, None, error)
             return
-        announcement = self._pairs.announcement(
+        announcement = self._table.announcement(
             action.pair_id, action.transfer_id, action.first_block, len(action.src_block_ids), checksums
         )
-        pair = self._pairs.get(action.pair_id)
-        assert pair is not None  # as long as it has a sender
-        writes_alone = load_connector(pair.connector).one_sided
-        if not writes_alone:
+        pair = self._table.get(action.pair_id)
+        assert pair is not None  # it has a sender
+        one_sided = load_connector(pair.connector).one_sided
+        if not one_sided:
             self._pairs.send(action.pair_id, announcement)
 
         started_at = time.perf_counter()
 
         def done(error: KVTransferFailed | None) -> None:
-            told = announcement if writes_alone else None
-            self._loop.call_soon_threadsafe(self._on_shipped, action, told, error, time.perf_counter() - started_at)
+            late = announcement if one_sided else None
+            self._loop.call_soon_threadsafe(self._on_shipped, action, late, error, time.perf_counter() - started_at)
 
         sender.send(action.src_block_ids, action.dst_block_ids, done)
 

@@ -1,4 +1,4 @@
-"""What travels between Tandem's processes: messages, their codec, the sockets, and the error tree.
+"""What travels between Tandem's processes: messages, their codec, and the sockets.
 
-This is the only package that imports zmq. It knows nothing of HTTP, models or torch.
+The only package that imports zmq. It knows nothing of HTTP, models or torch.
 """

@@ -1,4 +1,4 @@
-"""Messages to bytes and back. Nothing is pickled; what is not exactly one of the expected messages is refused."""
+"""Encodes and decodes messages. Nothing is pickled, and anything but an expected message is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 from tandem.runtime.errors import ProtocolError
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
-"""Bound on one message: 8 million token ids, far over any prompt."""
+"""Limit on one message: 8 million token ids, far above any prompt."""
 
 M = TypeVar("M")
 
@@ -17,7 +17,7 @@ M = TypeVar("M")
 class Codec(Generic[M]):
     """Encodes any message, decodes those of one direction (a union of tagged structs).
 
-    Raises ProtocolError from `decode` for anything else: unknown tags or fields, wrong types, cut or oversized bytes.
+    `decode` raises ProtocolError for unknown tags or fields, wrong types, and truncated or oversized bytes.
     """
 
     def __init__(self, message_type: Any) -> None:
@@ -33,4 +33,4 @@ class Codec(Generic[M]):
         try:
             return self._decoder.decode(data)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise ProtocolError(f"not a message that is expected here: {error}") from error
+            raise ProtocolError(f"not an expected message: {error}") from error

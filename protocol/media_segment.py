@@ -1,7 +1,8 @@
-"""A media item's segment: written once by who was granted it, then read by anyone on the host.
+"""A media item's segment: a memfd that is written once by the lease that was granted it, then read by any local
+process.
 
-It begins with a header that names the item. /proc/PID/fd/N leads to another file when the cache has let the item go and
-used the descriptor again; the header tells.
+It begins with a header that names the item. The path /proc/PID/fd/N leads to another file once the cache has evicted
+the item and reused the descriptor number; the header reveals that.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ ALIGNMENT = HEADER_BYTES
 
 
 def offsets_of(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """(where each of the parts begins, bytes of the whole segment), for parts of these sizes in bytes."""
+    """Returns (offset of each part, size of the whole segment) for parts of these sizes, all in bytes."""
     offsets, end = [], HEADER_BYTES
     for size in sizes:
         offsets.append(end)
@@ -26,9 +27,9 @@ def offsets_of(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def write_segment(path: str, key: MediaKey, parts: Sequence[memoryview | bytes]) -> tuple[list[int], int]:
-    """The parts behind each other, as `offsets_of` says, which is returned. Lets go of the interpreter's lock.
+    """Writes the parts at the offsets given by `offsets_of`, which it returns. The header is written last.
 
-    The header is written last. Raises WorkerLost when the cache is gone.
+    Releases the GIL while writing. Raises WorkerLost if the cache is gone.
     """
     offsets, end = offsets_of([memoryview(part).nbytes for part in parts])
     try:
@@ -49,9 +50,9 @@ def write_segment(path: str, key: MediaKey, parts: Sequence[memoryview | bytes])
 
 
 def map_segment(path: str, key: MediaKey) -> mmap.mmap:
-    """The whole segment, read only; it stays as it is while it is mapped, whatever becomes of the cache.
+    """Maps the whole segment, read-only. The mapping stays valid even after the cache has exited.
 
-    Raises WorkerLost when the cache has let the item go, or is gone.
+    Raises WorkerLost if the cache has evicted the item or is gone.
     """
     try:
         fd = os.open(path, os.O_RDONLY)
@@ -65,7 +66,7 @@ def map_segment(path: str, key: MediaKey) -> mmap.mmap:
         os.close(fd)
     if mapped[:HEADER_BYTES] != header_of(key):
         mapped.close()
-        raise WorkerLost("the media cache has let an image or video go that the request still needs")
+        raise WorkerLost("the media cache has evicted an image or video that the request still needs")
     return mapped
 
 

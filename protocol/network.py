@@ -1,12 +1,13 @@
-"""How a process's sockets are protected: the ZeroMQ context with the keys, and who is let in.
+"""Protection of a process's sockets: the ZeroMQ context with the keys, and the check of connecting peers.
 
-`ipc` sockets lie in a folder that only their user can enter. Over tcp both sides prove with CURVE keys who they are,
-and everything is encrypted; a key that is not on the list is refused and counted. Plain tcp takes an explicit word.
+`ipc` sockets lie in a folder that only their user can enter. Over tcp both sides authenticate with CURVE keys and all
+traffic is encrypted; a key that is not on the list is refused and counted. Plain tcp needs an explicit option.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,34 +15,35 @@ import msgspec
 import zmq
 import zmq.auth.asyncio
 
-from tandem.protocol.network_keys import HandedKeys, NetworkKeys, Part, load_keys
-from tandem.protocol.refusals import Refusals
+from tandem.protocol.network_keys import NetworkKeys, Part, load_keys
+from tandem.protocol.refusals import RefusalReason, Refusals
 from tandem.runtime.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
 _HEARTBEAT_INTERVAL_MS = 2_000
 _HEARTBEAT_TIMEOUT_MS = 4_000
-"""Over tcp: a host that is gone or cut off says no goodbye. A connection that is closed for silence is made anew when
-there is a way; left alone, TCP would wait longer and longer between its tries. ZeroMQ's own thread answers them."""
+"""A silent tcp connection is closed after this time and opened again. Hosts that are cut off close nothing, and TCP
+alone would retry at growing intervals."""
 _CONNECT_TIMEOUT_MS = 2_000
 _HANDSHAKE_TIMEOUT_MS = 5_000
-"""A connection that has not said who it is by then is closed."""
+"""A connection without a complete handshake is closed after this time."""
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How tcp endpoints are protected. keys_folder: see `tandem keys`. insecure: without keys, tcp is not refused.
+    """How tcp endpoints are protected. keys_folder: see `tandem keys`. insecure: allows tcp without keys.
 
-    keys: in place of the folder, for a process that is handed its configuration in memory.
+    keys: replaces the folder for a process that gets its configuration in memory; such a configuration must not be
+    written to disk.
     """
 
     keys_folder: str = ""
     insecure: bool = False
-    keys: HandedKeys | None = None
+    keys: NetworkKeys | None = None
 
 
 class Context(zmq.Context[Any]):
-    """One per process; made on the loop that its sockets live on, by `protocol.sockets.new_context`."""
+    """One per process, created on its sockets' loop by `protocol.sockets.new_context`."""
 
     keys: NetworkKeys | None
     insecure: bool
@@ -49,24 +51,25 @@ class Context(zmq.Context[Any]):
     _gate: _Gate | None
     _warned: bool
 
-    def protect(self, part: Part, config: NetworkConfig) -> None:
-        """Raises ConfigError for keys that cannot be read."""
-        if config.keys is not None:
-            self.keys = config.keys.keys(part)
-        else:
-            self.keys = load_keys(Path(config.keys_folder), part) if config.keys_folder else None
+    def protect(self, part: Part, config: NetworkConfig, on_refused: Callable[[RefusalReason], object] | None) -> None:
+        """Loads the keys of this process. Raises ConfigError for keys that cannot be read or are another part's."""
+        self.keys = config.keys
+        if self.keys is None and config.keys_folder:
+            self.keys = load_keys(Path(config.keys_folder), part)
+        if self.keys is not None and self.keys.part != part:
+            raise ConfigError(f"the keys that this process was given are a {self.keys.part}'s, not a {part}'s")
         self.insecure = config.insecure
-        self.refusals = Refusals()
+        self.refusals = Refusals(on_refused)
         self._gate = None
         self._warned = False
 
     def secure_bind(self, socket: zmq.Socket[Any], endpoint: str) -> None:
-        """Before binding. Raises ConfigError for plain tcp that nobody has asked for."""
+        """Sets options before binding. Raises ConfigError for tcp without keys, unless insecure."""
         socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_TIMEOUT_MS)
         keys = self._keys_for(socket, endpoint)
         if keys is None:
             return
-        if self._gate is None:  # before the bind: without it ZeroMQ would let in every key
+        if self._gate is None:  # before binding: without it ZeroMQ accepts every key
             self._gate = _Gate(self, keys)
         socket.setsockopt(zmq.CURVE_SERVER, 1)
         socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
@@ -75,7 +78,7 @@ class Context(zmq.Context[Any]):
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def secure_connect(self, socket: zmq.Socket[Any], endpoint: str, peer: Part) -> None:
-        """Before connecting. Raises ConfigError for plain tcp that nobody has asked for."""
+        """Sets options before connecting. Raises ConfigError for tcp without keys, unless insecure."""
         keys = self._keys_for(socket, endpoint)
         if keys is None:
             return
@@ -93,8 +96,8 @@ class Context(zmq.Context[Any]):
         socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, _HEARTBEAT_TIMEOUT_MS)
         if self.keys is None and not self.insecure:
             raise ConfigError(
-                f"{endpoint} is not protected: make keys with `tandem keys FOLDER` and give --network-keys FOLDER to "
-                "every part of the cluster, or say --insecure-network where nobody else can reach this network"
+                f"{endpoint} is not protected: create keys with `tandem keys FOLDER` and pass --network-keys FOLDER to "
+                "all commands of the cluster, or pass --insecure-network if nobody else can reach this network"
             )
         if self.keys is None and not self._warned:
             self._warned = True
@@ -120,10 +123,9 @@ class Context(zmq.Context[Any]):
 
 
 class _Gate(zmq.auth.asyncio.AsyncioAuthenticator):
-    """Answers ZeroMQ's question, once for each connection, whether a key may come in (ZAP, rfc.zeromq.org/spec/27).
+    """Decides for each new connection whether its key may connect (ZAP, rfc.zeromq.org/spec/27).
 
-    On the loop and not on a thread of its own: connections are rare, those that are open do not pass by here, and a
-    process whose loop stands still could not serve a new one anyway.
+    Runs on the loop rather than on a thread: connections are rare, and a stalled process could not serve them anyway.
     """
 
     def __init__(self, context: Context, keys: NetworkKeys) -> None:
@@ -134,7 +136,7 @@ class _Gate(zmq.auth.asyncio.AsyncioAuthenticator):
         self.start()
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """key: in Z85. Keys are public, so comparing them in constant time would hide nothing."""
+        """key: in Z85. Public keys need no comparison in constant time."""
         if key in self._callers:
             return True
         self._refusals.count("unknown_key", f"a peer with public key {key.decode()} may not connect to a {domain}")

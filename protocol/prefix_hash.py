@@ -1,11 +1,11 @@
-"""Names for the content of full KV blocks, so that equal prefixes are found again; pure.
+"""Hashes of full KV blocks, by which equal prefixes are found again. Pure.
 
 A block's hash covers its tokens and the hash of the block before it, and so everything that its keys and values depend
-on. The chain is the idea of vLLM's automatic prefix caching; the hash is a cryptographic one, since two prompts whose
-hashes collide would read each other's keys and values.
+on, as in vLLM's automatic prefix caching. The hash is cryptographic, because prompts with colliding hashes would read
+each other's KV.
 
-Proxies compute the same chain to find the workers that hold a prompt's beginning. What travels for that are short
-hashes, the first eight bytes as a number: where two of these collide, a prompt is sent to a worker that has less of it.
+Proxies compute the same hashes to find the workers that hold a prompt's prefix. Workers send them shortened to eight
+bytes; a collision there only sends a prompt to a worker that has less of it.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _DIGEST_BYTES = 16
 
 
 def pack_short_hashes(hashes: Iterable[bytes]) -> bytes:
-    """Eight bytes for each."""
+    """Returns eight bytes for each hash."""
     return b"".join(block_hash[:8] for block_hash in hashes)
 
 
 def unpack_short_hashes(packed: bytes) -> Sequence[int]:
-    """The inverse, as numbers, made one by one when they are asked for. Raises TypeError for other lengths than 8 n."""
+    """Returns the short hashes as numbers, without copying. Raises TypeError unless the length is a multiple of 8."""
     return memoryview(packed).cast("Q")
 
 
 class MediaSpan(msgspec.Struct, frozen=True):
-    """Tokens number `start` to `start + num_tokens` stand for a part of the media item with this digest.
+    """Tokens number `start` to `start + num_tokens` are placeholders of the media item with this digest.
 
-    offset: the item's placeholder tokens before these.
+    offset: number of the item's placeholders before them.
     """
 
     start: int
@@ -45,7 +45,7 @@ class MediaSpan(msgspec.Struct, frozen=True):
 
 
 def media_spans(media: Iterable[MediaItem]) -> list[MediaSpan]:
-    """Of all items, in the order of the prompt."""
+    """Returns the spans of all items, in the order of the prompt."""
     spans: list[MediaSpan] = []
     for item in media:
         offset = 0
@@ -56,9 +56,10 @@ def media_spans(media: Iterable[MediaItem]) -> list[MediaSpan]:
 
 
 class BlockHasher:
-    """Hashes the blocks of one sequence. model_id and cache_salt: sequences that differ in them share nothing.
+    """Hashes the blocks of one sequence.
 
-    media: the prompt's; a block that stands for a part of one depends on which it is and which part.
+    model_id, cache_salt: sequences that differ in them share no blocks. media: the prompt's items; a block with
+    placeholders depends on the item and on which part of it they stand for.
     """
 
     def __init__(self, block_size: int, model_id: str, cache_salt: str = "", media: Iterable[MediaItem] = ()) -> None:
@@ -70,7 +71,7 @@ class BlockHasher:
         self.root = root.digest()
 
     def prompt_hashes(self, token_ids: bytes) -> list[bytes]:
-        """One hash for each full block of the packed ids."""
+        """Returns one hash for each full block of the packed token ids."""
         num_bytes = self._block_size * BYTES_PER_TOKEN
         hashes: list[bytes] = []
         parent = self.root
@@ -81,7 +82,7 @@ class BlockHasher:
         return hashes
 
     def next_hash(self, parent: bytes, token_ids: Sequence[int], number: int) -> bytes:
-        """Of block `number`, which is full with token_ids, after the block whose hash is `parent`."""
+        """Returns the hash of full block `number`. parent: hash of the block before it."""
         assert len(token_ids) == self._block_size
         return self._hash(parent, pack_token_ids(token_ids), number)
 

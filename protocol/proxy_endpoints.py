@@ -1,4 +1,4 @@
-"""Where the proxies are, in a file: one control endpoint a line. Written whole, read again when it has changed."""
+"""A file with the proxies' control endpoints, one per line. Replaced as a whole, read again when it has changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def write_whole(file: Path, text: str) -> None:
-    """So that a reader sees all of it or what was there before. The file is the owner's alone."""
+    """Replaces the file atomically. It is readable by its owner only."""
     temporary = file.with_name(f".{file.name}.{os.getpid()}")
     temporary.touch(mode=0o600)
     temporary.write_text(text)
@@ -20,14 +20,14 @@ def write_endpoints(file: Path, endpoints: Sequence[str]) -> None:
 
 
 class EndpointsFile:
-    """A reader that looks only when the file has been replaced."""
+    """Reads the file only if it has been replaced."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
         self._seen: tuple[int, int] | None = None
 
     def changed(self) -> list[str] | None:
-        """The endpoints, when the file is another than at the last call; None else, and while there is none."""
+        """Returns the endpoints if the file has changed since the last call; None if not or if it does not exist."""
         try:
             found = self._file.stat()
             if (found.st_ino, found.st_mtime_ns) == self._seen:

@@ -1,6 +1,6 @@
-"""Typed messages between the processes of one tensor parallel worker, over a socket pair that nothing else can reach.
+"""Typed messages between the processes of one tensor parallel worker, over a socket pair.
 
-A socket pair has no name that could be left behind, and the end of either process ends the other's wait at once.
+A socket pair has no name that could be left behind, and the exit of either process ends the other's wait at once.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import msgspec
 from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
 
 SEND_TIMEOUT_S = 5
-"""A peer that leaves a full buffer unread for so long is frozen."""
+"""A peer that leaves a full buffer unread for this long is considered frozen."""
 
 M = TypeVar("M")
 
 
 def open_channel() -> tuple[Connection, Connection]:
-    """Two connected ends. Either is closed with its process; children inherit what they are told to."""
+    """Returns two connected ends. Children inherit only the ends that are passed to them."""
     ends = socket.socketpair()
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
@@ -30,7 +30,7 @@ def open_channel() -> tuple[Connection, Connection]:
 
 
 class RankChannel(Generic[M]):
-    """One end. Many threads may send, one may receive; the codec is that of the messages that arrive here."""
+    """One end of a channel. Any thread may send, one thread may receive. codec: decodes the received messages."""
 
     def __init__(self, connection: Connection, codec: Codec[M]) -> None:
         self._connection = connection
@@ -38,12 +38,12 @@ class RankChannel(Generic[M]):
         self._sending = threading.Lock()
 
     def send(self, message: msgspec.Struct) -> None:
-        """Raises OSError when the other process is gone, or frozen with its buffer full."""
+        """Raises OSError if the other process is gone, or frozen with a full buffer."""
         with self._sending:
             self._connection.send_bytes(self._codec.encode(message))
 
     def receive(self) -> M | None:
-        """The next message, or None when the other process is gone. Raises ProtocolError."""
+        """Returns the next message, or None if the other process is gone. Raises ProtocolError."""
         try:
             data = self._connection.recv_bytes(MAX_MESSAGE_BYTES)
         except (EOFError, OSError):
@@ -51,7 +51,7 @@ class RankChannel(Generic[M]):
         return self._codec.decode(data)
 
     def has_message(self, timeout_s: float) -> bool:
-        """Whether `receive` would return at once, now or within the time."""
+        """Returns whether a message, or the end of the channel, arrives within the time."""
         return self._connection.poll(timeout_s)
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""What came to this process's sockets and was refused, counted by reason.
+"""Counts connections and messages that this process has refused, by reason.
 
-A peer that sends rubbish as fast as it can must not fill the disk with log lines: each reason has one in ten seconds.
+Each reason is logged at most once in ten seconds, so that a misbehaving peer cannot fill the disk.
 """
 
 from __future__ import annotations
@@ -13,40 +13,41 @@ from typing import Literal, get_args
 log = logging.getLogger(__name__)
 
 RefusalReason = Literal["unknown_key", "bad_handshake", "not_a_message", "not_possible"]
-"""Of a connection: a key that is not on the list; no handshake that we know. Of a message: bytes that are none of those
-expected; one that makes no sense. (Over the size limit ZeroMQ closes the connection, and tells nobody.)"""
+"""For connections: a key that is not on the list; a failed handshake. For messages: bytes that are no expected message;
+a message with invalid values. ZeroMQ closes connections with oversized messages by itself, unreported."""
 
 REASONS: tuple[RefusalReason, ...] = get_args(RefusalReason)
 _LOG_INTERVAL_S = 10.0
 
 
 class Refusals:
-    """One for each process. clock: seconds. on_refused(reason): called for each."""
+    """One per process. on_refused: called with the reason of each refusal."""
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, on_refused: Callable[[RefusalReason], object] | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._clock = clock
-        self.on_refused: Callable[[RefusalReason], None] = lambda reason: None
+        self.on_refused = on_refused
         self._counts: dict[RefusalReason, int] = dict.fromkeys(REASONS, 0)
         self._logged_at: dict[RefusalReason, float] = {}
         self._num_unlogged: dict[RefusalReason, int] = dict.fromkeys(REASONS, 0)
 
     def count(self, reason: RefusalReason, detail: str) -> None:
-        """detail: for the log, without anything that a client has sent."""
+        """Counts and logs a refusal. detail: for the log; must not contain client data."""
         self._counts[reason] += 1
-        self.on_refused(reason)
+        if self.on_refused is not None:
+            self.on_refused(reason)
         now = self._clock()
         if now - self._logged_at.get(reason, now - _LOG_INTERVAL_S) < _LOG_INTERVAL_S:
             self._num_unlogged[reason] += 1
             return
         self._logged_at[reason] = now
-        more = (
-            f" (and {self._num_unlogged[reason]} more since the last such line)" if self._num_unlogged[reason] else ""
-        )
+        more = f" ({self._num_unlogged[reason]} more since the last such line)" if self._num_unlogged[reason] else ""
         self._num_unlogged[reason] = 0
         log.warning("refused, %s: %s%s", reason, detail, more)
 
     def totals(self) -> list[tuple[str, int]]:
-        """(reason, how many so far), of those that have happened."""
+        """Returns (reason, count) of the reasons that have occurred."""
         return [(reason, count) for reason, count in self._counts.items() if count]
 
     @property

@@ -1,11 +1,11 @@
 """ROUTER and DEALER sockets on an asyncio loop, without a task or a future per message.
 
-`zmq.asyncio` costs a future a message; here the loop watches the socket's file descriptor and a callback gets each
-decoded message (about three times the rate, measured on uvloop). The descriptor is edge-triggered: after each read
-and each send the socket must be drained until EAGAIN, or a message may lie unseen.
+The loop watches the socket's file descriptor, and a callback gets each decoded message. This has about three times the
+rate of `zmq.asyncio`. The descriptor is edge-triggered: after each read and each send the socket must be read until
+EAGAIN, or a message may stay unnoticed.
 
-A socket belongs to the thread of its loop. Sends never block: what cannot be queued is reported to the caller. What is
-refused is counted in the context's `refusals`.
+A socket belongs to the thread of its loop. Sends never block: they return False if the message cannot be queued.
+Refused messages are counted in the context's `refusals`.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from tandem.runtime.errors import InvalidMessage, ProtocolError
 log = logging.getLogger(__name__)
 
 M = TypeVar("M")
-# As plain numbers: operations on pyzmq's flags cost a microsecond each.
+# Plain numbers: operations on pyzmq's flags cost a microsecond each.
 _NOBLOCK, _SNDMORE, _POLLIN, _EVENTS = int(zmq.NOBLOCK), int(zmq.SNDMORE), int(zmq.POLLIN), int(zmq.EVENTS)
 _MESSAGES_PER_WAKE = 64
-"""Fairness: after so many messages the loop gets its turn before the rest is read."""
+"""Messages read before other callbacks of the loop get their turn."""
 _LINGER_MS = 300
-"""How long a closing socket may take to hand over what was sent last."""
+"""Time that a closing socket has to deliver queued messages."""
 _HIGH_WATER_MARK = 10_000
 _FAILED_HANDSHAKES = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
 
 
 class _MessageSocket(Generic[M]):
-    """What both kinds share: reading until EAGAIN, decoding, closing."""
+    """Common to both kinds of socket: reading until EAGAIN, decoding, monitoring, closing."""
 
     def __init__(self, context: Context, kind: int, codec: Codec[M]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -52,20 +52,30 @@ class _MessageSocket(Generic[M]):
         self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        self._monitor: Any = None
         self._closed = False
-        self._drain_scheduled = False
+        self._read_scheduled = False
 
-    def _watch(self) -> None:
-        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._drain)
-        self._schedule_drain()
+    def _start_reading(self, on_event: Callable[[], None] | None = None) -> None:
+        """on_event: called for each event of the monitor, if there is one."""
+        if on_event is not None:
+            self._loop.add_reader(self._monitor.getsockopt(zmq.FD), self._read_events, on_event)
+            self._loop.call_soon(self._read_events, on_event)  # events before `add_reader` do not trigger it
+        self._loop.add_reader(self._socket.getsockopt(zmq.FD), self._read)
+        self._schedule_read()
 
-    def _schedule_drain(self) -> None:
-        if not self._drain_scheduled and not self._closed:
-            self._drain_scheduled = True
-            self._loop.call_soon(self._drain)
+    def _read_events(self, on_event: Callable[[], None]) -> None:
+        while not self._closed and self._monitor.getsockopt(_EVENTS) & _POLLIN:
+            recv_monitor_message(self._monitor)
+            on_event()
 
-    def _drain(self) -> None:
-        self._drain_scheduled = False
+    def _schedule_read(self) -> None:
+        if not self._read_scheduled and not self._closed:
+            self._read_scheduled = True
+            self._loop.call_soon(self._read)
+
+    def _read(self) -> None:
+        self._read_scheduled = False
         for _ in range(_MESSAGES_PER_WAKE):
             if self._closed:
                 return
@@ -80,13 +90,13 @@ class _MessageSocket(Generic[M]):
                 self._refusals.count(reason, error.message)
             except Exception:
                 log.exception("a message handler failed")
-        self._schedule_drain()
+        self._schedule_read()
 
     def _handle(self, frames: list[bytes]) -> None:
         raise NotImplementedError
 
     def _send_frames(self, frames: list[bytes]) -> bool:
-        """True when the frames were queued; False when the queue is full or the peer is unknown."""
+        """Returns False if the queue is full or the peer is unknown."""
         if self._closed:
             return False
         try:
@@ -99,21 +109,26 @@ class _MessageSocket(Generic[M]):
             raise
         finally:
             if self._socket.getsockopt(_EVENTS) & _POLLIN:
-                self._schedule_drain()
+                self._schedule_read()
         return True
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
-            self._socket.close()
+        if self._closed:
+            return
+        self._closed = True
+        if self._monitor is not None:
+            self._loop.remove_reader(self._monitor.getsockopt(zmq.FD))
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+        self._loop.remove_reader(self._socket.getsockopt(zmq.FD))
+        self._socket.close()
 
 
 class RouterSocket(_MessageSocket[M]):
     """A bound ROUTER. `on_message(identity, message)` runs on the loop; `send` answers by identity.
 
-    tcp_endpoint: bound as well, for peers on other hosts. Raises ConfigError for a tcp endpoint without protection,
-    zmq's error for one that is taken.
+    tcp_endpoint: a second endpoint to bind, for peers on other hosts. Raises ConfigError for a tcp endpoint without
+    protection, zmq's error for one that is in use.
     """
 
     def __init__(
@@ -132,48 +147,39 @@ class RouterSocket(_MessageSocket[M]):
             context.secure_bind(self._socket, endpoint)
             self._socket.bind(endpoint)
             self.endpoint: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
-            if tcp_endpoint:  # options count for what is bound after them: what was bound before stays as it is
+            if tcp_endpoint:  # options apply to endpoints that are bound after they are set
                 context.secure_bind(self._socket, tcp_endpoint)
                 self._socket.bind(tcp_endpoint)
         except BaseException:
             self._socket.close()
             raise
-        self._handshakes = self._socket.get_monitor_socket(_FAILED_HANDSHAKES)
-        self._loop.add_reader(self._handshakes.getsockopt(zmq.FD), self._count_handshakes)
-        self._loop.call_soon(self._count_handshakes)  # as with `_drain`: from then on the descriptor tells
-        self._watch()
+        self._monitor = self._socket.get_monitor_socket(_FAILED_HANDSHAKES)
+        self._start_reading(self._count_failed_handshake)
 
     def _handle(self, frames: list[bytes]) -> None:
         if len(frames) != 2:
-            raise ProtocolError(f"{len(frames)} frames where identity and message are expected")
+            raise ProtocolError(f"{len(frames)} frames instead of identity and message")
         self._on_message(frames[0], self._codec.decode(frames[1]))
 
-    def _count_handshakes(self) -> None:
-        while not self._closed and self._handshakes.getsockopt(_EVENTS) & _POLLIN:
-            recv_monitor_message(self._handshakes)
-            self._refusals.count("bad_handshake", f"something at {self.endpoint} does not speak as our peers do")
+    def _count_failed_handshake(self) -> None:
+        self._refusals.count("bad_handshake", f"a peer at {self.endpoint} does not speak the protocol")
 
     def send(self, identity: bytes, message: msgspec.Struct) -> bool:
-        """Queue `message` for the peer; False when it is not connected or does not read."""
+        """Queues a message for the peer. Returns False if the peer is not connected or does not read."""
         return self._send_frames([identity, self._codec.encode(message)])
 
     def close(self) -> None:
-        path = self.endpoint.removeprefix("ipc://") if self.endpoint.startswith("ipc://") else None
-        if not self._closed:
-            self._loop.remove_reader(self._handshakes.getsockopt(zmq.FD))
-            self._socket.disable_monitor()
-            self._handshakes.close(linger=0)
         super().close()
-        if path is not None:
-            Path(path).unlink(missing_ok=True)
+        if self.endpoint.startswith("ipc://"):
+            Path(self.endpoint.removeprefix("ipc://")).unlink(missing_ok=True)
 
 
 class DealerSocket(_MessageSocket[M]):
     """A connected DEALER that reconnects by itself. `on_message(message)` runs on the loop.
 
-    peer: whose socket it is, which must prove it by its key where the endpoint is tcp. on_broken: called when an open
-    connection breaks: what was on its way is lost, in either direction, and a new connection says nothing of it. Raises
-    ConfigError for a tcp endpoint without protection.
+    peer: the part that owns the endpoint and proves it by its key over tcp. on_broken: called when an open connection
+    breaks; messages in flight are lost then, in both directions, and zmq reconnects silently. Raises ConfigError for a
+    tcp endpoint without protection.
     """
 
     def __init__(
@@ -188,8 +194,6 @@ class DealerSocket(_MessageSocket[M]):
     ) -> None:
         super().__init__(context, zmq.DEALER, codec)
         self._on_message = on_message
-        self._on_broken = on_broken
-        self._breaks: Any = None  # zmq's monitor
         if identity is not None:
             self._socket.setsockopt(zmq.IDENTITY, identity)
         self._socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -198,42 +202,26 @@ class DealerSocket(_MessageSocket[M]):
         try:
             context.secure_connect(self._socket, endpoint, peer)
             if on_broken is not None:
-                self._breaks = self._socket.get_monitor_socket(int(zmq.EVENT_DISCONNECTED))
+                self._monitor = self._socket.get_monitor_socket(int(zmq.EVENT_DISCONNECTED))
             self._socket.connect(endpoint)
         except BaseException:
             self._socket.disable_monitor()
             self._socket.close()
             raise
-        if self._breaks is not None:
-            self._loop.add_reader(self._breaks.getsockopt(zmq.FD), self._tell_breaks)
-            self._loop.call_soon(self._tell_breaks)  # as with `_drain`: from then on the descriptor tells
-        self._watch()
-
-    def _tell_breaks(self) -> None:
-        while not self._closed and self._breaks is not None and self._breaks.getsockopt(_EVENTS) & _POLLIN:
-            recv_monitor_message(self._breaks)
-            assert self._on_broken is not None
-            self._on_broken()
+        self._start_reading(on_broken)
 
     def _handle(self, frames: list[bytes]) -> None:
         if len(frames) != 1:
-            raise ProtocolError(f"{len(frames)} frames where one message is expected")
+            raise ProtocolError(f"{len(frames)} frames instead of one message")
         self._on_message(self._codec.decode(frames[0]))
 
     def send(self, message: msgspec.Struct) -> bool:
-        """Queue `message`; False when the queue is full, that is when the peer has not read for long."""
+        """Queues a message. Returns False if the queue is full, because the peer has not read for long."""
         return self._send_frames([self._codec.encode(message)])
-
-    def close(self) -> None:
-        if not self._closed and self._breaks is not None:
-            self._loop.remove_reader(self._breaks.getsockopt(zmq.FD))
-            self._socket.disable_monitor()
-            self._breaks.close(linger=0)
-        super().close()
 
 
 def listen_on_free_port(host: str) -> tuple[int, int]:
-    """(file descriptor, port) of a listening TCP socket on `host` only; the descriptor is the caller's to close."""
+    """Returns (file descriptor, port) of a listening TCP socket on `host`. The caller closes the descriptor."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.bind((host, 0))
@@ -242,11 +230,18 @@ def listen_on_free_port(host: str) -> tuple[int, int]:
         return listener.detach(), port
 
 
-def new_context(part: Part = "operator", network: NetworkConfig = NetworkConfig()) -> Context:  # noqa: B008  # frozen
-    """One per process. part: what this process is, and so which of the keys is its own. Raises ConfigError."""
+def new_context(
+    part: Part = "operator",
+    network: NetworkConfig = NetworkConfig(),  # noqa: B008  # frozen
+    on_refused: Callable[[RefusalReason], object] | None = None,
+) -> Context:
+    """Returns the process's context. Raises ConfigError.
+
+    part: role of this process, which selects its key. on_refused: called for each refused connection or message.
+    """
     context = Context(io_threads=1)
     try:
-        context.protect(part, network)
+        context.protect(part, network, on_refused)
     except BaseException:
         context.destroy()
         raise

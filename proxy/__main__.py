@@ -33,7 +33,6 @@ def main(arguments: list[str]) -> int:
         from tandem.proxy.reading.reader_pool import ReaderPool
         from tandem.proxy.server import serve
         from tandem.proxy.text.model_text import ModelText
-        from tandem.runtime.scheduling import ask_for_short_slices
 
         text = ModelText(config.model)
         options = (config.served_model_name, config.trust_request_chat_template, config.tool_call_parser)
@@ -44,7 +43,6 @@ def main(arguments: list[str]) -> int:
             config.tokenizer_threads,
         )
         readers.fork([*config.listen_fds, *config.admin_listen_fds])
-        ask_for_short_slices()  # after the fork: what takes long is not to come before what answers at once
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         uvloop.run(serve(config, text, readers))
     except ConfigError as error:

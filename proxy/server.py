@@ -79,7 +79,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     turns = Turns(_STREAMS_PER_ITERATION, Pauses())
     dispatcher = Dispatcher(proxy_id, router, metrics, turns, config.worker_wait_s, config.media_cache_tcp_endpoint)
     arrivals = WorkerReadiness(registry, config.max_waiting_requests, config.worker_wait_s)
-    context = new_context("proxy", config.network)
+    context = new_context("proxy", config.network, lambda reason: metrics.refusals.labels(reason).inc())
     pool = WorkerPool(
         context,
         proxy_id,
@@ -88,7 +88,6 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         lambda worker: dispatcher.on_worker_lost(worker, "a connection to it broke"),
     )
     dispatcher.pool = pool
-    context.refusals.on_refused = lambda reason: metrics.refusals.labels(reason).inc()
 
     ttft_slo_s = config.ttft_slo_ms / 1000 or None
     admission = Admission(

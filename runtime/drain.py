@@ -1,25 +1,28 @@
-"""How a worker leaves: it takes no new work, finishes what it has within a limit, says goodbye, and ends. Pure.
+"""State of a worker's drain: no new requests, time for those in flight, then exit. Pure.
 
-SIGTERM, or `tandem drain`. What is left at the limit goes on at other workers: proxies dispatch it again when they
-hear that the worker has left.
+SIGTERM or `tandem drain` begins a drain. Requests that are still in flight at the time limit migrate: proxies dispatch
+them to other workers when they learn that this one has left.
 """
 
 from __future__ import annotations
 
 from tandem.runtime.errors import TandemError
 
-SETTLES_S = 0.5
-"""So long after its beginning a proxy may still send work, because it has not heard of it."""
+SETTLE_S = 0.5
+"""A proxy that has not received the worker's draining status yet may dispatch to it for this long."""
 
 
 class Retired(TandemError):
-    """The worker was told to leave for good: nobody is to start it again (never travels)."""
+    """The worker was told to leave for good and must not be restarted. Never sent over a socket."""
 
     code = "retired"
 
 
 class Drain:
-    """limit_s: for what is under way. for_good: whether the process is not to come back."""
+    """Tracks one drain.
+
+    limit_s: seconds that requests in flight have to finish. for_good: the process must not be restarted afterwards.
+    """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -31,13 +34,14 @@ class Drain:
         return self._began_at is not None
 
     def begin(self, now: float, for_good: bool = False) -> None:
-        """Again: only to leave for good after all."""
+        """Starts the drain. A second call keeps the start time and can only add `for_good`."""
         self.for_good = self.for_good or for_good
         if self._began_at is None:
             self._began_at = now
 
     def is_over(self, now: float, is_idle: bool) -> bool:
+        """Returns whether the worker may exit: it is idle, or the time limit has passed."""
         if self._began_at is None:
             return False
         waited_s = now - self._began_at
-        return waited_s >= self._limit_s or (is_idle and waited_s >= SETTLES_S)
+        return waited_s >= self._limit_s or (is_idle and waited_s >= SETTLE_S)

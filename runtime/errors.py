@@ -1,17 +1,17 @@
-"""The error tree. Each error has a wire code and says whether the same request may succeed when it is sent again.
+"""The error tree. Each error has a wire code, so that it can cross a socket.
 
-TandemError
-  InvalidRequest      the request can never succeed as it is
-  Overloaded          no room at present: try again later
-  WorkerLost          a worker died or went silent while it held the request
-  KVLayoutMismatch    two workers' KV caches do not fit together; the pair is refused
-  KVTransferFailed    the KV cache did not arrive
-  RequestAborted      the client went away, or the server stops
-    DeadlineExceeded  the request's own time, or the server's limit, has passed
-  ProtocolError       bytes on a socket that are not one of our messages
-    InvalidMessage  one that none of our processes would send
-  ConfigError         the operator's configuration cannot work (never travels)
-  InternalError       our own fault
+  TandemError
+    InvalidRequest      the request can never succeed as it is
+    Overloaded          no capacity at present: try again later
+    WorkerLost          a worker died or went silent while it held the request
+    KVLayoutMismatch    two workers' KV caches are incompatible; the pair is refused
+    KVTransferFailed    the KV cache did not arrive
+    RequestAborted      the client disconnected, or the server stops
+      DeadlineExceeded  the request's deadline or the server's time limit has passed
+    ProtocolError       bytes on a socket that are not a Tandem message
+      InvalidMessage    a message of a known type with values that no Tandem process sends
+    ConfigError         the operator's configuration cannot work (never sent over a socket)
+    InternalError       a defect in Tandem
 
 Only `proxy` maps these to HTTP status codes.
 """
@@ -24,10 +24,9 @@ import msgspec
 
 
 class TandemError(Exception):
-    """Base of all errors that a request or an operator may see; `str(error)` is written for that person."""
+    """Base class of all errors that a client or an operator may see. `str(error)` is written for that reader."""
 
     code: ClassVar[str] = "internal_error"
-    retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -40,16 +39,14 @@ class InvalidRequest(TandemError):
 
 
 class Overloaded(TandemError):
-    """retry_after_s: whole seconds after which the request may be served."""
+    """retry_after_s: whole seconds after which a retry may succeed."""
 
     code = "overloaded"
-    retryable = True
     retry_after_s: int = 1
 
 
 class WorkerLost(TandemError):
     code = "worker_lost"
-    retryable = True
 
 
 class KVLayoutMismatch(TandemError):
@@ -58,7 +55,6 @@ class KVLayoutMismatch(TandemError):
 
 class KVTransferFailed(TandemError):
     code = "kv_transfer_failed"
-    retryable = True
 
 
 class RequestAborted(TandemError):
@@ -74,7 +70,7 @@ class ProtocolError(TandemError):
 
 
 class InvalidMessage(ProtocolError):
-    """Of the right type, and still nothing that one of our processes would send."""
+    """A message of the right type whose values no Tandem process would send."""
 
 
 class ConfigError(TandemError):
@@ -83,7 +79,6 @@ class ConfigError(TandemError):
 
 class InternalError(TandemError):
     code = "internal_error"
-    retryable = True
 
 
 _BY_CODE: dict[str, type[TandemError]] = {
@@ -103,7 +98,7 @@ _BY_CODE: dict[str, type[TandemError]] = {
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An error as it travels: the code names the class, the message is for the person who sees it."""
+    """An error in a message. code: names the class; message: the text that the client or operator sees."""
 
     code: str
     message: str
@@ -114,7 +109,7 @@ class ErrorInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return cls(code=error.code, message=error.message, param=error.param)
 
     def to_error(self) -> TandemError:
-        """The exception again; a code that this version does not know becomes InternalError."""
+        """Returns the exception again. An unknown code becomes InternalError."""
         return _BY_CODE.get(self.code, InternalError)(self.message, self.param)
 
 

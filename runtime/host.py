@@ -1,4 +1,4 @@
-"""Which host a process runs on, as far as sharing memory goes."""
+"""Identifies the host a process runs on, in the sense of who can share memory with whom."""
 
 from __future__ import annotations
 
@@ -8,11 +8,14 @@ from pathlib import Path
 
 @functools.cache
 def host_id() -> str:
-    """Equal on two processes exactly when one can find the other under /proc: same kernel boot, same PID namespace."""
+    """Returns an id that two processes share if they have the same kernel boot and PID namespace.
+
+    Such processes can open each other's descriptors under /proc.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}/{Path('/proc/self/ns/pid').readlink()}"
 
 
 def is_elsewhere(other: str) -> bool:
-    """Whether that is the host_id of another host. One that tells none is taken for this one's."""
+    """Returns whether `other` is the host_id of another host. An empty id counts as this host."""
     return other not in ("", host_id())

@@ -1,4 +1,4 @@
-"""A process ends with the one that started it, even when that one is killed outright."""
+"""Ends a process when its parent is gone, even if the parent was killed."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
-    """Ask the kernel for this signal when the parent process is gone (Linux; elsewhere this does nothing)."""
+    """Asks the kernel to send this signal when the parent process exits. Does nothing on systems other than Linux."""
     if not sys.platform.startswith("linux"):
         return
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
-    if os.getppid() == 1:  # the parent was gone before we asked; in a container it may itself be process 1
+    if os.getppid() == 1:  # the parent exited before the call, or it is process 1 of a container
         try:
             parent = Path("/proc/1/cmdline").read_bytes()
         except OSError:

@@ -1,4 +1,4 @@
-"""TCP sockets to listen on, bound before the process that serves them starts."""
+"""TCP sockets that are bound by one process and served by another."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tandem.runtime.errors import ConfigError
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Does not listen yet: nobody can connect until a server does. Raises ConfigError."""
+    """Returns a bound, non-blocking socket with SO_REUSEPORT. It does not listen yet. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

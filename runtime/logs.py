@@ -1,7 +1,7 @@
-"""Log lines of every process: one line each, to stderr, with the process's name in it, as text or as JSON.
+"""Logging setup shared by all processes: one line per record on stderr, as text or JSON, with the process's name.
 
-What is logged while a request is served carries its request_id: `serving` says so for the task that calls it and
-those it starts. Fields of their own come in `extra={"fields": {...}}` and follow the message as name=value.
+Records that are logged while a request is served carry its request_id, see `serving`. Extra fields are passed as
+`extra={"fields": {...}}` and follow the message as name=value.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ LogFormat = Literal["text", "json"]
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
 
 _QUIET = ("uvicorn", "httpx", "httpcore", "urllib3", "filelock", "huggingface_hub", "transformers", "asyncio")
-"""Libraries whose ordinary lines say nothing about serving: from them, warnings and worse alone are shown."""
+"""Libraries whose records below WARNING are dropped."""
 
 
 def serving(request_id: str) -> None:
-    """From here on, lines of this task are about this request."""
+    """Adds this request_id to all later records of the calling task and of the tasks it starts."""
     _request_id.set(request_id)
 
 
@@ -31,28 +31,21 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def _one_line(text: object) -> str:
-    """What holds line breaks (a client's text, say) cannot forge a line."""
+    """Escapes line breaks, so that client text cannot forge a log line."""
     return str(text).replace("\n", "\\n").replace("\r", "\\r")
 
 
 class _OneLine(logging.Formatter):
-    """A traceback keeps its lines."""
+    """Text format. Tracebacks keep their line breaks."""
 
-    def format(self, record: logging.LogRecord) -> str:
+    def formatMessage(self, record: logging.LogRecord) -> str:  # logging's name
         fields = "".join(f" {name}={_one_line(value)}" for name, value in _fields(record).items())
-        record.message = _one_line(record.getMessage()) + fields
-        line = self.formatMessage(record) if not self.usesTime() else self._with_time(record)
-        if record.exc_info and record.exc_info[0] is not None:
-            line = f"{line}\n{self.formatException(record.exc_info)}"
-        return line
-
-    def _with_time(self, record: logging.LogRecord) -> str:
-        record.asctime = self.formatTime(record, self.datefmt)
-        return self.formatMessage(record)
+        record.message = _one_line(record.message) + fields
+        return super().formatMessage(record)
 
 
 class _Json(logging.Formatter):
-    """One object a line: unix_s, process, level, logger, message, the fields, and traceback where there is one."""
+    """JSON format, one object per line: unix_s, process, level, logger, message, extra fields, and traceback if any."""
 
     def __init__(self, process_name: str) -> None:
         super().__init__()
@@ -73,7 +66,7 @@ class _Json(logging.Formatter):
 
 
 def setup_logging(process_name: str, level: str = "info", log_format: LogFormat = "text") -> None:
-    """Send this process's logging to stderr. level: debug, info, warning or error; else ValueError."""
+    """Configures the root logger. Raises ValueError unless level is debug, info, warning or error."""
     number = logging.getLevelName(level.upper())
     if not isinstance(number, int):
         raise ValueError(f"log level {level!r} is none of debug, info, warning, error")

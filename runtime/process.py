@@ -1,4 +1,4 @@
-"""The frame of every worker process: logging, one uvloop, SIGTERM to drain, SIGINT to stop, an exit code."""
+"""The main function of a service process: logging, one uvloop, signals, exit code. SIGTERM drains, SIGINT stops."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from tandem.runtime.logs import LogFormat, setup_logging
 
 EXIT_BAD_CONFIG = 2
 EXIT_RETIRED = 3
-"""Of a worker that was told to leave for good."""
+"""Exit code of a worker that was told to leave for good."""
 
 
 class Service(Protocol):
-    """What a process runs. drain: finish what is under way, then end; False where there is nothing to finish."""
+    """What a process runs. drain: finish requests in flight, then end; returns False if there is nothing to finish."""
 
     async def run(self) -> None: ...
 
@@ -34,10 +34,10 @@ class Service(Protocol):
 
 
 def run_process(name: str, log_level: str, make: Callable[[], Service], log_format: LogFormat = "text") -> NoReturn:
-    """Run `make()`'s service until it ends, has drained after SIGTERM, or is stopped by SIGINT or a second SIGTERM;
-    `make` is called on the loop.
+    """Runs `make()`'s service until it ends, has drained after SIGTERM, or is stopped by SIGINT or a second SIGTERM.
 
-    Leaves by os._exit: a thread that still waits for a dead peer must not hold up the end of the process.
+    `make` is called on the loop. Exits by os._exit, because a thread that waits for a dead peer would block a normal
+    exit.
     """
     run_to_exit(name, log_level, lambda: uvloop.run(_serve(make)), signal.SIGINT, log_format)
 
@@ -49,9 +49,9 @@ def run_to_exit(
     orphaned: signal.Signals = signal.SIGTERM,
     log_format: LogFormat = "text",
 ) -> NoReturn:
-    """Run `main()` and leave by os._exit with 0, EXIT_BAD_CONFIG, EXIT_RETIRED, or 1 for any other error.
+    """Runs `main()` and exits with 0, EXIT_BAD_CONFIG, EXIT_RETIRED, or 1 for any other error. Exits by os._exit.
 
-    orphaned: the signal that comes when the parent is gone.
+    orphaned: the signal that the process receives when its parent exits.
     """
     die_with_parent(orphaned)
     take_all_descriptors()
@@ -65,13 +65,13 @@ def run_to_exit(
     except Retired:
         exit_code = EXIT_RETIRED
     except BaseException:
-        logging.getLogger(name).exception("the process fails")
+        logging.getLogger(name).exception("the process failed")
         exit_code = 1
     _leave(exit_code)
 
 
 def end_process(reason: str, exit_code: int = 1) -> NoReturn:
-    """From any thread: say why and leave at once, when what the process stands on is gone."""
+    """Logs the reason and exits at once. May be called from any thread."""
     logging.getLogger(__name__).critical(reason)
     _leave(exit_code)
 
@@ -105,7 +105,7 @@ async def _serve(make: Callable[[], Service]) -> None:
     running = asyncio.ensure_future(service.run())
     early = asyncio.ensure_future(stopped_early.wait())
     await asyncio.wait({running, early}, return_when=asyncio.FIRST_COMPLETED)
-    # Told to stop: a service that is still loading has nothing to wind up, the others get two seconds for it.
+    # A service that is still loading ignores `stop`; it gets two seconds like the others.
     done, _ = await asyncio.wait({running}, timeout=2.0)
     if done:
         running.result()

@@ -1,4 +1,4 @@
-"""Names that threads go by in `top -H`, `ps -L` and profilers."""
+"""Thread names as shown by `top -H`, `ps -L` and profilers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 import threading
 from pathlib import Path
 
-_MAX_BYTES = 15
-"""That Linux keeps of a name."""
+_MAX_NAME_BYTES = 15
+"""Limit of the Linux kernel."""
 
 
 def show_thread_name() -> None:
-    """The calling thread goes by its Python name, cut to 15 bytes. From Python 3.14 on it does by itself."""
+    """Gives the calling thread's Python name to the kernel. Python 3.14 and newer do so themselves."""
     if sys.platform.startswith("linux"):
-        name = threading.current_thread().name.encode()[:_MAX_BYTES]
-        with contextlib.suppress(OSError):  # no /proc, or none to write to: it goes without
+        name = threading.current_thread().name.encode()[:_MAX_NAME_BYTES]
+        with contextlib.suppress(OSError):  # /proc may be missing or read-only
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_bytes(name)

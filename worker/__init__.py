@@ -1,1 +1,1 @@
-"""What prefill and decode workers share: their engine's life, and their place among the proxies."""
+"""Code shared by prefill and decode workers: engine lifetime, registration with the proxies, draining."""

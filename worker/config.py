@@ -1,4 +1,4 @@
-"""What both kinds of worker are told, in the file that the launcher writes."""
+"""Configuration shared by both kinds of worker, read from the JSON file that the launcher writes."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from tandem.runtime.logs import LogFormat
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """worker_id survives restarts. endpoint: what its ROUTER binds. host: own address for KV data.
-    network: how tcp endpoints are protected.
-    proxies_file: where the proxies' control endpoints are told anew when one moves, one a line; empty: they do not.
+    """worker_id: survives restarts. endpoint: address that the ROUTER socket binds. host: own address for KV transfer.
+    network: protection of tcp endpoints. proxies_file: file with the proxies' current control endpoints, one per line;
+    empty if they never change.
 
-    kv_checksums: compare every block that travels (debugging). max_num_batched_tokens: prompt tokens per step, the size
-    of a chunk. max_num_seqs: on a prefill worker prompts under way at once, on decode sequences in one step.
-    drain_timeout_s: what is under way when the worker is told to leave has so long to end.
-    metrics_host, metrics_port: where its /metrics are served; 0 takes any free port.
+    kv_checksums: verify every transferred block (debugging). max_num_batched_tokens: prompt tokens per step, which is
+    the chunk size. max_num_seqs: concurrent prompts on a prefill worker, sequences per step on a decode worker.
+    drain_timeout_s: time that requests in flight get when the worker is told to leave. metrics_host, metrics_port:
+    address of /metrics; port 0 takes any free port.
     """
 
     worker_id: str

@@ -1,54 +1,42 @@
-"""What a worker computes with, from loading to the end of the process: model, engine thread, KV blocks, grammars."""
+"""Owns what a worker computes with, from loading to exit: model, engine thread, KV blocks, grammars."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.engine_thread import EngineThread
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import LoadedModel
-from tandem.engine.model_runner import ModelRunner
 from tandem.engine.sampling.grammar import Grammars
 from tandem.engine.tensor_parallel import TensorParallelGroup
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
-from tandem.runtime.scheduling import ask_for_long_slices
 from tandem.worker.config import WorkerConfig
 
 STOP_TIMEOUT_S = 1.5
-"""For the step that runs when the worker ends."""
+"""Time that a running step gets when the worker ends."""
 
 
+@dataclass(eq=False)
 class EngineHost:
-    """Made by `load`; lives until `close`. block_bytes: of one block on all ranks together."""
+    """Created by `load`, released by `close`. block_bytes: size of one block, summed over all ranks."""
 
-    def __init__(
-        self,
-        ranks: TensorParallelGroup,
-        loaded: LoadedModel,
-        blocks: BlockManager,
-        block_bytes: int,
-        engine: EngineThread,
-        pools: WorkerPools,
-        grammars: Grammars,
-    ) -> None:
-        self._ranks = ranks
-        self.loaded = loaded
-        self.blocks = blocks
-        self.block_bytes = block_bytes
-        self.engine = engine
-        self.pools = pools
-        self.grammars = grammars
+    _ranks: TensorParallelGroup
+    loaded: LoadedModel
+    blocks: BlockManager
+    block_bytes: int
+    engine: EngineThread
+    pools: WorkerPools
+    grammars: Grammars
 
     @classmethod
-    async def load(
-        cls, config: WorkerConfig, on_grammar: Callable[[], None], *, with_vision: bool, has_long_steps: bool
-    ) -> EngineHost:
-        """on_grammar: called on the loop when one has been compiled. Raises ConfigError, InternalError.
+    async def load(cls, config: WorkerConfig, on_grammar: Callable[[], None], *, with_vision: bool) -> EngineHost:
+        """Loads the model on all ranks and starts the engine thread. Raises ConfigError or InternalError.
 
-        has_long_steps: whoever else wakes on this CPU goes before one.
+        on_grammar: called on the loop when a grammar has been compiled.
         """
         loop = asyncio.get_running_loop()
         ranks = TensorParallelGroup(config.worker_id, config.engine, config.host, config.log_level)
@@ -57,13 +45,9 @@ class EngineHost:
             loaded = loaded.without_vision()
         grammars = Grammars(config.engine.model, loaded.vocab_size, lambda: loop.call_soon_threadsafe(on_grammar))
         pool = KVPool(loaded, config.engine)
-
-        def make_runner() -> ModelRunner:
-            if has_long_steps and loaded.device.type == "cpu":
-                ask_for_long_slices()
-            return ranks.make_runner(loaded, pool)
-
-        engine = EngineThread(make_runner, loop.call_soon_threadsafe, config.engine.num_threads)
+        engine = EngineThread(
+            lambda: ranks.make_runner(loaded, pool), loop.call_soon_threadsafe, config.engine.num_threads
+        )
         ready: asyncio.Future[None] = loop.create_future()
         engine.start(lambda error: ready.set_exception(error) if error else ready.set_result(None))
         await ready
@@ -86,7 +70,7 @@ class EngineHost:
 
     @property
     def pids(self) -> list[int]:
-        """Of the ranks' processes."""
+        """Process ids of all ranks, rank 0 first."""
         return self._ranks.pids
 
     def close(self) -> None:

@@ -1,5 +1,7 @@
-"""Entry point: `python -m tandem.worker.follower CONFIG`, started by rank 0 alone; CONFIG is JSON, and two channels
-are inherited."""
+"""Entry point of ranks other than 0: `python -m tandem.worker.follower CONFIG`, started by rank 0.
+
+CONFIG is JSON. The process inherits two channels, one for steps and one for KV transfers.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,14 @@ def main() -> None:
 
 
 def serve(config: FollowerConfig) -> None:
-    """Load, then run batches on this thread, and transfers on others, until rank 0 is gone."""
+    """Loads the rank's share of the model; runs batches on this thread, transfers on others, until rank 0 exits."""
     torch.set_num_threads(config.engine.num_threads)
     loaded = join_as_follower(config)
     pool = KVPool(loaded, config.engine)
     rank_pool = RankPool(config.rank, loaded.layout, pool.as_blocks(), config.host)
     TransferServer(Connection(config.transfers_fd), rank_pool, pool.location()).start()
     runner = ModelRunner(loaded, pool)
-    freeze_loaded_objects()  # rank 0 waits for this one in each step
+    freeze_loaded_objects()
     follow(Connection(config.steps_fd), runner)
 
 

@@ -1,4 +1,4 @@
-"""A worker's place in the cluster: what it is called, what it tells the proxies of itself, how it drains and leaves."""
+"""Registers a worker with the proxies, reports its load, drains it and lets it leave."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TICK_S = 0.1
 
 
 class Scheduler(Protocol):
-    """What both schedulers have; their actions differ."""
+    """The interface that both schedulers share. Their actions differ in type."""
 
     blocks: BlockManager
     num_finished: int
@@ -61,17 +61,19 @@ class Scheduler(Protocol):
 
     def on_proxy_lost(self, proxy_id: str) -> list[Any]: ...
 
-    def on_epoch_over(self) -> list[Any]: ...
+    def abort_all(self) -> list[Any]: ...
 
 
 class Pairs(Protocol):
+    """The interface that both workers' pair shells share."""
+
     def on_view(self, workers: list[WorkerInfo]) -> None: ...
 
     def begin_epoch(self, worker: WorkerInfo) -> None: ...
 
 
 def new_worker_info(config: WorkerConfig, role: Role, endpoint: str, metrics: WorkerMetrics) -> WorkerInfo:
-    """Under a new epoch. Raises ConfigError when the address for /metrics cannot be had."""
+    """Returns this worker's identity under a new epoch. Raises ConfigError if the /metrics address is not available."""
     return WorkerInfo(
         worker_id=config.worker_id,
         epoch=secrets.token_hex(8),
@@ -85,9 +87,10 @@ def new_worker_info(config: WorkerConfig, role: Role, endpoint: str, metrics: Wo
 
 
 class Presence:
-    """Registered with the proxies while `serve` runs.
+    """Keeps a worker registered while `serve` runs.
 
-    perform: carries the scheduler's actions out. load: what status tells; pair_status: of pairs that this side opens.
+    perform: executes actions of the scheduler. load: returns the current load for status messages. pair_status: returns
+    the state of the pairs that this side opens (prefill workers only).
     """
 
     def __init__(
@@ -119,11 +122,12 @@ class Presence:
             loaded.layout.model_id,
             host.blocks.block_size,
         )
-        self._registration: Registration | None = None  # while it serves
+        self._registration: Registration | None = None  # set while serving
 
     async def serve(self, context: Context, stopping: asyncio.Event, on_tick: Callable[[float], None]) -> None:
-        """Until `stopping` is set or a drain is over. Raises ConfigError when no proxy takes this worker, and Retired
-        when it was told to leave for good.
+        """Serves until `stopping` is set or a drain is over.
+
+        Raises ConfigError if no proxy accepts this worker, Retired if it was told to leave for good.
         """
         registration = self._registration = Registration(
             context,
@@ -147,7 +151,7 @@ class Presence:
                 registration.raise_if_refused()
                 if self._drain.is_over(now, self._scheduler.is_idle):
                     num_left = self._scheduler.num_running + self._scheduler.num_waiting
-                    log.info("drained; %d requests go on elsewhere", num_left)
+                    log.info("drained; %d requests in flight migrate to other workers", num_left)
                     break
                 on_tick(now)
                 try:
@@ -156,26 +160,27 @@ class Presence:
                     continue
         finally:
             self._registration = None
-            registration.tell(WorkerLeft(self.info.worker_id, self.info.epoch))
+            registration.send_to_all(WorkerLeft(self.info.worker_id, self.info.epoch))
             registration.close()
         if self._drain.for_good:
-            raise Retired("it was told to leave")
+            raise Retired("the worker was told to leave for good")
 
     def drain(self, for_good: bool = False) -> bool:
-        """Take no new work, finish what is under way, and end. False where it does not serve."""
+        """Begins a drain: takes no new work, exits when requests in flight have finished. False if not serving."""
         if self._registration is None:
             return False
-        log.info("draining: %d requests run, %d wait", self._scheduler.num_running, self._scheduler.num_waiting)
+        log.info("draining: %d requests running, %d waiting", self._scheduler.num_running, self._scheduler.num_waiting)
         self._drain.begin(self._loop.time(), for_good)
-        self._registration.tell(self._status())
+        self._registration.send_to_all(self._status())
         return True
 
     def _begin_epoch(self) -> None:
-        """A proxy has counted this worker as lost, and gave its requests to others: nothing of before counts any more.
+        """Starts a new epoch after a proxy has declared this worker lost: its requests were dispatched to other
+        workers.
 
-        Blocks that a peer may still write or read stay where they are until it has stopped, as always.
+        Blocks that a peer may still access stay in quarantine until that peer has stopped.
         """
-        self._perform(self._scheduler.on_epoch_over())
+        self._perform(self._scheduler.abort_all())
         self.info = msgspec.structs.replace(self.info, epoch=secrets.token_hex(8))
         self._pairs.begin_epoch(self.info)
         self._scheduler.blocks.prefix_log.restart()
@@ -190,7 +195,7 @@ class Presence:
 
 
 def common_load(scheduler: Scheduler, step_time_s: float, prompt_tokens_per_s: float) -> WorkerLoad:
-    """What both kinds tell of themselves; each adds its own."""
+    """Returns the load figures that both kinds of worker report."""
     blocks = scheduler.blocks
     waiting_tokens = scheduler.waiting_tokens()
     return WorkerLoad(

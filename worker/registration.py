@@ -1,9 +1,9 @@
-"""A worker's side of membership: registers with every proxy, sends it status, learns from it who else is there.
+"""A worker's side of cluster membership: registers with every proxy, sends status, learns of the other workers.
 
-Status is heartbeat and load report in one; the proxy's answer is its own sign of life. A proxy that falls silent, or
-comes back under another id, is lost: its requests have no reader any more. A proxy that knew this worker and no longer
-does has counted it as lost, because it was frozen, say: its epoch is over then, and it begins another. Where another
-proxy has it in sight all the while, the requests of that one proxy alone are over.
+Status is heartbeat and load report in one; the proxy's answer is its own heartbeat. A proxy that goes silent or
+restarts under a new id is lost, and its requests are aborted. If a proxy no longer knows this worker, it has declared
+the worker lost. If all proxies have, the worker begins a new epoch; if others still see it, only the requests of that
+one proxy are aborted.
 """
 
 from __future__ import annotations
@@ -37,42 +37,43 @@ log = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.25
 PROXY_SILENCE_S = 5.0
-PROXY_SETTLES_S = 2.0
-"""A proxy that has just started does not know everyone yet: so long, its view adds workers but takes none away."""
+PROXY_SETTLE_S = 2.0
+"""For this long after a proxy's first message its view may add workers but not remove any."""
 _SIGHT_S = 1.0
-"""A proxy that was heard within this time still has this worker in sight; after a freeze of the worker none was."""
+"""A proxy that was last seen within this time still knows this worker."""
 _STALL_S = 1.0
-"""A beat that comes so late says that this process stood still, not that the proxies did."""
+"""A heartbeat delayed by more than this means that this process was stalled, not the proxies."""
 REFUSAL_PATIENCE_S = 15.0
-"""So long a worker that no proxy has ever taken tries again: one that died has its name until it is missed."""
+"""Time that a worker retries before its first registration. A crashed predecessor keeps the worker's name until its
+silence is noticed."""
 _REFUSAL_LOG_INTERVAL_S = 10.0
 
 
 class _ProxyLink:
-    """One proxy's control endpoint and what was last heard from it."""
+    """One proxy's control endpoint and the state of the connection to it."""
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
         self.socket: DealerSocket[FromProxyControl] | None = None
         self.proxy_id: str | None = None
-        self.first_heard_at = 0.0
-        self.heard_at = 0.0
+        self.first_seen_at = 0.0
+        self.seen_at = 0.0
         self.workers: list[WorkerInfo] = []
-        self.known_by: str | None = None  # id of the proxy that last knew our epoch
+        self.known_by: str | None = None  # id of the proxy instance that last knew our epoch
         self.refusal_logged_at: float | None = None
 
-    def has_us_in_sight(self, now: float) -> bool:
-        return self.proxy_id is not None and self.known_by == self.proxy_id and now - self.heard_at < _SIGHT_S
+    def knows_us(self, now: float) -> bool:
+        return self.proxy_id is not None and self.known_by == self.proxy_id and now - self.seen_at < _SIGHT_S
 
 
 class Registration:
     """Runs from `start` to `close` on the worker's loop.
 
-    status: makes the current status. on_view: called with all workers that any proxy knows, when that changes.
+    status: returns the current status. on_view: called with all workers that any proxy knows, when that changes.
     on_proxy_lost: called with the id of a proxy whose requests must be aborted. on_restart_prefixes: called when a
-    proxy has missed some of what status told of the prefix cache. on_epoch_over: called when all proxies have counted
-    this worker as lost; `begin_epoch` must follow. on_leave: called when the worker is told to leave for good.
-    proxies_file: tells when proxies move, see `protocol.proxy_endpoints`; empty: they stay.
+    proxy has missed a prefix cache update. on_epoch_over: called when all proxies have declared this worker lost; must
+    call `begin_epoch`. on_leave: called when the worker is told to leave for good. proxies_file: see
+    `protocol.proxy_endpoints`; empty if endpoints never change.
     """
 
     def __init__(
@@ -101,8 +102,8 @@ class Registration:
         self._file = EndpointsFile(Path(proxies_file)) if proxies_file else None
         self._codec: Codec[FromProxyControl] = Codec(FromProxyControl)
         self._task: asyncio.Task[None] | None = None
-        self._was_taken = False  # by some proxy, ever
-        self._refused_since: tuple[float, str] | None = None  # and the last reason
+        self._was_accepted = False  # by any proxy
+        self._refused_since: tuple[float, str] | None = None  # with the last reason
 
     def start(self) -> None:
         for link in self._links:
@@ -118,7 +119,7 @@ class Registration:
         link.socket.send(self._register)
 
     def _follow(self, endpoints: list[str]) -> None:
-        """Proxies have moved: those that are elsewhere now are lost, with what they had under way."""
+        """Connects to new endpoints. Proxies at removed endpoints are lost, with their requests in flight."""
         for link in [link for link in self._links if link.endpoint not in endpoints]:
             self._links.remove(link)
             if link.socket is not None:
@@ -128,37 +129,37 @@ class Registration:
         known = {link.endpoint for link in self._links}
         for endpoint in dict.fromkeys(endpoints):
             if endpoint not in known:
-                log.info("a proxy is at %s", endpoint)
+                log.info("connecting to a proxy at %s", endpoint)
                 link = _ProxyLink(endpoint)
                 self._links.append(link)
                 self._connect(link)
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
-        silent_since = loop.time()  # at the earliest
+        silent_since = loop.time()  # earliest possible start of a proxy's silence
         while True:
             if self._file is not None and (endpoints := self._file.changed()) is not None:
                 self._follow(endpoints)
             slept_at = loop.time()
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
             now = loop.time()
-            if now - slept_at > _STALL_S:  # what the proxies said meanwhile is still unread
+            if now - slept_at > _STALL_S:  # the proxies' messages are still unread
                 silent_since = now
-            self.tell(self._status())
+            self.send_to_all(self._status())
             for link in self._links:
-                if link.proxy_id is not None and now - max(link.heard_at, silent_since) > PROXY_SILENCE_S:
+                if link.proxy_id is not None and now - max(link.seen_at, silent_since) > PROXY_SILENCE_S:
                     log.warning("proxy %s has been silent for %.0f s", link.proxy_id, PROXY_SILENCE_S)
                     self._lose(link)
 
-    def tell(self, message: WorkerStatus | WorkerLeft | RegisterWorker) -> None:
-        """To every proxy, now."""
+    def send_to_all(self, message: WorkerStatus | WorkerLeft | RegisterWorker) -> None:
+        """Sends a message to every proxy."""
         for link in self._links:
             if link.socket is not None:
                 link.socket.send(message)
 
     def raise_if_refused(self) -> None:
-        """Raises ConfigError when no proxy has ever taken this worker and they have refused it for long."""
-        if self._was_taken or self._refused_since is None:
+        """Raises ConfigError after REFUSAL_PATIENCE_S of refusals if no proxy has ever accepted this worker."""
+        if self._was_accepted or self._refused_since is None:
             return
         since, reason = self._refused_since
         if asyncio.get_running_loop().time() - since > REFUSAL_PATIENCE_S:
@@ -168,28 +169,28 @@ class Registration:
         self._register = register
         for link in self._links:
             link.known_by = None
-        self.tell(register)
+        self.send_to_all(register)
 
     def _on_message(self, link: _ProxyLink, message: FromProxyControl) -> None:
         match message:
             case ClusterView():
                 if link.proxy_id not in (None, message.proxy_id):
                     self._lose(link)
-                link.heard_at = asyncio.get_running_loop().time()
+                link.seen_at = asyncio.get_running_loop().time()
                 if link.proxy_id is None:
-                    link.proxy_id, link.first_heard_at = message.proxy_id, link.heard_at
+                    link.proxy_id, link.first_seen_at = message.proxy_id, link.seen_at
                 if message.known:
-                    link.known_by, link.refusal_logged_at, self._was_taken = message.proxy_id, None, True
+                    link.known_by, link.refusal_logged_at, self._was_accepted = message.proxy_id, None, True
                 elif link.known_by == message.proxy_id:
-                    self._on_counted_as_lost(link, message.proxy_id)
+                    self._on_declared_lost(link, message.proxy_id)
                 elif link.socket is not None:
                     link.socket.send(self._register)
                 if message.restart_prefixes:
                     self._on_restart_prefixes()
                 link.workers = message.workers
-                if link.heard_at - link.first_heard_at < PROXY_SETTLES_S:
-                    told = {worker.worker_id for worker in message.workers}
-                    link.workers = [*message.workers, *(w for w in self._view if w.worker_id not in told)]
+                if link.seen_at - link.first_seen_at < PROXY_SETTLE_S:
+                    listed = {worker.worker_id for worker in message.workers}
+                    link.workers = [*message.workers, *(w for w in self._view if w.worker_id not in listed)]
                 self._update_view()
             case RegistrationRefused():
                 self._on_refused(link, message.reason)
@@ -198,14 +199,14 @@ class Registration:
             case StatusReport() | DrainAnswer() | TimelineReport():
                 pass
 
-    def _on_counted_as_lost(self, link: _ProxyLink, proxy_id: str) -> None:
-        """The proxy has given its own requests to others. Those of a proxy that sees us all the while go on."""
+    def _on_declared_lost(self, link: _ProxyLink, proxy_id: str) -> None:
+        """Handles a proxy that has declared this worker lost and dispatched its requests elsewhere."""
         link.known_by = None
-        if not any(other.has_us_in_sight(link.heard_at) for other in self._links):
-            log.warning("proxy %s has counted this worker as lost: it begins a new epoch", proxy_id)
+        if not any(other.knows_us(link.seen_at) for other in self._links):
+            log.warning("proxy %s has declared this worker lost: beginning a new epoch", proxy_id)
             self._on_epoch_over()
             return
-        log.warning("proxy %s has counted this worker as lost, others have not: its requests alone end here", proxy_id)
+        log.warning("proxy %s alone has declared this worker lost: aborting that proxy's requests", proxy_id)
         self._on_proxy_lost(proxy_id)
         assert link.socket is not None
         link.socket.send(self._register)
@@ -219,7 +220,7 @@ class Registration:
 
     def _lose(self, link: _ProxyLink) -> None:
         assert link.proxy_id is not None
-        proxy_id, link.proxy_id = link.proxy_id, None  # whom it knew stays until it, or another proxy, is back
+        proxy_id, link.proxy_id = link.proxy_id, None  # its view stays until a proxy is back
         self._on_proxy_lost(proxy_id)
 
     def _update_view(self) -> None:

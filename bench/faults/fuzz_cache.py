@@ -89,11 +89,11 @@ def _use(endpoint: str) -> None:
         assert granted is not None and not granted.is_ready
         [offset], num_bytes = write_segment(granted.segment, key, [data])
         await client.commit(lease_id, [CommittedMedia(key, num_bytes, b"")])
-        found = await client.get(key)
-        assert found is not None
+        found = bytearray(len(data))
+        await client.read(key, offset, len(data), found)
         client.release([lease_id])
         await client.clear()
-        return found[0][offset : offset + len(data)]
+        return bytes(found)
 
     assert _call(endpoint, use) == data
 

@@ -14,7 +14,7 @@ from tandem.media_cache.config import MediaCacheConfig
 from tandem.prefill_worker.config import PrefillConfig
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
-from tandem.protocol.network_keys import HandedKeys, Part
+from tandem.protocol.network_keys import NetworkKeys, Part
 from tandem.proxy.config import ProxyConfig
 from tandem.worker.config import WorkerConfig
 
@@ -64,7 +64,7 @@ class ProcessConfigs:
         model: str,
         served_model_name: str,
         num_threads: dict[Role, int],
-        keys: Mapping[Part, HandedKeys] = MappingProxyType({}),
+        keys: Mapping[Part, NetworkKeys] = MappingProxyType({}),
     ) -> None:
         self._cluster = cluster
         self._model = model

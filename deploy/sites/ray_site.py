@@ -28,7 +28,7 @@ from tandem.deploy.sites.site import WORKER_MODULES
 from tandem.media_cache.config import MediaCacheConfig
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
-from tandem.protocol.network_keys import HandedKeys, Part, load_keys
+from tandem.protocol.network_keys import NetworkKeys, Part, load_keys
 from tandem.protocol.proxy_endpoints import write_endpoints
 from tandem.proxy.text.model_files import takes_media
 from tandem.runtime.errors import ConfigError
@@ -151,12 +151,12 @@ class RaySite:
         ray.shutdown()
 
 
-def keys_to_hand_out(network: NetworkConfig) -> dict[Part, HandedKeys]:
+def keys_to_hand_out(network: NetworkConfig) -> dict[Part, NetworkKeys]:
     """Keys of the parts whose secrets are in the operator's folder; the others are on the nodes. Raises ConfigError."""
     folder = Path(network.keys_folder)
     parts: tuple[Part, ...] = ("proxy", "worker")
     return {
-        part: HandedKeys.of(load_keys(folder, part))
+        part: load_keys(folder, part)
         for part in parts
         if network.keys_folder and (folder / f"{part}.key_secret").exists()
     }

@@ -7,7 +7,7 @@ A unit is one run of the vision tower: an image, or some frames of a video, whic
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -66,6 +66,7 @@ class PromptMedia:
         self.position_offset = 0
         self.error: ErrorInfo | None = None
         self._units: list[EncodeUnit] = []
+        self._on_release: list[Callable[[], object]] = []
 
     def set_tensors(self, tensors: Sequence[Mapping[str, torch.Tensor]], num_frames: Sequence[int]) -> None:
         """Set each item's tensors by name, once. Pixels may be missing if the item's embedding is cached.
@@ -75,6 +76,19 @@ class PromptMedia:
         self.tensors = tensors
         units = [u for i, item in enumerate(self.items) for u in _units(i, item, num_frames[i], self._unit_tokens)]
         self._units = sorted(units, key=lambda unit: unit.start)
+
+    def on_release(self, callback: Callable[[], object]) -> None:
+        """Has `release` call this once."""
+        self._on_release.append(callback)
+
+    def release(self) -> None:
+        """Drops all tensors, and with them mapped memory. No step may use the prompt any more. Idempotent."""
+        self.tensors, self.positions = (), None
+        self.embeddings = [None] * len(self.items)
+        self.partial.clear()
+        callbacks, self._on_release = self._on_release, []
+        for callback in callbacks:
+            callback()
 
     def afford(
         self, start: int, end: int, budget: int, planned: Collection[EncodeUnit] = (), may_exceed: bool = False

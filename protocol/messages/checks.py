@@ -1,7 +1,7 @@
-"""What a message's type cannot say: values that no well-behaved peer sends, refused before they reach a scheduler.
+"""Checks of message values that types cannot express. Messages that fail are refused before they reach a scheduler.
 
-A wrong token id fails the step of everybody in the batch, and a negative block id writes to another's block. So whoever
-receives such a message refuses it alone. Pure; raises InvalidMessage, which names the field.
+A wrong token id would fail the step of a whole batch; a negative block id would write to another sequence's block.
+Pure. Each check raises InvalidMessage, which names the field.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from tandem.protocol.messages.transfer import KVReserved, OpenPair
 from tandem.runtime.errors import InvalidMessage
 
 MAX_SEQUENCES = 1024
-"""That share one prompt; clients may ask for 128."""
+"""Sequences that share one prompt. Clients may ask for 128."""
 MAX_DEADLINE_S = 30 * 86400.0
 MAX_HELD_SEQUENCES = 100_000
-"""By one worker, waiting and running; proxies bound what they have under way far below."""
+"""Sequences on one worker, waiting and running. Proxies admit far fewer."""
 MAX_NAME_CHARACTERS = 1024
 MAX_RANKS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_PAIRS = 4096
-"""Of one worker: as many as there may be workers of the other role."""
+"""Pairs of one worker, i.e. workers of the other role."""
 _MAX_PID = 2**22
 _INT64 = range(-(2**63), 2**64)
 _ENDPOINT = re.compile(r"ipc:///[^\s\0]{1,100}|tcp://(?:\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):\d{1,5}")
 
 
 def check_request(message: StartPrefill | PrepareDecode, vocab_size: int, max_model_len: int) -> None:
-    """A prompt for a worker whose model has these bounds."""
+    """Checks a prompt for a worker whose model has this vocabulary and length."""
     kind = type(message).__name__
-    _require(1 <= len(message.attempt_ids) <= MAX_SEQUENCES, kind, "attempt_ids", "their number")
-    _require(len(set(message.attempt_ids)) == len(message.attempt_ids), kind, "attempt_ids", "one comes twice")
-    _require(len(message.seeds) == len(message.attempt_ids), kind, "seeds", "one for each request id is needed")
-    _require(all(seed in _INT64 for seed in message.seeds), kind, "seeds", "64 bits")
+    _require(1 <= len(message.attempt_ids) <= MAX_SEQUENCES, kind, "attempt_ids", "too few or too many")
+    _require(len(set(message.attempt_ids)) == len(message.attempt_ids), kind, "attempt_ids", "a duplicate")
+    _require(len(message.seeds) == len(message.attempt_ids), kind, "seeds", "not one for each attempt")
+    _require(all(seed in _INT64 for seed in message.seeds), kind, "seeds", "more than 64 bits")
     for name in (message.proxy_id, message.transfer_id, *message.attempt_ids):
         _require(0 < len(name) <= MAX_NAME_CHARACTERS, kind, "ids", "empty or too long")
     _require(abs(message.deadline_s) <= MAX_DEADLINE_S, kind, "deadline_s", "not finite, or too long")
     num_tokens, rest = divmod(len(message.token_ids), BYTES_PER_TOKEN)
-    _require(rest == 0 and num_tokens > 0, kind, "token_ids", "not whole tokens")
+    _require(rest == 0 and num_tokens > 0, kind, "token_ids", "empty or truncated")
     _require(0 <= message.num_generated < num_tokens, kind, "num_generated", "out of range")
     _require(message.stop.max_tokens >= 1 and message.stop.min_tokens >= 0, kind, "stop", "negative")
     whole = num_tokens - message.num_generated + message.stop.max_tokens
@@ -60,10 +60,10 @@ def check_request(message: StartPrefill | PrepareDecode, vocab_size: int, max_mo
     if isinstance(message, StartPrefill):
         is_endpoint = _ENDPOINT.fullmatch(message.media_cache) is not None
         _require(not message.media_cache or is_endpoint, kind, "media_cache", "cannot be connected to")
-        is_whole = (message.decode_worker_id is None) == (message.decode_epoch is None)
+        is_complete = (message.decode_worker_id is None) == (message.decode_epoch is None)
     else:
-        is_whole = (message.prefill_worker_id is None) == (message.prefill_epoch is None)
-    _require(is_whole, kind, "peer", "half named")
+        is_complete = (message.prefill_worker_id is None) == (message.prefill_epoch is None)
+    _require(is_complete, kind, "peer", "id without epoch, or epoch without id")
 
 
 def _check_sampling(kind: str, sampling: SamplingParams) -> None:
@@ -74,7 +74,7 @@ def _check_sampling(kind: str, sampling: SamplingParams) -> None:
     _require(0 < sampling.top_p <= 1 and 0 <= sampling.min_p <= 1, kind, "top_p or min_p", "out of range")
     _require(sampling.repetition_penalty > 0, kind, "repetition_penalty", "not positive")
     _require(0 <= sampling.top_k < 2**31, kind, "top_k", "out of range")
-    _require(sampling.seed in _INT64, kind, "seed", "64 bits")
+    _require(sampling.seed in _INT64, kind, "seed", "more than 64 bits")
     _require(0 <= (sampling.logprobs or 0) <= MAX_TOP_LOGPROBS, kind, "logprobs", "out of range")
     biased = (token_id for token_id, _ in sampling.logit_bias)
     banned = (token_id for word in sampling.bad_words for token_id in word)
@@ -84,18 +84,18 @@ def _check_sampling(kind: str, sampling: SamplingParams) -> None:
 
 
 def check_first_tokens(first_token_ids: list[int], vocab_size: int) -> None:
-    """Those that a decode worker is to go on from."""
-    _require(1 <= len(first_token_ids) <= MAX_SEQUENCES, "FinishTransfer", "first_token_ids", "their number")
+    """Checks the first tokens that a decode worker starts from."""
+    _require(1 <= len(first_token_ids) <= MAX_SEQUENCES, "FinishTransfer", "first_token_ids", "too few or too many")
     in_range = all(0 <= token_id < vocab_size for token_id in first_token_ids)
     _require(in_range, "FinishTransfer", "first_token_ids", "not in the vocabulary")
 
 
 def check_reserved(message: KVReserved) -> None:
-    """Whether the ids exist on the peer is for the connector to say, which knows its pool."""
+    """Checks reserved block ids. The connector checks whether they exist in the peer's pool."""
     _require(message.num_cached_blocks >= 0, "KVReserved", "num_cached_blocks", "negative")
     ids = message.block_ids
     in_range = all(0 <= each < 2**31 for each in ids)
-    _require(in_range and len(set(ids)) == len(ids), "KVReserved", "block_ids", "negative, or one comes twice")
+    _require(in_range and len(set(ids)) == len(ids), "KVReserved", "block_ids", "negative, or a duplicate")
 
 
 def check_open_pair(message: OpenPair) -> None:
@@ -129,7 +129,7 @@ def check_status(message: WorkerStatus) -> None:
     _require(len(message.pairs) <= MAX_PAIRS, kind, "pairs", "too many")
     if message.prefixes is not None:
         for packed in (message.prefixes.added, message.prefixes.evicted):
-            _require(len(packed) % 8 == 0, kind, "prefixes", "not whole hashes")
+            _require(len(packed) % 8 == 0, kind, "prefixes", "truncated hashes")
 
 
 def _check_names(kind: str, names: Iterable[str]) -> None:
@@ -138,4 +138,4 @@ def _check_names(kind: str, names: Iterable[str]) -> None:
 
 def _require(holds: bool, kind: str, field: str, what: str) -> None:
     if not holds:
-        raise InvalidMessage(f"{kind} with {field}: {what}")
+        raise InvalidMessage(f"{kind}.{field}: {what}")

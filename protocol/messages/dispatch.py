@@ -1,9 +1,8 @@
-"""Messages between a proxy (DEALER) and a worker (ROUTER): commands down, facts up.
+"""Messages between a proxy (DEALER) and a worker (ROUTER): commands to the worker, facts to the proxy.
 
-`attempt_id` names one attempt to generate one sequence, on one proxy. Sequences that share a prompt (n > 1) are
-prefilled and shipped as one, under one `transfer_id`. Both are minted anew when a sequence is dispatched again, which
-it is after a preemption: then the prompt ends with the tokens that were generated before. Commands about one attempt
-travel on one connection, so they arrive in the order they were sent.
+`attempt_id` names one dispatch of one sequence, on one proxy. Sequences that share a prompt (n > 1) are prefilled and
+shipped once, under one `transfer_id`. When a sequence is dispatched again, e.g. after a preemption, both ids are new
+and the prompt ends with the tokens generated before. Commands about one attempt travel on one connection, in order.
 """
 
 from __future__ import annotations
@@ -24,14 +23,13 @@ from tandem.runtime.errors import ErrorInfo
 class StartPrefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Proxy to prefill: compute this prompt, report its first tokens, ship its KV to `decode_worker_id`.
 
-    attempt_ids: one for each sequence that shares the prompt; seeds: theirs, in place of `sampling.seed`.
+    attempt_ids: one for each sequence that shares the prompt. seeds: one for each attempt, replacing `sampling.seed`.
     token_ids: see `protocol.messages.token_ids`; the last `num_generated` of them were generated in earlier attempts.
-    cache_salt: prompts with different salts share no cached KV. deadline_s: from receipt; then the request fails.
-    decode_worker_id: None when one token is all that is asked, so that there is nothing to ship.
-    num_prompt_logprobs: None, or how many top tokens to report for each prompt token but the first. priority: lower is
-    sooner. media: its images and videos, see `protocol.messages.media`. media_cache: tcp endpoint of the media cache
-    that holds
-    them, for a worker of another host; empty for one that can map their segments.
+    cache_salt: prompts with different salts share no cached KV. deadline_s: from receipt of the message.
+    decode_worker_id: None if only one token is requested, so that there is nothing to ship. num_prompt_logprobs: None,
+    or how many top tokens to report for each prompt token but the first. priority: lower is sooner. media: images and
+    videos, see `protocol.messages.media`. media_cache: tcp endpoint of the media cache that holds them; empty if the
+    worker can map their segments.
     """
 
     proxy_id: str
@@ -53,10 +51,10 @@ class StartPrefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class PrepareDecode(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to decode: sequences are on their way from `prefill_worker_id`. The fields are those of StartPrefill.
+    """Proxy to decode: sequences will arrive from `prefill_worker_id`. Other fields are those of StartPrefill.
 
-    prefill_worker_id, prefill_epoch: None when the decode worker is to compute the prompt itself. Then it sends
-    FirstToken, and num_prompt_logprobs counts. That is for prompts without media only.
+    prefill_worker_id, prefill_epoch: None if the decode worker computes the prompt itself and sends FirstToken. Only
+    prompts without media can be computed so.
     """
 
     proxy_id: str
@@ -77,17 +75,18 @@ class PrepareDecode(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
 
 
 class AbortAttempt(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to worker: the client is gone, or the proxy has ended the request. No answer is expected."""
+    """Proxy to worker: the client has disconnected, or the proxy has ended the request. No answer."""
 
     proxy_id: str
     attempt_id: str
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Whoever computes the prompt, prefill or decode, to proxy: it is done. Terminal when `finish_reason` is set.
+    """Prefill (or decode, if it computes the prompt) to proxy: the prompt is computed. Terminal if `finish_reason` is
+    set.
 
-    queue_s: from receipt to the first chunk; prefill_s: from there to this token. prompt_logprobs: for every prompt
-    token but the first, where they were asked for. num_cached_tokens: of the prompt, those that were not computed.
+    queue_s: from receipt to the first chunk. prefill_s: from the first chunk to this token. prompt_logprobs: for every
+    prompt token but the first, if requested. num_cached_tokens: prompt tokens found in the prefix cache.
     """
 
     attempt_id: str
@@ -100,13 +99,13 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 
 
 class DecodeReserved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Decode to proxy: blocks are set aside, so a stream that begins now will not wait for room."""
+    """Decode to proxy: blocks are reserved, so a stream that begins now does not wait for them."""
 
     attempt_id: str
 
 
 class NewToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One sequence's token of one step. Terminal when `finish_reason` is set."""
+    """One sequence's token of one step. Terminal if `finish_reason` is set."""
 
     attempt_id: str
     token: SampledToken
@@ -114,9 +113,9 @@ class NewToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class DecodeBegan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Travels with the first token that decode chose for a sequence. Durations, since clocks differ between hosts.
+    """Sent with the first token that decode samples for a sequence. Durations, because clocks differ between hosts.
 
-    decode_wait_s: from the KV cache being whole to the sequence's first step; step_s: that step.
+    decode_wait_s: from the arrival of all KV to the sequence's first step. step_s: duration of that step.
     """
 
     attempt_id: str
@@ -125,14 +124,15 @@ class DecodeBegan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
 
 
 class TokenBatch(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Decode to proxy: the tokens of one step that belong to this proxy; began: of those that are first ones."""
+    """Decode to proxy: one step's tokens for this proxy. began: an entry for each sequence whose first step this
+    was."""
 
     tokens: list[NewToken]
     began: list[DecodeBegan] = []
 
 
 class AttemptPreempted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Decode to proxy: terminal for this attempt. There was no room to go on; dispatch the sequence again."""
+    """Decode to proxy: terminal. No blocks were left for the sequence; dispatch it again."""
 
     attempt_id: str
 

@@ -1,4 +1,4 @@
-"""What a request asks of the workers: sampling and stopping, and why it ended."""
+"""Sampling parameters, stop conditions and sampled tokens."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ FinishReason = Literal["stop", "length"]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one sequence is sampled. Ranges are checked by `proxy`; workers trust them.
+    """How one sequence is sampled. The proxy checks ranges.
 
     temperature: 0 is greedy. top_k: 0 keeps all. top_p: in (0, 1], 1 keeps all. min_p: in [0, 1], 0 keeps all.
-    repetition_penalty: over prompt and output, 1 is none (Keskar et al., CTRL, 2019). presence_penalty and
-    frequency_penalty: over the output, 0 is none. logit_bias: (token id, what is added to its logit).
-    allowed_token_ids: when any, no others are chosen. bad_words: token sequences that are not generated.
-    seed: always set; the proxy draws one where the client gave none, so noise is a function of (seed, position).
-    logprobs: None for none; else the chosen token's and those of that many most likely tokens (0 to 20).
-    grammar: what the output must be, see `protocol.messages.grammar`; then stop_token_ids are possible only where it
-    may end.
+    repetition_penalty: over prompt and output, 1 is none (CTRL, 2019). presence_penalty, frequency_penalty: over the
+    output, 0 is none. logit_bias: (token id, value added to its logit). allowed_token_ids: if not empty, only these are
+    sampled. bad_words: token sequences that are not generated. logprobs: None, or how many top tokens to report.
+    grammar: see `protocol.messages.grammar`.
     """
 
     temperature: float = 1.0
@@ -38,7 +35,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def needs_history(self) -> bool:
-        """Whether what came before changes what may be chosen."""
+        """Whether earlier tokens affect sampling."""
         return self.has_penalties or bool(self.bad_words) or self.grammar is not None
 
     @property
@@ -47,9 +44,9 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Natural logarithms of the model's own probabilities: before temperature, penalties, bias and filters.
+    """Natural logarithms of the model's probabilities, before temperature, penalties, bias and filters.
 
-    logprob and rank (1 is the most likely) are the token's own; top: (token id, logprob), the most likely first.
+    logprob, rank: of the token itself; rank 1 is the most likely. top: (token id, logprob), the most likely first.
     """
 
     logprob: float
@@ -58,18 +55,18 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A token that was chosen; logprobs where `SamplingParams.logprobs` asks for them."""
+    """logprobs: set if `SamplingParams.logprobs` asks for them."""
 
     token_id: int
     logprobs: TokenLogprobs | None = None
 
 
 class StopConditions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When the workers end a sequence. Stop strings are the proxy's, which alone sees text.
+    """When the workers end a sequence. Stop strings are matched by the proxy.
 
-    max_tokens: how many tokens may be generated, at least 1; prompt + max_tokens fits the model.
-    stop_token_ids: these end the sequence (the end-of-sequence ids are among them unless the client ignores them).
-    min_tokens: until so many are generated, stop_token_ids are impossible.
+    max_tokens: limit on generated tokens, at least 1. stop_token_ids: token ids that end the sequence, including the
+    end-of-sequence ids unless the client ignores them. min_tokens: stop_token_ids are not sampled before this many
+    tokens.
     """
 
     max_tokens: int
@@ -77,11 +74,11 @@ class StopConditions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     min_tokens: int = 0
 
     def check(self, token_id: int, num_generated: int) -> FinishReason | None:
-        """Why the sequence ends with `token_id` as its `num_generated`-th generated token, or None if it goes on."""
+        """Returns why the sequence ends with `token_id` as its `num_generated`-th token, or None."""
         if token_id in self.stop_token_ids:
             return "stop"
         return "length" if num_generated >= self.max_tokens else None
 
     def banned(self, num_generated: int) -> frozenset[int]:
-        """What may not be chosen as the token after `num_generated` others."""
+        """Returns token ids that must not be sampled after `num_generated` tokens."""
         return self.stop_token_ids if num_generated < self.min_tokens else frozenset()

@@ -1,8 +1,7 @@
-"""Grammars that constrain what a sequence may say: their one syntax on the wire, their bounds, and the check of them.
+"""Grammars that constrain a sequence: syntax, limits, and validation.
 
-The syntax is llguidance's Lark, in which JSON schemas and regular expressions can stand (docs/structured_output.md).
-A grammar comes from a client, so everything about it is bounded: its text here, and by `parser_limits` the time and
-memory that compiling it and computing one step's mask may take.
+The syntax is llguidance's Lark, which embeds JSON schemas and regular expressions (docs/structured_output.md). Grammars
+come from clients, so their size and, by `parser_limits`, the time and memory to compile and apply them are limited.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ _MAX_ERROR_CHARACTERS = 300
 
 
 def parser_limits() -> LLParserLimits:
-    """The worst found within these, 2,500 properties with a pattern each: 2 s to compile, 0.1 s for the first mask."""
+    """Worst case found: 2,500 properties with a pattern each take 2 s to compile and 0.1 s for the first mask."""
     return LLParserLimits(
         max_items_in_row=2000,
         initial_lexer_fuel=1_000_000,  # 20 ms
@@ -29,13 +28,13 @@ def parser_limits() -> LLParserLimits:
 
 
 def check_grammar(text: str, param: str) -> None:
-    """Raises InvalidRequest for `param`, in one line, when `text` is too long or no grammar. Up to 2 s of work."""
+    """Validates a grammar. Raises InvalidRequest for `param` with a one-line message. Takes up to 2 s."""
     size = len(text.encode(errors="replace"))
     if size > MAX_GRAMMAR_BYTES:
         raise InvalidRequest(f"{param} is too large: {size} bytes as a grammar, at most {MAX_GRAMMAR_BYTES}.", param)
     try:
         is_error, messages = LLMatcher.validate_grammar_with_warnings(text, limits=parser_limits())
-    except BaseException as panic:  # of the library's Rust code; no Exception
+    except BaseException as panic:  # from the library's Rust code; not an Exception
         if type(panic).__name__ != "PanicException":
             raise
         is_error, messages = True, [str(panic)]
@@ -44,5 +43,5 @@ def check_grammar(text: str, param: str) -> None:
 
 
 def one_line(message: str) -> str:
-    """What llguidance says, which may be many lines, the last of them the grammar's own."""
+    """Shortens an llguidance error, which may span many lines, to one line."""
     return " ".join(message.split())[:_MAX_ERROR_CHARACTERS].rstrip(" .")

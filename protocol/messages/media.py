@@ -1,7 +1,7 @@
-"""Images and video of a prompt on the wire: where their placeholder tokens are, and where their tensors lie.
+"""Images and videos of a prompt on the wire: positions of their placeholder tokens, and location of their tensors.
 
-The tensors are what the model's Hugging Face processor made, under its names. They do not travel: they lie in shared
-memory that whoever makes the request keeps readable until the request has ended.
+The tensors are those of the model's Hugging Face processor, under its names. They stay in shared memory, which the
+proxy keeps readable until the request has ended.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from tandem.runtime.errors import InvalidRequest
 
 DIGEST_BYTES = 32
 SEGMENT_HEADER_BYTES = 64
-"""Before the first tensor of a segment. They begin with the item's digest."""
+"""Header before the first tensor of a segment. It begins with the item's digest."""
 MediaKind = Literal["image", "video"]
 
 BYTES_PER_ELEMENT = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "uint8": 1}
-"""Of the types that tensors may have."""
+"""Supported tensor types."""
 
 _SEGMENT = re.compile(r"/dev/shm/[^/\0]+|/proc/\d+/fd/\d+")
-"""Nothing else is opened: a worker must not be led to other files, or to a pipe that blocks it."""
+"""Paths that workers open. Others could lead to private files, or to a pipe that blocks the worker."""
 
 
 class MediaTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of an item: row-major elements of `shape`, `num_bytes` from `offset` of the segment on.
+    """One tensor of an item: row-major elements of `shape`, at `offset` of the segment.
 
-    name: as the processor calls it: "pixel_values", "image_grid_thw". dtype: as torch calls it: "float32".
+    name: the processor's, e.g. "pixel_values". dtype: torch's name, e.g. "float32".
     """
 
     name: str
@@ -44,10 +44,9 @@ class MediaTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One image or video of a prompt.
 
-    digest: DIGEST_BYTES over the source's bytes, the processing options and the model's identity: items with equal
-    digests are the same to the model, and share cached KV. spans: (start, length) of its placeholder tokens among the
-    prompt's, ascending; a video has several where the model sets times between its frames. segment: path of the file
-    in shared memory that holds the tensors.
+    digest: over the source bytes, the processing options and the model's identity; items with equal digests share
+    cached KV. spans: (start, length) of its placeholder tokens in the prompt, ascending; a video may have several.
+    segment: path of the shared memory file that holds the tensors.
     """
 
     digest: bytes
@@ -58,12 +57,12 @@ class MediaItem(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def num_tokens(self) -> int:
-        """Its placeholder tokens."""
+        """Number of placeholder tokens."""
         return sum(length for _, length in self.spans)
 
 
 def check_media(media: Sequence[MediaItem], num_prompt_tokens: int) -> None:
-    """What can be said of items without opening their segments. Raises InvalidRequest that names the item."""
+    """Checks items without opening their segments. Raises InvalidRequest, which names the item."""
     for number, item in enumerate(media):
         problem = _problem(item, num_prompt_tokens)
         if problem is not None:
@@ -75,7 +74,7 @@ def check_media(media: Sequence[MediaItem], num_prompt_tokens: int) -> None:
 
 
 def check_segment(item: MediaItem, segment_bytes: int) -> None:
-    """Raises InvalidRequest when the item's tensors do not lie inside a segment of that size."""
+    """Raises InvalidRequest if the item's tensors exceed a segment of this size."""
     for tensor in item.tensors:
         if tensor.offset + tensor.num_bytes > segment_bytes:
             raise InvalidRequest(

@@ -1,11 +1,11 @@
-"""Messages between the users of a host's media cache (DEALER) and the cache (ROUTER). Bytes are in shared memory.
+"""Messages between clients of a host's media cache (DEALER) and the cache (ROUTER). Item data is in shared memory.
 
-A lease is what a request holds: the items that it uses stay until it is released, or until its client's process is
-gone. A call takes any number of items: a request whose items are all cached costs one round trip (AcquireMedia), others
-two (CommitMedia too). Whoever is granted an item that is not ready writes its segment, once, and commits it.
+A lease belongs to a request: its items stay cached until the lease is released or its client's process exits. A call
+takes any number of items: a request whose items are all cached costs one round trip (AcquireMedia), others two
+(CommitMedia too). A lease that is granted an item which is not ready writes its segment once and commits it.
 
-A segment is a memfd of the cache's process: it has no name, and is gone with its last user. It begins with a header, by
-which a reader knows that what it opened is the item that was meant, for descriptors are used again.
+A segment is a memfd of the cache process: it has no name and is freed with its last user. It begins with a header that
+names the item, because descriptor numbers are reused.
 """
 
 from __future__ import annotations
@@ -18,44 +18,40 @@ from tandem.protocol.messages.media import SEGMENT_HEADER_BYTES
 from tandem.runtime.errors import ErrorInfo
 
 HEADER_BYTES = SEGMENT_HEADER_BYTES
-"""Of a segment: the item's digest and part. What follows lies at a multiple of that."""
+"""Size of a segment's header: the item's digest and part. Later parts are aligned to this size."""
 MAX_ITEMS = 4096
-"""Of one call."""
+"""Items per call."""
 MAX_DESCRIPTION_BYTES = 64 * 1024
 
-# Calls have hundreds of the structs with gc=False: none can be part of a cycle, so the collector need not look at them.
-
 MediaPart = Literal["input", "embedding"]
-"""What is kept of an image or video: what the processor makes of it, or what the vision tower does."""
+"""Which data of an image or video: the processor's output, or the vision tower's."""
 
 
-class MediaKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, cache_hash=True, gc=False):
-    """digest: as MediaItem's; 32 bytes."""
+class MediaKey(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, cache_hash=True):
+    """digest: as in MediaItem; 32 bytes."""
 
     digest: bytes
     part: MediaPart
 
 
-class WantedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """num_bytes: room to set aside when it has to be written, header included; 0 takes it only if it is there."""
+class WantedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """num_bytes: space to allocate if the item is not cached, header included; 0 acquires it only if it is cached."""
 
     key: MediaKey
     num_bytes: int
 
 
-class GrantedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """segment: path of the file. is_ready: else the lease that is granted it writes and commits it.
-
-    description: what was committed with it.
-    """
+class GrantedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """segment: path of the file. is_ready: if False, the lease that receives this grant writes and commits the item.
+    description: the bytes committed with the item."""
 
     segment: str
     is_ready: bool
     description: bytes = b""
 
 
-class CommittedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """num_bytes: that were written. description: for those who are granted it later; the cache does not read it."""
+class CommittedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """num_bytes: bytes written. description: opaque to the cache; given to later leases."""
 
     key: MediaKey
     num_bytes: int
@@ -63,10 +59,10 @@ class CommittedMedia(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 
 class AcquireMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Pin what is cached, set room aside for the rest: all of it, or nothing. Answered once, under the lease's id.
+    """Pins cached items and allocates space for the others: all of them, or none. Answered once, under the lease's id.
 
-    client_pid: of the process whose end ends the lease. Those on other hosts hold none; `GetMedia` serves them.
-    lease_id: unique for all time.
+    client_pid: process whose exit ends the lease. Processes on other hosts hold no leases; `GetMedia` serves them.
+    lease_id: globally unique.
     """
 
     client_pid: int
@@ -75,9 +71,9 @@ class AcquireMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class MediaGranted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """One for each of the items asked for, in order; None where there is none and no room was asked for.
+    """One entry for each requested item, in order; None if the item is not cached and no space was asked for.
 
-    It comes when those that another lease was writing are ready.
+    Sent once all items that other leases were writing are ready.
     """
 
     lease_id: str
@@ -85,14 +81,14 @@ class MediaGranted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class MediaRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """To AcquireMedia: there is no lease. To CommitMedia: nothing was committed."""
+    """Answer to AcquireMedia: there is no lease; to CommitMedia: nothing was committed."""
 
     lease_id: str
     error: ErrorInfo
 
 
 class CommitMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The segments are written. All of the items are the lease's to write."""
+    """The segments of these items are written. All of them must be the lease's to write."""
 
     lease_id: str
     items: list[CommittedMedia]
@@ -103,15 +99,15 @@ class MediaCommitted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
 
 
 class ReleaseMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The leases end; what they were to write and have not committed is dropped. No answer."""
+    """Ends leases. Items that they have not committed are dropped. No answer."""
 
     lease_ids: list[str]
 
 
 class GetMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """For a client that cannot map the cache's memory: a part of one item's bytes, header included.
+    """Reads a range of one item's bytes, header included, for a client that cannot map the cache's memory.
 
-    Whoever asks sees to it that somebody holds the item. One that `ClearMedia` has forgotten is found while it is held.
+    The caller ensures that some lease holds the item. Held items are found even after `ClearMedia`.
     """
 
     call_id: str
@@ -121,41 +117,26 @@ class GetMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class MediaBytes(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """total_bytes: of the item; -1 where it is not cached. data: less than was asked for where the item ends."""
+    """total_bytes: size of the item; -1 if it is not cached. data: shorter than requested at the end of the item."""
 
     call_id: str
     total_bytes: int
     data: bytes
-    description: bytes = b""
-
-
-class SetMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The same the other way: cache these bytes (header left out). Answered by MediaStored."""
-
-    call_id: str
-    key: MediaKey
-    description: bytes
-    data: bytes
-
-
-class MediaStored(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """error: None where it is cached now, by this call or another."""
-
-    call_id: str
-    error: ErrorInfo | None = None
 
 
 class ClearMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Forget all items. Requests that hold some go on with them; what is acquired from now on is made anew."""
+    """`tandem cache clear` to the cache: forget all items. Requests that hold items keep them until they release them;
+    items being written are not kept; later requests compute anew. Answered by MediaCleared."""
 
     call_id: str
 
 
 class MediaCleared(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """num_items: that were forgotten, those among them that are still held included."""
+    """Number and size of the forgotten items, including those that are still held or being written."""
 
     call_id: str
     num_items: int
+    num_bytes: int
 
 
 class GetMediaCacheStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -163,7 +144,7 @@ class GetMediaCacheStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_
 
 
 class MediaCacheStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """used_bytes: of all items; pinned_bytes: of those that some lease holds. num_hits, num_misses: items acquired."""
+    """used_bytes: size of all items. pinned_bytes: size of held items. num_hits, num_misses: items acquired."""
 
     call_id: str
     num_items: int
@@ -177,13 +158,11 @@ class MediaCacheStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fie
 
 
 FromOtherHosts = GetMedia
-"""All that is answered on the cache's tcp endpoint."""
-ToMediaCache = AcquireMedia | CommitMedia | ReleaseMedia | GetMedia | SetMedia | ClearMedia | GetMediaCacheStatus
-FromMediaCache = (
-    MediaGranted | MediaRefused | MediaCommitted | MediaBytes | MediaStored | MediaCleared | MediaCacheStatus
-)
+"""The only message that the cache's tcp endpoint accepts."""
+ToMediaCache = AcquireMedia | CommitMedia | ReleaseMedia | GetMedia | ClearMedia | GetMediaCacheStatus
+FromMediaCache = MediaGranted | MediaRefused | MediaCommitted | MediaBytes | MediaCleared | MediaCacheStatus
 
 
 def header_of(key: MediaKey) -> bytes:
-    """What the key's segment begins with."""
+    """Returns the first HEADER_BYTES bytes of the key's segment."""
     return (key.digest + key.part.encode()).ljust(HEADER_BYTES, b"\0")

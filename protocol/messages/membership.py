@@ -1,7 +1,7 @@
-"""Messages about who is there: workers to proxies and back, and the launcher and `tandem status` to proxies.
+"""Messages about cluster membership: between workers and proxies, and from the launcher and `tandem status` to proxies.
 
-A worker holds a DEALER to each proxy's control ROUTER. It registers, then keeps sending status: heartbeat and load
-report in one. The proxy answers each with what it knows of the cluster, so prefill workers find their decode peers.
+A worker has a DEALER to each proxy's control ROUTER. It registers, then sends status (heartbeat and load report in
+one). The proxy answers with its view of the cluster, from which prefill workers learn of decode workers.
 """
 
 from __future__ import annotations
@@ -11,17 +11,16 @@ from typing import Literal
 import msgspec
 
 PROTOCOL_VERSION = 9
-"""Raised by every change to a message; unequal versions refuse each other when they register or pair."""
+"""Incremented by every change to a message. Processes with different versions refuse each other."""
 
 Role = Literal["prefill", "decode"]
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Who a worker is. `worker_id` survives a restart ("decode-0"), `epoch` does not.
+    """Identity of a worker. `worker_id` survives a restart ("decode-0"), `epoch` does not.
 
-    pid: of rank 0, which speaks for all num_ranks processes that share the worker's model. metrics_address: host:port
-    of its own /metrics; empty where it has none. host_id: see `runtime.host`; one that tells none is taken for a
-    process of the same host.
+    pid: of rank 0, which represents all num_ranks processes of the worker. metrics_address: host:port of its /metrics,
+    or empty. host_id: see `runtime.host`; empty means this host.
     """
 
     worker_id: str
@@ -35,7 +34,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PairTraffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """KV that a prefill worker has shipped to one decode worker: num_bytes in num_shipments, shipping_s in all."""
+    """KV shipped from a prefill worker to one decode worker since the start. shipping_s: total duration."""
 
     decode_worker_id: str
     num_bytes: int
@@ -44,16 +43,16 @@ class PairTraffic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How busy a worker is. Blocks that are neither free nor quarantined belong to running or waiting requests.
+    """Load of a worker. Blocks that are neither free nor quarantined belong to waiting or running requests. Counts
+    without a unit of time are totals since the start.
 
-    num_cached_blocks: of the free ones, those that hold a prefix. num_cached_tokens: prompt tokens that were found in
-    the prefix cache, of num_prompt_tokens, since the start. num_compared_blocks: those that arrived and whose checksums
-    were looked at; num_corrupt_blocks: of these, those that were not what was sent. waiting_tokens: num_waiting_tokens,
-    as (priority, tokens). num_kept_blocks: that had arrived for attempts which ended before they decoded, and stayed in
-    the prefix cache. prompt_tokens_per_s: computed of late while prompts were computed; 0 before the first. refusals:
-    see `protocol.refusals`, since the start. num_media_encoded: images and videos that the vision tower has encoded
-    here; num_media_found: those whose embeddings another worker had left in the host's cache; num_media_fetched_bytes:
-    of processed media, from other hosts.
+    num_cached_blocks: free blocks that hold a prefix. num_cached_tokens: prompt tokens found in the prefix cache, of
+    num_prompt_tokens. num_compared_blocks: received blocks whose checksums were compared; num_corrupt_blocks: those
+    that differed. waiting_tokens: num_waiting_tokens by priority, as (priority, tokens). num_kept_blocks: blocks that
+    arrived for attempts which ended before decoding, and stayed in the prefix cache. prompt_tokens_per_s: recent
+    prefill speed; 0 before the first prompt. refusals: see `protocol.refusals`. num_media_encoded: images and videos
+    encoded here. num_media_found: items whose embeddings came from another worker. num_media_fetched_bytes: processed
+    media from other hosts.
     """
 
     num_running: int = 0
@@ -82,10 +81,11 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PrefixUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which blocks the prefix cache has gained and lost since the update before. Bounded: the rest follows.
+    """Blocks that the prefix cache has gained and lost since the previous update. Limited in size; the rest follows
+    later.
 
-    number: one more than that of the update before; a proxy that finds a gap asks for a restart in its ClusterView.
-    restart: forget what was told before. added, evicted: packed short hashes, see `protocol.prefix_hash`.
+    number: consecutive; a proxy that finds a gap asks for a restart. restart: discard all earlier updates. added,
+    evicted: packed short hashes, see `protocol.prefix_hash`.
     """
 
     number: int
@@ -95,7 +95,7 @@ class PrefixUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PairStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One (prefill, decode) pair as its prefill side sees it. `reason` says why it was refused or failed."""
+    """One (prefill, decode) pair as its prefill side sees it. reason: why it was refused or failed."""
 
     decode_worker_id: str
     decode_epoch: str
@@ -105,9 +105,9 @@ class PairStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Worker to proxy, once per connection and whenever the proxy says that it does not know the worker.
+    """Worker to proxy, once per connection and whenever the proxy does not know the worker.
 
-    model_id and block_size: what its prefix hashes depend on.
+    model_id, block_size: inputs of the worker's prefix hashes.
     """
 
     version: int
@@ -119,10 +119,7 @@ class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Worker to proxy, every `heartbeat_interval_s`. `pairs` is empty on decode workers.
-
-    draining: it is to get no new work.
-    """
+    """Worker to proxy, every HEARTBEAT_INTERVAL_S. pairs: empty on decode workers. draining: send it no new work."""
 
     worker_id: str
     epoch: str
@@ -133,14 +130,14 @@ class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class WorkerLeft(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Worker to proxy: it ends now. What it still has goes on at others."""
+    """Worker to proxy: the worker exits now. Its requests in flight migrate."""
 
     worker_id: str
     epoch: str
 
 
 class WorkerExited(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Launcher to proxy: the process is gone for certain. Sooner than silence would tell."""
+    """Launcher to proxy: the process has exited. Faster than waiting for silence."""
 
     worker_id: str
     pid: int
@@ -151,13 +148,13 @@ class GetStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
 
 
 class DrainWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """`tandem drain` to proxy: this worker is to leave for good. Answered by DrainAnswer."""
+    """`tandem drain` to proxy: this worker must leave for good. Answered by DrainAnswer."""
 
     worker_id: str
 
 
 class DrainAnswer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to `tandem drain`. error: "" when the worker was told."""
+    """Proxy to `tandem drain`. error: "" if the worker was told."""
 
     worker_id: str
     error: str = ""
@@ -168,15 +165,16 @@ class LeaveCluster(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class GetTimeline(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to proxy: somebody asks what became of this request, which may have been served by the other."""
+    """Proxy to proxy: return the timeline of this request, if you have served it."""
 
     request_id: str
 
 
 class ClusterView(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to worker, after each status: proof that the proxy lives, and the workers that it knows.
+    """Proxy to worker, after each status: the proxy is alive and knows these workers.
 
-    restart_prefixes: it has missed a PrefixUpdate, so the next is to be a restart.
+    known: whether it knows this worker's epoch. restart_prefixes: it has missed a PrefixUpdate; the next must be a
+    restart.
     """
 
     proxy_id: str
@@ -186,7 +184,7 @@ class ClusterView(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=T
 
 
 class RegistrationRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to worker: it will get no requests from this proxy, for this reason."""
+    """Proxy to worker: the proxy will not use this worker, for this reason."""
 
     reason: str
 
@@ -200,16 +198,16 @@ class WorkerReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class LatencyBuckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A histogram. bounds_s: upper ones, ascending; counts: of each, and one more for what is above the last."""
+    """A histogram. bounds_s: ascending upper bounds. counts: one for each bound, and one above the last."""
 
     bounds_s: list[float]
     counts: list[int]
 
 
 class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of one proxy, since its start but for num_waiting. stages_s: seconds of finished sequences, by stage.
+    """Totals of one proxy since its start, except num_waiting. stages_s: seconds of finished sequences, by stage.
 
-    num_refused: requests turned away for want of room, but not those beyond what one client may have.
+    num_refused: requests refused for lack of capacity, without those above a client's limit.
     """
 
     num_waiting: int
@@ -235,7 +233,7 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class TimelineReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to proxy. timeline: JSON; empty where the request is not known."""
+    """Proxy to proxy. timeline: JSON; empty if the request is not known."""
 
     request_id: str
     timeline: bytes

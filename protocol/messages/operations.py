@@ -1,4 +1,4 @@
-"""Messages between the commands `tandem scale`, `status` and `restart` and the launcher, over its private socket."""
+"""Messages between the commands `tandem scale`, `status`, `restart` and the launcher, over its private socket."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import msgspec
 
 
 class ScaleCluster(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Start or stop workers until there are so many; None leaves a role as it is."""
+    """Start or stop workers until there are this many; None leaves a role unchanged."""
 
     prefill: int | None = None
     decode: int | None = None
 
 
 class GetPlan(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """What does the autoscaling planner propose?"""
+    """Ask for the autoscaling planner's proposal."""
 
 
 class ListProcesses(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Which processes does the launcher keep alive?"""
+    """Ask for the processes that the launcher keeps alive."""
 
 
 class RestartProcess(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Let it finish what is under way and end; it is then started anew. Answered by what there is now."""
+    """Drain this process and start it again. Answered by the current ProcessList."""
 
     name: str
 
 
 class LaunchedProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """pid: of the process that runs or ran last, on whatever host that is; 0 before the first."""
+    """pid: of the current or last process, on its own host; 0 before the first start."""
 
     name: str
     pid: int
@@ -39,24 +39,22 @@ class ProcessList(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=T
 
 
 class ClusterScaled(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """So many there are to be from now on. Workers come and go after this answer, not before it."""
+    """The new target. Workers start and stop after this answer."""
 
     prefill: int
     decode: int
 
 
 class ScaleRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Nothing has been changed, for this reason."""
+    """Nothing has changed, for this reason."""
 
     reason: str
 
 
 class PlanReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """acts: whether proposals are carried out. prefill, decode: that there are to be at present.
-
-    proposed_prefill, proposed_decode: by the planner; equal to these while nothing should change. prefill_reason and
-    decode_reason: what is needed at this moment and why. predicted_ttft_s: of a prompt of mean length that came now.
-    """
+    """acts: whether proposals are executed. prefill, decode: current targets. proposed_prefill, proposed_decode: the
+    planner's targets. prefill_reason, decode_reason: demand and its reason. predicted_ttft_s: TTFT of a prompt of mean
+    length that arrives now."""
 
     acts: bool
     prefill: int

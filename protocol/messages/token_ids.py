@@ -1,4 +1,4 @@
-"""Token ids on the wire: little-endian int32 in one byte string, so that 300,000 of them cost no per-item decoding."""
+"""Token ids on the wire: little-endian int32 in one byte string, so that decoding costs nothing per token."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ BYTES_PER_TOKEN = 4
 
 
 def pack_token_ids(token_ids: Sequence[int]) -> bytes:
-    """`token_ids`, each in [0, 2**31), as bytes."""
+    """Returns `token_ids`, each in [0, 2**31), as bytes."""
     return array("i", token_ids).tobytes()
 
 
 def unpack_token_ids(packed: bytes) -> list[int]:
-    """The inverse of `pack_token_ids`. Raises ValueError when the length is no multiple of four."""
+    """The inverse of `pack_token_ids`. Raises ValueError unless the length is a multiple of four."""
     ids = array("i")
     ids.frombytes(packed)
     return ids.tolist()

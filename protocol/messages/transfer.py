@@ -1,6 +1,6 @@
 """Messages between a prefill worker (DEALER) and a decode worker (ROUTER): pairing, reservation, transfer control.
 
-The bytes of the KV cache do not travel here but through the pair's connector (`kv_transfer`).
+KV data does not travel here but through the pair's connector (`kv_transfer`).
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from tandem.runtime.errors import ErrorInfo
 
 
 class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The shape of one KV block: [num_layers, 2, num_kv_heads, block_size, head_dim] of `dtype`, contiguous.
+    """Shape of one KV block: [num_layers, 2, num_kv_heads, block_size, head_dim] of `dtype`, contiguous.
 
-    num_kv_heads: those of one rank; each of the worker's tensor_parallel_size ranks has as many.
+    num_kv_heads: heads of one of the worker's tensor_parallel_size ranks.
     """
 
     model_id: str
@@ -26,13 +26,13 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def total_kv_heads(self) -> int:
-        """The whole model's."""
+        """Heads of all ranks."""
         return self.num_kv_heads * self.tensor_parallel_size
 
     def first_difference(self, other: KVLayout) -> tuple[str, str, str] | None:
-        """(field, own value, other's value) of the first that differs, or None when blocks can be moved between them.
+        """Returns (field, own value, other's value) of the first difference that prevents transfers, or None.
 
-        The number of ranks may differ, for heads are moved one by one; then it is the model's heads that must agree.
+        The number of ranks may differ, because heads are moved individually; the total number of heads must agree.
         """
         for field in ("model_id", "dtype", "num_layers", "total_kv_heads", "head_dim", "block_size"):
             ours, theirs = getattr(self, field), getattr(other, field)
@@ -42,10 +42,10 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CudaPoolHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How another process maps a pool on the same GPU: what torch's `UntypedStorage._share_cuda_` gives.
+    """How another process maps a pool on the same GPU, as given by torch's `UntypedStorage._share_cuda_`.
 
-    handle: the memory's, as CUDA exports it; the pool is num_bytes from offset_bytes on. counter: torch's count of
-    users, in a file of shared memory. event: behind it the memory is ready.
+    handle: exported CUDA memory; the pool is num_bytes at offset_bytes. counter_handle, counter_offset: torch's
+    reference count in shared memory. event_handle: event after which the memory is ready.
     """
 
     handle: bytes
@@ -58,9 +58,9 @@ class CudaPoolHandle(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ConnectorParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How one rank of a decode worker is reached: its pool's file or GPU memory (ipc) or the store's address (others).
+    """How one rank of a decode worker is reached: its pool's file or GPU memory (ipc), or the store's address (others).
 
-    device_id: the GPU's UUID, or "" on CPU.
+    device_id: UUID of the GPU, or "" on CPU.
     """
 
     pid: int = 0
@@ -74,11 +74,11 @@ class ConnectorParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Prefill to decode. connectors: by preference. host_id: equal on processes that can map each other's memory.
+    """Prefill to decode. connectors: in order of preference. host_id: see `runtime.host`.
 
-    prefill_pids: of all its ranks, each of which may write to the decode worker's pools. checksums: whether this side
-    wants every block to be compared. lease_s: for so long it keeps a transfer's blocks after each RenewLeases.
-    device_ids: of each rank, as in ConnectorParams. number: of this epoch's pairs; a later one replaces those before.
+    prefill_pids: processes of all ranks, each of which may write to the decode worker's pools. checksums: whether this
+    side wants all blocks verified. lease_s: how long it keeps a transfer's blocks after each RenewLeases. device_ids:
+    one for each rank, as in ConnectorParams. number: counts this epoch's pairs; a later one replaces earlier ones.
     """
 
     version: int
@@ -97,10 +97,10 @@ class OpenPair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class PairAccepted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Decode to prefill: connect by `connector` now; the pair may be used once both sides are connected.
+    """Decode to prefill: connect by `connector` now. The pair is usable once both sides are connected.
 
-    params: one for each of the decode worker's ranks, in order. checksums: ShipKV must carry them, for one side or the
-    other wants them.
+    params: one for each of the decode worker's ranks, in order. checksums: whether ShipKV must carry them, because
+    either side wants them.
     """
 
     pair_id: str
@@ -111,21 +111,21 @@ class PairAccepted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class PairRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Decode to prefill: these two cannot work together, for this reason."""
+    """Decode to prefill: these two workers are incompatible, for this reason."""
 
     pair_id: str
     reason: str
 
 
 class ClosePair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Either way: this side has dropped the pair and will not write through it again."""
+    """Either direction: this side has dropped the pair and will not write through it again."""
 
     pair_id: str
     reason: str
 
 
 class ReserveKV(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Prefill to decode, when the prompt's first chunk begins."""
+    """Prefill to decode, when the prompt's first chunk is scheduled."""
 
     pair_id: str
     transfer_id: str
@@ -135,7 +135,7 @@ class ReserveKV(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
 class KVReserved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Decode to prefill: write the prompt's blocks, in order, to `block_ids` of the decode worker's pool.
 
-    num_cached_blocks: so many of the prompt's first blocks decode has already; block_ids begins after them.
+    num_cached_blocks: how many of the prompt's first blocks decode has; block_ids begins after them.
     """
 
     transfer_id: str
@@ -151,9 +151,9 @@ class KVRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
 
 
 class RenewLeases(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Decode to prefill, a few times in each OpenPair.lease_s: these transfers of the pair are still wanted.
+    """Decode to prefill, three times per OpenPair.lease_s: these transfers of the pair are still wanted.
 
-    Prefill gives up those that are not renewed, one by one, and answers with CloseTransfer.
+    Prefill ends transfers that are not renewed, and sends CloseTransfer for each.
     """
 
     pair_id: str
@@ -161,12 +161,11 @@ class RenewLeases(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=T
 
 
 class ShipKV(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Prefill to decode: blocks number `first_block` to `first_block + num_blocks` of the prompt are on the data path.
+    """Prefill to decode: blocks `first_block` to `first_block + num_blocks` of the prompt are on the data path.
 
-    For connectors that write by themselves (ipc) it is sent once they are written; for those that need a receiver
-    (gloo, nccl) it is sent just before, and the receiver takes them in the order of these messages.
-    number: counts the pair's ShipKVs from 0, so that both sides know when one was lost on the way, or came twice.
-    checksums: of each block (`kv_transfer.checksums`) where the pair has agreed on them, else none.
+    One-sided connectors (ipc) send it once the blocks are written. Others (gloo, nccl) send it just before, and the
+    receiver takes blocks in the order of these messages. number: counts the pair's ShipKVs from 0, which reveals lost
+    and duplicate messages. checksums: one for each block (`kv_transfer.checksums`) if the pair uses them, else empty.
     """
 
     pair_id: str
@@ -180,9 +179,8 @@ class ShipKV(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
 class FinishTransfer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Prefill to decode: the prompt is computed and its last blocks are on their way; their ShipKV may follow.
 
-    Decoding goes on from these tokens, one for each of the attempt_ids, when every block is here.
-    position_offset: what to add to a token's number to have its position; not 0 after images and video in models that
-    lay positions over them in space and time (M-RoPE).
+    first_token_ids: the token that each attempt continues from. position_offset: difference between a token's position
+    and its number; not 0 after images and videos in models with three-dimensional positions (M-RoPE).
     """
 
     transfer_id: str
@@ -192,7 +190,7 @@ class FinishTransfer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
 
 
 class CloseTransfer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Prefill to decode: given up; nothing will be written from now on, so the blocks may be used again."""
+    """Prefill to decode: the transfer has ended early and nothing more will be written; its blocks may be reused."""
 
     transfer_id: str
 

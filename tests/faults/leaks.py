@@ -1,4 +1,4 @@
-"""What a cluster holds of its machine, before a fault and after it: descriptors, shared memory, files."""
+"""Snapshot of a cluster's resources (descriptors, threads, shared memory, files), to find leaks after a fault."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SHM = Path("/dev/shm")
 
 @dataclass
 class Footprint:
-    """open_files: by process, what its descriptors lead to, by kind. threads: by process, by name, those that have one
-    of their own: KV paths' for one, but none of a pool that grows with its work. shared_memory, files: names.
+    """open_files: by process, targets of its descriptors by kind. threads: by process, its named threads, such as those
+    of KV paths; pool threads have no name of their own. shared_memory, files: names.
 
-    Files of a proxy's metrics are none of these: what a proxy has counted counts for as long as the cluster runs.
+    Metrics files of proxies are excluded: they are kept until the cluster ends.
     """
 
     open_files: dict[int, Counter[str]]
@@ -28,7 +28,7 @@ class Footprint:
 
     @classmethod
     def of(cls, cluster: Cluster, shared_before: set[str]) -> Footprint:
-        """shared_before: what others had in shared memory before the cluster came up."""
+        """shared_before: contents of /dev/shm before the cluster was started."""
         folder = runtime_dir(cluster.port)
         launcher = int((folder / "launcher.pid").read_text())
         pids = [launcher, *descendants(launcher)]
@@ -40,7 +40,7 @@ class Footprint:
         )
 
     def leaked_since(self, before: Footprint) -> list[str]:
-        """In words, of processes that live on. Empty when nothing was."""
+        """Returns descriptions of leaks, considering only processes that are still alive."""
         leaks = []
         for pid in sorted(self.open_files.keys() & before.open_files.keys()):
             for kind, count in sorted((self.open_files[pid] - before.open_files[pid]).items()):
@@ -58,7 +58,7 @@ def shared_memory() -> set[str]:
 
 
 def _named_threads(pid: int) -> Counter[str] | None:
-    """Those that go by another name than the process. None when it has ended."""
+    """Returns threads that have another name than the process. None if the process has ended."""
     tasks = Path(f"/proc/{pid}/task")
     try:
         own = (tasks / str(pid) / "comm").read_text().strip()
@@ -75,7 +75,7 @@ def _named_threads(pid: int) -> Counter[str] | None:
 
 
 def _kind(file: str) -> str:
-    """socket:[123] is a socket; a file that has been removed is its name."""
+    """Maps socket:[123] to socket; removes the mark of deleted files."""
     name, bracket, _ = file.partition(":[")
     return name if bracket else file.removesuffix(" (deleted)")
 

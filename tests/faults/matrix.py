@@ -1,4 +1,4 @@
-"""The fault matrix: who is struck, by what, while a request is in which phase; and what must hold afterwards.
+"""The fault matrix: strikes a process while a request is in a given phase, and checks the outcome.
 
 `python -m bench.faults.fault_matrix` goes through all of it, tests/faults/test_matrix.py through a part.
 """
@@ -34,21 +34,21 @@ Role = Literal["prefill", "decode", "proxy", "media cache", "client"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "proxy", "media cache")
 FAULTS = ("SIGKILL", "SIGSTOP", "SIGSTOP then SIGCONT", "SIGTERM")
 CLOSES = "closes"
-"""What a client does: it ends its connection and is not there any more."""
+"""The fault of a client: it disconnects."""
 HEARD_S = 0.3
-"""After so long whoever is awake has heard of a client's end, and of the others nobody."""
+"""Time after which running processes have noticed a disconnect, and frozen ones have not been declared lost."""
 FROZEN_S = 4.0
-"""Longer than the silence after which a worker is lost, and shorter than that after which a proxy is."""
+"""Longer than the silence after which a worker is lost, shorter than that of a proxy."""
 STOPPED_S = 30.0
-"""A process that is stopped for good is woken after so long where nobody has ended it, for the next case to begin."""
+"""A stopped process that nobody has killed is woken after this time, so that the next case can begin."""
 END_LIMIT_S = 180.0
 WHOLE_LIMIT_S = 240.0
 LEAK_LIMIT_S = 30.0
 MAX_TRIES = 6
 NUM_PROMPT_TOKENS, NUM_LOCAL_PROMPT_TOKENS = 1400, 1000
-"""The others' and those of LOCAL_PREFILL."""
+"""Prompt lengths of other phases and of LOCAL_PREFILL."""
 NUM_LAYERS = 10
-"""So many that a phase lasts for longer than a worker takes to report it."""
+"""Enough that each phase lasts longer than a worker takes to report it."""
 OPTIONS = (
     "--prefill", "2", "--decode", "2", "--proxies", "2", "--dtype", "float32", "--threads-per-worker", "1",
     "--max-num-batched-tokens", "16", "--block-size", "16", "--kv-cache-gib", "0.05", "--worker-wait-s", "240",
@@ -67,18 +67,16 @@ class Case:
 
     @property
     def may_fail(self) -> bool:
-        """Its client is gone, or the only proxy that it is on: its connection may end, and nothing else."""
+        """Whether the connection may break, because the client or its only proxy is gone."""
         return self.fault == CLOSES or (self.role == "proxy" and self.fault in ("SIGKILL", "SIGSTOP"))
 
 
 @dataclass
 class Result:
-    """outcome: of the struck request, as `Stream.outcome`; is_same: its tokens are those of the undisturbed run, as far
-    as it came. bystander: what became of a stream on the other proxy. pause_s: without a token, from the fault on.
-    whole_s: from the fault, or from a frozen process being woken, until the cluster is as it was. num_attempts: at the
-    request, as far as its proxy can tell. woken_s: after so long the test woke a process that was stopped for good.
-    problems: whatever breaks a rule of the matrix, in words.
-    """
+    """outcome: of the struck request, as `Stream.outcome`. is_same: whether its tokens are those of the undisturbed
+    run. bystander: outcome of a stream on the other proxy. pause_s: longest time without a token after the fault.
+    whole_s: from the fault, or the wake-up, until the cluster is complete again. num_attempts: of the request, as its
+    proxy reports. woken_s: when the test woke a stopped process. problems: violated rules, in words."""
 
     case: Case
     outcome: str
@@ -108,18 +106,18 @@ class Matrix:
         self._rng = random.Random(seed)
         self._num_tracebacks = self._num_corrupt_blocks = 0
         self._num_bodies = 0
-        self._have_taken: set[tuple[int, int]] = set()  # (media cache, process that has had an image of it)
+        self._have_taken: set[tuple[int, int]] = set()  # (media cache, process that has used an image of it)
         self._bystander_body = self._body(takes_image=False, num_tokens=400, num_prompt_tokens=30)
         self._bystander_tokens = self._undisturbed(self._bystander_body).token_ids
 
     def _undisturbed(self, body: dict[str, Any]) -> Stream:
-        """Its blocks serve no other request."""
+        """Uses a salt, so that its blocks serve no other request."""
         stream = Stream(self._cluster, body | {"cache_salt": "reference"})
         assert stream.wait(END_LIMIT_S) and stream.outcome == "length", stream.outcome
         return stream
 
     def _show_images(self) -> None:
-        """To each proxy, whose media process is up then, and to each prefill worker; the cache then knows them."""
+        """Sends images to each proxy, which starts its media process, and to each prefill worker."""
         cache = self._phases.pid("media-cache")
         for _ in range(30):
             proxies = {self._phases.pid(name) for name in ("proxy-0", "proxy-1")}
@@ -129,7 +127,7 @@ class Matrix:
                 return
             done = proxies & have_taken
             not_on = done.pop() if len(done) == 1 else 0
-            # Several at once: one after the other would all go to the worker that seems the fastest.
+            # Concurrent, because sequential requests would all go to the fastest worker.
             bodies = [self._body(takes_image=True, num_tokens=2) for _ in range(4)]
             for stream in [Stream(self._cluster, body, not_on) for body in bodies]:
                 assert stream.wait(END_LIMIT_S) and stream.outcome == "length", stream.outcome
@@ -138,14 +136,14 @@ class Matrix:
         raise AssertionError("no image reached one of the proxies or prefill workers")
 
     def _settle(self) -> None:
-        """Until all is as it is between requests; what processes open on first use, they have then opened."""
+        """Waits until the cluster is idle, with everything open that processes open on first use."""
         if not wait_until(self.is_whole, WHOLE_LIMIT_S):
             raise AssertionError(f"the cluster is not whole: {self.why_not_whole()}")
-        for _ in range(12):  # proxies ask each other, whichever this reaches
+        for _ in range(12):  # any proxy can answer
             httpx.get(f"{self._cluster.admin_url}/debug/requests/unknown", timeout=10)
 
     def run(self, case: Case) -> Result:
-        """Raises AssertionError when the phase cannot be reached, or the cluster is not whole again in time."""
+        """Raises AssertionError if the phase cannot be reached or the cluster does not recover in time."""
         for num_missed in range(MAX_TRIES):
             num_prompt_tokens = NUM_LOCAL_PROMPT_TOKENS if case.phase == LOCAL_PREFILL else NUM_PROMPT_TOKENS
             body = self._body(case.role == "media cache", num_prompt_tokens=num_prompt_tokens)
@@ -193,7 +191,7 @@ class Matrix:
                 time.sleep(FROZEN_S)
                 held.frozen.thaw()
             elif case.fault == "SIGSTOP":
-                # A worker that stands still is left alone; who else does is started again.
+                # The launcher does not restart stopped workers, but other stopped processes.
                 is_worker = case.role in ("prefill", "decode")
                 wait_until(lambda: stream.has_ended and (is_worker or self._is_replaced(pid)), STOPPED_S)
                 if not self._is_replaced(pid):
@@ -224,7 +222,7 @@ class Matrix:
         case = result.case
         if result.outcome != "length" and not (case.may_fail and result.outcome == "connection ended"):
             problems.append(f"the request ended with {result.outcome}")
-        if case.fault == CLOSES and case.phase != "finishing":  # where all its tokens are there already
+        if case.fault == CLOSES and case.phase != "finishing":  # if all its tokens have arrived
             ends = [event["outcome"] for event in self._phases.events(stream) if event["event"] == "ended"]
             if (result.outcome, ends) != ("connection ended", ["aborted"]):
                 problems.append(f"its client went, and it ended there with {result.outcome}, in the proxy with {ends}")
@@ -274,10 +272,10 @@ class Matrix:
         return not self.why_not_whole(must_be_gone)
 
     def why_not_whole(self, must_be_gone: int = 0) -> str:
-        """Every process answers, every pair is ready, nothing is under way, every block is free, every lease over."""
+        """The cluster is whole if all processes answer, all pairs are ready, and no request, block or lease is left."""
         try:
             reports = asyncio.run(fetch_status(self._cluster.port))
-        except TandemError as silent:  # not there yet, or slow
+        except TandemError as silent:  # starting, or slow
             return silent.message
         if len(reports) < 2:
             return "a proxy is silent"
@@ -298,7 +296,7 @@ class Matrix:
 
     @contextmanager
     def _bystander(self) -> Iterator[_Bystander]:
-        """A stream that decodes all along, on the proxy that the struck request is not on."""
+        """A stream that decodes during the case, on the proxy that is not struck."""
         stream = Stream(self._cluster, self._bystander_body)
         assert wait_until(lambda: len(stream.token_ids) > 2, END_LIMIT_S)
         try:
@@ -309,7 +307,7 @@ class Matrix:
     def _body(
         self, takes_image: bool, num_tokens: int = NUM_TOKENS, num_prompt_tokens: int = NUM_PROMPT_TOKENS
     ) -> dict[str, Any]:
-        """Not asked before, so that nothing of it is cached."""
+        """Returns a new prompt, so that none of it is cached."""
         self._num_bodies += 1
         fields = {
             "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True,
@@ -327,7 +325,7 @@ class _Bystander:
     reference: list[int]
 
     def end(self) -> str:
-        """Its outcome, "length" only where its tokens are those of the undisturbed run."""
+        """Returns the outcome; "length" only if its tokens are those of the undisturbed run."""
         if not self.stream.wait(END_LIMIT_S):
             return "no end"
         if self.stream.outcome == "length" and self.stream.token_ids != self.reference:

@@ -1,7 +1,7 @@
-"""Brings a request to a phase of its life and holds it there, by freezing whoever would carry it on.
+"""Brings a request to a phase of its life and holds it there by freezing the processes that would continue it.
 
-Every hold is shorter than the silence that makes a worker lost, and is looked at before it counts: where the request
-has gone on meanwhile, or a hold took too long, `Missed` is raised and the caller tries another request.
+Holds are shorter than the silence after which a worker is lost, and are verified. If the request has gone on meanwhile,
+or a hold took too long, `Missed` is raised and the caller tries another request.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from tests.support.cluster import Cluster
 
 PHASES = ("queued", "prefilling", "shipping", "first token", "decoding", "finishing")
 LOCAL_PREFILL = "local prefill"
-"""Of prompts that decode computes itself, and of decode workers alone."""
+"""Phase of prompts that a decode worker computes itself."""
 HOLD_LIMIT_S, PROXY_HOLD_LIMIT_S = 2.0, 4.0
-"""Of the 2.5 s of `--worker-silence-s`, and the 5 s for which workers wait for a proxy."""
+"""Below the 2.5 s of `--worker-silence-s`, and the 5 s after which workers give up a proxy."""
 NUM_TOKENS = 200
-"""That a request of the matrix generates."""
+"""Tokens that a request of the matrix generates."""
 
 
 class Missed(Exception):
-    """The request went on before it could be held."""
+    """The request left the phase before it could be held."""
 
 
 class Frozen:
-    """Processes that are stopped."""
+    """Processes stopped by SIGSTOP."""
 
     def __init__(self) -> None:
         self._since: dict[int, float] = {}
 
     def freeze(self, *pids: int) -> None:
-        """They have stopped when this returns."""
+        """Returns once the processes have stopped."""
         for pid in pids:
             self._since.setdefault(pid, time.monotonic())
             os.kill(pid, signal.SIGSTOP)
@@ -66,7 +66,7 @@ class Frozen:
 
 
 def is_stopped(pid: int) -> bool:
-    """Every thread of it."""
+    """Returns whether all threads of the process have stopped."""
     states = []
     for task in Path(f"/proc/{pid}/task").iterdir():
         states.append((task / "stat").read_text().rpartition(")")[2].split()[0])
@@ -75,7 +75,7 @@ def is_stopped(pid: int) -> bool:
 
 @dataclass
 class Held:
-    """A request in its phase, and the names of the workers that its first attempt is on; prefill: or ""."""
+    """A request held in a phase. prefill, decode: workers of its first attempt; prefill may be ""."""
 
     stream: Stream
     prefill: str
@@ -84,14 +84,14 @@ class Held:
 
 
 class Phases:
-    """Of requests to this cluster, which has two workers of each role and two proxies, and serves little else."""
+    """Holds requests of a cluster with two workers of each role, two proxies and little other load."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self._folder = runtime_dir(cluster.port)
 
     def pid(self, name: str) -> int:
-        """Of a child of the launcher, by its name in `tandem status`, or media-cache."""
+        """Returns the process id of a child of the launcher: a name in `tandem status`, or media-cache."""
         return int((self._folder / f"{name}.pid").read_text())
 
     def names(self) -> list[str]:
@@ -101,7 +101,7 @@ class Phases:
         return next(name for name in self.names() if self.pid(name) == pid)
 
     async def ask(self, proxy: str) -> StatusReport:
-        """Of this proxy alone: another may be frozen."""
+        """Asks this proxy only, as others may be frozen."""
         return (await fetch_status(self.cluster.port, [f"ipc://{self._folder}/{proxy}.sock"]))[0]
 
     def load(self, worker: str, proxy: str = "proxy-0") -> WorkerLoad:
@@ -112,17 +112,17 @@ class Phases:
         return found[0]
 
     def events(self, stream: Stream) -> list[dict[str, Any]]:
-        """Its timeline; empty before it has one."""
+        """Returns the request's timeline; empty if there is none yet."""
         answer = httpx.get(f"{self.cluster.admin_url}/debug/requests/{stream.request_id}", timeout=10)
         return list(answer.json()["events"]) if answer.status_code == 200 else []
 
     def happened(self, stream: Stream, event: str) -> int:
-        """How often."""
+        """Returns how often the event happened."""
         return sum(each["event"] == event for each in self.events(stream))
 
     @contextmanager
     def held(self, body: dict[str, Any], phase: str, not_on: int = 0) -> Iterator[Held]:
-        """Raises Missed. Everybody goes on at the end."""
+        """Holds a request for the duration of the context. Raises Missed."""
         hold: Callable[[Frozen, dict[str, Any], int], Held] = getattr(self, "_" + phase.replace(" ", "_"))
         frozen = Frozen()
         try:
@@ -138,12 +138,12 @@ class Phases:
     # ---- the phases
 
     def _queued(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
-        """Dispatched, and nobody computes."""
+        """Dispatched, and not computed yet."""
         frozen.freeze(self.pid("prefill-0"), self.pid("prefill-1"))
         return self._dispatched(frozen, body, not_on)
 
     def _prefilling(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
-        """Chunks are computed; nothing is shipped, since decode gives no answer."""
+        """Chunks are computed, but nothing is shipped, because decode is frozen."""
         frozen.freeze(self.pid("decode-0"), self.pid("decode-1"))
         held = self._dispatched(frozen, body, not_on)
         self._reach(lambda: self.load(held.prefill).num_running > 0)
@@ -152,14 +152,14 @@ class Phases:
         return held
 
     def _shipping(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
-        """Some blocks are on decode, and more to come."""
+        """Some blocks have arrived on decode."""
         held = self._shipping_begun(frozen, body, not_on)
         frozen.freeze(self.pid(held.prefill))
         self._must_not("first token computed", held)
         return held
 
     def _first_token(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
-        """The client has it, and decode has begun nothing."""
+        """The client has the first token, and decode has not begun."""
         held = self._shipping_begun(frozen, body, not_on)
         frozen.freeze(self.pid(held.decode))
         self._reach(lambda: bool(held.stream.token_ids))
@@ -174,7 +174,7 @@ class Phases:
         return held
 
     def _finishing(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
-        """Decode has finished it, and its last tokens are on their way to the proxy, which reads none."""
+        """Decode has finished; the last tokens are in flight to a frozen proxy."""
         held = self._dispatched(frozen, body, not_on)
         proxy = self.name_of(held.stream.proxy_pid)
         other = "proxy-1" if proxy == "proxy-0" else "proxy-0"
@@ -187,7 +187,7 @@ class Phases:
         return held
 
     def _local_prefill(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
-        """Decode has computed a part of it."""
+        """Decode has computed some chunks of the prompt."""
         held = self._dispatched(frozen, body, not_on)
         if held.prefill:
             raise Missed("a prefill worker computes it")

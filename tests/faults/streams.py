@@ -1,4 +1,4 @@
-"""One streamed request on a thread of its own: its tokens as they come, and how it ended."""
+"""A streamed request on its own thread: its tokens with their arrival times, and its outcome."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ POLL_S = 0.005
 
 
 class Stream:
-    """Begins at once. body: a completion's where it has a prompt, else a chat's; one sequence.
+    """Starts at once, with one sequence. body: of a completion if it has a prompt, else of a chat.
 
-    proxy_pid: of the process that its connection leads to. outcome: a finish_reason, an error's code, or
-    "connection ended"; empty while it runs. arrivals: monotonic, of each event. num_ends: terminal messages that
-    came: of these there is to be one.
+    proxy_pid: process at the other end of the connection. outcome: a finish_reason, an error code, or "connection
+    ended"; empty while running. arrivals: monotonic time of each event. num_ends: terminal messages received; must be
+    one.
     """
 
     def __init__(self, cluster: Cluster, body: dict[str, Any], not_on: int = 0) -> None:
-        """not_on: a proxy's process that it must not lead to."""
+        """not_on: process id of a proxy to avoid."""
         self.request_id = f"case-{secrets.token_hex(6)}"
         self.token_ids: list[int] = []
         self.arrivals: list[float] = []
@@ -47,16 +47,16 @@ class Stream:
         return bool(self.outcome)
 
     def wait(self, timeout_s: float) -> bool:
-        """Until it has ended."""
+        """Returns whether the stream ended within the time."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def abandon(self) -> None:
-        """Its client goes: the connection ends, whatever is under way on it."""
+        """Disconnects at once."""
         self._socket.shutdown(socket.SHUT_RDWR)
 
     def longest_pause_s(self, since: float, now: float) -> float:
-        """Without an event, from `since` to its end, or to `now` while it runs."""
+        """Returns the longest time without an event, from `since` to the end, or to `now` while running."""
         moments = [since, *(moment for moment in self.arrivals if moment > since)]
         if not self.has_ended:
             moments.append(now)
@@ -96,8 +96,8 @@ class Stream:
 
 
 def connect(cluster: Cluster, not_on: int = 0) -> tuple[httpx.Client, socket.socket, int]:
-    """A client with one open connection, its socket, and the process id of the proxy at its other end."""
-    for _ in range(60):  # the kernel chooses among the proxies that share the port
+    """Returns a client with one open connection, its socket, and the process id of the proxy at its other end."""
+    for _ in range(60):  # the kernel chooses a proxy
         client = httpx.Client(base_url=cluster.url, timeout=READ_TIMEOUT_S, limits=httpx.Limits(max_connections=1))
         answer = client.get("/health")
         connection = answer.extensions["network_stream"].get_extra_info("socket")
@@ -121,7 +121,7 @@ def proxy_of_connection(cluster: Cluster, client_port: int) -> int:
 
 
 def open_files(pid: int) -> list[str]:
-    """What the process's descriptors lead to; those that close meanwhile are left out. Empty when it has ended."""
+    """Returns the targets of the process's descriptors. Empty if the process has ended."""
     names = []
     try:
         for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -135,7 +135,7 @@ def open_files(pid: int) -> list[str]:
 
 
 def descendants(pid: int) -> list[int]:
-    """Those of its threads but the first too: a child belongs to the thread that started it."""
+    """Returns all descendants. A child belongs to the thread that started it, so all threads are searched."""
     try:
         tasks = [int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()]
     except OSError:
@@ -152,7 +152,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether it came true in time."""
+    """Returns whether the condition came true in time."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:

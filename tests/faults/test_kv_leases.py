@@ -27,12 +27,12 @@ def test_leases_run_out_and_the_pair_goes_on(cluster: Cluster) -> None:
     for pid in frozen:  # both, so that whichever the transfer under way goes to stands still
         os.kill(pid, signal.SIGSTOP)
     try:
-        cluster.wait_for(lambda: "leases ran out" in cluster.logs(), 25)
+        cluster.wait_for(lambda: "KV leases expired" in cluster.logs(), 25)
     finally:
         for pid in frozen:
             os.kill(pid, signal.SIGCONT)
     codes = [answer.result(60) for answer in answers]
-    assert set(codes) == {200}, "those whose leases ran out were prefilled again"
+    assert set(codes) == {200}, "requests whose leases expired were prefilled again"
     cluster.wait_for(cluster.all_blocks_free, 20)
     assert {report.worker.epoch for report in cluster.status().workers} == epochs, "nobody was lost"
     assert pair_failures(cluster) == 0, "the pair goes on"

@@ -1,4 +1,5 @@
-"""A prefill worker that cannot map the proxy's memory: in a PID namespace, as on another host, joined over tcp."""
+"""A prefill worker that cannot map the proxy's memory: joined over tcp from another PID namespace, as from another
+host."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ SMALL = ("--dtype", "float32", "--kv-cache-gib", "0.05", "--block-size", "16", "
 
 @contextmanager
 def joined_from_elsewhere(*arguments: str) -> Iterator[None]:
-    """`tandem worker prefill`, whose processes do not see those of this namespace."""
+    """`tandem worker prefill` in its own PID namespace."""
     worker = subprocess.Popen(
         [*UNSHARE, *tandem("worker", "prefill", *arguments)],
         stdout=subprocess.PIPE,
@@ -43,7 +44,7 @@ def joined_from_elsewhere(*arguments: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for pid in children_of(worker.pid):  # unshare itself ignores it
+        for pid in children_of(worker.pid):  # unshare itself ignores the signal
             os.kill(pid, signal.SIGTERM)
         output, _ = worker.communicate(timeout=30)
     assert worker.returncode == 0 and "have joined" in output, output
@@ -58,7 +59,7 @@ def test_media_are_fetched_and_answers_are_those_of_transformers_alone(tmp_path:
     make_keys(keys)
     of_the_worker.mkdir(mode=0o700)
     for name in ("proxy.key", "worker.key", "operator.key", "worker.key_secret"):
-        shutil.copy(keys / name, of_the_worker / name)  # with its mode
+        shutil.copy(keys / name, of_the_worker / name)  # including its mode
     served = ("--model", str(model), *SMALL, "--cluster-host", "127.0.0.1")
     one, two, video = picture(60, 40, seed=1), picture(30, 50, seed=2), clip(12)
     prompts: list[list[Part]] = [["What is ", one, "that?"], [video, "and", two, "here?"], ["No image at all."]]
@@ -89,7 +90,7 @@ def test_media_are_fetched_and_answers_are_those_of_transformers_alone(tmp_path:
         assert cache_status().num_items == 3, "what the tower made stays on the worker's own host"
         num_fetched = prefill().load.num_media_fetched_bytes
         assert num_fetched > 50_000
-        # Other words first, so that no cached KV is found, but what has been encoded is.
+        # Different text first, so that no cached KV is found but the embeddings are.
         prompts = [["Again: ", *prompt] for prompt in prompts[:2]]
         assert answers() == generated_by_transformers(model, prompts, NUM_NEW)
         assert prefill().load.num_media_encoded == 3

@@ -136,7 +136,7 @@ def test_no_request_fails_when_the_media_cache_is_killed(served: Cluster) -> Non
         return token_ids
 
     before = [answer(number) for number in range(len(parts))]
-    assert ask_cache(f"ipc://{runtime_dir(served.port)}/media-cache.sock", MediaCacheClient.clear) >= len(parts)
+    assert ask_cache(f"ipc://{runtime_dir(served.port)}/media-cache.sock", MediaCacheClient.clear)[0] >= len(parts)
     [pid] = [pid for pid in served.pids() if b"media_cache" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     with ThreadPoolExecutor(8) as threads:
         asked = [threads.submit(answer, number) for number in range(64)]

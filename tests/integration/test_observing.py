@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import os
 import re
 import subprocess
 import threading
@@ -23,8 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.ports import free_port
 from tandem.deploy.grafana.dashboards import DASHBOARDS
 from tandem.telemetry.stages import FIRST_TOKEN_STAGES, STAGES
-from tandem.worker.priority import DECODE_NICENESS, PREFILL_NICENESS
-from tests.support.cluster import MODEL, NOW, Cluster, children_of
+from tests.support.cluster import MODEL, NOW, Cluster
 from tests.support.fake_workers import wait_until
 
 SECRET = "xyzzy-the-prompt-is-nobodys-business"
@@ -200,20 +198,6 @@ def test_spans_take_the_clients_trace_over(cluster: Cluster, receiver: OtlpRecei
     for before, after in itertools.pairwise(stages):
         assert after.start_time_unix_nano == pytest.approx(before.end_time_unix_nano, abs=1000)
     assert SECRET.encode() not in b"".join(span.SerializeToString() for span in spans())
-
-
-def test_what_answers_clients_comes_before_what_computes(cluster: Cluster) -> None:
-    started = {Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[2].decode(): pid for pid in cluster.pids()}
-
-    def niceness(pid: int) -> int:
-        return os.getpriority(os.PRIO_PROCESS, pid)
-
-    proxy = started["tandem.proxy"]
-    for worker, steps in (("tandem.prefill_worker", PREFILL_NICENESS), ("tandem.decode_worker", DECODE_NICENESS)):
-        assert niceness(started[worker]) == niceness(proxy) + steps
-        assert os.getsid(started[worker]) == started[worker]
-    readers = [child for child in children_of(proxy) if niceness(child) == niceness(proxy) + 10]
-    assert readers and all(os.getsid(reader) == reader for reader in readers), "in a session of its own"
 
 
 def test_every_panel_has_data_in_a_real_prometheus(cluster: Cluster, tmp_path: Path) -> None:

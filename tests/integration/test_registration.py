@@ -1,4 +1,4 @@
-"""A worker between proxies that do not agree about it, and proxies that refuse it. Real sockets, proxies by hand."""
+"""A worker's registration with proxies that disagree about it or refuse it. Real sockets, simulated proxies."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ LIMIT_S = 60
 
 
 class ProxyByHand:
-    """Answers each status as it is told to: knows the worker's epoch, does not, or refuses it."""
+    """Answers each status as configured: knows the worker's epoch, does not know it, or refuses the worker."""
 
     def __init__(self, context: Context, name: str, folder: Path) -> None:
         self.name = name
         self.known: set[str] = set()
         self.accepts = True
-        self.registered: list[str] = []  # epochs, as they come
+        self.registered: list[str] = []  # epochs, in order of arrival
         self.num_statuses = 0
         codec: Codec[ToProxyControl] = Codec(ToProxyControl)
         self.socket: RouterSocket[ToProxyControl] = RouterSocket(
@@ -64,7 +64,7 @@ class ProxyByHand:
 
 
 class WorkerByHand:
-    """A registration, and what it has called."""
+    """A registration that records its callbacks."""
 
     def __init__(self, context: Context, endpoints: list[str]) -> None:
         self.info = WorkerInfo("decode-0", "e0", "decode", "tcp://127.0.0.1:1", 1)

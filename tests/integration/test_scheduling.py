@@ -1,4 +1,4 @@
-"""Prefix cache, preemption and shared prompts in real clusters: what clients get never changes, what is moved does."""
+"""Prefix cache, preemption and shared prompts in real clusters: outputs stay the same, less is computed or shipped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.cluster import MODEL, Cluster
 
 BLOCK_SIZE = 16
 NUM_BLOCKS = 48
-"""Room for one sequence of 512 tokens and a half; float32, so that all routes give one text."""
+"""Blocks for one and a half sequences of 512 tokens. float32, so that all routes give one text."""
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +48,8 @@ class Small:
         return [choice["token_ids"] for choice in choices]
 
     def load(self, worker_id: str = "prefill-0") -> WorkerLoad:
-        """As reported after everything has come to rest."""
-        asked_at = time.monotonic() + HEARTBEAT_INTERVAL_S  # what was on its way by then is old
+        """Returns the load once the cluster is idle."""
+        asked_at = time.monotonic() + HEARTBEAT_INTERVAL_S  # skip reports that were in flight
         self._cluster.wait_for(
             lambda: time.monotonic() - self._cluster.worker(worker_id).silence_s > asked_at, timeout_s=5
         )
@@ -74,7 +74,7 @@ def random_prompt(seed: int, length: int) -> list[int]:
 
 @pytest.mark.timeout(180)
 def test_preempted_sequences_come_back_unseen(small: Small) -> None:
-    """Eight of up to 300 tokens where 768 fit; half greedy, half seeded; each as when it was alone."""
+    """Eight sequences of up to 300 tokens where 768 fit, greedy and seeded, compared with runs alone."""
     wanted: list[tuple[list[int], dict[str, Any]]] = [
         (random_prompt(i, 20 + 10 * i), {"temperature": 1.0 if i % 2 else 0, "seed": i}) for i in range(8)
     ]
@@ -96,12 +96,12 @@ def test_a_second_turn_ships_only_what_is_new(small: Small, block_bytes: int) ->
     # Decode has computed all but the last token that it chose: 160 + 49 tokens are 13 full blocks of 16.
     num_shipped = -(-len(second) // BLOCK_SIZE) - (160 + 49) // BLOCK_SIZE
     assert after.num_transferred_bytes - before.num_transferred_bytes == num_shipped * block_bytes
-    assert after.num_cached_tokens - before.num_cached_tokens == 160  # prefill has the prompt alone
+    assert after.num_cached_tokens - before.num_cached_tokens == 160  # prefill has only the prompt
 
 
 @pytest.mark.parametrize("length", [32, 41])
 def test_n_sequences_are_prefilled_and_shipped_once(small: Small, block_bytes: int, length: int) -> None:
-    """Also where the prompt ends within a block, which then each sequence needs for itself."""
+    """Also if the prompt ends within a block, which each sequence then needs a copy of."""
     prompt = random_prompt(200 + length, length)
     before = small.load()
     together = small.complete(prompt, 40, n=4, temperature=1.0, seed=7)

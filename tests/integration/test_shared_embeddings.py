@@ -1,4 +1,4 @@
-"""Two prefill workers of one host: what one has encoded the other finds, and does not encode again."""
+"""Two prefill workers of one host share embeddings: an image that one has encoded is not encoded again."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ def test_the_second_worker_encodes_nothing_that_the_first_has(tmp_path: Path) ->
 
         assert tokens(first) == expected[0]
         Cluster.wait_for(lambda: sorted(counted().values()) == [(0, 0), (3, 0)], TIMEOUT_S)
-        Cluster.wait_for(
-            lambda: num_items() == 6, TIMEOUT_S
-        )  # three as they were processed, three as they were encoded
+        Cluster.wait_for(lambda: num_items() == 6, TIMEOUT_S)  # three processor outputs, three embeddings
         [encoder] = [worker_id for worker_id, counts in counted().items() if counts == (3, 0)]
         [other] = counted().keys() - {encoder}
         drained = subprocess.run(

@@ -1,6 +1,6 @@
-"""Both kinds of worker in memory: real schedulers and pair tables in shells that do as `worker.py` and `pairs.py` do.
+"""Both kinds of worker in memory: real schedulers and pair tables in simulated shells.
 
-See `tests.simulation.transfer_world`, which holds them.
+`tests.simulation.transfer_world` connects them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,15 @@ import torch
 from torch.distributed import HashStore
 
 from tandem.decode_worker.actions import Receive, SendToPrefill
-from tandem.decode_worker.pair_table import AcceptPair, CloseReceiver, IncomingPairTable, PrefillLost, RefusePair
-from tandem.decode_worker.pair_table import PairLost as IncomingPairLost
-from tandem.decode_worker.pair_table import SendClose as SendCloseToPrefill
+from tandem.decode_worker.pair_table import (
+    AcceptPair,
+    IncomingPairLost,
+    IncomingPairTable,
+    PrefillLost,
+    RefusePair,
+    SendCloseToPrefill,
+    StopReceiver,
+)
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import Batch
 from tandem.engine.block_manager import BlockManager
@@ -26,13 +32,13 @@ from tandem.kv_transfer.checksums import corrupt_blocks
 from tandem.kv_transfer.connector import Peer
 from tandem.prefill_worker.actions import SendToDecode, Ship
 from tandem.prefill_worker.pair_table import (
-    CloseSender,
     Connect,
     Disconnect,
-    OpenSender,
-    PairLost,
-    PairTable,
-    SendClose,
+    OutgoingPairLost,
+    OutgoingPairTable,
+    SendCloseToDecode,
+    StartSender,
+    StopSender,
 )
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import (
@@ -84,7 +90,7 @@ class Memory:
 
 
 class Process:
-    """later: what its loop has yet to call. path_ids: of all data paths that it has opened an end of."""
+    """later: callbacks that its loop has yet to call. path_ids: data paths of which it has opened an end."""
 
     side: Side
 
@@ -118,7 +124,9 @@ class Prefill(Process):
         super().__init__(world, name, number)
         self.info = WorkerInfo(name, self.epoch, "prefill", name, self.pid)
         self.scheduler = PrefillScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 6, 4, LEASE_S)
-        self.table = PairTable(self.info, [self.pid], layout, "here", "cpu", [world.connector], True, LEASE_S, [])
+        self.table = OutgoingPairTable(
+            self.info, [self.pid], layout, "here", "cpu", [world.connector], True, LEASE_S, []
+        )
         self.senders: dict[str, FakeSender] = {}
         self.sockets: set[str] = set()
 
@@ -164,27 +172,27 @@ class Prefill(Process):
                 case Connect():
                     self.sockets.add(action.pair_id)
                     self.send(action.pair_id, action.message)
-                case OpenSender():
+                case StartSender():
                     self.open_sender(action)
-                case CloseSender():
+                case StopSender():
                     sender = self.senders.pop(action.pair_id, None)
                     if sender is None:
                         self.on_closed(action.pair_id)
                     else:
                         sender.close(partial(self.on_closed, action.pair_id))
-                case SendClose():
+                case SendCloseToDecode():
                     self.send(action.message.pair_id, action.message)
                 case Disconnect():
                     self.sockets.discard(action.pair_id)
                     self.inbox.pop(action.pair_id, None)
-                case PairLost():
+                case OutgoingPairLost():
                     self.perform(self.scheduler.on_pair_lost(action.pair_id, action.reason))
 
     def send(self, pair_id: str, message: Any) -> None:
         if pair_id in self.sockets:
             self.world.decode.inbox[pair_id].append(message)
 
-    def open_sender(self, action: OpenSender) -> None:
+    def open_sender(self, action: StartSender) -> None:
         pair_id = action.pair_id
 
         def ready(error: KVTransferFailed | None) -> None:
@@ -286,7 +294,7 @@ class Decode(Process):
                     self.send(action.message.pair_id, action.message)
                 case AcceptPair():
                     self.accept(action)
-                case CloseReceiver():
+                case StopReceiver():
                     self.receivers.pop(action.pair_id).close()
                 case IncomingPairLost():
                     self.perform(self.scheduler.on_pair_lost(action.pair_id, action.reason, action.peer_stopped))

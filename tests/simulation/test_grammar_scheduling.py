@@ -1,4 +1,5 @@
-"""Schedulers and grammars: no sequence is sampled before its grammar is compiled, and its failure is its own."""
+"""Schedulers and grammars: no sequence is sampled before its grammar is compiled, and a failure affects only that
+sequence."""
 
 from __future__ import annotations
 
@@ -8,18 +9,17 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from tandem.decode_worker.actions import SendToProxy as DecodeToProxy
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.sampling.grammar import Grammar
-from tandem.prefill_worker.actions import SendToProxy
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, PrepareDecode, StartPrefill, TokenBatch
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
 from tandem.runtime.errors import ErrorInfo, InvalidRequest
+from tandem.worker.actions import SendToProxy
 
 SAMPLING = SamplingParams(grammar="start: /a+/")
 STOP = StopConditions(10, frozenset({0}))
@@ -51,7 +51,7 @@ def start(number: int, sampling: SamplingParams, num_sequences: int = 1, num_gen
 
 
 def prepare(number: int, sampling: SamplingParams, num_sequences: int = 1, num_generated: int = 0) -> PrepareDecode:
-    """Salted, so that each is shipped whole."""
+    """Salted, so that each prompt is shipped whole."""
     s = start(number, sampling, num_sequences, num_generated)
     return PrepareDecode(
         s.proxy_id, s.attempt_ids, s.transfer_id, s.token_ids, sampling, s.seeds, STOP, "prefill-0", "e", 9.0,
@@ -85,7 +85,7 @@ def decode() -> DecodeScheduler:
 
 
 def begin(scheduler: DecodeScheduler, request: PrepareDecode, of: Grammar | None) -> None:
-    """All of its KV has come."""
+    """All of its KV has arrived."""
     scheduler.on_prepare(0.0, request, of)
     number, transfer_id = request.transfer_id[1:], request.transfer_id
     scheduler.on_reserve(0.0, ReserveKV("pair", transfer_id, len(TOKENS)))
@@ -116,7 +116,7 @@ def test_one_that_leaves_its_grammar_ends_alone(decode: DecodeScheduler) -> None
     begin(decode, prepare(1, SAMPLING), shared)
     assert len(decode.schedule(0.0)[0].items) == 2
     actions = decode.on_step(0.0, [ERROR, ItemOutput([SampledToken(5)])])
-    told = [action.message for action in actions if isinstance(action, DecodeToProxy)]
+    told = [action.message for action in actions if isinstance(action, SendToProxy)]
     [failed] = [message for message in told if isinstance(message, AttemptFailed)]
     [tokens] = [message for message in told if isinstance(message, TokenBatch)]
     assert (failed.attempt_id, failed.error.code) == ("r0.0", "invalid_request")
@@ -135,6 +135,6 @@ def test_a_prompt_that_decode_computes_itself_waits_and_fails_alike(decode: Deco
     [item] = decode.schedule(0.0)[0].items
     assert item.samples[0].grammar is item.samples[1].grammar is not None
     actions = decode.on_step(0.0, [ItemOutput(ERROR.tokens * 2, error=ERROR.error)])
-    told = [action.message for action in actions if isinstance(action, DecodeToProxy)]
+    told = [action.message for action in actions if isinstance(action, SendToProxy)]
     assert [type(message) for message in told] == [AttemptFailed, AttemptFailed]
     assert decode.blocks.num_free == 20

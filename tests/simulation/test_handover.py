@@ -1,11 +1,11 @@
 """Both schedulers against each other, in memory, under random event orders.
 
 The simulated network delays every queue independently; copies take time and may fail; requests are aborted, deadlines
-pass, pairs break, decode runs out of blocks. Each slot of the simulated pools remembers which tokens its keys and
-values were computed from, and each next token is a function of all tokens before it, so what clients get can be
-compared with what a single process would give. Checked throughout: nothing computes on keys and values that are not
-its own, no copy touches a block that it does not own, and each request ends exactly once. At the end every block is
-free on both sides.
+pass, pairs break, decode runs out of blocks. Each slot of the simulated pools records from which tokens its KV was
+computed, and each next token is a function of all tokens before it, so outputs can be compared with a single process.
+
+Invariants: nothing computes on another sequence's KV, no copy touches a block that it does not own, and each request
+ends exactly once. At the end every block is free on both sides.
 """
 
 from __future__ import annotations
@@ -22,12 +22,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tandem.decode_worker.actions import Receive, SendToPrefill
-from tandem.decode_worker.actions import SendToProxy as DecodeSendToProxy
 from tandem.decode_worker.scheduler import UNCLAIMED_TIMEOUT_S, DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.prefill_worker.actions import SendToDecode, Ship
-from tandem.prefill_worker.actions import SendToProxy as PrefillSendToProxy
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import (
     AbortAttempt,
@@ -51,6 +49,7 @@ from tandem.protocol.messages.transfer import (
     ShipKV,
 )
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
+from tandem.worker.actions import SendToProxy
 
 BLOCK_SIZE = 4
 DEADLINE_S = 50.0
@@ -59,7 +58,7 @@ PREFIXES = [[(7 * i + k) % 23 for i in range(20)] for k in range(3)]
 
 
 def content(token_ids: list[int]) -> int:
-    """What keys and values depend on: every token up to theirs."""
+    """What KV depends on: every token up to its own."""
     return crc32(bytes(token_ids))
 
 
@@ -93,7 +92,7 @@ class Wanted:
 
 
 class Memory:
-    """A KV pool: for each slot, the content of its keys and values."""
+    """A KV pool: for each slot, the content of its KV."""
 
     def __init__(self, num_blocks: int) -> None:
         self.blocks = [[-1] * BLOCK_SIZE for _ in range(num_blocks)]
@@ -215,7 +214,7 @@ class Handover(RuleBasedStateMachine):
                 if not sequence.aborted:
                     self._dispatch([sequence])
             case AttemptFailed(attempt_id=attempt_id, error=error):
-                # The other worker may report the same loss; the proxy takes the first word and ends the rest.
+                # Both workers may report the same loss; the proxy acts on the first report and aborts the rest.
                 sequence = self.attempts[attempt_id]
                 if sequence.ended is None and self.current[id(sequence)] == attempt_id:
                     self._abort(sequence)
@@ -238,7 +237,7 @@ class Handover(RuleBasedStateMachine):
     def _perform(self, actions: list[Any]) -> None:
         for action in actions:
             match action:
-                case PrefillSendToProxy() | DecodeSendToProxy():
+                case SendToProxy():
                     self._to_proxy(action.message)
                 case SendToDecode():
                     self.prefill_to_decode.append((action.pair_id, action.message))
@@ -300,7 +299,7 @@ class Handover(RuleBasedStateMachine):
     @precondition(lambda self: self.ships)
     @rule()
     def copy(self) -> None:
-        """The sender thread finishes one job: it writes, then announces (as the ipc connector does)."""
+        """The sender thread finishes one job: it writes, then announces (like the ipc connector)."""
         ship = self.ships.popleft()
         if self.pair_closing:
             self._perform(self.prefill.on_shipped(ship.transfer_id, KVTransferFailed("closed")))
@@ -430,7 +429,7 @@ class Handover(RuleBasedStateMachine):
         assert all(tables[block_id] <= 1 for block_id in writing)
 
     def teardown(self) -> None:
-        """Let everything run to its end without further faults; no deadline is needed for that."""
+        """Runs everything to its end without further faults, before any deadline."""
         for _ in range(1500):
             self.deliver_all()
             if all(sequence.ended or sequence.aborted for sequence in self.wanted):
@@ -476,7 +475,7 @@ TestHandover.settings = settings(
 
 
 def _random_schedule(seed: int) -> Handover:
-    """Longer and denser than hypothesis' own search: what is enabled runs with these odds, 250 times."""
+    """Longer and denser than hypothesis' search: enabled events run with these odds, 250 times."""
     rng = random.Random(seed)
     machine = Handover()
 

@@ -1,4 +1,4 @@
-"""A prefill worker dies on the way: what has arrived on decode is used under the next transfer_id, and nothing else."""
+"""A prefill worker dies during a transfer: arrived blocks, and only those, are reused under the next transfer_id."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_the_next_attempt_gets_what_has_arrived(is_gone: bool) -> None:
     first = begin(decode, "t1", "a")
     arrive(decode, "t1", 0, 0, 2)
     arrive(decode, "t1", 1, 2, 1)
-    decode.on_ship(ShipKV("pair-a", 2, "t1", 3, 1))  # announced, and still under way
+    decode.on_ship(ShipKV("pair-a", 2, "t1", 3, 1))  # announced, still in flight
     decode.on_pair_lost("pair-a", "exited", peer_stopped=is_gone)
     decode.blocks.check()
     assert decode.num_kept_blocks == 3
@@ -79,7 +79,7 @@ def test_a_frozen_peer_keeps_what_it_may_still_write_and_no_more() -> None:
     begin(decode, "t2", "b")
     decode.on_abort("p", "r-t2")
     decode.on_close_transfer(CloseTransfer("t2").transfer_id)
-    decode.on_close_transfer("t1")  # it has woken
+    decode.on_close_transfer("t1")  # the prefill worker has woken up
     decode.blocks.check()
     assert decode.blocks.num_quarantined == 0 and decode.blocks.num_free == NUM_BLOCKS
 
@@ -98,7 +98,7 @@ def test_what_comes_after_a_corrupt_block_is_not_kept() -> None:
 
 
 def test_the_last_block_is_not_kept_while_it_is_not_full() -> None:
-    """All has arrived, but for the first token."""
+    """Everything has arrived except the first token."""
     decode = scheduler()
     begin(decode, "t1", "a")
     arrive(decode, "t1", 0, 0, 6)

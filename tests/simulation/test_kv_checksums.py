@@ -1,4 +1,4 @@
-"""Checksums of KV blocks: equal for equal content however it is split, and what the network corrupts is found."""
+"""Checksums of KV blocks: equal for equal content however it is split over ranks; corruption is detected."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from tandem.decode_worker.actions import Receive, SendToPrefill, SendToProxy
+from tandem.decode_worker.actions import Receive, SendToPrefill
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.block_manager import BlockManager
 from tandem.kv_transfer.checksums import combine, corrupt_blocks, rank_checksums
@@ -19,6 +19,7 @@ from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout, KVRefused, ReserveKV, ShipKV
 from tandem.runtime.errors import KVTransferFailed
+from tandem.worker.actions import SendToProxy
 from tests.support.fake_connector import FakeNetwork, Faults
 
 NUM_BLOCKS, NUM_HEADS, HEAD_BYTES = 6, 6, 16
@@ -102,5 +103,5 @@ def test_a_corrupt_block_fails_its_transfer_and_comes_back() -> None:
 def test_checksums_must_be_as_many_as_blocks() -> None:
     scheduler = DecodeScheduler(BlockManager(8, 4), "model", max_num_seqs=2)
     reserved(scheduler)
-    with pytest.raises(KVTransferFailed, match="1 checksums came for 2 blocks"):
+    with pytest.raises(KVTransferFailed, match="1 checksums arrived for 2 blocks"):
         scheduler.on_ship(ShipKV("pair", 0, "t", 0, 2, [17]))

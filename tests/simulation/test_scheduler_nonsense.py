@@ -1,4 +1,4 @@
-"""Messages that make no sense where they come: the schedulers raise nothing, hold no block for ever, and keep order."""
+"""Messages in states where they make no sense: the schedulers raise nothing and leak no block."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_prefill(events: list[Any]) -> None:
 
 
 def reserved() -> DecodeScheduler:
-    """Two sequences on a prompt of seven tokens, which is two blocks, wait for its KV."""
+    """Two sequences on a prompt of seven tokens (two blocks) that wait for its KV."""
     scheduler = DecodeScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "m", 4)
     scheduler.on_prepare(0.0, prepare("t0", 2))
     actions = scheduler.on_reserve(0.0, ReserveKV("pair-0", "t0", 7))

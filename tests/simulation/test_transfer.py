@@ -1,5 +1,5 @@
-"""Transfers under faults at any moment: frozen, woken, killed and restarted peers, loss, corruption, late writes,
-duplicated and reordered control messages, aborts, deadlines. `tests.simulation.transfer_world` says what is checked."""
+"""Transfers under random faults: frozen, woken, killed and restarted peers, loss, corruption, late writes, duplicated
+and reordered control messages, aborts, deadlines. `tests.simulation.transfer_world` lists the invariants."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PROCESSES = st.integers(0, 2)
 
 
 class Transfers(RuleBasedStateMachine):
-    """Hypothesis chooses what happens next, and shrinks what it finds."""
+    """Hypothesis chooses the next event, and shrinks failures."""
 
     world: World
 
@@ -32,7 +32,7 @@ class Transfers(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 100), times=st.integers(1, 8))
     def go_on(self, which: int, times: int) -> None:
-        """Messages, blocks, callbacks, news of membership, exits: whichever is next."""
+        """The next message, block, callback, membership change or exit."""
         for _ in range(times):
             if events := self.world.events():
                 events[which % len(events)][1]()
@@ -120,7 +120,7 @@ def run(seed: int, one_sided: bool, num_events: int) -> World:
 @pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
 @pytest.mark.parametrize("part", [0, 1])
 def test_ten_thousand_schedules(part: int, one_sided: bool) -> None:
-    """2,500 here, so that each part is short. No write reaches a block that is not its transfer's."""
+    """2,500 per part. No write reaches a block of another transfer."""
     ended: Counter[str | None] = Counter()
     num_late = num_corrupted = num_found = num_duplicated = num_expired = num_kept = 0
     for seed in range(2500 * part, 2500 * (part + 1)):
@@ -145,7 +145,7 @@ def test_ten_thousand_schedules(part: int, one_sided: bool) -> None:
 
 @pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
 def test_after_hours_of_idleness_requests_are_served(one_sided: bool) -> None:
-    """No lease, deadline or pair runs out of itself."""
+    """No lease, deadline or pair expires while idle."""
     world = World(3, one_sided)
     world.run_to_rest()
     for _ in range(3):

@@ -1,7 +1,7 @@
 """Each fault in each state of a transfer, one at a time, over the fake connector.
 
-After each: the other pair never noticed, every request has its one end, and no block is lost. Random orders are in
-`tests.simulation.test_transfer`, real processes in `tests/faults`.
+Afterwards the other pair is unaffected, every request has ended exactly once, and no block is lost. Random orders are
+in `tests.simulation.test_transfer`, real processes in `tests/faults`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SIDES = pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "t
 
 @dataclass
 class Case:
-    """A world in which `victim` is on its way through the first prefill worker."""
+    """A world in which `victim` is being transferred by the first prefill worker."""
 
     world: World
     victim: Wanted
@@ -39,11 +39,11 @@ class Case:
         return self.world.decode.scheduler._transfers.get(f"t-{self.victim.attempt_id}")
 
     def waits(self, process: Process, kind: type) -> bool:
-        """A message of this kind is on its way to the process."""
+        """Whether a message of this kind is in flight to the process."""
         return any(isinstance(message, kind) for queue in process.inbox.values() for message in queue)
 
     def is_under_way(self) -> bool:
-        """A shipment has begun, and not all of it has been written."""
+        """Whether a shipment has begun and is not complete."""
         path = self.world.network._paths[next(iter(self.prefill.senders))]
         return path.transfer is not None and bool(path.transfer.arrivals)
 
@@ -60,7 +60,7 @@ STATES: dict[str, Callable[[Case], bool]] = {
 
 
 def notice(world: World, process: Process) -> None:
-    """It stands still until everybody has noticed, and wakes."""
+    """The process is frozen until all others have noticed, then wakes up."""
     world.freeze(process)
     world.notice_silence(process)
     world.run_to_rest()
@@ -68,7 +68,7 @@ def notice(world: World, process: Process) -> None:
 
 
 def stand_still(world: World, process: Process, seconds: float) -> None:
-    """Not for long enough to be missed, but perhaps longer than a lease or a path's patience."""
+    """Too short to be declared lost, but perhaps longer than a lease or a path's time-out."""
     world.freeze(process)
     world.run_to_rest()
     world.pass_time(seconds)
@@ -77,7 +77,7 @@ def stand_still(world: World, process: Process, seconds: float) -> None:
 
 
 def lose_client(case: Case) -> None:
-    """Both workers forget its request at once, not when they are done with it."""
+    """Both workers end its request at once."""
     world = case.world
     world.abort(case.victim)
     world.deliver_all()
@@ -86,10 +86,8 @@ def lose_client(case: Case) -> None:
 
 
 def disorder(case: Case) -> None:
-    """What the workers of its pair tell each other comes in any order, and again, until both have happened.
-
-    Three more prompts see to it that there is something to say in every state.
-    """
+    """Control messages of its pair arrive in any order and in duplicate, until both have happened. Three more prompts
+    ensure that there are messages in every state."""
     world = case.world
     world.disordered = set(case.prefill.senders)
     for number in range(3):
@@ -116,7 +114,7 @@ FAULTS: dict[str, Callable[[Case], None]] = {
 }
 LOSE_DECODE = ("decode exits", "decode is frozen, missed and wakes")
 STOP_DECODE = (*LOSE_DECODE, "decode stands still")
-"""It is the other pair's as well: what it asks for meanwhile may be lost, or its lease run out."""
+"""Affects the other pair too: its messages may be lost, or its leases may expire."""
 ENDS = {"length", "aborted", "worker_lost", "kv_transfer_failed"}
 
 
@@ -186,7 +184,7 @@ def test_a_block_that_changes_on_its_way_costs_its_transfer_alone(one_sided: boo
 
 @SIDES
 def test_a_lease_that_runs_out_costs_its_transfer_alone(one_sided: bool) -> None:
-    """Decode stands still for longer than it leases, and nobody takes it for lost."""
+    """Decode is stalled for longer than its leases, but not declared lost."""
     case = begin(one_sided)
     world = case.world
     paths = [list(prefill.senders) for prefill in world.prefills]
@@ -202,7 +200,8 @@ def test_a_lease_that_runs_out_costs_its_transfer_alone(one_sided: bool) -> None
 
 
 def test_what_a_sleeper_writes_after_its_request_has_gone_reaches_no_block_in_other_use() -> None:
-    """It is stopped amid a shipment; decode then fills all blocks that it has left, and the sleeper writes on."""
+    """A prefill worker is frozen during a shipment; decode then fills all its blocks, and the prefill worker
+    continues."""
     case = begin(one_sided=True)
     world, neighbour = case.world, case.world.prefills[1]
     world.advance(case.is_under_way)
@@ -223,7 +222,7 @@ def test_what_a_sleeper_writes_after_its_request_has_gone_reaches_no_block_in_ot
 
 @SIDES
 def test_decode_without_blocks_makes_prompts_wait(one_sided: bool) -> None:
-    """Each takes five of its nine blocks."""
+    """Each prompt takes five of nine blocks."""
     case = begin(one_sided)
     world = case.world
     asked = [case.victim, *(world.ask([i, *PROMPT[1:]], 5, world.prefills[i % 2]) for i in range(4))]

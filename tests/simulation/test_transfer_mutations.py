@@ -1,7 +1,7 @@
-"""The simulation of transfers can fail: each ownership rule is broken by itself, and the random schedules notice.
+"""Mutation tests of the simulation: each ownership rule is broken in turn, and the random schedules must detect it.
 
-A rule whose loss goes unnoticed here is either not needed or not tested. Seeds are those of
-`tests/simulation/test_transfer.py`, which pass with the rules as they are.
+A rule that can be broken undetected is either not needed or not tested. Seeds are those of
+`tests/simulation/test_transfer.py`, which pass with the rules intact.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.decode_worker.pair_table import IncomingPairTable
-from tandem.decode_worker.pair_table import PairLost as IncomingPairLost
+from tandem.decode_worker.pair_table import IncomingPairLost, IncomingPairTable
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.decode_worker.transfer import IncomingTransfer
-from tandem.prefill_worker.pair_table import CloseSender, Connect, PairTable, SendClose
+from tandem.prefill_worker.pair_table import Connect, OutgoingPairTable, SendCloseToDecode, StopSender
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.transfer import ClosePair
@@ -28,12 +27,12 @@ Mutation = Callable[[pytest.MonkeyPatch], None]
 
 
 def no_quarantine(patch: pytest.MonkeyPatch) -> None:
-    """Blocks of a request that has ended are used again at once."""
+    """Blocks of an ended request are reused at once."""
     patch.setattr(IncomingTransfer, "may_still_be_written", property(lambda self: bool(self.receives)))
 
 
 def receives_under_way_are_forgotten(patch: pytest.MonkeyPatch) -> None:
-    """Blocks are used again while the receiver still writes them."""
+    """Blocks are reused while the receiver still writes them."""
 
     def may_still_be_written(self: IncomingTransfer) -> bool:
         all_here = self.num_received_blocks == len(self.written_block_ids)
@@ -66,24 +65,24 @@ def silence_is_proof(patch: pytest.MonkeyPatch) -> None:
 
 
 def a_broken_path_is_proof(patch: pytest.MonkeyPatch) -> None:
-    """A pair that fails here counts as one through which the peer writes no more, also where it writes by itself."""
+    """A pair that fails here counts as stopped, even if its peer writes directly."""
     on_opened = IncomingPairTable.on_opened
     patch.setattr(IncomingPairTable, "on_opened", lambda self, pair_id, peer_writes: on_opened(self, pair_id, False))
 
 
 def the_peer_is_told_before_the_sender_has_stopped(patch: pytest.MonkeyPatch) -> None:
-    fail = PairTable.fail
+    fail = OutgoingPairTable.fail
 
-    def mutated(self: PairTable, now: float, pair_id: str, reason: str) -> list[Any]:
+    def mutated(self: OutgoingPairTable, now: float, pair_id: str, reason: str) -> list[Any]:
         actions = fail(self, now, pair_id, reason)
-        closes = [SendClose(ClosePair(pair_id, reason)) for action in actions if isinstance(action, CloseSender)]
+        closes = [SendCloseToDecode(ClosePair(pair_id, reason)) for action in actions if isinstance(action, StopSender)]
         return [*actions, *closes]
 
-    patch.setattr(PairTable, "fail", mutated)
+    patch.setattr(OutgoingPairTable, "fail", mutated)
 
 
 def blocks_are_released_while_they_are_shipped(patch: pytest.MonkeyPatch) -> None:
-    """A prompt that ends, by its lease for one, gives its blocks back and lets decode have its own at once."""
+    """A prompt that ends, e.g. by an expired lease, releases its blocks at once, and sends CloseTransfer."""
     settle = PrefillScheduler._settle
     on_shipped = PrefillScheduler.on_shipped
 
@@ -100,21 +99,21 @@ def blocks_are_released_while_they_are_shipped(patch: pytest.MonkeyPatch) -> Non
 
 
 def pair_ids_do_not_name_the_process(patch: pytest.MonkeyPatch) -> None:
-    """A prefill worker that restarts takes up the pair ids of its predecessor."""
-    open_pair = PairTable._open
+    """A restarted prefill worker reuses the pair ids of its predecessor."""
+    open_pair = OutgoingPairTable._open
 
-    def mutated(self: PairTable, now: float, peer: Any) -> Connect:
-        worker, self._worker = self._worker, msgspec.structs.replace(self._worker, epoch="same")
+    def mutated(self: OutgoingPairTable, now: float, peer: Any) -> Connect:
+        worker, self.worker = self.worker, msgspec.structs.replace(self.worker, epoch="same")
         connect = open_pair(self, now, peer)
-        self._worker = worker
+        self.worker = worker
         message = msgspec.structs.replace(connect.message, prefill_epoch=worker.epoch)
         return msgspec.structs.replace(connect, message=message)
 
-    patch.setattr(PairTable, "_open", mutated)
+    patch.setattr(OutgoingPairTable, "_open", mutated)
 
 
 def pair_ids_are_used_again(patch: pytest.MonkeyPatch) -> None:
-    """An OpenPair that comes late, or twice, makes a pair that is gone anew."""
+    """A late or duplicate OpenPair opens a pair that is gone."""
     patch.setattr(IncomingPairTable, "_remember", lambda self, pair_id: None)
 
 
@@ -137,7 +136,7 @@ def blocks_behind_corrupt_ones_are_kept(patch: pytest.MonkeyPatch) -> None:
 
 
 def kept_blocks_still_count_as_written(patch: pytest.MonkeyPatch) -> None:
-    """What the prefix cache has is set free with the rest when the transfer is over."""
+    """Blocks in the prefix cache are freed with the others when the transfer is over."""
     patch.setattr(IncomingTransfer, "own_block_ids", property(lambda self: self.written_block_ids))
 
 

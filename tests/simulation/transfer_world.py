@@ -1,13 +1,11 @@
 """Two prefill workers and a decode worker in memory: real schedulers and pair tables, simulated network and processes.
 
-The data paths are those of `tests.support.fake_connector`: one-sided (as `ipc`) or two-sided (as `gloo`), block by
-block, late,
-with loss and corruption. A frozen process does nothing until it wakes, and then goes on where it was; a killed one is
-followed by another at the same address. Control messages wait in a queue for each connection. Nothing happens by
-itself: whoever holds the world picks the next event.
+Data paths are those of `tests.support.fake_connector`: one-sided (like `ipc`) or two-sided (like `gloo`), block by
+block, delayed, with loss and corruption. A frozen process does nothing until it wakes up; a killed one is followed by
+another at the same address. Control messages wait in a queue per connection. The caller picks the next event.
 
-Checked at each write: the block belongs to the transfer that it is written for. At each decode step: every block holds
-what was computed for the sequence's own tokens. `check`, after each event: every block has one owner.
+Invariants. At each write: the block belongs to the transfer that it is written for. At each decode step: every block
+holds what was computed for the sequence's own tokens. After each event (`check`): every block has one owner.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ def next_token(token_ids: list[int]) -> int:
 
 
 def block_content(token_ids: list[int], number: int, num_computed: int) -> int:
-    """Keys and values of block `number` depend on every token up to its last one that is computed."""
+    """KV of block `number` depends on every token up to its last computed one."""
     return crc32(bytes(token_ids[: min(num_computed, (number + 1) * BLOCK_SIZE)]), number)
 
 
@@ -64,11 +62,11 @@ class Wanted:
 
 
 Event = tuple[float, Callable[[], None]]
-"""Weight and what happens."""
+"""Weight and callback."""
 
 
 class World:
-    """Holds the proxy too. visible: epochs of the workers that it knows."""
+    """Includes the proxy. visible: epochs of the workers that the proxy knows."""
 
     def __init__(self, seed: int, one_sided: bool, loss: float = 0.0, corruption: float = 0.0) -> None:
         self.rng = random.Random(seed)
@@ -115,19 +113,19 @@ class World:
             self.network.freeze(path_id, process.side)
 
     def thaw(self, process: Process) -> None:
-        """It goes on, and registers again if it was taken for lost."""
+        """Wakes the process, which registers again if it was declared lost."""
         process.frozen = False
         for path_id in process.path_ids:
             self.network.thaw(path_id, process.side)
         self.visible.add(process.epoch)
 
     def notice_silence(self, process: Process) -> None:
-        """The proxy has not heard of a frozen worker for too long."""
+        """The proxy declares a frozen worker lost."""
         self.visible.discard(process.epoch)
         self._lose(process)
 
     def restart(self, process: Process) -> None:
-        """It is killed, and another starts at its address. What it sent last may be lost on the way."""
+        """Kills the process and starts another at its address. Its last messages may be lost."""
         process.alive = False
         for path_id in process.path_ids:
             self.network.kill(path_id, process.side)
@@ -165,7 +163,7 @@ class World:
         self.ask(prompt, self.rng.choice([2, 6]), self.rng.choice(able))
 
     def _dispatch_again(self, prefill: Prefill) -> None:
-        """A prompt that lost a worker, under another transfer_id."""
+        """Dispatches a prompt that lost a worker, under another transfer_id."""
         self.ask(self.lost_prompts.pop(), 6, prefill)
 
     def ask(self, prompt: list[int], num_tokens: int, prefill: Prefill) -> Wanted:
@@ -251,15 +249,15 @@ class World:
     # ---- what may happen next
 
     def events(self) -> list[Event]:
-        """All that can happen of itself, that is without a further fault, but for steps."""
+        """Returns all events that happen without further faults, except steps."""
         return [event for process in self.processes() for event in self.events_of(process)] + self._path_events()
 
     def _path_events(self) -> list[Event]:
-        """Blocks that move, and what data paths have to tell their ends."""
+        """Returns events of data paths: block moves and callbacks."""
         return [(self.data_pace, act) for act in self.network.choices()]
 
     def events_of(self, process: Process) -> list[Event]:
-        """Messages, callbacks, news of membership and exits."""
+        """Returns messages, callbacks, membership changes and exits."""
         if not process.runs:
             return []
         events: list[Event] = [
@@ -276,7 +274,7 @@ class World:
         return events
 
     def random_event(self, rng: random.Random) -> Callable[[], None]:
-        """With faults, and clients that come and go."""
+        """Includes faults, new clients and disconnects."""
         which = rng.randrange(4)
         if which == 3:
             events = self._outside_events()
@@ -327,7 +325,7 @@ class World:
         process.inbox[connection].appendleft(process.inbox[connection][0])
 
     def give_up_pair(self, process: Process) -> None:
-        """For a reason of its own: a clogged connection, a message that breaks the rules."""
+        """A worker closes a pair on its own, e.g. for a full connection or an invalid message."""
         if isinstance(process, Prefill) and (pairs := list(process.table.pairs())):
             process.perform_pairs(process.table.fail(self.now, self.rng.choice(pairs).pair_id, "clogged"))
         elif isinstance(process, Decode) and (incoming := list(process.table.pairs())):
@@ -348,7 +346,7 @@ class World:
                 self.decode.perform_pairs(self.decode.table.on_exit(pair.pair_id, pid))
 
     def pass_time(self, seconds: float) -> None:
-        """No message arrives meanwhile, but every process that runs looks at its clock again and again."""
+        """No message arrives meanwhile, but all running processes tick."""
         num_looks = math.ceil(seconds / LEASE_S * 5)
         for _ in range(num_looks):
             self.now += seconds / num_looks
@@ -364,7 +362,7 @@ class World:
                 process.renew_leases()
 
     def _check_write(self, pair_id: str, block_id: int) -> None:
-        """Of the transfer whose turn it is on this path."""
+        """Checks that the block belongs to the transfer that is first in the path's queue."""
         if pair_id not in self.decode.path_ids:
             return  # the memory of a process that is gone
         transfer_id = self.ships[pair_id][0].transfer_id
@@ -375,7 +373,7 @@ class World:
     # ---- steps
 
     def run_step(self, process: Process) -> None:
-        """A step begins, or the one under way ends."""
+        """Begins a step, or ends the running one."""
         if isinstance(process, Prefill):
             self._prefill_step(process)
         elif isinstance(process, Decode):
@@ -425,7 +423,7 @@ class World:
     # ---- what must hold
 
     def check(self) -> None:
-        """Every block has one owner, and none is owned by two transfers or by a transfer and a sequence."""
+        """Every block has one owner: a transfer or a sequence, not both."""
         for prefill in self.prefills:
             prefill.scheduler.blocks.check()
         self.decode.scheduler.blocks.check()
@@ -437,7 +435,7 @@ class World:
         assert not in_tables & owners.keys(), "a block of a running sequence may still be written by a peer"
 
     def settle(self) -> None:
-        """No more faults: everything comes to its end, every block comes back, every pair is ready again."""
+        """Without further faults: everything ends, every block is freed, every pair is ready again."""
         self.network.faults = Faults()
         self.disordered = set()
         for process in self.processes():
@@ -451,7 +449,7 @@ class World:
         assert self._is_at_rest(), self._why_not_at_rest()
 
     def advance(self, until: Callable[[], bool]) -> None:
-        """Without faults, one thing after the other, until it is so."""
+        """Runs events without faults until the condition holds."""
         for _ in range(500):
             if until():
                 return
@@ -466,7 +464,7 @@ class World:
         raise AssertionError("it does not come so far")
 
     def deliver_all(self) -> None:
-        """What is under way arrives, and nobody computes."""
+        """Delivers everything in flight; nothing is computed."""
         for _ in range(2000):
             events = self.events()
             if not events:

@@ -222,7 +222,7 @@ class FakeWorkers:
         registration, info = self._registrations[name], self._infos[name]
 
         def go() -> None:
-            registration.tell(WorkerLeft(name, info.epoch))
+            registration.send_to_all(WorkerLeft(name, info.epoch))
             registration.close()
 
         self._loop.call_soon_threadsafe(go)

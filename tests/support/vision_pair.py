@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.decode_worker.actions import Receive, SendToPrefill
-from tandem.decode_worker.actions import SendToProxy as DecodeToProxy
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import Batch
 from tandem.engine.block_manager import BlockManager
@@ -17,7 +16,7 @@ from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.prefill_worker.actions import Action as PrefillAction
-from tandem.prefill_worker.actions import SendToDecode, SendToProxy, Ship
+from tandem.prefill_worker.actions import SendToDecode, Ship
 from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import (
@@ -32,6 +31,7 @@ from tandem.protocol.messages.generation import SampledToken, SamplingParams, St
 from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, KVReserved, ReserveKV, ShipKV
+from tandem.worker.actions import SendToProxy
 from tests.support.vision_models import Generated
 
 BLOCK_SIZE = 8
@@ -147,10 +147,10 @@ class VisionPair:
                     self._on_decode(self.decode.on_ship(shipped))
                     self._on_prefill(self.prefill.on_shipped(action.transfer_id, None))
 
-    def _on_decode(self, actions: Sequence[DecodeToProxy | SendToPrefill | Receive]) -> None:
+    def _on_decode(self, actions: Sequence[SendToProxy | SendToPrefill | Receive]) -> None:
         for action in actions:
             match action:
-                case DecodeToProxy(message=message):
+                case SendToProxy(message=message):
                     self._on_proxy(message)
                 case SendToPrefill(message=KVReserved() as message):
                     self._on_prefill(self.prefill.on_reserved(message))

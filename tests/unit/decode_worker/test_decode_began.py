@@ -1,8 +1,9 @@
-"""Decode tells once, with the first token that it chose, how long a sequence waited for its step, and that step."""
+"""Decode reports once per sequence, with its first token, how long it waited for its step and how long the step
+took."""
 
 from __future__ import annotations
 
-from tandem.decode_worker.actions import Action, SendToProxy
+from tandem.decode_worker.actions import Action
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
@@ -11,6 +12,7 @@ from tandem.protocol.messages.dispatch import DecodeBegan, NewToken, PrepareDeco
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
+from tandem.worker.actions import SendToProxy
 
 TOKENS = list(range(1, 7))
 TOKEN = ItemOutput([SampledToken(9)])
@@ -41,7 +43,7 @@ def test_a_sequence_that_joins_during_a_step_waits_for_its_end() -> None:
     batch, _ = scheduler.schedule(1.0)
     assert len(batch.items) == 1
     join(scheduler, 1)
-    scheduler.on_clock(1.25)  # the shell says so after each event that comes while a step runs
+    scheduler.on_clock(1.25)  # the shell calls it after each event during a step
     [told] = batches(scheduler.on_step(2.0, [TOKEN]))
     assert told.began == [DecodeBegan("r0", 0.0, 1.0)]
     batch, _ = scheduler.schedule(2.0)

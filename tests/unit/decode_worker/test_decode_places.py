@@ -1,4 +1,4 @@
-"""Decode takes on no more sequences than one step takes: others wait for their first token, not for each next one."""
+"""Decode admits no more sequences than one step takes; others wait for their first token."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKEN = ItemOutput([SampledToken(9)])
 
 
 def ask(scheduler: DecodeScheduler, name: str, num_sequences: int = 1, prefill: str | None = "prefill-0") -> list[str]:
-    """The transfers that are reserved now."""
+    """Returns the transfers that are reserved now."""
     ids = [f"{name}{number}" for number in range(num_sequences)]
     message = PrepareDecode(
         "p", ids, name, pack_token_ids(TOKENS), SamplingParams(), [0] * num_sequences, StopConditions(3), prefill,
@@ -47,7 +47,7 @@ def test_who_finds_no_place_waits_until_one_ends() -> None:
     scheduler = new_scheduler()
     assert ask(scheduler, "a") == ["a"]
     assert ask(scheduler, "b") == ["b"]
-    begin(scheduler, "a", 0)  # a runs, b has its blocks, and both have their places
+    begin(scheduler, "a", 0)  # a runs, b has its blocks, and both count
     assert ask(scheduler, "c") == [] and ask(scheduler, "d") == []
     begin(scheduler, "b", 1)
     for _ in range(2):

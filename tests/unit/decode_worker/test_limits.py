@@ -1,4 +1,4 @@
-"""Tables of the workers that others fill have a bound, too: what is over it is refused, or the oldest forgotten."""
+"""Tables that peers can fill are limited: excess entries are refused, or the oldest are forgotten."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pytest import MonkeyPatch
 
 from tandem.decode_worker import pair_table
 from tandem.decode_worker import scheduler as decode_scheduler
+from tandem.decode_worker import transfer as decode_transfer
 from tandem.decode_worker.pair_table import AcceptPair, RefusePair
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.block_manager import BlockManager
@@ -67,12 +68,12 @@ def test_transfers_to_a_decode_worker(monkeypatch: MonkeyPatch) -> None:
 
 
 def test_ended_transfers_that_are_remembered(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(decode_scheduler, "_NUM_REMEMBERED_TRANSFERS", 3)
+    monkeypatch.setattr(decode_transfer, "_NUM_REMEMBERED_TRANSFERS", 3)
     scheduler = DecodeScheduler(BlockManager(12, 4), "m", 4)
     for number in range(10):
         scheduler.on_reserve(0.0, ReserveKV("pair-0", f"t{number}", 7))
         scheduler.on_close_transfer(f"t{number}")
-    assert list(scheduler._closed_transfers) == ["t7", "t8", "t9"]
+    assert list(scheduler._transfers._closed) == ["t7", "t8", "t9"]
 
 
 def test_pairs_of_a_decode_worker(monkeypatch: MonkeyPatch) -> None:

@@ -1,11 +1,11 @@
-"""A prefill worker has one pair with a decode worker at a time, also where the word of the end of one was lost."""
+"""A prefill worker has one pair with a decode worker at a time, even if the ClosePair of the previous one was lost."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
 
-from tandem.decode_worker.pair_table import AcceptPair, CloseReceiver, IncomingPairTable, PairLost
+from tandem.decode_worker.pair_table import AcceptPair, IncomingPairLost, IncomingPairTable, StopReceiver
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import KVLayout, OpenPair
 
@@ -25,8 +25,8 @@ def open_first(peer_writes: bool) -> IncomingPairTable:
 def test_a_later_pair_ends_the_one_before() -> None:
     table = open_first(peer_writes=False)
     closed, lost, accepted = table.on_open(SECOND)
-    assert closed == CloseReceiver("pair-0")
-    assert isinstance(lost, PairLost) and (lost.pair_id, lost.peer_stopped) == ("pair-0", True)
+    assert closed == StopReceiver("pair-0")
+    assert isinstance(lost, IncomingPairLost) and (lost.pair_id, lost.peer_stopped) == ("pair-0", True)
     assert isinstance(accepted, AcceptPair) and accepted.pair_id == "pair-1"
     table.on_opened("pair-1", False)
     assert table.on_open(FIRST) == [], "it came late"

@@ -20,7 +20,7 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.operations import LaunchedProcess
 from tandem.proxy.cluster.registry import Registry
-from tandem.runtime.drain import SETTLES_S, Drain
+from tandem.runtime.drain import SETTLE_S, Drain
 
 
 @given(st.lists(st.tuples(st.floats(0, 2), st.booleans()), max_size=40), st.floats(0.1, 10))
@@ -31,7 +31,7 @@ def test_a_drain_ends_when_idle_and_settled_or_at_its_limit(steps: list[tuple[fl
     drain.begin(now + 5)  # a second time changes nothing
     for waited_s, is_idle in steps:
         now += waited_s
-        expected = now - 100.0 >= limit_s or (is_idle and now - 100.0 >= SETTLES_S)
+        expected = now - 100.0 >= limit_s or (is_idle and now - 100.0 >= SETTLE_S)
         assert drain.is_over(now, is_idle) == expected
     assert drain.is_over(100.0 + limit_s + 0.001, is_idle=False)
 

@@ -1,4 +1,5 @@
-"""The media cache's metadata: allocation, pins, eviction, waiting, clearing; by example and by random schedules."""
+"""The media cache's bookkeeping: allocation, leases, eviction, waiting, clearing; by example and by random
+schedules."""
 
 from __future__ import annotations
 
@@ -10,6 +11,33 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from tandem.media_cache.store import Action, Drop, Entry, Grant, MediaStore
 from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey, WantedMedia
 from tandem.runtime.errors import InvalidRequest, Overloaded, WorkerLost
+
+
+def check(store: MediaStore) -> None:
+    """Asserts the invariants of the store."""
+    assert store.used_bytes == sum(entry.num_bytes for entry in store._entries.values()) <= store.capacity_bytes
+    assert store.num_items <= store.max_items
+    assert store._unused_bytes == sum(entry.num_bytes for entry in store._unused.values())
+    for number, entry in store._entries.items():
+        assert entry.number == number
+        assert (number in store._unused) == (entry.is_ready and not entry.is_stale and not entry.holders)
+        assert store._stale.get(entry.key) is not entry or entry.is_stale
+        assert entry.is_stale == (store._by_key.get(entry.key) is not entry)
+        assert entry.holders or number in store._unused, "nobody holds it, and nobody will find it"
+        assert entry.is_ready or entry.writer in entry.holders
+        assert not (entry.is_ready and entry.waiting)
+        assert set(entry.waiting) == set(entry.holders) - {entry.writer} or entry.is_ready
+        for lease_id in entry.holders:
+            assert store._leases[lease_id].entries[entry.key] is entry
+    assert all(store._entries.get(entry.number) is entry for entry in store._stale.values())
+    order = list(store._leases)
+    for lease_id, lease in store._leases.items():
+        held = [entry for entry in lease.entries.values() if entry is not None]
+        assert all(store._entries[entry.number] is entry and lease_id in entry.holders for entry in held)
+        waits = [entry for entry in held if lease_id in entry.waiting]
+        assert lease.num_waits == len(waits)
+        for entry in waits:
+            assert entry.writer is not None and order.index(entry.writer) < order.index(lease_id), "a cycle"
 
 
 def key(number: int) -> MediaKey:
@@ -34,7 +62,7 @@ def cached(store: MediaStore, *numbers: int) -> list[bool]:
 
 
 def fill(store: MediaStore, *numbers: int) -> None:
-    """One item after the other is cached and let go."""
+    """Caches one item after the other and releases it."""
     for number in numbers:
         store.acquire("p", f"fill {number}", want(number))
         store.commit(f"fill {number}", done(number))
@@ -51,7 +79,7 @@ def test_what_was_committed_is_found_with_its_description() -> None:
     assert store.used_bytes == 14, "what was set aside and not used is given back"
     [hit] = granted(store.acquire("p", "b", want(1)), "b")
     assert hit is first and hit.is_ready and hit.description == b"item 1"
-    store.check()
+    check(store)
 
 
 def test_the_least_recently_used_goes_first() -> None:
@@ -83,7 +111,7 @@ def test_an_allocation_is_whole_or_not_at_all() -> None:
     assert cached(store, 1, 2) == [True, True], "nothing was evicted for what is refused"
     with pytest.raises(InvalidRequest, match="take 40 bytes; the media cache has 30"):
         store.acquire("p", "a", want(4, 5, 6, 7))
-    store.check()
+    check(store)
 
 
 def test_items_are_bounded_in_number_too() -> None:
@@ -115,7 +143,7 @@ def test_the_first_that_waits_writes_when_the_writer_gives_up() -> None:
     assert heir.number != lost.number and Drop(lost.number) in actions, "the lost writer may still write to its own"
     [same] = granted(store.commit("first", done(1)), "second")
     assert same is heir and heir.is_ready
-    store.check()
+    check(store)
 
 
 def test_what_is_only_looked_for_takes_no_room_and_does_not_wait() -> None:
@@ -132,8 +160,8 @@ def test_clear_leaves_what_is_held_to_its_holders_alone() -> None:
     store.commit("holder", done(2))
     store.acquire("p", "writer", want(3))
     store.acquire("p", "reader", want(3))
-    num_forgotten, actions = store.clear()
-    assert num_forgotten == 3 and len(actions) == 1 and store.num_items == 2
+    num_items, num_bytes, actions = store.clear()
+    assert (num_items, num_bytes) == (3, 30) and len(actions) == 1 and store.num_items == 2
     [new] = granted(store.acquire("p", "later", want(3)), "later")
     assert new is not None and new.writer == "later", "what was begun before is not what is found after"
     [old] = granted(store.commit("writer", done(3)), "reader")
@@ -141,7 +169,7 @@ def test_clear_leaves_what_is_held_to_its_holders_alone() -> None:
     assert store.ready(key(3)) is None
     store.release(["writer", "reader", "holder"])
     assert store.num_items == 1 and cached(store, 2) == [False]
-    store.check()
+    check(store)
 
 
 def test_a_lease_that_was_released_before_it_came_is_refused() -> None:
@@ -171,7 +199,7 @@ def test_a_commit_that_grows_makes_room_or_is_refused() -> None:
 
 
 class _Schedule(RuleBasedStateMachine):
-    """Calls in any order, by clients that may die; what the store answers is compared with plain bookkeeping."""
+    """Random calls by clients that may exit, compared with a simple model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,12 +277,12 @@ class _Schedule(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.perform(self.store.clear()[1])
+        self.perform(self.store.clear()[2])
         assert not any(cached(self.store, *range(8)))
 
     @invariant()
     def holds(self) -> None:
-        self.store.check()
+        check(self.store)
         assert self.store.num_leases == len(self.clients)
         live = set(self.store._entries)
         assert self.segments <= live, "a segment outlives its entry"
@@ -263,7 +291,7 @@ class _Schedule(RuleBasedStateMachine):
         lease_ids = list(self.clients)
         self.forget(lease_ids)
         self.perform(self.store.release(lease_ids))
-        self.perform(self.store.clear()[1])
+        self.perform(self.store.clear()[2])
         assert self.store.num_items == self.store.used_bytes == self.store.num_leases == 0, "leaked"
 
 

@@ -1,4 +1,4 @@
-"""Leases on prefill's blocks: begun, renewed, run out, and not counted while prefill itself stood still."""
+"""Leases on prefill's blocks: begun, renewed, expired, and paused while prefill itself was stalled."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from hypothesis import strategies as st
 
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
-from tandem.prefill_worker.actions import SendToDecode, SendToProxy, Ship
+from tandem.prefill_worker.actions import SendToDecode, Ship
 from tandem.prefill_worker.leases import Leases
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer, KVReserved, RenewLeases, ReserveKV
+from tandem.worker.actions import SendToProxy
 
 TERM_S = 8.0
 
 
 def watch(leases: Leases, start: float, stop: float) -> list[str]:
-    """All that expire while the clock is looked at every second."""
+    """Returns all leases that expire while the clock is checked every second."""
     times = itertools.takewhile(lambda now: now <= stop, itertools.count(start, 1.0))
     return [transfer_id for now in times for transfer_id in leases.expired(now)]
 
@@ -73,7 +74,7 @@ def test_it_runs_out_exactly_a_term_after_the_last_renewal(events: list[tuple[fl
 
 
 def start(scheduler: PrefillScheduler, *names: str) -> None:
-    """The prompts are computed in one step."""
+    """Starts prompts and computes them in one step."""
     for name in names:
         request = StartPrefill(
             "proxy", [f"r-{name}"], name, pack_token_ids(list(range(12))), SamplingParams(), [1],

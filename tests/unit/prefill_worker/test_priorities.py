@@ -14,7 +14,7 @@ from tandem.protocol.messages.token_ids import pack_token_ids
 
 
 class Worker:
-    """Computes 8 tokens a step; a step takes a tenth of a second. One token is all that is asked."""
+    """Computes 8 tokens per step of 0.1 s. Requests ask for one token."""
 
     def __init__(self) -> None:
         self.scheduler = PrefillScheduler(BlockManager(1000, 4), "m", 8, 100, lease_s=math.inf)
@@ -22,7 +22,7 @@ class Worker:
         self.done: list[str] = []
 
     def start(self, name: str, num_tokens: int, priority: int = 0) -> None:
-        ids = pack_token_ids([crc32(name.encode()) % 2**30 + i for i in range(num_tokens)])  # nothing in common
+        ids = pack_token_ids([crc32(name.encode()) % 2**30 + i for i in range(num_tokens)])  # no shared prefix
         request = StartPrefill(
             "proxy", [name], name, ids, SamplingParams(), [0], StopConditions(1), None, None, 1e9, priority=priority
         )
@@ -60,7 +60,7 @@ def test_a_stream_of_sooner_prompts_starves_nobody() -> None:
     worker.start("late", 16, priority=2)
     num_steps = 0
     while "late" not in worker.done:
-        worker.start(f"soon {num_steps}", 8, priority=0)  # as much as the worker can
+        worker.start(f"soon {num_steps}", 8, priority=0)  # the worker's full capacity
         worker.step()
         num_steps += 1
         assert worker.now < 2 * AGING_S + 20, "it must have aged by now"

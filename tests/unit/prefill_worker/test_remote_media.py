@@ -1,13 +1,15 @@
-"""Processed media for prefill workers of other hosts: over the cache's tcp socket, bounded, in time, nothing kept."""
+"""Processed media for prefill workers of other hosts: read over tcp, limited in memory and time, released
+explicitly."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from tandem.engine.vision.prompt_media import PromptMedia
 from tandem.media_cache.config import MediaCacheConfig
 from tandem.media_cache.server import MediaCacheServer
 from tandem.prefill_worker.media import MediaIntake
-from tandem.prefill_worker.remote_media import RemoteMedia
+from tandem.prefill_worker.remote_media import PromptFetches, RemoteMedia
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.media_segment import offsets_of, write_segment
 from tandem.protocol.messages.dispatch import StartPrefill
@@ -37,24 +39,33 @@ from tandem.runtime.errors import ConfigError, InvalidRequest, Overloaded, Worke
 
 GRID = torch.tensor([[1, 4, 4]])
 NUM_PATCHES = 1 << 18
-"""Of four bytes each: an item takes several messages."""
+"""Four bytes each: an item takes several messages."""
 
 
 class Hosts:
-    """A cache with an item on this host, and what a prefill worker of another has of it."""
+    """A cache with items on this host, and the fetches of a prefill worker of another host."""
 
     def __init__(self, server: MediaCacheServer, local: MediaCacheClient, remote: RemoteMedia, endpoint: str) -> None:
         self.server = server
         self.local = local
         self.remote = remote
         self.endpoint = endpoint
+        self._prompts: list[PromptFetches] = []
 
-    async def settle(self) -> None:
-        """What nobody uses any more is given back, the last references being the loop's own."""
+    async def fetch(self, endpoint: str, item: MediaItem, names: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Fetches for a new prompt."""
+        prompt = self.remote.for_prompt()
+        self._prompts.append(prompt)
+        return await prompt.fetch(endpoint, item, names)
+
+    async def release(self) -> None:
+        """Releases all prompts."""
+        for prompt in self._prompts:
+            prompt.release()
         await asyncio.sleep(0)
 
     async def put(self, name: str) -> tuple[MediaItem, torch.Tensor]:
-        """The item, held by a lease of that name, and its pixels."""
+        """Returns the item, held by a lease of that name, and its pixels."""
         digest = name.encode().ljust(32)
         pixels = torch.randn(NUM_PATCHES, 1)
         tensors = {"pixel_values": pixels, "image_grid_thw": GRID}
@@ -106,17 +117,16 @@ def test_tensors_come_whole_and_are_shared_while_they_are_used(tmp_path: Path) -
     async def test(hosts: Hosts) -> None:
         item, pixels = await hosts.put("a")
         names = ["pixel_values", "image_grid_thw"]
-        one, other = await asyncio.gather(*(hosts.remote.fetch(hosts.endpoint, item, names) for _ in range(2)))
+        one, other = await asyncio.gather(*(hosts.fetch(hosts.endpoint, item, names) for _ in range(2)))
         assert torch.equal(one["pixel_values"], pixels) and torch.equal(one["image_grid_thw"], GRID)
         assert one["pixel_values"].data_ptr() == other["pixel_values"].data_ptr()
         num_fetched = hosts.remote.num_fetched_bytes
         assert pixels.nbytes < num_fetched < pixels.nbytes + 200 and hosts.remote.held_bytes == num_fetched
-        small = await hosts.remote.fetch(hosts.endpoint, item, ["image_grid_thw"])
+        small = await hosts.fetch(hosts.endpoint, item, ["image_grid_thw"])
         assert list(small) == ["image_grid_thw"] and torch.equal(small["image_grid_thw"], GRID)
         assert hosts.remote.num_fetched_bytes == num_fetched + GRID.nbytes
-        assert await hosts.remote.fetch(hosts.endpoint, item, []) == {}
-        del one, other, small
-        await hosts.settle()
+        assert await hosts.fetch(hosts.endpoint, item, []) == {}
+        await hosts.release()
         assert hosts.remote.held_bytes == 0
 
     with_hosts(tmp_path, test)
@@ -126,14 +136,14 @@ def test_what_a_request_holds_is_sent_after_a_clear_and_not_after_its_end(tmp_pa
     async def test(hosts: Hosts) -> None:
         item, pixels = await hosts.put("a")
         await hosts.local.clear()
-        found = await hosts.remote.fetch(hosts.endpoint, item, ["pixel_values"])
+        found = await hosts.fetch(hosts.endpoint, item, ["pixel_values"])
         assert torch.equal(found["pixel_values"], pixels)
-        del found
+        await hosts.release()
         hosts.local.release(["a"])
         assert (await hosts.local.status()).num_items == 0
-        with pytest.raises(WorkerLost, match="let an image or video go"):
-            await hosts.remote.fetch(hosts.endpoint, item, ["pixel_values"])
-        await hosts.settle()
+        with pytest.raises(WorkerLost, match="evicted"):
+            await hosts.fetch(hosts.endpoint, item, ["pixel_values"])
+        await hosts.release()
         assert hosts.remote.held_bytes == 0
 
     with_hosts(tmp_path, test)
@@ -145,7 +155,7 @@ def test_a_part_past_the_items_end_is_not_made_up(tmp_path: Path) -> None:
         beyond = MediaTensor("pixel_values", "float32", (1 << 20,), 64, 4 << 20)
         wrong = MediaItem(item.digest, "image", item.spans, item.segment, (beyond,))
         with pytest.raises(WorkerLost):
-            await hosts.remote.fetch(hosts.endpoint, wrong, ["pixel_values"])
+            await hosts.fetch(hosts.endpoint, wrong, ["pixel_values"])
 
     with_hosts(tmp_path, test)
 
@@ -155,15 +165,12 @@ def test_there_is_an_end_to_what_is_held(tmp_path: Path) -> None:
         (one, _), (two, _) = await hosts.put("a"), await hosts.put("b")
         huge = MediaTensor("pixel_values", "uint8", (1 << 50,), 64, 1 << 50)
         with pytest.raises(InvalidRequest, match="more than the"):
-            await hosts.remote.fetch(
-                hosts.endpoint, MediaItem(b"c" * 32, "image", ((1, 4),), "", (huge,)), ["pixel_values"]
-            )
-        held = await hosts.remote.fetch(hosts.endpoint, one, ["pixel_values"])
+            await hosts.fetch(hosts.endpoint, MediaItem(b"c" * 32, "image", ((1, 4),), "", (huge,)), ["pixel_values"])
+        await hosts.fetch(hosts.endpoint, one, ["pixel_values"])
         with pytest.raises(Overloaded, match="in use"):
-            await hosts.remote.fetch(hosts.endpoint, two, ["pixel_values"])
-        del held
-        await hosts.settle()
-        await hosts.remote.fetch(hosts.endpoint, two, ["pixel_values"])
+            await hosts.fetch(hosts.endpoint, two, ["pixel_values"])
+        await hosts.release()
+        await hosts.fetch(hosts.endpoint, two, ["pixel_values"])
 
     with_hosts(tmp_path, test, max_held_bytes=3 * NUM_PATCHES * 2)
 
@@ -173,15 +180,15 @@ def test_a_cache_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
         item, _ = await hosts.put("a")
         nobody = f"tcp://127.0.0.1:{free_port()}"
         with pytest.raises(WorkerLost, match="did not send an image or video in time"):
-            await hosts.remote.fetch(nobody, item, ["pixel_values"])
-        await hosts.settle()
+            await hosts.fetch(nobody, item, ["pixel_values"])
+        await hosts.release()
         assert hosts.remote.held_bytes == 0
 
     with_hosts(tmp_path, test, timeout_s=0.05)
 
 
 def test_other_hosts_may_only_read(tmp_path: Path) -> None:
-    """Their calls would be made in the name of a process of this host, and could forget what it uses."""
+    """Other calls act for a process of this host and could evict what it uses."""
 
     async def test(hosts: Hosts) -> None:
         await hosts.put("a")
@@ -193,7 +200,7 @@ def test_other_hosts_may_only_read(tmp_path: Path) -> None:
             calls: list[Awaitable[object]] = [
                 client.clear(),
                 client.acquire("z", [WantedMedia(MediaKey(b"z" * 32, "input"), 100)]),
-                client.set(MediaKey(b"y" * 32, "input"), b"data", b""),
+                client.commit("z", []),
             ]
             pending = [asyncio.ensure_future(call) for call in calls]
             assert [await refused.get() for _ in calls] == ["not_a_message"] * 3
@@ -238,7 +245,7 @@ def test_a_port_that_is_taken_is_said_by_a_process_that_ends_by_itself(tmp_path:
 
 
 def test_a_cache_that_nobody_reaches_over_tcp_needs_no_keys(tmp_path: Path) -> None:
-    """As on a host of workers alone, which has their secret and not the proxy's."""
+    """As on a host of workers, which has their secret key and not the proxy's."""
     make_keys(tmp_path / "keys")
     (tmp_path / "keys" / "proxy.key_secret").unlink()
 
@@ -252,7 +259,7 @@ def test_a_cache_that_nobody_reaches_over_tcp_needs_no_keys(tmp_path: Path) -> N
 
 
 class Tower:
-    """Of a model that wants pixels to encode, and the grid for positions."""
+    """A model that needs pixels to encode, and the grid for positions."""
 
     def check(self, item: MediaItem, tensors: dict[str, torch.Tensor]) -> None:
         if "image_grid_thw" not in tensors:
@@ -292,14 +299,52 @@ def test_a_prompts_media_are_fetched_before_it_is_scheduled(tmp_path: Path) -> N
         media.partial[0] = torch.zeros(1, 4, 1)
         media.on_encoded(unit)
         num_fetched = intake.num_fetched_bytes
+        media.release()
+        assert hosts.remote.held_bytes == 0 and not media.tensors
         media = await opened(intake, ready, item, hosts.endpoint)
         assert list(media.tensors[0]) == ["image_grid_thw"] and not media.afford(0, 9, 32)[1]
         assert intake.num_fetched_bytes == num_fetched + GRID.nbytes, "what is encoded is not fetched again"
         hosts.local.release(["a"])
         await hosts.local.clear()
-        del media, unit
-        await hosts.settle()
+        media.release()
+        assert hosts.remote.held_bytes == 0
         media = await opened(intake, ready, item, hosts.endpoint)
         assert media.error is not None and isinstance(media.error.to_error(), WorkerLost)
 
     with_hosts(tmp_path, test)
+
+
+def test_a_prompt_that_ends_while_its_media_are_fetched_gives_them_back(tmp_path: Path) -> None:
+    """With the garbage collector disabled. A second prompt with the same image is served."""
+
+    async def turns() -> None:
+        for _ in range(5):
+            await asyncio.sleep(0)
+
+    async def test(hosts: Hosts) -> None:
+        item, pixels = await hosts.put("a")
+        ready = asyncio.Event()
+        tower: Any = Tower()
+        intake = MediaIntake(tower, EmbeddingCache(1 << 20), 16, None, ready.set, hosts.remote)
+        aborted, served = (intake.open(a_request(item, hosts.endpoint)) for _ in range(2))
+        assert aborted is not None and served is not None
+        await turns()
+        assert hosts.remote.held_bytes
+        aborted.release()
+        await ready.wait()
+        assert served.error is None and torch.equal(served.tensors[0]["pixel_values"], pixels)
+        served.release()
+        assert hosts.remote.held_bytes == 0
+        late = intake.open(a_request(item, f"tcp://127.0.0.1:{free_port()}"))
+        assert late is not None
+        await turns()
+        assert hosts.remote.held_bytes
+        late.release()
+        await turns()
+        assert hosts.remote.held_bytes == 0 and not intake._tasks
+
+    gc.disable()
+    try:
+        with_hosts(tmp_path, test)
+    finally:
+        gc.enable()

@@ -1,4 +1,4 @@
-"""Messages of the right types with values that no peer sends are refused alone, or harmless; what is sent passes."""
+"""Messages of the right type with invalid values are refused or harmless; valid messages pass."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ LOADS = st.builds(
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(load=LOADS, packed=st.binary(max_size=20), number=st.integers(-1, 3), restart=st.booleans())
 def test_a_status_is_refused_or_does_no_harm(load: WorkerLoad, packed: bytes, number: int, restart: bool) -> None:
-    """What passes the check must not make the registry fail: it would drop the worker's heartbeat with it."""
+    """A status that passes the check must not make the registry fail, which would drop the worker's heartbeat."""
     registry = Registry(2.5)
     registry.on_register(0.0, REGISTER)
     status = WorkerStatus("w", "e", load, [], PrefixUpdate(number, restart, packed, packed))

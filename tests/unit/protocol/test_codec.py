@@ -1,4 +1,4 @@
-"""Every message survives the wire; what is not one of the expected messages is refused, whatever the bytes."""
+"""Every message survives encoding and decoding; all other bytes are refused."""
 
 from __future__ import annotations
 
@@ -79,5 +79,5 @@ def test_token_ids_survive(token_ids: list[int]) -> None:
 
 def test_errors_keep_their_kind() -> None:
     error = ErrorInfo.of(WorkerLost("gone")).to_error()
-    assert isinstance(error, WorkerLost) and error.retryable and error.message == "gone"
+    assert isinstance(error, WorkerLost) and error.message == "gone"
     assert isinstance(ErrorInfo("from_the_future", "x").to_error(), InternalError)

@@ -1,4 +1,4 @@
-"""Media items on the wire: what is refused, and how they name cached blocks."""
+"""Media items on the wire: which are refused, and how they affect the hashes of cached blocks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_tensors_must_lie_inside_their_segment() -> None:
 
 
 def test_two_images_share_what_comes_before_them_alone() -> None:
-    """The image covers tokens 5 to 9: blocks 1 and 2, and by the chain all that follow."""
+    """The image covers tokens 5 to 9: blocks 1 and 2, and through the chain all later ones."""
     cat, dog, none = hashes(an_item((5, 5))), hashes(an_item((5, 5), digest=DOG)), hashes()
     assert cat == hashes(an_item((5, 5)))
     assert cat[0] == dog[0] == none[0]
@@ -80,7 +80,7 @@ def test_the_second_of_two_images_may_differ() -> None:
 
 
 def test_parts_of_a_video_are_told_apart() -> None:
-    """Two frames in one place are the same tokens of the same item, and yet other pictures."""
+    """Two frames at one place have the same tokens and item but different pixels."""
     first = media_spans([an_item((5, 3), (9, 3), kind="video")])
     assert [(span.start, span.num_tokens, span.offset) for span in first] == [(5, 3, 0), (9, 3, 3)]
     assert hashes(an_item((5, 3)))[1] != hashes(an_item((0, 3), (5, 3)))[1]
@@ -94,7 +94,7 @@ def test_parts_of_a_video_are_told_apart() -> None:
 def test_exactly_the_blocks_from_an_item_on_depend_on_it(
     spans: list[tuple[int, int]], changed: int, num_tokens: int
 ) -> None:
-    """gap and length of each item; those that do not fit the prompt are left out."""
+    """Draws gap and length of each item; items that do not fit the prompt are left out."""
     items, start = [], 0
     for gap, length in spans:
         start += gap

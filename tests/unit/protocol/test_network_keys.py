@@ -1,4 +1,4 @@
-"""Who may connect over tcp: sockets with the cluster's keys, and nobody else."""
+"""Over tcp only sockets with the cluster's keys can connect."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tandem.protocol import network
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import FromProxyControl, GetStatus, StatusReport, ToProxyControl
 from tandem.protocol.network import Context, NetworkConfig
-from tandem.protocol.network_keys import PARTS, HandedKeys, Part, load_keys, make_keys
+from tandem.protocol.network_keys import PARTS, Part, load_keys, make_keys
 from tandem.protocol.refusals import Refusals
 from tandem.protocol.sockets import DealerSocket, RouterSocket, new_context
 from tandem.runtime.errors import ConfigError
@@ -59,7 +59,7 @@ def dial(
 
 
 async def exchange(server: NetworkConfig, part: Part, client: NetworkConfig, peer: Part = "proxy") -> Refusals:
-    """Ask once; returns when the answer is there, or the server has refused."""
+    """Sends one request; returns once it is answered or refused."""
     answering, context = Server(server), new_context(part, client)
     answers: list[FromProxyControl] = []
     dealer = dial(context, answering.router.endpoint, answers, peer)
@@ -98,18 +98,18 @@ def test_members_are_let_in(keys: Path, part: Part) -> None:
 
 @pytest.mark.parametrize("part", ["worker", "operator"])
 def test_keys_that_come_in_a_configuration_do_as_well(keys: Path, part: Part) -> None:
-    """As where Ray's actors get theirs; the configuration survives its way as JSON, and is of one part alone."""
-    handed = {each: HandedKeys.of(load_keys(keys, each)) for each in ("proxy", part)}
+    """Ray's actors get their keys so. The configuration survives JSON and is valid for one part only."""
+    handed = {each: load_keys(keys, each) for each in ("proxy", part)}
     encoded = {each: msgspec.json.encode(NetworkConfig(keys=held)) for each, held in handed.items()}
     server, client = (msgspec.json.decode(encoded[each], type=NetworkConfig) for each in ("proxy", part))
     assert not asyncio.run(exchange(server, part, client)).totals()
-    assert server.keys is not None and server.keys.secret not in repr(server)
+    assert server.keys is not None and server.keys.secret.decode() not in repr(server)
     with pytest.raises(ConfigError, match=f"are a {part}'s, not a proxy's"):
         new_context("proxy", client)
 
 
 def test_a_key_that_is_not_on_the_list_is_refused_and_counted(keys: Path, tmp_path: Path) -> None:
-    """The intruder knows the server's public key, which is no secret, and has keys of its own."""
+    """The intruder has its own keys and the server's public key."""
     make_keys(tmp_path / "other")
     for part in PARTS:
         if part != "worker":
@@ -119,7 +119,7 @@ def test_a_key_that_is_not_on_the_list_is_refused_and_counted(keys: Path, tmp_pa
 
 
 def test_a_member_may_not_connect_to_just_anyone(keys: Path) -> None:
-    """Proxies have no business on a proxy's control socket."""
+    """Proxies may not connect to a proxy's control socket."""
     with_keys = NetworkConfig(str(keys))
     assert dict(asyncio.run(exchange(with_keys, "proxy", with_keys)).totals())["unknown_key"] >= 1
 
@@ -136,7 +136,7 @@ def test_who_does_not_speak_curve_with_us_is_refused_and_counted(keys: Path, cli
 
 
 def test_a_server_without_the_right_key_is_not_trusted(keys: Path, tmp_path: Path) -> None:
-    """Who listens in a proxy's place learns nothing: the worker's messages never leave."""
+    """An impostor at a proxy's address learns nothing: the worker's messages are not sent."""
     make_keys(tmp_path / "other")
 
     async def dial_impostor() -> None:
@@ -173,7 +173,7 @@ def test_plain_tcp_takes_an_explicit_word(caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_rubbish_from_a_plain_connection_does_not_end_the_gate(keys: Path) -> None:
-    """After bytes that are no handshake, members are still let in."""
+    """Members can still connect after an invalid handshake."""
 
     async def run() -> None:
         with_keys = NetworkConfig(str(keys))
@@ -194,7 +194,7 @@ def test_rubbish_from_a_plain_connection_does_not_end_the_gate(keys: Path) -> No
 
 
 class Forgetful:
-    """A relay like a firewall: what was connected before `forget` gets nothing through, and is not told."""
+    """A relay like a firewall: after `forget`, existing connections silently pass nothing."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -236,7 +236,7 @@ class Forgetful:
 
 
 def test_a_connection_that_was_forgotten_while_idle_is_made_anew(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is sent but heartbeats; they find out, and the next message goes through."""
+    """Heartbeats detect it, and the next message passes."""
     monkeypatch.setattr(network, "_HEARTBEAT_INTERVAL_MS", 50)
     monkeypatch.setattr(network, "_HEARTBEAT_TIMEOUT_MS", 200)
 
@@ -261,7 +261,7 @@ def test_a_connection_that_was_forgotten_while_idle_is_made_anew(keys: Path, mon
 
 def test_refusals_are_counted_all_and_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
-    refusals = Refusals(lambda: now[0])
+    refusals = Refusals(clock=lambda: now[0])
     with caplog.at_level(logging.WARNING):
         for _ in range(1000):
             refusals.count("not_a_message", "junk")

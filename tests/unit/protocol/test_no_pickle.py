@@ -1,8 +1,6 @@
-"""What comes over a socket is never unpickled: no module of ours names what could do it. (Ruff's S301 to S307 help.)
+"""Data from sockets is never unpickled: no module names a function that could do it. (Ruff's S301 to S307 help.)
 
-The proxy's readers (proxy/reading/reader_pool.py) hand over by pickle what they alone have made, over pipes that
-nobody else
-can reach: concurrent.futures does it for them.
+The proxy's readers (proxy/reading/reader_pool.py) exchange pickles over private pipes: concurrent.futures does it.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ CALLS = {
     "send_object_list", "recv_object_list", "read_pickle",
 }  # fmt: skip
 CONNECTION_CALLS = {"send", "recv"}
-"""Of a multiprocessing.Connection: these pickle; send_bytes and recv_bytes do not."""
+"""Methods of a multiprocessing.Connection that pickle; send_bytes and recv_bytes do not."""
 
 
 def findings(source: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""A worker's own /metrics: what it last reported, its histograms, and the targets that Prometheus learns of."""
+"""A worker's own /metrics: its last report, its histograms, and the targets that Prometheus discovers."""
 
 from __future__ import annotations
 

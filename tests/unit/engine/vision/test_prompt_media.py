@@ -13,14 +13,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.decode_worker.actions import SendToProxy as DecodeToProxy
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.engine.vision.media_tensors import open_tensors
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia, placed
-from tandem.prefill_worker.actions import SendToProxy
 from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, PrepareDecode, StartPrefill
@@ -28,6 +26,7 @@ from tandem.protocol.messages.generation import SampledToken, SamplingParams, St
 from tandem.protocol.messages.media import SEGMENT_HEADER_BYTES, MediaItem, MediaTensor
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.runtime.errors import ErrorInfo, InvalidRequest, WorkerLost
+from tandem.worker.actions import SendToProxy
 
 BUDGET = 32
 NO_TENSORS: tuple[MediaTensor, ...] = ()
@@ -215,7 +214,7 @@ def test_a_decode_worker_leaves_media_to_prefill() -> None:
         1e9, media=(an_item([(1, 4)]),),
     )  # fmt: skip
     (action,) = scheduler.on_prepare(0.0, request)
-    assert isinstance(action, DecodeToProxy) and isinstance(action.message, AttemptFailed)
+    assert isinstance(action, SendToProxy) and isinstance(action.message, AttemptFailed)
     assert action.message.error.code == "worker_lost" and "computed by prefill workers" in action.message.error.message
 
 
