@@ -28,7 +28,7 @@ class Place:
     the proxies' control endpoints, one a line. progress_file: where a worker tells how far its model is loaded.
     control_tcp_endpoint: of a proxy, for workers of other hosts. peer_endpoints: of the other proxies, for a proxy.
     media_cache_endpoint: of this host's, empty where there is none. media_cache_tcp_endpoint: for other hosts.
-    listen_fds, admin_listen_fds: of a proxy that inherits sockets, see `ProxyConfig`.
+    listen_fd, admin_listen_fd: the listening sockets that a proxy inherits, see `ProxyConfig`.
     """
 
     endpoint: str
@@ -41,8 +41,8 @@ class Place:
     peer_endpoints: list[str] = field(default_factory=list)
     media_cache_endpoint: str = ""
     media_cache_tcp_endpoint: str = ""
-    listen_fds: list[int] = field(default_factory=list)
-    admin_listen_fds: list[int] = field(default_factory=list)
+    listen_fd: int | None = None
+    admin_listen_fd: int | None = None
 
 
 class ProcessConfigs:
@@ -73,8 +73,8 @@ class ProcessConfigs:
             port=cluster.port,
             admin_host=cluster.admin_address[0],
             admin_port=cluster.admin_address[1],
-            listen_fds=place.listen_fds,
-            admin_listen_fds=place.admin_listen_fds,
+            listen_fd=place.listen_fd,
+            admin_listen_fd=place.admin_listen_fd,
             control_endpoint=place.endpoint,
             control_endpoint_file=place.endpoint_file,
             control_tcp_endpoint=place.control_tcp_endpoint,
@@ -92,10 +92,8 @@ class ProcessConfigs:
             max_waiting_requests=cluster.max_waiting_requests,
             max_waiting_tokens=cluster.max_waiting_tokens,
             low_priority_share=cluster.low_priority_share,
-            max_queue_s=cluster.max_queue_s,
             max_requests_per_client=cluster.max_requests_per_client,
             max_connections=cluster.max_connections,
-            max_connections_per_client=cluster.max_connections_per_client,
             num_proxies=cluster.proxies,
             decode_prefill_threshold=cluster.decode_prefill_threshold,
             ttft_slo_ms=cluster.ttft_slo_ms,

@@ -131,8 +131,8 @@ class LocalSite:
             peer_endpoints=[each for each in own if each != endpoint],
             media_cache_endpoint=self.media_cache_endpoint,
             media_cache_tcp_endpoint=self._cluster.media_cache_endpoint if self.media_cache_endpoint else "",
-            listen_fds=_own_first(self._listeners, own.index(endpoint)),
-            admin_listen_fds=_own_first(self._admin_listeners, own.index(endpoint)),
+            listen_fd=_fd_of(self._listeners, own.index(endpoint)),
+            admin_listen_fd=_fd_of(self._admin_listeners, own.index(endpoint)),
         )
         env = process_environment(1)
         env["PROMETHEUS_MULTIPROC_DIR"] = str(self._metrics_dir)  # there the metrics of all proxies add up
@@ -143,7 +143,7 @@ class LocalSite:
             return on_exit(name, pid, returncode)
 
         on_endpoint(name, endpoint)
-        inherited = [*place.listen_fds, *place.admin_listen_fds]
+        inherited = [fd for fd in (place.listen_fd, place.admin_listen_fd) if fd is not None]
         return self._child(name, "tandem.proxy", self._configs.proxy(name, place), env, exited, inherited)
 
     def make_worker(self, role: Role, name: str, on_exit: OnExit) -> Supervised:
@@ -210,6 +210,6 @@ class LocalSite:
         return ChildProcess(name, module, config_file, output, env, on_exit, pid_file, pass_fds)
 
 
-def _own_first(listeners: Sequence[socket.socket], own: int) -> list[int]:
-    """Their descriptors."""
-    return [listener.fileno() for listener in (*listeners[own : own + 1], *listeners[:own], *listeners[own + 1 :])]
+def _fd_of(listeners: Sequence[socket.socket], number: int) -> int | None:
+    """Returns None where there are no listeners."""
+    return listeners[number].fileno() if listeners else None

@@ -11,7 +11,7 @@ from tandem.telemetry.metrics import ProxyMetrics
 
 
 def serving_figures(metrics: ProxyMetrics, admission: Admission) -> ServingFigures:
-    metrics.per_token.tell()
+    metrics.per_token.flush()
     return ServingFigures(
         num_waiting=admission.num_waiting,
         num_prompt_tokens=int(metrics.prompt_tokens._value.get()),
