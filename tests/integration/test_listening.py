@@ -22,7 +22,7 @@ from tandem.proxy.http.connections import ConnectionLimits
 from tandem.proxy.server import HttpListener, _listen_socket
 from tandem.runtime.listen_socket import bind
 
-LIMIT_S = 60
+LIMIT_S = 20
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 LAST_GET = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
@@ -98,9 +98,12 @@ async def served(
     listener = HttpListener(app, bind("127.0.0.1", port), limits, proxy_config, has_tls=tls is not None)
     serving = asyncio.create_task(listener.serve())
     await until(lambda: listener._server.started)
-    yield Served(port, listener, limits, ssl.create_default_context(cafile=str(tls[1])) if tls is not None else None)
-    listener.stop()
-    await asyncio.wait_for(serving, LIMIT_S)
+    client_tls = ssl.create_default_context(cafile=str(tls[1])) if tls is not None else None
+    try:
+        yield Served(port, listener, limits, client_tls)
+    finally:
+        listener.stop()
+        await asyncio.wait_for(serving, LIMIT_S)
     assert limits.num_open == 0
 
 
@@ -145,7 +148,7 @@ def test_an_answer_before_the_body_ends_its_connection(tls: tuple[Path, Path] | 
         async with served(ignore_body, tls) as server:
             for size in (10, 9_000, 3_000_000):
                 head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size
-                for sent in ((head + b" " * size,), (head, b" " * size), (head + b" " * size + GET + b"nonsense",)):
+                for sent in ((head + b" " * size,), (head, b" " * size), (head + b" " * size + GET,)):
                     told = await server.exchange(*sent)
                     assert b"connection: close" in told.lower() and bodies(told) == [b"ok"], (size, told)
             assert bodies(await server.exchange(GET, LAST_GET)) == [b"ok", b"ok"]

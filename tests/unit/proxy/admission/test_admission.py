@@ -8,7 +8,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from litestar import Request
+from starlette.requests import Request
 
 from tandem.proxy.admission.admission import Admission, ClientLimitExceeded, QueueFull, Ticket
 from tandem.proxy.answers.errors import tandem_error_response
