@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -15,8 +13,8 @@ from tandem.proxy.answers.errors import tandem_error_response
 from tandem.runtime.errors import InvalidRequest
 
 
-def some_request() -> Request[Any, Any, Any]:
-    return Request({"type": "http", "headers": [], "state": {}})  # type: ignore[typeddict-item]
+def some_request() -> Request:
+    return Request({"type": "http", "headers": [], "state": {}})
 
 
 class Clock:

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
-from tandem.proxy.answers.event_stream import unless_disconnected
 from tandem.proxy.dispatch.sequence import DispatchedSequence
-from tandem.runtime.errors import DeadlineExceeded, InvalidRequest, KVTransferFailed, Overloaded
+from tandem.runtime.errors import DeadlineExceeded, InvalidRequest, KVTransferFailed
 from tests.support.garbage import kept_garbage
 from tests.support.proxy_cluster import DECODE, PROMPT, Cluster, collect, play, turn
 
@@ -77,18 +76,6 @@ async def ends_with(error: type[Exception], cluster: Cluster, sequence: Dispatch
         cluster.dispatcher.drop(sequence)
 
 
-async def refused(cluster: Cluster) -> None:
-    async def never() -> Any:
-        await asyncio.Event().wait()
-
-    async def work() -> None:
-        await asyncio.sleep(0)
-        raise Overloaded("no")
-
-    with pytest.raises(Overloaded):
-        await unless_disconnected(never, work())
-
-
 @pytest.mark.parametrize(
     "request_life",
     [
@@ -98,7 +85,6 @@ async def refused(cluster: Cluster) -> None:
         several_of_one_prompt,
         failed,
         late,
-        refused,
     ],
 )
 def test_nothing_refers_to_itself(request_life: Callable[[Cluster], Coroutine[Any, Any, None]]) -> None:
