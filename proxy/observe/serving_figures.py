@@ -1,4 +1,4 @@
-"""What a proxy tells `tandem status` of its serving: the metrics of this process as plain numbers, since its start."""
+"""The metrics of this process since its start as plain numbers, for `tandem status`."""
 
 from __future__ import annotations
 
@@ -26,6 +26,6 @@ def serving_figures(metrics: ProxyMetrics, admission: Admission) -> ServingFigur
 
 
 def _buckets(histogram: Histogram) -> LatencyBuckets:
-    # prometheus_client has no public way to read single values; in a shared folder these are of this process alone.
+    # prometheus_client has no public way to read single values. They are of this process, also in a shared folder.
     *bounds, _ = histogram._upper_bounds
     return LatencyBuckets(list(bounds), [int(bucket.get()) for bucket in histogram._buckets])
