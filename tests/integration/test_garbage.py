@@ -206,5 +206,5 @@ def test_requests_leave_no_garbage(connector: str, tmp_path: Path) -> None:
             requests.struck(name)
         cluster.wait_for(cluster.all_blocks_free, TIMEOUT_S)
         found = list(probe.found())
-    assert len(found) >= 5, f"of a proxy, its media process, a scraper and two workers there are {found}"
+    assert len(found) >= 4, f"of a proxy, its media process and two workers there are {found}"
     assert not [(command, garbage) for command, garbage in found if garbage]

@@ -1,4 +1,4 @@
-"""A proxy's dispatcher whose workers are lists: a test plays them. Nothing may be left over when it ends."""
+"""A dispatcher whose workers are played by a test. Nothing may be left in its tables at the end."""
 
 from __future__ import annotations
 
