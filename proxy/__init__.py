@@ -1,1 +1,1 @@
-"""The HTTP front door: OpenAI schema, rendering, routing, admission, streams. Loads no weights and no torch."""
+"""The HTTP front end: OpenAI schema, rendering, routing, admission, streams. Loads no weights and no torch."""

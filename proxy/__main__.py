@@ -1,4 +1,4 @@
-"""`python -m tandem.proxy CONFIG.json`. Exit code 2 for what the operator can mend, said in one line."""
+"""`python -m tandem.proxy CONFIG.json`. Exits with code 2 and a one-line message for a wrong configuration."""
 
 from __future__ import annotations
 
@@ -16,9 +16,6 @@ from tandem.runtime.errors import ConfigError
 from tandem.runtime.lifetime import die_with_parent
 from tandem.runtime.logs import setup_logging
 
-_SWITCH_INTERVAL_S = 0.0005
-"""How long a thread may keep the interpreter from the loop; Python's default is ten times that."""
-
 
 def main(arguments: list[str]) -> int:
     if len(arguments) != 1:
@@ -28,7 +25,7 @@ def main(arguments: list[str]) -> int:
     try:
         config = read_config(Path(arguments[0]))
         setup_logging(config.proxy_id, config.log_level, config.log_format)
-        # Imported late: they cost 2 s, and a wrong config should be told sooner.
+        # Imported late: the imports take 2 s, and a wrong configuration should be reported sooner.
         from tandem.proxy.reading.body_reader import BodyReader
         from tandem.proxy.reading.reader_pool import ReaderPool
         from tandem.proxy.server import serve
@@ -42,8 +39,7 @@ def main(arguments: list[str]) -> int:
             partial(BodyReader.load, config.model, *options, max_media),
             config.tokenizer_threads,
         )
-        readers.fork([*config.listen_fds, *config.admin_listen_fds])
-        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        readers.fork([fd for fd in (config.listen_fd, config.admin_listen_fd) if fd is not None])
         uvloop.run(serve(config, text, readers))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -51,7 +47,7 @@ def main(arguments: list[str]) -> int:
     except KeyboardInterrupt:
         return 0
     except Exception:
-        logging.getLogger("proxy").exception("the proxy fails")
+        logging.getLogger("proxy").exception("the proxy failed")
         return 1
     return 0
 
@@ -60,5 +56,5 @@ if __name__ == "__main__":
     exit_code = main(sys.argv[1:])
     logging.shutdown()
     sys.stderr.flush()
-    # Not sys.exit: a tokenising thread in the middle of a long prompt must not hold up the end of the process.
+    # Not sys.exit, which would wait for a thread that tokenises a long prompt.
     os._exit(exit_code)

@@ -1,20 +1,24 @@
-"""One proxy process: puts the parts together, runs uvicorn on a shared port, and stops in bounded time."""
+"""One proxy process: constructs its parts, serves HTTP on a shared port and stops in bounded time."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import signal
+import socket
 import ssl
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from tandem.protocol.media_client import MediaCacheClient
-from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.membership import ServingFigures, WorkerInfo
 from tandem.protocol.proxy_endpoints import write_whole
 from tandem.protocol.sockets import new_context
 from tandem.proxy.admission.admission import Admission
@@ -25,237 +29,291 @@ from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.dispatcher import Dispatcher
-from tandem.proxy.dispatch.generation import AppState
-from tandem.proxy.dispatch.pauses import Pauses
-from tandem.proxy.dispatch.turns import Turns
+from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.dispatch.worker_pool import WorkerPool
 from tandem.proxy.http.app import make_admin_app, make_app
+from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import RequestBodies
-from tandem.proxy.http.connection import make_protocol
-from tandem.proxy.http.connections import Connections, affordable_connections
-from tandem.proxy.http.listening import BACKLOG, ListenSockets
-from tandem.proxy.http.server import HttpServer
-from tandem.proxy.observe.figures import serving_figures
-from tandem.proxy.observe.scrapes import Scrapes
+from tandem.proxy.http.connections import ConnectionLimits, affordable_connections, connection_factory, track_requests
+from tandem.proxy.observe.metrics_page import MetricsPage
+from tandem.proxy.observe.serving_figures import serving_figures
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.observe.tracing import make_tracer
-from tandem.proxy.reading.media_messages import MediaSetup
+from tandem.proxy.reading.media_jobs import MediaSetup
 from tandem.proxy.reading.media_pool import MediaPool
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.collector import freeze_loaded_objects
 from tandem.runtime.errors import ConfigError, RequestAborted
+from tandem.runtime.listen_socket import bind
 from tandem.telemetry.metrics import ProxyMetrics
 from tandem.telemetry.request_log import RequestLog, ignore
 
 log = logging.getLogger(__name__)
 
+BACKLOG = 2048
 _MAX_ADMIN_CONNECTIONS = 128
-"""Of those who run the cluster, which clients must not shut out."""
-_STREAMS_PER_ITERATION = 4
-"""Streams that get a piece of text in one iteration of the loop, which then takes 0.1 to 0.2 ms."""
-_TELL_INTERVAL_S = 1.0
-"""How often gauges are set that are not worth it at each change."""
-_FAREWELL_S = 0.5
-"""After the grace running streams are ended with an error event; this long they have to hand it over."""
+_GAUGES_INTERVAL_S = 1.0
+_ERROR_EVENT_S = 0.5
+"""After the grace period running streams end with an error event. This is the time to send it."""
 
 
 async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> None:
-    """Runs until SIGTERM (running streams have time to end) or SIGINT (hardly any).
+    """Serves until SIGTERM or SIGINT, then for at most `drain_timeout_s` or `shutdown_grace_s` more.
 
-    Raises ConfigError when an address cannot be bound.
+    Raises ConfigError when an address cannot be bound or a certificate cannot be read.
     """
-    doors = ListenSockets.of(config.listen_fds, config.host, config.port)
-    admin_doors = (
-        ListenSockets.of(config.admin_listen_fds, config.admin_host, config.admin_port) if config.admin_port else None
-    )
-    # Unique for each start, so that workers tell a restarted proxy, whose requests are gone, from its predecessor.
-    proxy_id = f"{config.proxy_id}-{secrets.token_hex(4)}"
-    metrics = ProxyMetrics()
-    scrapes = Scrapes(metrics)
-    registry = Registry(config.worker_silence_s, decode_may_prefill=config.decode_prefill_threshold > 0)
-    router = Router(registry, config.decode_prefill_threshold, config.num_proxies)
-    turns = Turns(_STREAMS_PER_ITERATION, Pauses())
-    dispatcher = Dispatcher(proxy_id, router, metrics, turns, config.worker_wait_s, config.media_cache_tcp_endpoint)
-    arrivals = WorkerReadiness(registry, config.max_waiting_requests, config.worker_wait_s)
-    context = new_context("proxy", config.network, lambda reason: metrics.refusals.labels(reason).inc())
-    pool = WorkerPool(
-        context,
-        proxy_id,
-        config.sockets_per_worker,
-        dispatcher.on_message,
-        lambda worker: dispatcher.on_worker_lost(worker, "a connection to it broke"),
-    )
-    dispatcher.pool = pool
-
-    ttft_slo_s = config.ttft_slo_ms / 1000 or None
-    admission = Admission(
-        config.max_waiting_requests,
-        time.monotonic,
-        config.max_waiting_tokens,
-        config.max_requests_per_client,
-        QueueDelayController(time.monotonic, *queue_bounds(config.max_queue_s, ttft_slo_s)),
-        config.low_priority_share,
-    )
-    tracer = make_tracer(config.otlp_endpoint, config.proxy_id) if config.otlp_endpoint else None
-    requests = RequestLog(tracer.on_end if tracer is not None else ignore)
-    timelines = Timelines(context, requests, config.peer_endpoints)
-
-    def on_joined(worker: WorkerInfo) -> None:
-        metrics.on_joined(worker.worker_id, worker.role)
-        pool.open(worker)
-
-    def on_lost(worker: WorkerInfo, reason: str) -> None:
-        metrics.on_lost(worker.role)
-        dispatcher.on_worker_lost(worker, reason)
-        pool.close(worker)
-
-    def on_changed() -> None:
-        arrivals.on_cluster_changed()
-        dispatcher.on_cluster_changed()
-
+    proxy = ProxyServer(config, text, readers)
     try:
-        control = Control(
-            context,
-            config.control_endpoint,
-            config.control_tcp_endpoint,
-            proxy_id,
-            config.served_model_name,
-            registry,
-            on_joined,
-            on_lost,
-            on_changed,
-            lambda: dispatcher.num_running,
-            metrics.on_worker_refusals,
-            timelines.own,
-            lambda: serving_figures(metrics, admission),
-        )
-    except ConfigError:
-        doors.close()
-        raise
-    except Exception as error:  # zmq's own, which has no name here
-        doors.close()
-        where = " and ".join(filter(None, (config.control_endpoint, config.control_tcp_endpoint)))
-        mend = "; choose another --cluster-port" if config.control_tcp_endpoint else ""
-        raise ConfigError(f"cannot bind the control endpoint {where}: {error}{mend}") from error
-    if config.control_endpoint_file:
-        write_whole(Path(config.control_endpoint_file), control.endpoint)
-    media_cache = media = None
-    if config.media_cache_endpoint:
-        media_cache = MediaCacheClient(context, config.media_cache_endpoint)
-        media = MediaPool(
-            _media_setup(config), media_cache, config.max_waiting_media, config.ttft_slo_ms / 1000 or None
-        )
-    door = AppState(
-        text,
-        TokenText(text.tokenizer),
-        RequestBodies(config.max_body_bytes, config.client_timeout_s),
-        readers,
-        registry,
-        admission,
-        dispatcher,
-        metrics,
-        scrapes,
-        turns,
-        requests,
-        timelines,
-        config.request_timeout_s,
-        ttft_slo_s,
-        arrivals,
-        media,
-    )
-    connections = Connections(
-        affordable_connections(config.max_connections),
-        config.max_connections_per_client,
-        metrics.rejected.labels("connections").inc,
-    )
-    uvicorn_config = _uvicorn_config(
-        make_app(config, door), config, connections, config.ssl_certfile, config.ssl_keyfile
-    )
-    try:
-        uvicorn_config.load()  # reads the certificate, for one
-    except (OSError, ssl.SSLError) as error:
-        doors.close()
-        raise ConfigError(
-            f"cannot read the certificate {config.ssl_certfile} with the key {config.ssl_keyfile or '(none)'}: {error}"
-        ) from error
-    logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are a line for each bad request
-    server = HttpServer(uvicorn_config, doors)
-    serving = [server.serve()]
-    admin: HttpServer | None = None
-    if admin_doors is not None:
-        own = Connections(_MAX_ADMIN_CONNECTIONS, _MAX_ADMIN_CONNECTIONS)
-        admin = HttpServer(_uvicorn_config(make_admin_app(config, door), config, own), admin_doors)
-        serving.append(admin.serve())
-    loop = asyncio.get_running_loop()
-
-    farewell: asyncio.TimerHandle | None = None
-
-    def stop(grace_s: float) -> None:
-        """No new connections; running streams have so long. Again: the time that is said last."""
-        nonlocal farewell
-        log.info("stopping within %.1f s; %d sequences are under way", grace_s, dispatcher.num_running)
-        if farewell is not None:
-            farewell.cancel()
-        error = RequestAborted("the server is shutting down")
-        farewell = loop.call_later(grace_s, dispatcher.fail_all, error)
-        server.should_exit = True
-        if admin is not None:
-            admin.should_exit = True
-
-    loop.add_signal_handler(signal.SIGTERM, stop, config.drain_timeout_s)
-    loop.add_signal_handler(signal.SIGINT, stop, config.shutdown_grace_s)
-    log.info("proxy %s serves %s on %s:%d", proxy_id, config.served_model_name, config.host, config.port)
-
-    telling = asyncio.create_task(_tell(metrics, admission))
-    try:
-        await scrapes.start()
-        if media is not None:
-            await media.start()
-        freeze_loaded_objects()
-        await asyncio.gather(*serving)
+        await proxy.serve()
     finally:
-        telling.cancel()
-        pool.close_all()
-        timelines.close()
-        control.close()
-        readers.close()
-        if media is not None:
-            media.close()
-        if media_cache is not None:
-            media_cache.close()
-        scrapes.close()
-        context.destroy(linger=300)
-        if tracer is not None:
-            await asyncio.to_thread(tracer.close)
+        await proxy.close()
 
 
-async def _tell(metrics: ProxyMetrics, admission: Admission) -> None:
-    while True:
-        await asyncio.sleep(_TELL_INTERVAL_S)
-        metrics.waiting.set(admission.num_waiting)
-        metrics.per_token.tell()
+class HttpServer(uvicorn.Server):
+    """uvicorn's server without its signal handlers, which would end the process by the signal, not with exit code 0."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
 
 
-def _uvicorn_config(
-    app: Any, config: ProxyConfig, connections: Connections, certfile: str = "", keyfile: str = ""
-) -> uvicorn.Config:
-    return uvicorn.Config(
-        app,
-        http=make_protocol(config.client_timeout_s, connections),  # type: ignore[arg-type]  # it is called, no more
-        lifespan="off",
-        ws="none",
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        proxy_headers=False,
-        backlog=BACKLOG,
-        timeout_keep_alive=config.keep_alive_s,  # type: ignore[arg-type]  # any number does
-        timeout_graceful_shutdown=max(config.shutdown_grace_s, config.drain_timeout_s) + _FAREWELL_S,  # type: ignore[arg-type]
-        ssl_certfile=certfile or None,
-        ssl_keyfile=keyfile or None,
-    )
+class HttpListener:
+    """Serves one application on one socket, with limits on its connections."""
+
+    def __init__(
+        self, app: ASGIApp, listener: socket.socket, limits: ConnectionLimits, config: ProxyConfig, *, has_tls: bool
+    ) -> None:
+        """Raises ConfigError when the certificate cannot be read."""
+        self._listener = listener
+        self._limits = limits
+        grace_s = max(config.shutdown_grace_s, config.drain_timeout_s) + _ERROR_EVENT_S
+        certfile, keyfile = (config.ssl_certfile, config.ssl_keyfile) if has_tls else ("", "")
+        uvicorn_config = uvicorn.Config(
+            track_requests(app),
+            http=connection_factory(limits, config.client_timeout_s),  # type: ignore[arg-type]  # any callable works
+            lifespan="off",
+            ws="none",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            backlog=BACKLOG,
+            timeout_keep_alive=config.keep_alive_s,  # type: ignore[arg-type]  # any number works
+            timeout_graceful_shutdown=grace_s,  # type: ignore[arg-type]
+            ssl_certfile=certfile or None,
+            ssl_keyfile=keyfile or None,
+        )
+        try:
+            uvicorn_config.load()
+        except (OSError, ssl.SSLError) as error:
+            keyfile = keyfile or "(none)"
+            raise ConfigError(f"cannot read the certificate {certfile} with the key {keyfile}: {error}") from error
+        self._server = HttpServer(uvicorn_config)
+
+    async def serve(self) -> None:
+        """Runs until `stop`, and until the requests in flight have ended or their grace period is over."""
+        await self._server.serve(sockets=[self._listener])
+
+    def stop(self) -> None:
+        self._limits.is_stopping = True
+        self._server.should_exit = True
+
+
+class ProxyServer:
+    """Owns all parts of a proxy and passes events between them. Construct on the running loop; `close` once."""
+
+    def __init__(self, config: ProxyConfig, text: ModelText, readers: ReaderPool) -> None:
+        """Raises ConfigError when an address cannot be bound or a certificate cannot be read."""
+        self._config = config
+        self._readers = readers
+        listener = _listen_socket(config.listen_fd, config.host, config.port)
+        # Unique for each start: workers drop the requests of a proxy's predecessor.
+        self._proxy_id = f"{config.proxy_id}-{secrets.token_hex(4)}"
+        self._metrics = ProxyMetrics()
+        self._tracer = make_tracer(config.otlp_endpoint, config.proxy_id) if config.otlp_endpoint else None
+        requests = RequestLog(self._tracer.on_end if self._tracer is not None else ignore)
+
+        registry = Registry(config.worker_silence_s, decode_may_prefill=config.decode_prefill_threshold > 0)
+        self._readiness = WorkerReadiness(registry, config.max_waiting_requests, config.worker_wait_s)
+        ttft_slo_s = config.ttft_slo_ms / 1000 or None
+        self._admission = Admission(
+            config.max_waiting_requests,
+            time.monotonic,
+            config.max_waiting_tokens,
+            config.max_requests_per_client,
+            QueueDelayController(time.monotonic, *queue_bounds(0.0, ttft_slo_s)),
+            config.low_priority_share,
+        )
+
+        self._context = new_context("proxy", config.network)
+        self._context.refusals.on_refused = self._on_refused_message
+        self._pool = WorkerPool(self._context, self._proxy_id)
+        self._dispatcher = Dispatcher(
+            self._proxy_id,
+            Router(registry, config.decode_prefill_threshold, config.num_proxies),
+            self._pool,
+            self._metrics,
+            config.worker_wait_s,
+            config.media_cache_tcp_endpoint,
+        )
+        self._timelines = Timelines(self._context, requests, config.peer_endpoints)
+        self._control = self._bind_control(registry)
+
+        self._media_cache: MediaCacheClient | None = None
+        self._media: MediaPool | None = None
+        if config.media_cache_endpoint:
+            self._media_cache = MediaCacheClient(self._context, config.media_cache_endpoint)
+            self._media = MediaPool(_media_setup(config), self._media_cache, config.max_waiting_media, ttft_slo_s)
+
+        services = GenerationServices(
+            text=text,
+            token_text=TokenText(text.tokenizer),
+            readers=readers,
+            registry=registry,
+            admission=self._admission,
+            dispatcher=self._dispatcher,
+            metrics=self._metrics,
+            requests=requests,
+            request_timeout_s=config.request_timeout_s,
+            ttft_slo_s=ttft_slo_s,
+        )
+        state = AppState(
+            generation=services,
+            bodies=RequestBodies(config.max_body_bytes, config.client_timeout_s),
+            readiness=self._readiness,
+            metrics_page=MetricsPage(self._metrics),
+            timelines=self._timelines,
+            media=self._media,
+        )
+        self._http = self._make_listeners(listener, state)
+        self._abort_timer: asyncio.TimerHandle | None = None
+
+    def _bind_control(self, registry: Registry) -> Control:
+        config = self._config
+        try:
+            control = Control(
+                self._context,
+                config.control_endpoint,
+                config.control_tcp_endpoint,
+                self._proxy_id,
+                config.served_model_name,
+                registry,
+                self,
+            )
+        except ConfigError:
+            raise
+        except Exception as error:  # zmq's own error class, which only `protocol` may name
+            where = " and ".join(filter(None, (config.control_endpoint, config.control_tcp_endpoint)))
+            advice = "; choose another --cluster-port" if config.control_tcp_endpoint else ""
+            raise ConfigError(f"cannot bind the control endpoint {where}: {error}{advice}") from error
+        if config.control_endpoint_file:
+            write_whole(Path(config.control_endpoint_file), control.endpoint)
+        return control
+
+    def _make_listeners(self, listener: socket.socket, state: AppState) -> list[HttpListener]:
+        config = self._config
+        max_connections = affordable_connections(config.max_connections)
+        on_refused = self._metrics.rejected.labels("connections").inc
+        limits = ConnectionLimits(max_connections, max(1, max_connections // 2), on_refused)
+        http = [HttpListener(make_app(config, state), listener, limits, config, has_tls=True)]
+        if config.admin_port:
+            listener = _listen_socket(config.admin_listen_fd, config.admin_host, config.admin_port)
+            limits = ConnectionLimits(_MAX_ADMIN_CONNECTIONS, _MAX_ADMIN_CONNECTIONS)
+            http.append(HttpListener(make_admin_app(config, state), listener, limits, config, has_tls=False))
+        logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are one line for each bad request
+        return http
+
+    async def serve(self) -> None:
+        """Runs until a signal stops the proxy."""
+        config = self._config
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, self._stop, config.drain_timeout_s)
+        loop.add_signal_handler(signal.SIGINT, self._stop, config.shutdown_grace_s)
+        if self._media is not None:
+            await self._media.start()
+        freeze_loaded_objects()
+        log.info("proxy %s serves %s on %s:%d", self._proxy_id, config.served_model_name, config.host, config.port)
+        gauges = asyncio.create_task(self._update_gauges())
+        try:
+            await asyncio.gather(*(http.serve() for http in self._http))
+        finally:
+            gauges.cancel()
+
+    def _stop(self, grace_s: float) -> None:
+        """Accept no more connections, and end running streams after the grace period. A later call replaces it."""
+        log.info("stopping within %.1f s; %d sequences are running", grace_s, self._dispatcher.num_running)
+        if self._abort_timer is not None:
+            self._abort_timer.cancel()
+        error = RequestAborted("the server is shutting down")
+        self._abort_timer = asyncio.get_running_loop().call_later(grace_s, self._dispatcher.fail_all, error)
+        for http in self._http:
+            http.stop()
+
+    async def close(self) -> None:
+        self._pool.close_all()
+        self._timelines.close()
+        self._control.close()
+        self._readers.close()
+        if self._media is not None:
+            self._media.close()
+        if self._media_cache is not None:
+            self._media_cache.close()
+        self._context.destroy(linger=300)
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
+
+    async def _update_gauges(self) -> None:
+        while True:
+            await asyncio.sleep(_GAUGES_INTERVAL_S)
+            self._metrics.waiting.set(self._admission.num_waiting)
+            self._metrics.per_token.flush()
+
+    def _on_refused_message(self, reason: str) -> None:
+        self._metrics.refusals.labels(reason).inc()
+
+    # ---- `ControlListener`
+
+    def on_worker_joined(self, worker: WorkerInfo) -> None:
+        self._metrics.on_joined(worker.worker_id, worker.role)
+        self._pool.open(worker, self._dispatcher.on_message, self._on_connection_broken)
+
+    def on_worker_lost(self, worker: WorkerInfo, reason: str) -> None:
+        self._metrics.on_lost(worker.role)
+        self._dispatcher.on_worker_lost(worker, reason)
+        self._pool.close(worker)
+
+    def _on_connection_broken(self, worker: WorkerInfo) -> None:
+        self._dispatcher.on_worker_lost(worker, "a connection to it broke")
+
+    def on_cluster_changed(self) -> None:
+        self._readiness.on_cluster_changed()
+        self._dispatcher.on_cluster_changed()
+
+    def on_worker_refusals(self, worker_id: str, refusals: list[tuple[str, int]]) -> None:
+        self._metrics.on_worker_refusals(worker_id, refusals)
+
+    def num_running(self) -> int:
+        return self._dispatcher.num_running
+
+    def serving_figures(self) -> ServingFigures:
+        return serving_figures(self._metrics, self._admission)
+
+    def timeline(self, request_id: str) -> bytes:
+        return self._timelines.own(request_id)
+
+
+def _listen_socket(fd: int | None, host: str, port: int) -> socket.socket:
+    """Returns the inherited socket, or binds one. Raises ConfigError.
+
+    On one host the launcher binds a socket for each proxy (SO_REUSEPORT) and keeps a duplicate open. Connections that
+    wait in the backlog of a proxy that dies are then served by its successor.
+    """
+    if fd is None:
+        return bind(host, port)
+    os.set_inheritable(fd, False)  # children must not keep the port
+    return socket.socket(fileno=fd)
 
 
 def _media_setup(config: ProxyConfig) -> MediaSetup:

@@ -1,1 +1,1 @@
-"""What Tandem tells of itself: log lines and metrics. Imports nothing else of Tandem."""
+"""Metrics, stages and request timelines."""

@@ -4,7 +4,7 @@ TTFT: arrival of the HTTP request to the first token. ITL: between two token mes
 per output token after the first. E2E: arrival to the last piece of text. The stages of `telemetry.stages` add up to it.
 
 Where PROMETHEUS_MULTIPROC_DIR is set (the launcher does so), prometheus_client keeps all values in files there, one set
-for each process, and `telemetry.scraper` adds them up. Counters of a process that has ended go on counting.
+for each process, and any process renders the sum. Counters of a process that has ended keep their value.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.values import MutexValue, ValueClass
 
 from tandem.telemetry.stages import STAGES, AttemptTimes, stage_times
@@ -45,14 +46,8 @@ _STEP_S = (
 
 _STAGE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, *_LONG_S[:-1])
 
-_TELL_EVERY_S = 1.0
-"""What is counted for each token reaches prometheus_client so often, and when a sequence ends: there an observation
-that other processes can see costs some five microseconds."""
-
-
-def are_shared() -> bool:
-    """True where the metrics of several processes add up, in files."""
-    return ValueClass is not MutexValue
+_FLUSH_INTERVAL_S = 1.0
+"""How often per-token counts are added to prometheus_client, where one shared observation takes about 5 us."""
 
 
 class ProxyMetrics:
@@ -81,7 +76,7 @@ class ProxyMetrics:
         )
         self.migrated = Counter(
             "tandem_migrations",
-            "Sequences that lost a worker and went on elsewhere.",
+            "Sequences that lost a worker and migrated to another.",
             registry=self.registry,
         )
         self.generation_tokens = Counter(
@@ -101,7 +96,7 @@ class ProxyMetrics:
             multiprocess_mode="livemax",
         )
         self.running = Gauge(
-            "tandem_num_requests_running", "Sequences under way.", registry=self.registry, multiprocess_mode="livesum"
+            "tandem_num_requests_running", "Sequences in flight.", registry=self.registry, multiprocess_mode="livesum"
         )
         self.ttft = self._histogram("tandem_time_to_first_token_seconds", "TTFT.", _LONG_S)
         self.per_token = TokenTally(
@@ -115,12 +110,12 @@ class ProxyMetrics:
         }
         self.rejected = Counter(
             "tandem_rejections",
-            "What was refused for want of room, by reason: queue_full, client_limit, slo, no_room or connections.",
+            "Requests and connections refused, by reason: queue_full, client_limit, slo, no_room or connections.",
             ["reason"],
             registry=self.registry,
         )
         for reason in ("queue_full", "client_limit", "slo", "no_room", "connections"):
-            self.rejected.labels(reason)  # from the start, or the first one of all would be no increase
+            self.rejected.labels(reason)  # exported from the start, so that `increase` sees the first one
         self.waiting = Gauge(
             "tandem_num_requests_waiting",
             "Sequences that wait for their first token.",
@@ -145,7 +140,7 @@ class ProxyMetrics:
         self._seen: set[str] = set()
 
     def on_joined(self, worker_id: str, role: str) -> None:
-        """A worker has registered; under a name that has been there before, it was started again."""
+        """Count a worker that has registered; one whose name is known was restarted."""
         self.workers.labels(role).inc()
         restarts = self.restarts.labels(worker_id)
         if worker_id in self._seen:
@@ -156,7 +151,7 @@ class ProxyMetrics:
         self.workers.labels(role).dec()
 
     def on_worker_refusals(self, worker_id: str, refusals: list[tuple[str, int]]) -> None:
-        """refusals: (reason, how many since the worker's start)."""
+        """refusals: (reason, count since the worker's start)."""
         for reason, count in refusals:
             self.worker_refusals.labels(worker_id, reason).set(count)
 
@@ -164,13 +159,17 @@ class ProxyMetrics:
         return Histogram(name, documentation, buckets=buckets, registry=self.registry)
 
     def render(self) -> bytes:
-        """The text exposition format; of this process's metrics alone."""
-        text: bytes = generate_latest(self.registry)
+        """Returns the text exposition format, with the values of all processes that share PROMETHEUS_MULTIPROC_DIR."""
+        registry = self.registry
+        if ValueClass is not MutexValue:  # values are in files
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)
+        text: bytes = generate_latest(registry)
         return text
 
 
 class TokenTally:
-    """What every token adds to: kept in plain lists, and told to prometheus_client now and then."""
+    """Collects per-token counts in plain lists and adds them to prometheus_client now and then."""
 
     def __init__(self, itl: Histogram, num_tokens: Counter) -> None:
         self.itl = itl
@@ -179,22 +178,22 @@ class TokenTally:
         self._counts = [0] * len(self._bounds)
         self._sum_s = 0.0
         self._num_tokens = 0
-        self._told_at = 0.0
+        self._flushed_at = 0.0
 
     def on_tokens(self, now: float, num_tokens: int, itl_s: float | None) -> None:
-        """now: seconds of a monotonic clock. itl_s: since the tokens before these; None for a sequence's first."""
+        """now: seconds of a monotonic clock. itl_s: since the previous tokens; None for the first of a sequence."""
         self._num_tokens += num_tokens
         if itl_s is not None:
             self._counts[bisect_left(self._bounds, itl_s)] += 1
             self._sum_s += itl_s
-        if now - self._told_at >= _TELL_EVERY_S:
-            self._told_at = now
-            self.tell()
+        if now - self._flushed_at >= _FLUSH_INTERVAL_S:
+            self._flushed_at = now
+            self.flush()
 
-    def tell(self) -> None:
+    def flush(self) -> None:
         if not self._num_tokens:
             return
-        # prometheus_client has no public way to add many observations at once; these are what `observe` adds to.
+        # prometheus_client has no public way to add many observations at once. `observe` adds to the same values.
         for bucket, count in zip(self.itl._buckets, self._counts, strict=True):
             if count:
                 bucket.inc(count)
@@ -206,9 +205,9 @@ class TokenTally:
 
 
 class SequenceTimer:
-    """The times of one sequence, fed with the moments its tokens arrived (seconds of one monotonic clock).
+    """Measures one sequence by the moments at which its tokens arrived (seconds of one monotonic clock).
 
-    attempts: of the sequence, which the dispatcher fills in. stages: seconds by name, once it has finished.
+    attempts: filled in by the dispatcher. stages: seconds by name, once the sequence has finished.
     """
 
     def __init__(self, metrics: ProxyMetrics, arrived_at: float, attempts: list[AttemptTimes]) -> None:
@@ -244,11 +243,11 @@ class SequenceTimer:
         self.num_tokens += num_tokens
 
     def on_text(self, now: float) -> None:
-        """The tokens of the last `on_tokens` are text now."""
+        """The tokens of the last `on_tokens` have been detokenised."""
         self._detokenize_s += now - self._last_at
 
     def on_finished(self, now: float) -> None:
-        """The sequence ended as it should; those that failed or were aborted would blur TPOT, E2E and the stages."""
+        """Observe TPOT, E2E and the stages of a sequence that ended normally. Failed and aborted ones are left out."""
         self._finished_at = now
         if self.num_tokens > 1:
             self._metrics.tpot.observe((self._last_at - self._first_at) / (self.num_tokens - 1))
@@ -259,11 +258,11 @@ class SequenceTimer:
                 self._metrics.stages[name].observe(seconds)
 
     def close(self) -> None:
-        """The sequence ended in whatever way."""
-        self._tally.tell()
+        """Call when the sequence has ended, also by an error."""
+        self._tally.flush()
 
     def events(self) -> Iterator[tuple[float, str, dict[str, Any]]]:
-        """(moment, name, details), of all attempts."""
+        """Yields (moment, name, details) of all attempts."""
         for attempt in self._attempts:
             yield from attempt.events()
         if self._first_at:

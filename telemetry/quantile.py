@@ -1,4 +1,4 @@
-"""Percentiles of what a histogram's buckets counted, as Prometheus' histogram_quantile gives them. Pure."""
+"""Percentiles from histogram buckets, computed as Prometheus' histogram_quantile does. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 
 
 def histogram_quantile(bounds: Sequence[float], counts: Sequence[float], q: float) -> float | None:
-    """Linear within a bucket; of what lies above the last finite bound, that bound. None where nothing was counted.
+    """Interpolates within a bucket; the last finite bound for values above it. Returns None for an empty histogram.
 
-    bounds: upper ones, ascending, the last infinite. counts: of each bucket by itself.
+    bounds: upper bounds, ascending, the last one infinite. counts: per bucket, not cumulative.
     """
     rank = q * sum(counts)
     if rank <= 0:

@@ -1,6 +1,6 @@
-"""What is known of each HTTP request for generation: its timeline, kept in a bounded ring, and one log line at its end.
+"""Timelines of the last HTTP requests for generation, and one log line at the end of each.
 
-Neither holds prompts, answers or keys: ids, counts and times only.
+Both hold ids, counts and times, and no prompts, answers or keys.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from tandem.telemetry.metrics import SequenceTimer
 log = logging.getLogger("request")
 
 NUM_KEPT = 2000
-"""Requests whose timelines a proxy can tell; about 3 KiB each."""
+"""Timelines that a proxy keeps, about 3 KiB each."""
 NUM_KEPT_REFUSED = 200
-"""The same, of those that were refused for want of room: maybe thousands a second, among which the others are kept."""
+"""Timelines of refused requests. They are kept apart, so that an overload does not displace the others."""
 
 
 @dataclass(eq=False, slots=True)
 class RequestRecord:
-    """One HTTP request. arrived_at: monotonic clock; arrived_unix_s: the same moment as the wall clock had it.
+    """One HTTP request. arrived_at: monotonic clock; arrived_unix_s: the same moment on the wall clock.
 
-    traceparent: the client's header, empty where it sent none. read_at: its prompts are token ids now. sequences: one
-    timer each, in order. outcome: stop, length, aborted or an error's code; empty while it runs.
+    traceparent: the client's header, or empty. read_at: when its prompts were tokenised. sequences: one timer each, in
+    order. outcome: stop, length, aborted or an error's code; empty while the request runs.
     """
 
     request_id: str
@@ -45,19 +45,19 @@ class RequestRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """To the first token of any sequence."""
+        """Seconds to the first token of any sequence."""
         return min((timer.ttft_s for timer in self.sequences if timer.ttft_s is not None), default=None)
 
     def stages(self) -> dict[str, float]:
-        """Seconds by stage, of the sequence that took longest; empty when none has finished."""
+        """Returns seconds by stage of the slowest sequence, or nothing when none has finished."""
         done = [timer for timer in self.sequences if timer.stages is not None]
         slowest = max(done, key=lambda timer: timer.e2e_s or 0.0, default=None)
         return slowest.stages or {} if slowest is not None else {}
 
     def fields(self) -> dict[str, Any]:
-        """What its log line tells."""
+        """Returns the fields of its log line."""
         ttft_s = self.ttft_s
-        told: dict[str, Any] = {
+        fields: dict[str, Any] = {
             "request_id": self.request_id,
             "api": self.api,
             "outcome": self.outcome,
@@ -68,11 +68,11 @@ class RequestRecord:
             "ttft_ms": None if ttft_s is None else round(1000 * ttft_s, 1),
             "e2e_ms": None if self.ended_at is None else round(1000 * (self.ended_at - self.arrived_at), 1),
         }
-        told.update({f"{name}_ms": round(1000 * seconds, 1) for name, seconds in self.stages().items() if seconds})
-        return {name: value for name, value in told.items() if value is not None}
+        fields.update({f"{name}_ms": round(1000 * seconds, 1) for name, seconds in self.stages().items() if seconds})
+        return {name: value for name, value in fields.items() if value is not None}
 
     def timeline(self) -> dict[str, Any]:
-        """All that is known, for JSON. Events are in seconds since the request arrived."""
+        """Returns the whole timeline for JSON. Events are in seconds since the request arrived."""
         events: list[tuple[float, str, dict[str, Any]]] = [(self.arrived_at, "arrived", {})]
         if self.read_at is not None:
             events.append((self.read_at, "tokenized", {"prompt_tokens": self.num_prompt_tokens}))
@@ -95,11 +95,11 @@ class RequestRecord:
 
 
 def ignore(record: RequestRecord) -> None:
-    """Where nobody else wants to know."""
+    """The default for `RequestLog.on_end`."""
 
 
 class RequestLog:
-    """on_end: called with each record that has ended, the tracer's for one."""
+    """on_end: called with each record that has ended, for example by the tracer."""
 
     def __init__(self, on_end: Callable[[RequestRecord], None] = ignore, num_kept: int = NUM_KEPT) -> None:
         self._on_end = on_end
@@ -107,20 +107,20 @@ class RequestLog:
         self._refused = _Ring(NUM_KEPT_REFUSED)
 
     def begin(self, request_id: str, api: str, traceparent: str = "") -> RequestRecord:
-        """The oldest is forgotten where there are too many, whether or not it has ended."""
+        """Start a record. The oldest one is forgotten when there are too many, also while it runs."""
         record = RequestRecord(request_id, api, traceparent)
         self._records.keep(record)
         return record
 
     def rename(self, record: RequestRecord, request_id: str) -> None:
-        """The client names the request in its body, too."""
+        """Change the id to the one in the request's body."""
         if request_id != record.request_id:
             self._records.forget(record)
             record.request_id = request_id
             self._records.keep(record)
 
     def end(self, record: RequestRecord, outcome: str, is_refused: bool = False) -> None:
-        """Idempotent: the first outcome counts. is_refused: for want of room."""
+        """Idempotent: the first outcome counts. is_refused: by admission."""
         if record.ended_at is not None:
             return
         record.ended_at, record.outcome = time.monotonic(), outcome
@@ -138,7 +138,7 @@ class RequestLog:
 
 
 class _Ring:
-    """By id; the oldest is forgotten when there are too many."""
+    """Records by id. The oldest one is forgotten when there are too many."""
 
     def __init__(self, size: int) -> None:
         self._size = size

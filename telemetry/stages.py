@@ -1,7 +1,7 @@
-"""Where the time of a sequence went: stages that follow each other and add up to what the client saw. Pure.
+"""Splits the time of a sequence into consecutive stages that add up to the latency the client saw. Pure.
 
-All moments are of the proxy's monotonic clock. What workers report are durations, since clocks differ between hosts;
-a duration is cut where it would reach past the moments around it, so that the sum holds whatever they report.
+All moments are on the proxy's monotonic clock. Workers report durations, because clocks differ between hosts. A
+duration is cut where it exceeds the time between its surrounding moments, so the stages always add up.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any, Final
 
 STAGES: Final = {
     "tokenize": "Reading the body, rendering the template and tokenising, up to the dispatch.",
-    "dispatch": "Messages between proxy and prefill on their way, and turns on the proxy's loop.",
+    "dispatch": "Messages between proxy and prefill, and waiting for the proxy's event loop.",
     "queue": "Waiting on the prefill worker, as it reports.",
     "prefill": "Computing the prompt, as the prefill worker reports.",
-    "reserve": "The first token is here and held, because decode has no room yet.",
-    "transfer": "From the first token to the KV cache being whole on decode; what prefill's computing did not hide.",
-    "decode_wait": "The KV cache is whole, and decode's running step has to end first.",
+    "reserve": "The first token is held until decode has reserved blocks.",
+    "transfer": "From the first token to the complete KV cache on decode, as far as prefill did not hide it.",
+    "decode_wait": "From the complete KV cache to the end of decode's running step.",
     "decode": "Generating, from the sequence's first decode step to its last token.",
     "detokenize": "From tokens to text, stop strings included.",
-    "interrupted": "From losing the place on a worker to the next token elsewhere.",
+    "interrupted": "From the loss of an attempt to the next token of its successor.",
 }
 """By name, in order; the first five make up TTFT."""
 
@@ -29,12 +29,12 @@ FIRST_TOKEN_STAGES: Final = tuple(STAGES)[:5]
 
 @dataclass(slots=True)
 class AttemptTimes:
-    """The moments of one attempt at a sequence, as they become known; None for what has not come (yet).
+    """The moments of one attempt at a sequence; None for those that have not happened.
 
-    first_token_at: its message is here; queue_s and prefill_s came with it. reserved_at: decode has room. delivered_at:
-    the client's side has taken the first token. began_at: the first token that decode chose is here; decode_wait_s and
-    step_s came with it. is_shipped: KV moves between workers. lost_at: the attempt ended without ending the sequence.
-    attempt_id, prefill, decode: for the timeline; workers' log lines name the attempt so.
+    first_token_at: its message arrived, with queue_s and prefill_s. reserved_at: decode reserved blocks. delivered_at:
+    the request took the first token. began_at: decode's first token arrived, with decode_wait_s and step_s. is_shipped:
+    KV moves between workers. lost_at: the attempt ended before the sequence did. attempt_id, prefill, decode: as in the
+    workers' log lines.
     """
 
     dispatched_at: float
@@ -61,7 +61,7 @@ class AttemptTimes:
             self.began_at, self.decode_wait_s, self.step_s = now, decode_wait_s, step_s
 
     def events(self) -> Iterator[tuple[float, str, dict[str, Any]]]:
-        """(moment, name, details) of what has come."""
+        """Yields (moment, name, details) of what has happened."""
         workers = {"prefill": self.prefill, "decode": self.decode}
         yield (
             self.dispatched_at,
@@ -83,9 +83,9 @@ class AttemptTimes:
 def stage_times(
     arrived_at: float, attempts: Sequence[AttemptTimes], finished_at: float, detokenize_s: float
 ) -> dict[str, float]:
-    """Seconds by stage, all of `STAGES`; they are none of them negative and add up to finished_at - arrived_at.
+    """Returns seconds for each of `STAGES`, none negative, that add up to finished_at - arrived_at.
 
-    attempts: at least one, in order. detokenize_s: spent on text in all, while decode went on.
+    attempts: at least one, in order. detokenize_s: total time spent on text during decode.
     """
     times = dict.fromkeys(STAGES, 0.0)
     clock = _Clock(arrived_at, finished_at)
@@ -110,7 +110,7 @@ def stage_times(
 
 
 class _Clock:
-    """Goes forward only, and no further than `end`: whatever is told, stages cannot overlap."""
+    """Moves forward only, and no further than `end`, so that stages never overlap."""
 
     def __init__(self, start: float, end: float) -> None:
         self._now = start

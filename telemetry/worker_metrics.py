@@ -1,7 +1,7 @@
-"""Prometheus metrics of one worker, on an HTTP endpoint of its own; loopback unless told otherwise.
+"""Prometheus metrics of one worker, on an HTTP endpoint of its own.
 
-What the worker reports in each heartbeat is told as it was last reported, so the hot path has nothing to do for it.
-Steps, prompts and transfers are histograms. The endpoint's thread renders; it takes no lock that a step waits for.
+Gauges and counters are the values of the last heartbeat, so they cost nothing per step. Steps, prompts and transfers
+are histograms. The endpoint's thread renders, and takes no lock that a step waits for.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from tandem.runtime.errors import ConfigError
 
 _GAUGES: Final = {
     "num_requests_running": ("num_running", "Sequences that compute."),
-    "num_requests_waiting": ("num_waiting", "Sequences that wait for their turn, their blocks or their KV."),
+    "num_requests_waiting": ("num_waiting", "Sequences that wait for a step, for blocks or for their KV."),
     "num_waiting_tokens": ("num_waiting_tokens", "Prompt tokens that are still to be computed."),
     "kv_blocks": ("num_blocks", "KV blocks of the pool."),
-    "kv_free_blocks": ("num_free_blocks", "KV blocks that nobody holds; cached ones among them."),
+    "kv_free_blocks": ("num_free_blocks", "KV blocks that no sequence holds, including cached ones."),
     "kv_cached_blocks": ("num_cached_blocks", "Free KV blocks that hold a prefix."),
     "kv_quarantined_blocks": ("num_quarantined_blocks", "KV blocks that a peer may still write to."),
-    "prompt_tokens_per_second": ("prompt_tokens_per_s", "Of late, while prompts were computed."),
+    "prompt_tokens_per_second": ("prompt_tokens_per_s", "Recent rate while prompts were computed."),
 }
 _COUNTERS: Final = {
-    "prefix_cache_queries": ("num_prompt_tokens", "Prompt tokens that were looked for in the prefix cache."),
-    "prefix_cache_hits": ("num_cached_tokens", "Prompt tokens that were found there."),
-    "request_success": ("num_finished", "Sequences whose work here ended well."),
-    "num_preemptions": ("num_preempted", "Sequences that lost their place."),
+    "prefix_cache_queries": ("num_prompt_tokens", "Prompt tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("num_cached_tokens", "Prompt tokens found in the prefix cache."),
+    "request_success": ("num_finished", "Sequences that this worker finished normally."),
+    "num_preemptions": ("num_preempted", "Sequences that were preempted."),
     "kv_transfer_bytes": ("num_transferred_bytes", "KV bytes sent (prefill) or received (decode)."),
     "kv_compared_blocks": ("num_compared_blocks", "KV blocks whose checksums were compared."),
-    "kv_kept_blocks": ("num_kept_blocks", "KV blocks received in vain that stay in the prefix cache."),
-    "kv_corrupt_blocks": ("num_corrupt_blocks", "KV blocks that were not what was sent."),
-    "media_encoded": ("num_media_encoded", "Images and videos that the vision tower has encoded here."),
-    "media_found": ("num_media_found", "Images and videos whose embeddings another worker of the host had made."),
-    "media_fetched_bytes": ("num_media_fetched_bytes", "Processed images and videos that came from other hosts."),
+    "kv_kept_blocks": ("num_kept_blocks", "KV blocks of aborted transfers that stay in the prefix cache."),
+    "kv_corrupt_blocks": ("num_corrupt_blocks", "KV blocks with a wrong checksum."),
+    "media_encoded": ("num_media_encoded", "Images and videos encoded by this worker."),
+    "media_found": ("num_media_found", "Images and videos whose embeddings came from another worker of the host."),
+    "media_fetched_bytes": ("num_media_fetched_bytes", "Bytes of preprocessed media fetched from other hosts."),
 }
 LOAD_FIELDS: Final = [field for field, _ in (*_GAUGES.values(), *_COUNTERS.values())]
-"""Of the heartbeat's load report."""
+"""Fields of the heartbeat's load report that are exported."""
 
 _STEP_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.3, 0.5, 1, 2.5, 5, 10)
 _LONG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
@@ -47,25 +47,27 @@ _TRANSFER_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.0
 
 
 class _LastLoad:
-    """A collector, as prometheus_client has them."""
+    """A prometheus_client collector of the last heartbeat's load report."""
 
     def __init__(self) -> None:
         self.load: Any = None
 
     def collect(self) -> Iterable[Any]:
-        load = self.load  # one read: the loop may put another in its place
+        load = self.load  # one read, because the loop may replace it
         if load is None:
             return
         for name, (field, text) in _GAUGES.items():
             yield GaugeMetricFamily(f"tandem_worker_{name}", text, getattr(load, field))
         used = 1 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0
-        yield GaugeMetricFamily("tandem_worker_kv_cache_usage_perc", "KV blocks that are held; 1 is all of them.", used)
+        yield GaugeMetricFamily(
+            "tandem_worker_kv_cache_usage_perc", "Share of KV blocks that are held; 1 is all.", used
+        )
         for name, (field, text) in _COUNTERS.items():
             yield CounterMetricFamily(f"tandem_worker_{name}", text, getattr(load, field))
 
 
 class WorkerMetrics:
-    """on_load, step, queue and prefill are the loop's to call."""
+    """Call its methods on the loop."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -80,23 +82,23 @@ class WorkerMetrics:
             "tandem_worker_request_prefill_time_seconds", "From its first chunk to its first token.", _LONG_S
         )
         self.decode_wait = self._histogram(
-            "tandem_worker_decode_wait_seconds", "From a sequence's KV being whole to its first step.", _LONG_S
+            "tandem_worker_decode_wait_seconds", "From a sequence's complete KV to its first step.", _LONG_S
         )
         labels = ["prefill_worker", "decode_worker", "connector"]
         self._transfer = Histogram(
             "tandem_kv_transfer_seconds",
-            "One shipment of KV blocks, from being handed to the connector to its end; told by prefill workers.",
+            "One shipment of KV blocks, from its start in the connector to its end; reported by prefill workers.",
             labels,
             buckets=_TRANSFER_S,
             registry=self.registry,
         )
         self._transfer_bytes = Counter(
-            "tandem_kv_transfer_bytes", "KV bytes shipped; told by prefill workers.", labels, registry=self.registry
+            "tandem_kv_transfer_bytes", "KV bytes shipped; reported by prefill workers.", labels, registry=self.registry
         )
         self._close: Callable[[], None] = lambda: None
 
     def on_load(self, load: object) -> None:
-        """load: has the attributes `LOAD_FIELDS`, and is not changed afterwards."""
+        """load: has the attributes `LOAD_FIELDS` and is not modified afterwards."""
         self._last_load.load = load
 
     def on_shipped(self, pair: tuple[str, str, str], num_bytes: int, seconds: float) -> None:
@@ -105,7 +107,7 @@ class WorkerMetrics:
         self._transfer_bytes.labels(*pair).inc(num_bytes)
 
     def serve(self, host: str, port: int) -> str:
-        """Bind, in a thread of its own; port 0 takes any that is free. Returns host:port. Raises OSError."""
+        """Serve in a thread of its own; port 0 takes any free port. Returns host:port. Raises OSError."""
         server, thread = start_http_server(port, host, self.registry)
 
         def close() -> None:
@@ -127,7 +129,7 @@ class WorkerMetrics:
 
 
 def serve_metrics(metrics: WorkerMetrics, host: str, port: int) -> str:
-    """Bind a worker's /metrics; returns host:port. Raises ConfigError when the address cannot be had."""
+    """Serve a worker's /metrics; returns host:port. Raises ConfigError when the address cannot be bound."""
     try:
         return metrics.serve(host, port)
     except OSError as error:

@@ -34,7 +34,7 @@ class Place:
     progress_file: file to which a worker writes how much of its model is loaded.
     control_tcp_endpoint: control endpoint of a proxy for workers of other hosts.
     media_cache_endpoint: media cache of this host, empty if there is none; media_cache_tcp_endpoint: for other hosts.
-    listen_fds, admin_listen_fds: descriptors of the bound sockets that a proxy inherits; empty lets it bind its own.
+    listen_fd, admin_listen_fd: bound sockets that a proxy inherits; None lets it bind its own.
     """
 
     endpoint: str
@@ -47,8 +47,8 @@ class Place:
     peer_endpoints: list[str] = field(default_factory=list)
     media_cache_endpoint: str = ""
     media_cache_tcp_endpoint: str = ""
-    listen_fds: list[int] = field(default_factory=list)
-    admin_listen_fds: list[int] = field(default_factory=list)
+    listen_fd: int | None = None
+    admin_listen_fd: int | None = None
 
 
 class ProcessConfigs:
@@ -81,8 +81,8 @@ class ProcessConfigs:
             port=cluster.port,
             admin_host=cluster.admin_address[0],
             admin_port=cluster.admin_address[1],
-            listen_fds=place.listen_fds,
-            admin_listen_fds=place.admin_listen_fds,
+            listen_fd=place.listen_fd,
+            admin_listen_fd=place.admin_listen_fd,
             control_endpoint=place.endpoint,
             control_endpoint_file=place.endpoint_file,
             control_tcp_endpoint=place.control_tcp_endpoint,

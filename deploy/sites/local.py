@@ -62,8 +62,8 @@ class LocalSite:
             peer_endpoints=[self._endpoint(peer) for peer in self._listeners if peer != name],
             media_cache_endpoint=self.media_cache_endpoint,
             media_cache_tcp_endpoint=self._cluster.media_cache_endpoint if self.media_cache_endpoint else "",
-            listen_fds=[listen_fd],
-            admin_listen_fds=[admin_listen_fd],
+            listen_fd=listen_fd,
+            admin_listen_fd=admin_listen_fd,
         )
         env = process_environment(1)
         env["PROMETHEUS_MULTIPROC_DIR"] = str(self._metrics_dir)  # shared by all proxies, whose metrics are added up

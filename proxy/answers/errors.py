@@ -1,13 +1,13 @@
-"""Errors as HTTP: the one place that maps the error tree to status codes and OpenAI's error body."""
+"""Maps the error tree to HTTP: status codes, headers and OpenAI's error body."""
 
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 import msgspec
-from litestar import Request, Response
-from litestar.exceptions import HTTPException
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
 
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
 from tandem.proxy.answers.request_id import id_header
@@ -33,29 +33,29 @@ RETRY_AFTER_S = "1"
 
 
 class InvalidApiKey(InvalidRequest):
-    """The client sends no key, or another than the server's."""
+    """The API key is missing or wrong."""
 
     code = "invalid_api_key"
 
 
 class TooManyConnections(Overloaded):
-    """This proxy has as many as it may have."""
+    """This proxy has reached its limit of connections."""
 
     code = "too_many_connections"
 
 
 class TooManyFromClient(TooManyConnections):
-    """This address has as many as one may have; others may connect."""
+    """The client's address has reached its limit of connections; others may connect."""
 
 
 class BodyTooLarge(InvalidRequest):
-    """The body is larger than this server takes."""
+    """The request's body is larger than the server's limit."""
 
     code = "body_too_large"
 
 
 class HeadTooLarge(InvalidRequest):
-    """The request line and the headers are larger than this server takes."""
+    """The request line and headers are larger than the server's limit."""
 
     code = "head_too_large"
 
@@ -67,13 +67,13 @@ class ClientTooSlow(RequestAborted):
 
 
 class UnknownRequest(InvalidRequest):
-    """No proxy remembers a request of that id."""
+    """No proxy keeps a timeline of a request with this id."""
 
     code = "unknown_request"
 
 
 class ClientDisconnected(RequestAborted):
-    """Nobody is left to read an answer."""
+    """The client has closed its connection before the answer was complete."""
 
 
 _STATUS: dict[type[TandemError], int] = {
@@ -109,36 +109,30 @@ def error_body(error: TandemError) -> bytes:
     return _body(status_of(error), error.message, error.param, error.code)
 
 
-def tandem_error_response(request: Request[Any, Any, Any], error: TandemError) -> Response[bytes]:
+def tandem_error_response(request: Request, error: Exception) -> Response:
+    assert isinstance(error, TandemError)
     status = status_of(error)
     headers = id_header(request)
     if status in (429, 503):
         headers["retry-after"] = str(error.retry_after_s) if isinstance(error, Overloaded) else RETRY_AFTER_S
-    if status == 408:  # the rest of the body may still come
-        headers["connection"] = "close"
     return _response(status, error_body(error), headers)
 
 
-def http_exception_response(request: Request[Any, Any, Any], error: HTTPException) -> Response[bytes]:
-    """What Litestar itself refuses: unknown paths and wrong methods."""
-    status = error.status_code
-    message, code = error.detail or "The request was refused.", "invalid_request"
-    if status == 404:
-        message, code = f"There is no {request.scope['path']} here.", "not_found"
-    elif status == 405:
-        message, code = f"{request.method} is not allowed for {request.scope['path']}.", "method_not_allowed"
-    elif status >= 500:
-        log.error("litestar failed: %s", message)
-        message, code = "the server failed", "internal_error"
-    headers = id_header(request) | {
-        key: value for key, value in (error.headers or {}).items() if key.lower() == "allow"
-    }
-    return _response(status, _body(status, message, None, code), headers)
+def http_exception_response(request: Request, error: Exception) -> Response:
+    """Answers for what Starlette refuses: unknown paths and methods that a path does not have."""
+    assert isinstance(error, HTTPException)
+    message, code = error.detail, "invalid_request"
+    if error.status_code == 404:
+        message, code = f"There is no {request.url.path} here.", "not_found"
+    elif error.status_code == 405:
+        message, code = f"{request.method} is not allowed for {request.url.path}.", "method_not_allowed"
+    body = _body(error.status_code, message, None, code)
+    return _response(error.status_code, body, id_header(request) | dict(error.headers or {}))
 
 
-def unexpected_error_response(request: Request[Any, Any, Any], error: Exception) -> Response[bytes]:
+def unexpected_error_response(request: Request, error: Exception) -> Response:
     log.error("a request failed", exc_info=error)
-    return _response(500, error_body(InternalError("the server failed; its log tells more")), id_header(request))
+    return _response(500, error_body(InternalError("The server failed; see its log.")), id_header(request))
 
 
 def _body(status: int, message: str, param: str | None, code: str) -> bytes:
@@ -151,5 +145,5 @@ def _body(status: int, message: str, param: str | None, code: str) -> bytes:
     return msgspec.json.encode(ErrorResponse(ErrorDetail(message, kind, param, code)))
 
 
-def _response(status: int, body: bytes, headers: dict[str, str]) -> Response[bytes]:
-    return Response(body, status_code=status, media_type="application/json", headers=headers)
+def _response(status: int, body: bytes, headers: dict[str, str]) -> Response:
+    return Response(body, status, headers, "application/json")

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.checks import check_register, check_status
@@ -37,13 +36,23 @@ from tandem.runtime.errors import InvalidMessage, ProtocolError
 log = logging.getLogger(__name__)
 
 
-class Control:
-    """on_joined(worker), on_lost(worker, reason) and on_changed(), after every change of whom to choose, are called on
-    the loop.
+class ControlListener(Protocol):
+    """The rest of the proxy, as the control socket calls it on the loop.
 
-    tcp_endpoint: bound as well, for other hosts. num_requests() and figures() are asked for the status report,
-    timeline(request_id) for another proxy. Binding raises zmq's error when the endpoint is taken.
+    on_cluster_changed: after every change of the workers that can be chosen. timeline: JSON, empty for an unknown id.
     """
+
+    def on_worker_joined(self, worker: WorkerInfo) -> None: ...
+    def on_worker_lost(self, worker: WorkerInfo, reason: str) -> None: ...
+    def on_cluster_changed(self) -> None: ...
+    def on_worker_refusals(self, worker_id: str, refusals: list[tuple[str, int]]) -> None: ...
+    def num_running(self) -> int: ...
+    def serving_figures(self) -> ServingFigures: ...
+    def timeline(self, request_id: str) -> bytes: ...
+
+
+class Control:
+    """tcp_endpoint: bound as well, for other hosts. Binding raises zmq's error when an endpoint is taken."""
 
     def __init__(
         self,
@@ -53,26 +62,14 @@ class Control:
         proxy_id: str,
         model: str,
         registry: Registry,
-        on_joined: Callable[[WorkerInfo], None],
-        on_lost: Callable[[WorkerInfo, str], None],
-        on_changed: Callable[[], None],
-        num_requests: Callable[[], int],
-        on_refusals: Callable[[str, list[tuple[str, int]]], None],
-        timeline: Callable[[str], bytes],
-        figures: Callable[[], ServingFigures],
+        listener: ControlListener,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._proxy_id = proxy_id
         self._model = model
         self._registry = registry
-        self._on_joined = on_joined
-        self._on_lost = on_lost
-        self._on_changed = on_changed
-        self._num_requests = num_requests
+        self._listener = listener
         self._num_changes_told = 0
-        self._on_refusals = on_refusals
-        self._timeline = timeline
-        self._figures = figures
         self._identities: dict[str, bytes] = {}  # of registered workers, by epoch
         self._socket: RouterSocket[ToProxyControl] = RouterSocket(
             context, endpoint, Codec(ToProxyControl), self._on_message, tcp_endpoint
@@ -90,7 +87,7 @@ class Control:
                 check_status(message)
                 known = self._registry.on_status(now, message)
                 if known and message.load.refusals:
-                    self._on_refusals(message.worker_id, message.load.refusals)
+                    self._listener.on_worker_refusals(message.worker_id, message.load.refusals)
                 self._socket.send(identity, self._view(known, self._registry.prefixes.has_missed(message.epoch)))
             case WorkerLeft():
                 self._apply(self._registry.on_left(message.epoch))
@@ -103,13 +100,15 @@ class Control:
                     self._proxy_id,
                     self._model,
                     self._registry.why_not_ready() is None,
-                    self._num_requests(),
+                    self._listener.num_running(),
                     self._registry.report(now),
-                    self._figures(),
+                    self._listener.serving_figures(),
                 )
                 self._socket.send(identity, report)
             case GetTimeline():
-                self._socket.send(identity, TimelineReport(message.request_id, self._timeline(message.request_id)))
+                self._socket.send(
+                    identity, TimelineReport(message.request_id, self._listener.timeline(message.request_id))
+                )
         self._tell_changes()
 
     def _drain(self, worker_id: str) -> str:
@@ -143,7 +142,7 @@ class Control:
     def _tell_changes(self) -> None:
         if self._num_changes_told != self._registry.num_changes:
             self._num_changes_told = self._registry.num_changes
-            self._on_changed()
+            self._listener.on_cluster_changed()
 
     def _apply(self, change: MembershipChange) -> None:
         if not change:
@@ -151,11 +150,11 @@ class Control:
         for gone in change.lost:
             log.warning("lost %s (epoch %s): %s", gone.worker.worker_id, gone.worker.epoch, gone.reason)
             self._identities.pop(gone.worker.epoch, None)
-            self._on_lost(gone.worker, gone.reason)
+            self._listener.on_worker_lost(gone.worker, gone.reason)
         for worker in change.joined:
             log.info("%s joined (epoch %s, pid %d)", worker.worker_id, worker.epoch, worker.pid)
             try:
-                self._on_joined(worker)
+                self._listener.on_worker_joined(worker)
             except Exception as error:  # zmq's own, or a tcp endpoint without keys
                 log.error("cannot connect to %s at %s: %s", worker.worker_id, worker.endpoint, error)
                 self._apply(self._registry.on_exited(worker.worker_id, worker.pid))

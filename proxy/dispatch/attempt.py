@@ -20,10 +20,9 @@ from tandem.telemetry.stages import AttemptTimes
 class Attempt:
     """Ends once: with `finish_reason`, `error` or `preempted`. on_news: called when there are tokens, or an end."""
 
-    def __init__(self, attempt_id: str, route: Route, connection_key: str, on_news: Callable[[], None]) -> None:
+    def __init__(self, attempt_id: str, route: Route, on_news: Callable[[], None]) -> None:
         self.attempt_id = attempt_id
         self.route = route
-        self.connection_key = connection_key  # commands with one key stay in order
         self._on_news = on_news
         self.times: AttemptTimes | None = None  # kept by the dispatcher
         self.first_token: FirstToken | None = None

@@ -35,7 +35,6 @@ from tandem.protocol.prefix_hash import unpack_short_hashes
 from tandem.proxy.cluster.router import NoWorkerReady, PromptShape, Route, Router, SLOUnreachable
 from tandem.proxy.dispatch.attempt import Attempt
 from tandem.proxy.dispatch.sequence import DispatchedSequence, SharedPrefill, TokenDelta
-from tandem.proxy.dispatch.turns import Turns
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import DeadlineExceeded, TandemError, WorkerLost
 from tandem.runtime.host import is_elsewhere
@@ -51,7 +50,7 @@ _WAIT_CHECK_S = 0.25
 class Sender(Protocol):
     """The worker pool, as far as it is needed here."""
 
-    def send(self, worker: WorkerInfo, connection_key: str, message: msgspec.Struct) -> bool: ...
+    def send(self, worker: WorkerInfo, message: msgspec.Struct) -> bool: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -68,23 +67,21 @@ class Dispatcher:
         self,
         proxy_id: str,
         router: Router,
+        pool: Sender,
         metrics: ProxyMetrics,
-        turns: Turns,
         worker_wait_s: float = 0.0,
         media_cache: str = "",
     ) -> None:
-        """turns: in which the readers of tokens are woken. worker_wait_s: for a worker of a role that has none left.
+        """worker_wait_s: how long sequences wait for a worker of a role that has none left.
 
         media_cache: tcp endpoint of this host's, for prefill workers of other hosts.
         """
         self._proxy_id = proxy_id
         self._router = router
+        self._pool = pool
         self._metrics = metrics
-        self._turns = turns
         self._worker_wait_s = worker_wait_s
         self._media_cache = media_cache
-        self.pool: Sender
-        """Set right after construction: the pool, in turn, calls `on_message`."""
         self._sequences: dict[DispatchedSequence, None] = {}  # open ones
         self._running: dict[str, Attempt] = {}
         self._waiting: list[_WaitingPrompt] = []
@@ -114,7 +111,7 @@ class Dispatcher:
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + deadline_s
-        sequences = [DispatchedSequence(prompt, sampling, stop, deadline, self._turns) for sampling in samplings]
+        sequences = [DispatchedSequence(prompt, sampling, stop, deadline) for sampling in samplings]
         waiting = _WaitingPrompt(sequences, max_ttft_s, loop.time() + self._worker_wait_s)
         late = DeadlineExceeded(f"the request was not finished within its {deadline_s:.3g} s")
         for sequence in sequences:
@@ -255,7 +252,7 @@ class Dispatcher:
         numbers = [next(self._numbers) for _ in sequences]
         attempt_ids = [f"{self._prefix}-{number}" for number in numbers]
         for sequence, attempt_id in zip(sequences, attempt_ids, strict=True):
-            attempt = Attempt(attempt_id, route, attempt_ids[0], sequence.wake)
+            attempt = Attempt(attempt_id, route, sequence.wake)
             sequence.attempt = self._running[attempt_id] = attempt
             attempt.times = _times_of(attempt)
             sequence.times.append(attempt.times)
@@ -318,10 +315,10 @@ class Dispatcher:
         attempt.leave()
         self._router.ended(attempt.route)
         for worker in attempt.workers_to_abort():
-            self.pool.send(worker, attempt.connection_key, AbortAttempt(self._proxy_id, attempt.attempt_id))
+            self._pool.send(worker, AbortAttempt(self._proxy_id, attempt.attempt_id))
 
     def _send(self, worker: WorkerInfo, attempts: list[Attempt], message: msgspec.Struct) -> None:
-        if not self.pool.send(worker, attempts[0].connection_key, message):
+        if not self._pool.send(worker, message):
             error = WorkerLost(f"{worker.role} worker {worker.worker_id} does not read its messages")
             for attempt in attempts:
                 attempt.suspects = [worker]
@@ -367,7 +364,7 @@ class Dispatcher:
         for request in self._running.values():
             if _runs_on(request.route, worker):
                 # Told in case it only froze: it would finish the sequence for nobody when it wakes.
-                self.pool.send(worker, request.connection_key, AbortAttempt(self._proxy_id, request.attempt_id))
+                self._pool.send(worker, AbortAttempt(self._proxy_id, request.attempt_id))
                 request.on_worker_lost(worker, error)
 
     def fail_all(self, error: TandemError) -> None:

@@ -23,21 +23,16 @@ from tandem.protocol.messages.generation import (
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.admission import Admission, Ticket
 from tandem.proxy.admission.rejections import rejection_reason
-from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.cluster.readiness import WorkerReadiness
+from tandem.proxy.api.validation import GenerationRequest
 from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
-from tandem.proxy.dispatch.turns import Turns
-from tandem.proxy.http.bodies import RequestBodies
-from tandem.proxy.observe.scrapes import Scrapes
-from tandem.proxy.observe.timelines import Timelines
-from tandem.proxy.reading.media_pool import MediaPool
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.detokenizer import Detokenizer
 from tandem.proxy.text.model_text import ModelText
-from tandem.proxy.text.prompt import Prompt, RenderedPrompts
+from tandem.proxy.text.prompt import Prompt
+from tandem.proxy.text.rendering import RenderedPrompts
 from tandem.proxy.text.stop_strings import StopStrings
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import TandemError
@@ -71,25 +66,22 @@ class TextDelta(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class AppState:
-    """What every request shares."""
+class GenerationServices:
+    """What every `Generation` of a proxy uses.
+
+    ttft_slo_s: requests whose first token is predicted later are refused; None refuses none.
+    """
 
     text: ModelText
     token_text: TokenText
-    bodies: RequestBodies
     readers: ReaderPool
     registry: Registry
     admission: Admission
     dispatcher: Dispatcher
     metrics: ProxyMetrics
-    scrapes: Scrapes
-    turns: Turns
     requests: RequestLog
-    timelines: Timelines
     request_timeout_s: float
-    ttft_slo_s: float | None  # of first tokens; what is predicted to miss it is refused
-    arrivals: WorkerReadiness
-    media: MediaPool | None = None  # None where the model takes text only
+    ttft_slo_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +98,7 @@ class Generation:
 
     def __init__(
         self,
-        door: AppState,
+        services: GenerationServices,
         request: GenerationRequest,
         record: RequestRecord,
         client: str = "",
@@ -117,10 +109,10 @@ class Generation:
         request: as `ReaderPool.read` gives it, its prompts tokenised. timeout_s: from arrival; None is as long as the
         server and the request allow.
         """
-        limits_s = (door.request_timeout_s, timeout_s, request.timeout_s)
+        limits_s = (services.request_timeout_s, timeout_s, request.timeout_s)
         self._timeout_s = min(limit_s for limit_s in limits_s if limit_s is not None)
-        self.token_text = door.token_text
-        self._door = door
+        self.token_text = services.token_text
+        self._services = services
         self._request = request
         self._record = record
         self._arrived_at = record.arrived_at
@@ -133,7 +125,7 @@ class Generation:
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """All sequences' pieces as they come; each ends with one that has a finish_reason. Raises TandemError."""
-        door = self._door
+        services = self._services
         outcome, is_refused = "aborted", False  # what it stays when the generator is closed or cancelled
         sequences: list[DispatchedSequence] = []
         texts: list[_SequenceText] = []
@@ -149,9 +141,9 @@ class Generation:
             # A prompt is computed once, whatever goes on from it: its first sequence waits for it.
             prompt_tokens = [0 if i else p.prompt.num_tokens for p in planned for i in range(len(p.samplings))]
             self.num_sequences = num_open = len(prompt_tokens)
-            ticket = door.admission.admit(self._client, prompt_tokens, self._request.priority, on_displaced)
+            ticket = services.admission.admit(self._client, prompt_tokens, self._request.priority, on_displaced)
             for p in planned:
-                sequences += door.dispatcher.start(
+                sequences += services.dispatcher.start(
                     p.prompt, p.samplings, p.stop, self._seconds_left(), self._first_token_within_s()
                 )
             for index, sequence in enumerate(sequences):
@@ -171,7 +163,7 @@ class Generation:
             outcome = error.code
             if (reason := rejection_reason(error)) is not None:
                 is_refused = self.num_completion_tokens == 0 and not isinstance(error, NoWorkerReady)
-                door.metrics.rejected.labels(reason).inc()
+                services.metrics.rejected.labels(reason).inc()
             raise
         except Exception:
             outcome = "internal_error"
@@ -182,20 +174,20 @@ class Generation:
             for text in texts:
                 text.timer.close()
             for sequence in sequences:
-                door.dispatcher.drop(sequence)
+                services.dispatcher.drop(sequence)
             if ticket is not None:
                 ticket.close()
             if self._request.media_lease is not None:
                 self._request.media_lease.release()
-            door.metrics.requests.labels(outcome).inc()
+            services.metrics.requests.labels(outcome).inc()
             self._record.num_prompt_tokens = self.num_prompt_tokens
             self._record.num_cached_tokens = self.num_cached_tokens
             self._record.num_completion_tokens = self.num_completion_tokens
-            door.requests.end(self._record, outcome, is_refused)
+            services.requests.end(self._record, outcome, is_refused)
 
     def _plan(self) -> list[_PlannedPrompt]:
-        request, door = self._request, self._door
-        limits = door.registry.limits()
+        request, services = self._request, self._services
+        limits = services.registry.limits()
         request.check_vocabulary(limits)
         assert isinstance(request.prompt, RenderedPrompts)
         prompts = request.prompt.prompts
@@ -209,13 +201,13 @@ class Generation:
                     priority=request.priority,
                 ),
                 request.samplings(),
-                request.stop_conditions(prompt.num_tokens, limits, door.text.eos_token_ids),
+                request.stop_conditions(prompt.num_tokens, limits, services.text.eos_token_ids),
             )
             for prompt in prompts
         ]
 
     def _first_token_within_s(self) -> float | None:
-        slo_s = self._door.ttft_slo_s
+        slo_s = self._services.ttft_slo_s
         return None if slo_s is None else slo_s - (time.monotonic() - self._arrived_at)
 
     def _seconds_left(self) -> float:
@@ -226,22 +218,22 @@ class _SequenceText:
     """One sequence from tokens to text."""
 
     def __init__(self, generation: Generation, index: int, sequence: DispatchedSequence, ticket: Ticket) -> None:
-        door, request = generation._door, generation._request
+        services, request = generation._services, generation._request
         self._generation = generation
-        self._door = door
+        self._services = services
         self._request = request
         self._index = index
         self._sequence = sequence
         self._ticket = ticket
-        self._detokenizer = Detokenizer(door.text.tokenizer, sequence.prompt.token_ids, request.skip_special_tokens)
+        self._detokenizer = Detokenizer(services.text.tokenizer, sequence.prompt.token_ids, request.skip_special_tokens)
         self._stop_strings = StopStrings(request.stop, request.include_stop_string)
         self._has_begun = False
-        self.timer = SequenceTimer(door.metrics, generation._arrived_at, sequence.times)
+        self.timer = SequenceTimer(services.metrics, generation._arrived_at, sequence.times)
         generation._record.sequences.append(self.timer)
 
     async def next_delta(self) -> TextDelta:
         """What the tokens that have come since the last call add to the text."""
-        delta = await self._door.dispatcher.next_tokens(self._sequence)
+        delta = await self._services.dispatcher.next_tokens(self._sequence)
         tokens, finish_reason = delta.tokens, delta.finish_reason
         if self._request.is_prompt_only:  # workers generate one token at least; nobody asked for this one
             tokens, finish_reason = [], "length"
@@ -255,7 +247,7 @@ class _SequenceText:
         num_shown = len(tokens) - (finish_reason == "stop")
         for number in range(num_shown):
             if number % TOKENS_PER_TURN == TOKENS_PER_TURN - 1:  # many come at once to a slow reader
-                await self._door.turns.take()
+                await asyncio.sleep(0)
             piece, stopped = self._stop_strings.push(self._detokenizer.step(tokens[number].token_id))
             pieces.append(piece)
             if stopped:
@@ -271,7 +263,7 @@ class _SequenceText:
         self.timer.on_text(now)
         if finish_reason is not None:
             self.timer.on_finished(now)
-            self._door.dispatcher.drop(self._sequence)  # at a stop string the workers do not know yet that it ended
+            self._services.dispatcher.drop(self._sequence)  # at a stop string the workers do not know yet that it ended
         return TextDelta(self._index, "".join(pieces), tokens, num_shown, finish_reason, prompt)
 
     async def _on_first(self, delta: TokenDelta, pieces: list[str]) -> ToldPrompt | None:
@@ -284,7 +276,7 @@ class _SequenceText:
             return None
         token_ids = unpack_token_ids(self._sequence.prompt.token_ids)
         if request.echo:
-            pieces.append(await self._door.readers.text_of(token_ids))
+            pieces.append(await self._services.readers.text_of(token_ids))
         return ToldPrompt(token_ids, delta.prompt_logprobs or [])
 
 

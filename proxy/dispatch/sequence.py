@@ -24,7 +24,6 @@ from tandem.protocol.messages.generation import (
 )
 from tandem.proxy.cluster.router import Route, Router
 from tandem.proxy.dispatch.attempt import Attempt
-from tandem.proxy.dispatch.turns import Turns
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import KVTransferFailed, TandemError, WorkerLost
 from tandem.runtime.host import is_elsewhere
@@ -85,9 +84,7 @@ class DispatchedSequence:
     decode worker, where it is none of these.
     """
 
-    def __init__(
-        self, prompt: Prompt, sampling: SamplingParams, stop: StopConditions, deadline: float, turns: Turns
-    ) -> None:
+    def __init__(self, prompt: Prompt, sampling: SamplingParams, stop: StopConditions, deadline: float) -> None:
         self.prompt = prompt
         self.sampling = sampling
         self.stop = stop
@@ -102,7 +99,6 @@ class DispatchedSequence:
         self.avoid: frozenset[str] = frozenset()
         self.near = ""
         self.is_open = True
-        self._turns = turns
         self._reader: asyncio.Future[None] | None = None
 
     # ---- events
@@ -138,9 +134,9 @@ class DispatchedSequence:
         return min(_MAX_DELAY_S, delay_s)
 
     def wake(self) -> None:
-        if self._reader is not None:
-            self._turns.wake(self._reader)
-            self._reader = None
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+        self._reader = None
 
     def forget(self) -> None:
         """It was dropped. Its error has been raised, and through the frames that it came through it would refer to

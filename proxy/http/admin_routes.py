@@ -1,32 +1,26 @@
-"""The routes for who runs the cluster: metrics and the page that shows them, what Prometheus is to
-scrape, and what became of one request.
+"""Routes for operators: metrics, the dashboard, Prometheus service discovery and the timeline of one request.
 
-One list, so that they can be served where clients do not reach.
+They are served on the admin address, or beside the client routes where there is none.
 """
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
-from typing import Any
 
 import msgspec
-from litestar import Request, Response, get
-from litestar.handlers import HTTPRouteHandler
+from starlette.requests import Request
+from starlette.responses import Response
 
 from tandem.protocol.messages.membership import WorkerReport
 from tandem.proxy.answers.errors import UnknownRequest
-from tandem.proxy.answers.request_id import id_header
 from tandem.proxy.config import ProxyConfig
-from tandem.proxy.dispatch.generation import AppState
+from tandem.proxy.http.app_state import AppState
+from tandem.proxy.http.routes import ApiRoute, answer, json_answer
 from tandem.proxy.observe.scrape_targets import scrape_targets
 from tandem.telemetry.metrics import CONTENT_TYPE
 from tandem.telemetry.request_log import NUM_KEPT
 
-AdminRequest = Request[Any, Any, Any]
-_JSON = "application/json"
-OPEN = {"open": True}
-"""Without a key: for load balancers, and for people who read."""
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; frame-ancestors 'none'",
@@ -35,7 +29,7 @@ _PAGE_HEADERS = {
 
 
 class ClusterState(msgspec.Struct, frozen=True):
-    """What the page at /dashboard asks for beside the metrics. reason: why it is not ready."""
+    """What the dashboard shows beside the metrics. reason: why the cluster is not ready."""
 
     model: str
     ready: bool
@@ -43,36 +37,36 @@ class ClusterState(msgspec.Struct, frozen=True):
     workers: list[WorkerReport]
 
 
-def admin_routes(config: ProxyConfig, door: AppState) -> list[HTTPRouteHandler]:
+def admin_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
     page = Path(__file__).with_name("dashboard.html").read_bytes()
+    registry = state.generation.registry
 
-    @get("/metrics")
-    async def metrics(request: AdminRequest) -> Response[bytes]:
+    async def metrics(request: Request) -> Response:
         is_fresh = "no-cache" in request.headers.get("cache-control", "")
-        return Response(await door.scrapes.render(is_fresh), media_type=CONTENT_TYPE, headers=id_header(request))
+        return answer(request, await state.metrics_page.render(is_fresh), CONTENT_TYPE)
 
-    @get("/sd")
-    async def sd(request: AdminRequest) -> Response[bytes]:
-        targets = scrape_targets(config, request.headers.get("host", ""), door.registry.workers())
-        return Response(msgspec.json.encode(targets), media_type=_JSON, headers=id_header(request))
+    async def service_discovery(request: Request) -> Response:
+        return json_answer(request, scrape_targets(config, request.headers.get("host", ""), registry.workers()))
 
-    @get("/debug/requests/{request_id:str}")
-    async def timeline(request: AdminRequest) -> Response[bytes]:
+    async def timeline(request: Request) -> Response:
         request_id = request.path_params["request_id"]
-        found = await door.timelines.find(request_id)
+        found = await state.timelines.find(request_id)
         if not found:
-            raise UnknownRequest(f"No proxy remembers a request {request_id!r}; each keeps its last {NUM_KEPT}.")
-        return Response(found, media_type=_JSON, headers=id_header(request))
+            raise UnknownRequest(f"No proxy knows a request {request_id!r}; each keeps its last {NUM_KEPT}.")
+        return answer(request, found)
 
-    @get("/dashboard", opt=OPEN)
-    async def dashboard(request: AdminRequest) -> Response[bytes]:
-        return Response(page, media_type="text/html; charset=utf-8", headers=id_header(request) | _PAGE_HEADERS)
+    async def dashboard(request: Request) -> Response:
+        return answer(request, page, "text/html", headers=_PAGE_HEADERS)
 
-    @get("/dashboard/cluster")
-    async def cluster(request: AdminRequest) -> Response[bytes]:
-        reason = door.registry.why_not_ready()
-        workers = door.registry.report(asyncio.get_running_loop().time())
-        told = ClusterState(config.served_model_name, reason is None, reason or "", workers)
-        return Response(msgspec.json.encode(told), media_type=_JSON, headers=id_header(request))
+    async def cluster(request: Request) -> Response:
+        reason = registry.why_not_ready()
+        workers = registry.report(asyncio.get_running_loop().time())
+        return json_answer(request, ClusterState(config.served_model_name, reason is None, reason or "", workers))
 
-    return [metrics, sd, timeline, dashboard, cluster]
+    return [
+        ApiRoute("GET", "/metrics", metrics),
+        ApiRoute("GET", "/sd", service_discovery),
+        ApiRoute("GET", "/debug/requests/{request_id}", timeline),
+        ApiRoute("GET", "/dashboard", dashboard, is_open=True),
+        ApiRoute("GET", "/dashboard/cluster", cluster),
+    ]

@@ -1,6 +1,6 @@
-"""Who may come in, and whose limits a request counts towards. Pure.
+"""API keys. Pure.
 
-Keys are compared in constant time, each with every one that is valid, so that how long it takes tells nothing.
+A key is compared in constant time with every valid one, so that the time of an answer reveals nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ class ApiKeys:
         self._expected = [f"Bearer {key}".encode() for key in keys]
 
     def client_of(self, authorization: str) -> str | None:
-        """A name for the key in this header, without the key; None for a wrong one."""
+        """Returns a name for the key in this header that does not contain the key, or None for a wrong one."""
         given = authorization.encode("utf-8", "surrogateescape")
         found = None
         for number, expected in enumerate(self._expected):

@@ -1,8 +1,7 @@
-"""Bodies as they arrive: small ones as bytes; large ones in a file in memory, for another process to read.
+"""Receives request bodies within limits on size and pace.
 
-A megabyte that is joined, pickled and sent through a pipe costs the loop milliseconds and the heap its size several
-times over. Written to a memfd as it comes, it costs one copy, never lies in this process's heap, and goes with its last
-descriptor, whoever dies.
+Small bodies are bytes. Large ones are written to a file in memory as they arrive, so that another process can read them
+without a copy through a pipe.
 """
 
 from __future__ import annotations
@@ -10,12 +9,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from litestar.types import Receive
+from starlette.datastructures import Headers
+from starlette.types import Receive
 
 from tandem.proxy.answers.errors import BodyTooLarge, ClientDisconnected, ClientTooSlow
-from tandem.proxy.dispatch.turns import Turns
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.runtime.errors import Overloaded
 
@@ -24,26 +23,22 @@ T = TypeVar("T")
 _PROGRESS_BYTES = 16 * 1024
 MAX_UNSPOOLED_BYTES = 16 * 1024
 MAX_SPOOLED_BYTES = 1 << 30
-"""Of all large bodies together. Beyond that, large bodies are refused."""
-_PIECES_PER_ITERATION = 2
-"""Of large bodies, of about `proxy.http.connection.READ_BYTES` each: sixty clients that upload at once must not fill an
-iteration of the loop."""
+"""All large bodies together. Beyond that, large bodies are refused."""
 
 
 class RequestBodies:
     def __init__(self, max_bytes: int, timeout_s: float, max_spooled_bytes: int = MAX_SPOOLED_BYTES) -> None:
-        """max_bytes: of one body. timeout_s: for each 16 KiB of it to arrive."""
+        """max_bytes: of one body. timeout_s: for each 16 KiB of a body to arrive."""
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._max_spooled_bytes = max_spooled_bytes
-        self._turns = Turns(_PIECES_PER_ITERATION)
         self.num_spooled_bytes = 0
 
     @asynccontextmanager
-    async def receive(self, receive: Receive, headers: Any) -> AsyncGenerator[bytes | SpooledBody, None]:
-        """The whole body of the request; a large one is there until the context ends.
+    async def receive(self, receive: Receive, headers: Headers) -> AsyncGenerator[bytes | SpooledBody, None]:
+        """Yields the whole body. A large one is deleted at the end of the context.
 
-        Raises BodyTooLarge, ClientTooSlow, Overloaded while too much is being uploaded, ClientDisconnected.
+        Raises BodyTooLarge, ClientTooSlow, ClientDisconnected, and Overloaded while too much is being uploaded.
         """
         announced = headers.get("content-length", "")
         if announced.isdecimal():
@@ -52,15 +47,13 @@ class RequestBodies:
         small = b""
         try:
             more = True
-            if announced.isdecimal() and int(announced) > MAX_UNSPOOLED_BYTES:
-                await self._turns.take()  # its connection is not read from until then
-            watch = _Progress(self._timeout_s)
+            progress = _Progress(self._timeout_s)
             while more:
-                message: Any = await watch.wait_for(receive())
+                message = await progress.wait_for(receive())
                 if message["type"] == "http.disconnect":
-                    raise ClientDisconnected("the client went away in the middle of the body")
+                    raise ClientDisconnected("the client disconnected before its body was complete")
                 piece, more = message.get("body", b""), message.get("more_body", False)
-                watch.on_bytes(len(piece))
+                progress.on_bytes(len(piece))
                 if spooled is None:
                     small += piece
                     if len(small) <= MAX_UNSPOOLED_BYTES:
@@ -71,7 +64,6 @@ class RequestBodies:
                     raise Overloaded("too many large requests are waiting to be read; try again later")
                 self.num_spooled_bytes += len(piece)
                 spooled.write(piece)
-                await self._turns.take()
             yield small if spooled is None else spooled
         finally:
             if spooled is not None:
@@ -84,7 +76,7 @@ class RequestBodies:
 
 
 class _Progress:
-    """A deadline that moves on with every 16 KiB."""
+    """A deadline that is extended with every 16 KiB."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -96,10 +88,10 @@ class _Progress:
         try:
             async with asyncio.timeout_at(self._deadline):
                 return await message
-        except TimeoutError:
+        except TimeoutError as error:
             raise ClientTooSlow(
                 f"The body arrived too slowly: less than {_PROGRESS_BYTES} bytes in {self._timeout_s:g} s."
-            ) from None
+            ) from error
 
     def on_bytes(self, num_bytes: int) -> None:
         self._num_bytes += num_bytes

@@ -1,5 +1,4 @@
-"""The HTTP surface described: the OpenAPI document, made of the very types that bodies are decoded into, and a page of
-it that needs no network."""
+"""The OpenAPI document, made from the types that bodies are decoded into, and an HTML page of it without scripts."""
 
 from __future__ import annotations
 
@@ -41,13 +40,13 @@ ERRORS = {
     405: "the path does not take this method",
     408: "the body arrived too slowly",
     413: "the body is too large",
-    429: "this client has too many requests under way; see Retry-After",
+    429: "this client has too many running requests; see Retry-After",
     431: "the headers are too large",
     500: "the server failed",
-    503: "no worker could take the request in time, or it lost too many; see Retry-After",
+    503: "no worker could take the request in time, or too many attempts failed; see Retry-After",
     504: "the request was not finished in time",
 }
-_TOGETHER: dict[str, Json] = {
+_REQUIRED_TOGETHER: dict[str, Json] = {
     "ContentPart": {
         "anyOf": [
             {"required": [kind], "properties": {"type": {"const": kind}, kind: {"type": "string"}}}
@@ -61,14 +60,14 @@ _TOGETHER: dict[str, Json] = {
         ]
     },
 }
-"""What fields must be beside each other, which their types cannot say."""
-_REPEAT = (429, 503)
+"""Conditions between fields that msgspec types cannot express."""
+_RETRY_STATUSES = (429, 503)
 _BODY_ERRORS = (400, 401, 404, 405, 408, 413, 431, 500, 504)
 
 
 @dataclass(frozen=True)
 class RouteDoc:
-    """answer: what a 200 holds. chunk: of its stream, for routes that can. is_open: needs no API key."""
+    """answer: type of a 200, or its media type. chunk: type of a stream's events. is_open: needs no API key."""
 
     method: str
     path: str
@@ -82,9 +81,9 @@ class RouteDoc:
 
 ROUTES = [
     RouteDoc("post", "/v1/completions", "Continue a prompt.", CompletionResponse, (CompletionRequest,),
-          CompletionResponse, (*_BODY_ERRORS, *_REPEAT)),
+          CompletionResponse, (*_BODY_ERRORS, *_RETRY_STATUSES)),
     RouteDoc("post", "/v1/chat/completions", "Answer a chat.", ChatCompletionResponse, (ChatCompletionRequest,),
-          ChatCompletionChunk, (*_BODY_ERRORS, *_REPEAT)),
+          ChatCompletionChunk, (*_BODY_ERRORS, *_RETRY_STATUSES)),
     RouteDoc("get", "/v1/models", "The model that is served.", ModelList),
     RouteDoc("get", "/v1/models/{model}", "The same, by its name.", ModelCard, errors=(401, 404, 405, 431, 500)),
     RouteDoc("post", "/tokenize", "The tokens of a prompt or of a chat.", TokenizeResponse,
@@ -101,7 +100,7 @@ ROUTES = [
 
 
 def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
-    """OpenAPI 3.1."""
+    """Returns an OpenAPI 3.1 document."""
     types = {
         kind
         for route in ROUTES
@@ -112,8 +111,8 @@ def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
     references, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(ordered, references, strict=True))
     for name, component in components.items():
-        component.update(_TOGETHER.get(name, {}))
-        _describe_what_is_not_served(component.get("properties", {}), served_model_name)
+        component.update(_REQUIRED_TOGETHER.get(name, {}))
+        _describe_unsupported_fields(component.get("properties", {}), served_model_name)
     paths: Json = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method] = _operation(route, schema_of, has_api_key)
@@ -128,10 +127,10 @@ def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
     return document
 
 
-def _describe_what_is_not_served(properties: Json, served_model_name: str) -> None:
+def _describe_unsupported_fields(properties: Json, served_model_name: str) -> None:
     for field in properties.keys() & NotServed.__struct_fields__:
         accepted = NEUTRAL_VALUES.get(field, ())
-        properties[field] = {"enum": [None, *accepted], "description": "not served: other values are refused"}
+        properties[field] = {"enum": [None, *accepted], "description": "not supported: other values are refused"}
     if {"type": "null"} in properties.get("model", {}).get("anyOf", ()):  # of a request
         properties["model"] = {"enum": [None, served_model_name], "default": None} | {
             key: value for key, value in properties["model"].items() if key == "description"
@@ -151,7 +150,7 @@ def _operation(route: RouteDoc, schema_of: dict[type, Json], has_api_key: bool) 
             continue
         kind = HealthResponse if route.path == "/health" and status == 503 else ErrorResponse
         headers = dict(header)
-        if status in _REPEAT and kind is ErrorResponse:
+        if status in _RETRY_STATUSES and kind is ErrorResponse:
             headers["Retry-After"] = {"schema": {"type": "string"}, "description": "seconds"}
         responses[str(status)] = {
             "description": ERRORS[status],
@@ -177,12 +176,12 @@ def _content(answer: type | str, schema_of: dict[type, Json]) -> Json:
     return {answer: {"schema": {} if answer == "application/json" else {"type": "string"}}}
 
 
-# ---- for people
+# ---- the page at /docs
 
 
 @dataclass(frozen=True)
 class FieldRow:
-    """One field of a body, in words. default: "" where the field is required."""
+    """One field of a body in words."""
 
     name: str
     values: str
@@ -249,7 +248,7 @@ def _number_range(schema: Json) -> str:
         high = f"below {_large(schema['exclusiveMaximum'])}"
     else:
         high = f"at most {_large(schema['maximum'])}" if "maximum" in schema else ""
-    both = ", ".join(bound for bound in (low, high) if bound)
+    both = ", ".join(limit for limit in (low, high) if limit)
     return f" ({both})" if both else ""
 
 

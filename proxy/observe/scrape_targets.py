@@ -1,6 +1,6 @@
-"""What `/sd` tells Prometheus to scrape: the proxies' common port, and each worker's own endpoint. Pure.
+"""Prometheus service discovery (`http_sd_configs`): the proxies' shared port and each worker's own endpoint. Pure.
 
-The format is that of `http_sd_configs`. Proxies that share a port answer for each other, so they are one target.
+Proxies that share a port render each other's metrics, so they are one target.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ _EVERY_ADDRESS = ("0.0.0.0", "::", "")
 
 
 class TargetGroup(msgspec.Struct, frozen=True):
-    """Labels with two leading underscores are for Prometheus itself; the others are put on every series."""
+    """Labels with two leading underscores configure the scrape; the others are added to every series."""
 
     targets: list[str]
     labels: dict[str, str]
 
 
 def scrape_targets(config: ProxyConfig, asked_host: str, workers: Iterable[WorkerInfo]) -> list[TargetGroup]:
-    """asked_host: how the asker reaches this proxy (host:port); counts where every address is bound."""
+    """asked_host: the request's Host header (host:port), used where the proxy is bound to every address."""
     host, port = (config.admin_host, config.admin_port) if config.admin_port else (config.host, config.port)
     own = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if host in _EVERY_ADDRESS and asked_host:

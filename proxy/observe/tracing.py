@@ -1,8 +1,8 @@
 """OpenTelemetry: one span for each request and one for each of its stages, made when the request has ended.
 
-So nothing is done for them while tokens stream. A client's W3C traceparent is taken over: its span is the parent, and
-its decision on sampling holds. opentelemetry (`pip install tandem-serve[tracing]`) is imported only where traces are
-asked for; its own thread sends them, and drops them when nobody takes them.
+A client's W3C traceparent becomes the parent span, with its sampling decision. opentelemetry
+(`pip install tandem-serve[tracing]`) is imported only where traces are configured. Its own thread sends them, and drops
+them when the collector does not accept them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _INTERVAL_MS = 1000
 
 
 class RequestTracer:
-    """on_end is the loop's to call; close waits for what is still to be sent, for a bounded time."""
+    """Call `on_end` on the loop. `close` blocks until the remaining spans are sent, for a limited time."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -54,7 +54,7 @@ class RequestTracer:
         span.end(_ns(record, record.ended_at))
 
     def _add_stages(self, record: RequestRecord, parent: Span, index: int, stages: dict[str, float]) -> None:
-        """One after the other, as they add up; detokenising went on during decode, and shows after it."""
+        """Add the stages as consecutive spans. Detokenising runs during decode but is shown after it."""
         from opentelemetry.trace import set_span_in_context
 
         context = set_span_in_context(parent)
@@ -72,9 +72,9 @@ class RequestTracer:
 
 
 def make_tracer(endpoint: str, process_name: str) -> RequestTracer:
-    """endpoint: takes OTLP over HTTP. Raises ConfigError where the packages are missing or it is no http URL."""
+    """endpoint: URL for OTLP over HTTP. Raises ConfigError for another URL, or where the packages are missing."""
     if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"otlp_endpoint: {endpoint!r} is no URL; write http://HOST:4318/v1/traces")
+        raise ConfigError(f"otlp_endpoint: {endpoint!r} is not an http URL; write http://HOST:4318/v1/traces")
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
@@ -93,5 +93,5 @@ def make_tracer(endpoint: str, process_name: str) -> RequestTracer:
 
 
 def _ns(record: RequestRecord, moment: float) -> int:
-    """Nanoseconds of the wall clock at a moment of the monotonic one."""
+    """Returns wall-clock nanoseconds for a moment of the monotonic clock."""
     return int((record.arrived_unix_s + moment - record.arrived_at) * 1e9)

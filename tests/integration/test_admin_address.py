@@ -1,4 +1,4 @@
-"""A proxy process with an address for operators, and connections that are idle for long. Needs no workers."""
+"""A proxy process with an admin address, and idle connections. Needs no workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three proxies share a port: answers go to who asked, figures add up, and one that dies costs no more."""
+"""Three proxies share a port: each answers its own clients, metrics add up, and a crash loses one proxy only."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ class Front:
         return self.proxies[0].url
 
     def num_tokens_of(self, proxy: Proxy) -> float:
-        """Generated through this very proxy."""
+        """Tokens generated through this proxy."""
         [file] = self.metrics.glob(f"counter_{proxy.process.pid}.db")
         families = MultiProcessCollector.merge([str(file)])
         return sum(s.value for f in families for s in f.samples if s.name == "tandem_generation_tokens_total")
 
     def scrape(self) -> dict[str, float]:
-        """Of whichever proxy answers; samples without labels, by name."""
+        """Returns the samples without labels by name, from any proxy."""
         families = text_string_to_metric_families(httpx.get(f"{self.url}/metrics", headers=NOW).text)
         return {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
 

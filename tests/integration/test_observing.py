@@ -1,4 +1,4 @@
-"""What a person sees of a running cluster: stages, worker metrics, timelines, traces, log lines and the page."""
+"""What operators see of a running cluster: stages, worker metrics, timelines, traces, log lines, the dashboard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever fits `/openapi.json`, or nearly does, gets an answer that fits it too: no 5xx, no hang."""
+"""Requests that match `/openapi.json`, or nearly do, get answers that match it: no 5xx, no hang."""
 
 from __future__ import annotations
 

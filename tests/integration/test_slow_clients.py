@@ -1,4 +1,4 @@
-"""Clients that read slowly or not at all, over real sockets: they cost a bounded buffer, and nobody else anything."""
+"""Clients that read slowly or not at all, over real sockets: they cost a limited buffer and do not delay others."""
 
 from __future__ import annotations
 

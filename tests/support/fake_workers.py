@@ -1,4 +1,4 @@
-"""A real proxy process whose workers are loops in the test's own, which echo the prompt's tokens.
+"""A real proxy process with fake workers on a thread of the test, which echo the prompt's tokens.
 
 What the fake workers hand each other in memory stands for the KV transfer.
 """

@@ -1,4 +1,4 @@
-"""A real proxy and a real media cache, with the fake workers: what becomes of images and video up to the dispatch."""
+"""A real proxy and a real media cache, with fake workers: images and video up to the dispatch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A proxy's dispatcher whose workers are lists: a test plays them. Nothing may be left over when it ends."""
+"""A dispatcher whose workers are played by a test. Nothing may be left in its tables at the end."""
 
 from __future__ import annotations
 
@@ -32,16 +32,11 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.admission.admission import Admission
-from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.dispatch.dispatcher import Dispatcher
-from tandem.proxy.dispatch.generation import AppState
+from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.dispatch.sequence import TokenDelta
-from tandem.proxy.dispatch.turns import Turns
-from tandem.proxy.http.bodies import RequestBodies
-from tandem.proxy.observe.scrapes import Scrapes
-from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.model_text import ModelText
@@ -65,7 +60,7 @@ class FakePool:
         self.sent: list[tuple[str, msgspec.Struct]] = []
         self.accepts = True
 
-    def send(self, worker: WorkerInfo, attempt_id: str, message: msgspec.Struct) -> bool:
+    def send(self, worker: WorkerInfo, message: msgspec.Struct) -> bool:
         self.sent.append((worker.worker_id, message))
         return self.accepts
 
@@ -97,33 +92,25 @@ class Cluster:
         self.registry = Registry(2.5, decode_may_prefill=threshold > 0)
         self.router = Router(self.registry, threshold, rng=random.Random(0))
         self.metrics = ProxyMetrics()
-        turns = Turns(4)
-        self.dispatcher = Dispatcher("proxy", self.router, self.metrics, turns, worker_wait_s)
         self.pool = FakePool()
-        self.dispatcher.pool = self.pool
+        self.dispatcher = Dispatcher("proxy", self.router, self.pool, self.metrics, worker_wait_s)
         self.join(*workers)
         self.text = FakeText()
         text = cast(ModelText, self.text)
         self.admission = Admission(8, time.monotonic)
         self.reader = BodyReader(text, "m")
         readers = ReaderPool(self.reader, lambda: self.reader, 1)  # what is small starts no process
-        requests = RequestLog()
-        self.door = AppState(
+        self.services = GenerationServices(
             text,
             TokenText(self.text.tokenizer),
-            RequestBodies(1 << 20, 30.0),
             readers,
             self.registry,
             self.admission,
             self.dispatcher,
             self.metrics,
-            Scrapes(self.metrics),
-            turns,
-            requests,
-            Timelines(None, requests, []),
-            60,
-            None,
-            WorkerReadiness(self.registry, 8, worker_wait_s),
+            RequestLog(),
+            request_timeout_s=60,
+            ttft_slo_s=None,
         )
 
     def join(self, *workers: WorkerInfo) -> None:

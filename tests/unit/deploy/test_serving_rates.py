@@ -18,7 +18,7 @@ from tandem.protocol.messages.membership import (
     WorkerReport,
 )
 from tandem.proxy.admission.admission import Admission
-from tandem.proxy.observe.figures import serving_figures
+from tandem.proxy.observe.serving_figures import serving_figures
 from tandem.telemetry.metrics import ProxyMetrics, SequenceTimer
 from tandem.telemetry.stages import STAGES, AttemptTimes
 

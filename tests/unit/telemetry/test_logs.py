@@ -143,7 +143,7 @@ def test_a_tally_adds_up_to_the_same_as_single_observations(itls_s: list[float])
         tallied.per_token.on_tokens(number * 0.3, 1, itl_s)  # told in between, too
         single.per_token.itl.observe(itl_s)
         single.generation_tokens.inc()
-    tallied.per_token.tell()
+    tallied.per_token.flush()
 
     def samples(metrics: ProxyMetrics) -> dict[tuple[str, str], float]:
         families = [metrics.per_token.itl, metrics.generation_tokens]

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from litestar import Request
+from starlette.requests import Request
 
 from tandem.proxy.admission.admission import Admission, ClientLimitExceeded, QueueFull, Ticket
 from tandem.proxy.answers.errors import tandem_error_response
 from tandem.runtime.errors import InvalidRequest
 
 
-def some_request() -> Request[Any, Any, Any]:
-    return Request({"type": "http", "headers": [], "state": {}})  # type: ignore[typeddict-item]
+def some_request() -> Request:
+    return Request({"type": "http", "headers": [], "state": {}})
 
 
 class Clock:

@@ -3,24 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
 import pytest
 
-import tandem.proxy.http.app
-from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
-from tandem.proxy.answers.event_stream import unless_disconnected
-from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.sequence import DispatchedSequence
-from tandem.runtime.errors import DeadlineExceeded, InvalidRequest, KVTransferFailed, Overloaded
+from tandem.runtime.errors import DeadlineExceeded, InvalidRequest, KVTransferFailed
 from tests.support.garbage import kept_garbage
 from tests.support.proxy_cluster import DECODE, PROMPT, Cluster, collect, play, turn
-
-CONFIG = ProxyConfig(proxy_id="p", control_endpoint="ipc://x", model="m", served_model_name="m")
 
 
 async def completed(cluster: Cluster) -> None:
@@ -83,61 +76,6 @@ async def ends_with(error: type[Exception], cluster: Cluster, sequence: Dispatch
         cluster.dispatcher.drop(sequence)
 
 
-async def several_choices_given_up(cluster: Cluster) -> None:
-    app = tandem.proxy.http.app.make_app(CONFIG, cluster.door)
-    body = json.dumps({"model": "m", "prompt": "hello", "max_tokens": 4, "n": 2, "stream": True}).encode()
-    pieces, gone = [body], asyncio.Event()
-
-    async def receive() -> Any:
-        if pieces:
-            return {"type": "http.request", "body": pieces.pop(), "more_body": False}
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: Any) -> None:
-        pass
-
-    scope: Any = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
-        "path": "/v1/completions", "raw_path": b"/v1/completions", "query_string": b"", "root_path": "",
-        "headers": [(b"content-length", str(len(body)).encode())], "client": ("1.1.1.1", 1), "server": ("x", 80),
-    }  # fmt: skip
-    answering = asyncio.create_task(app(scope, receive, send))
-    while not cluster.pool.of(StartPrefill):
-        await turn()
-    for attempt_id in cluster.pool.of(StartPrefill)[-1][1].attempt_ids:
-        cluster.first(attempt_id, 5)
-        cluster.reserved(attempt_id)
-    for _ in range(10):
-        await turn()
-    gone.set()
-    await answering
-    cluster.pool.sent.clear()
-
-
-async def read_too_late(cluster: Cluster) -> None:
-    async def forever(*_: object) -> Any:
-        await asyncio.Event().wait()
-
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(tandem.proxy.http.app, "_read_by", forever)
-        reading = tandem.proxy.http.app._read(cluster.door, "completions", b"{}", "client", 0.001)
-        with pytest.raises(DeadlineExceeded):
-            await unless_disconnected(forever, reading)
-
-
-async def refused(cluster: Cluster) -> None:
-    async def never() -> Any:
-        await asyncio.Event().wait()
-
-    async def work() -> None:
-        await asyncio.sleep(0)
-        raise Overloaded("no")
-
-    with pytest.raises(Overloaded):
-        await unless_disconnected(never, work())
-
-
 @pytest.mark.parametrize(
     "request_life",
     [
@@ -145,11 +83,8 @@ async def refused(cluster: Cluster) -> None:
         given_up,
         begun_again,
         several_of_one_prompt,
-        several_choices_given_up,
         failed,
         late,
-        read_too_late,
-        refused,
     ],
 )
 def test_nothing_refers_to_itself(request_life: Callable[[Cluster], Coroutine[Any, Any, None]]) -> None:

@@ -11,6 +11,7 @@ from tandem.protocol.messages.dispatch import AbortAttempt, PrepareDecode, Start
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.dispatch import sequence
 from tandem.runtime.errors import DeadlineExceeded, KVTransferFailed, TandemError, WorkerLost
@@ -241,11 +242,12 @@ def test_what_waits_for_a_worker_may_end(end: str) -> None:
 def test_a_new_proxy_waits_for_its_first_worker() -> None:
     async def test(cluster: Cluster) -> None:
         bare = Cluster(worker_wait_s=60, workers=())
-        waiting = asyncio.create_task(bare.door.arrivals.limits())
+        readiness = WorkerReadiness(bare.registry, 8, 60)
+        waiting = asyncio.create_task(readiness.limits())
         await turn()
         assert not waiting.done()
         bare.join(PREFILL, DECODE)
-        bare.door.arrivals.on_cluster_changed()
+        readiness.on_cluster_changed()
         assert (await waiting).max_model_len == 100
 
     play(test)

@@ -1,4 +1,4 @@
-"""What a proxy tells `tandem status` of its serving: the metrics of this process as plain numbers, since its start."""
+"""The metrics of this process since its start as plain numbers, for `tandem status`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tandem.telemetry.metrics import ProxyMetrics
 
 
 def serving_figures(metrics: ProxyMetrics, admission: Admission) -> ServingFigures:
-    metrics.per_token.tell()
+    metrics.per_token.flush()
     return ServingFigures(
         num_waiting=admission.num_waiting,
         num_prompt_tokens=int(metrics.prompt_tokens._value.get()),
@@ -26,6 +26,6 @@ def serving_figures(metrics: ProxyMetrics, admission: Admission) -> ServingFigur
 
 
 def _buckets(histogram: Histogram) -> LatencyBuckets:
-    # prometheus_client has no public way to read single values; in a shared folder these are of this process alone.
+    # prometheus_client has no public way to read single values. They are of this process, also in a shared folder.
     *bounds, _ = histogram._upper_bounds
     return LatencyBuckets(list(bounds), [int(bucket.get()) for bucket in histogram._buckets])

@@ -1,5 +1,4 @@
-"""What the proxy tells when a worker fails at any step, and the small routes. A failure is never a 200 with a body that
-looks whole."""
+"""Answers when a worker fails at any step, and the small routes. A failure never looks like a complete answer."""
 
 from __future__ import annotations
 

@@ -1,0 +1,95 @@
+"""From a list of routes to a Starlette application: API keys, error answers and the request id on every answer."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tandem.proxy.answers.errors import (
+    InvalidApiKey,
+    http_exception_response,
+    tandem_error_response,
+    unexpected_error_response,
+)
+from tandem.proxy.answers.request_id import id_header
+from tandem.proxy.http.api_keys import ApiKeys
+from tandem.runtime.errors import TandemError
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True, slots=True)
+class ApiRoute:
+    """is_open: needs no API key."""
+
+    method: str
+    path: str
+    handler: Handler
+    is_open: bool = False
+
+
+def starlette_app(routes: Sequence[ApiRoute], keys: ApiKeys | None) -> ASGIApp:
+    """keys: None lets every client in."""
+    app = Starlette(
+        routes=[
+            Route(
+                route.path,
+                route.handler if keys is None or route.is_open else _with_key(keys, route.handler),
+                methods=[route.method],
+            )
+            for route in routes
+        ],
+        exception_handlers={
+            TandemError: tandem_error_response,
+            HTTPException: http_exception_response,
+            Exception: unexpected_error_response,
+        },
+    )
+
+    async def answered(scope: Scope, receive: Receive, send: Send) -> None:
+        with suppress(Exception):  # Starlette raises it again after unexpected_error_response has logged it
+            await app(scope, receive, send)
+
+    return answered
+
+
+def _with_key(keys: ApiKeys, handler: Handler) -> Handler:
+    """Requires a key and notes whose it is, because limits for each client then hold for each key."""
+
+    async def guarded(request: Request) -> Response:
+        request.state.client = keys.client_of(request.headers.get("authorization", ""))
+        if request.state.client is None:
+            raise InvalidApiKey("The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.")
+        return await handler(request)
+
+    return guarded
+
+
+def client_of(request: Request) -> str:
+    """Returns the client whose limits the request counts towards: its API key, or its address without keys."""
+    key: str | None = getattr(request.state, "client", None)
+    return key or (request.client.host if request.client is not None else "")
+
+
+def answer(
+    request: Request,
+    body: bytes | str,
+    media_type: str = "application/json",
+    status: int = 200,
+    headers: Mapping[str, str] | None = None,
+) -> Response:
+    return Response(body, status, {**id_header(request), **(headers or {})}, media_type)
+
+
+def json_answer(request: Request, body: Any, status: int = 200) -> Response:
+    return answer(request, msgspec.json.encode(body), status=status)
