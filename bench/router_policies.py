@@ -28,15 +28,15 @@ class Blind:
         self._numbers = None if is_random else itertools.count(rng.randrange(1000))
 
     def pick(self, registry: Registry, turn: Turn) -> Picked:
-        num_prefill, num_decode = len(registry.prefill_workers.records), len(registry.decode_workers.records)
+        num_prefill, num_decode = len(registry.prefill_workers), len(registry.decode_workers)
         if self._numbers is None:
             return self._rng.randrange(num_prefill), self._rng.randrange(num_decode), turn.num_tokens
         number = next(self._numbers)
         return number % num_prefill, number % num_decode, turn.num_tokens
 
     def workers(self, registry: Registry, picked: Picked) -> tuple[str, str]:
-        prefill = registry.prefill_workers.records[picked[0]].worker
-        return prefill.worker_id, registry.decode_workers.records[picked[1]].worker.worker_id
+        prefill = registry.prefill_workers[picked[0]].worker
+        return prefill.worker_id, registry.decode_workers[picked[1]].worker.worker_id
 
     def first_token(self, picked: Picked, ttft_s: float) -> None:
         pass
@@ -56,7 +56,7 @@ class LeastLoaded(Blind):
         self._num_picks = 0
 
     def pick(self, registry: Registry, turn: Turn) -> Picked:
-        prefills, decodes = registry.prefill_workers.records, registry.decode_workers.records
+        prefills, decodes = registry.prefill_workers, registry.decode_workers
         self._num_picks += 1
         prefill = min(
             range(len(prefills)),

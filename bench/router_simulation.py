@@ -65,7 +65,7 @@ def chats(
 ) -> list[Turn]:
     """Synthetic conversations: each turn's prompt is all that was said before, after one of a few system prompts.
 
-    WorkerReadiness do not depend on how fast answers come, so that every policy gets the same.
+    Arrivals do not depend on how fast answers come, so that every policy gets the same.
     """
     found: list[Turn] = []
     start = 0.0
@@ -136,11 +136,10 @@ class Routed:
         return picked.prefill.worker_id, picked.decode.worker_id
 
     def first_token(self, picked: Route, ttft_s: float) -> None:
-        self._router.prefill_ended(picked)
-        self._router.on_first_token(picked, ttft_s)
+        self._router.prefill_ended(picked, ttft_s)
 
     def ended(self, picked: Route) -> None:
-        self._router.ended(picked)
+        self._router.sequence_ended(picked)
 
 
 MakePolicy = Callable[[Registry, int, int], Policy]

@@ -1,6 +1,6 @@
-"""The control socket: workers register and report on it, the launcher tells of exits, `tandem status` asks.
+"""The control socket: workers register and report, the launcher reports exits, `tandem status` asks for the state.
 
-A shell around the registry: it answers, and carries membership changes to whoever opens and closes connections.
+A shell around the registry. It answers messages and passes membership changes to its callbacks.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ log = logging.getLogger(__name__)
 
 
 class Control:
-    """on_joined(worker), on_lost(worker, reason) and on_changed(), after every change of whom to choose, are called on
-    the loop.
+    """Binds the control socket and drives the registry with its messages and a timer.
 
-    tcp_endpoint: bound as well, for other hosts. num_requests() and figures() are asked for the status report,
-    timeline(request_id) for another proxy. Binding raises zmq's error when the endpoint is taken.
+    All callbacks run on the loop. on_joined(worker) and on_lost(worker, reason) report membership; on_changed() follows
+    every change of the workers to choose from. on_refusals(worker_id, refusals) gets what a worker refused.
+    num_requests() and figures() fill the status report, timeline(request_id) answers another proxy. tcp_endpoint: bound
+    as well, for other hosts. Raises ZeroMQ's error when an endpoint is taken.
     """
 
     def __init__(
@@ -69,16 +70,16 @@ class Control:
         self._on_lost = on_lost
         self._on_changed = on_changed
         self._num_requests = num_requests
-        self._num_changes_told = 0
+        self._num_changes_seen = 0
         self._on_refusals = on_refusals
         self._timeline = timeline
         self._figures = figures
-        self._identities: dict[str, bytes] = {}  # of registered workers, by epoch
+        self._identities: dict[str, bytes] = {}  # socket identities of registered workers, by epoch
         self._socket: RouterSocket[ToProxyControl] = RouterSocket(
             context, endpoint, Codec(ToProxyControl), self._on_message, tcp_endpoint
         )
         self.endpoint = self._socket.endpoint
-        """As bound: with the port where `endpoint` had none."""
+        """The bound endpoint, with its port."""
         self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
 
     def _on_message(self, identity: bytes, message: ToProxyControl) -> None:
@@ -91,7 +92,7 @@ class Control:
                 known = self._registry.on_status(now, message)
                 if known and message.load.refusals:
                     self._on_refusals(message.worker_id, message.load.refusals)
-                self._socket.send(identity, self._view(known, self._registry.prefixes.has_missed(message.epoch)))
+                self._socket.send(identity, self._view(known, self._registry.prefixes.needs_restart(message.epoch)))
             case WorkerLeft():
                 self._apply(self._registry.on_left(message.epoch))
             case DrainWorker():
@@ -110,16 +111,16 @@ class Control:
                 self._socket.send(identity, report)
             case GetTimeline():
                 self._socket.send(identity, TimelineReport(message.request_id, self._timeline(message.request_id)))
-        self._tell_changes()
+        self._notify_changes()
 
     def _drain(self, worker_id: str) -> str:
-        """Tell the worker; what is wrong, or ""."""
+        """Asks the worker to leave. Returns an error message, or "" on success."""
         workers = {worker.worker_id: worker for worker in self._registry.workers()}
         if (worker := workers.get(worker_id)) is None:
-            return f"no worker {worker_id} is registered; there are {', '.join(sorted(workers)) or 'none'}"
+            return f"no worker {worker_id} is registered; registered workers: {', '.join(sorted(workers)) or 'none'}"
         if not self._socket.send(self._identities[worker.epoch], LeaveCluster()):
             return f"{worker_id} does not read its messages"
-        log.info("%s is told to leave", worker_id)
+        log.info("asked %s to leave", worker_id)
         return ""
 
     def _register(self, now: float, identity: bytes, message: RegisterWorker) -> None:
@@ -128,7 +129,7 @@ class Control:
             change = self._registry.on_register(now, message)
         except ProtocolError as error:
             self._socket.send(identity, RegistrationRefused(error.message))
-            raise InvalidMessage(error.message) from error  # to be counted, and logged now and then
+            raise InvalidMessage(error.message) from error  # the socket counts and logs it
         self._identities[message.worker.epoch] = identity
         if change:
             self._apply(change)
@@ -138,11 +139,11 @@ class Control:
     def _check(self) -> None:
         self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
         self._apply(self._registry.check(self._loop.time()))
-        self._tell_changes()
+        self._notify_changes()
 
-    def _tell_changes(self) -> None:
-        if self._num_changes_told != self._registry.num_changes:
-            self._num_changes_told = self._registry.num_changes
+    def _notify_changes(self) -> None:
+        if self._num_changes_seen != self._registry.num_changes:
+            self._num_changes_seen = self._registry.num_changes
             self._on_changed()
 
     def _apply(self, change: MembershipChange) -> None:
@@ -156,10 +157,10 @@ class Control:
             log.info("%s joined (epoch %s, pid %d)", worker.worker_id, worker.epoch, worker.pid)
             try:
                 self._on_joined(worker)
-            except Exception as error:  # zmq's own, or a tcp endpoint without keys
+            except Exception as error:  # ZeroMQ's error, or a tcp endpoint without keys
                 log.error("cannot connect to %s at %s: %s", worker.worker_id, worker.endpoint, error)
                 self._apply(self._registry.on_exited(worker.worker_id, worker.pid))
-        # Told at once, not at their next status: a prefill worker begins to pair with a new decode worker right away.
+        # Sent now, not as the answer to the next status: prefill workers pair with a new decode worker at once.
         view = self._view(known=True)
         for identity in self._identities.values():
             self._socket.send(identity, view)

@@ -316,7 +316,7 @@ class Dispatcher:
         sequence.prefill.end(None)
         sequence.prefill.leave(sequence)
         attempt.leave()
-        self._router.ended(attempt.route)
+        self._router.sequence_ended(attempt.route)
         for worker in attempt.workers_to_abort():
             self.pool.send(worker, attempt.connection_key, AbortAttempt(self._proxy_id, attempt.attempt_id))
 

@@ -63,9 +63,7 @@ class SharedPrefill:
         if self.has_ended:
             return
         self.has_ended = True
-        self._router.prefill_ended(self._route)
-        if first_token_at is not None:
-            self._router.on_first_token(self._route, first_token_at - self._started_at)
+        self._router.prefill_ended(self._route, None if first_token_at is None else first_token_at - self._started_at)
 
     def leave(self, sequence: DispatchedSequence) -> None:
         """Its attempt is over. What would go on to refer to itself is left to the collector of garbage, which stops

@@ -184,7 +184,7 @@ class Cluster:
     def check_nothing_is_left(self) -> None:
         assert self.dispatcher.num_running == 0
         assert self.admission.num_waiting == 0
-        records = self.registry.prefill_workers.records + self.registry.decode_workers.records
+        records = self.registry.prefill_workers + self.registry.decode_workers
         assert all(record.use.is_idle for record in records)
 
 
