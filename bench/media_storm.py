@@ -68,7 +68,7 @@ def main() -> None:
     for threads in options.threads.split(","):
         flags = (
             "--media-threads", threads, "--media-cache-mib", "4096", "--max-body-mib", "4", "--max-num-seqs", "64",
-            "--max-queue-s", "0", "--decode-prefill-threshold", str(NUM_LOCAL_TOKENS),
+            "--decode-prefill-threshold", str(NUM_LOCAL_TOKENS),
         )  # fmt: skip
         with cluster(options.model, *flags) as url:
             figures[threads] = asyncio.run(run(url, images, options.at_once))

@@ -32,7 +32,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     worker_silence_s: a worker that has sent no status for so long is lost.
     max_waiting_requests: sequences that may wait for their first token; beyond that requests are refused.
     max_waiting_tokens: the same for prompt tokens. low_priority_share: of both, for requests that are later than the
-    default. max_queue_s: see `proxy.admission.queue_delay`. max_requests_per_client:
+    default. max_requests_per_client:
     sequences that one client (a key, or an address where there are no keys) may have under way. 0 sets no bound.
     max_connections: of HTTP, at most what the system's limit of descriptors allows; max_connections_per_client: from
     one address, 0 takes half of them.
@@ -78,7 +78,6 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_waiting_requests: Annotated[int, Meta(ge=1)] = 1024
     max_waiting_tokens: Annotated[int, Meta(ge=0)] = 16_000_000
     low_priority_share: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    max_queue_s: Annotated[float, Meta(ge=0)] = 5.0
     max_requests_per_client: Annotated[int, Meta(ge=0)] = 0
     max_connections: Annotated[int, Meta(ge=1)] = 8192
     max_connections_per_client: Annotated[int, Meta(ge=0)] = 0

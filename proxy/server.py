@@ -18,7 +18,7 @@ from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.proxy_endpoints import write_whole
 from tandem.protocol.sockets import new_context
 from tandem.proxy.admission.admission import Admission
-from tandem.proxy.admission.queue_delay import QueueDelayController, queue_bounds
+from tandem.proxy.admission.queue_delay import QueueDelayController
 from tandem.proxy.cluster.control import Control
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.registry import Registry
@@ -96,7 +96,7 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
         time.monotonic,
         config.max_waiting_tokens,
         config.max_requests_per_client,
-        QueueDelayController(time.monotonic, *queue_bounds(config.max_queue_s, ttft_slo_s)),
+        QueueDelayController(time.monotonic, ttft_slo_s) if ttft_slo_s is not None else None,
         config.low_priority_share,
     )
     tracer = make_tracer(config.otlp_endpoint, config.proxy_id) if config.otlp_endpoint else None

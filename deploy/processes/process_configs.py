@@ -92,7 +92,6 @@ class ProcessConfigs:
             max_waiting_requests=cluster.max_waiting_requests,
             max_waiting_tokens=cluster.max_waiting_tokens,
             low_priority_share=cluster.low_priority_share,
-            max_queue_s=cluster.max_queue_s,
             max_requests_per_client=cluster.max_requests_per_client,
             max_connections=cluster.max_connections,
             max_connections_per_client=cluster.max_connections_per_client,
