@@ -25,11 +25,9 @@ from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.dispatcher import Dispatcher
-from tandem.proxy.dispatch.generation import AppState
-from tandem.proxy.dispatch.pauses import Pauses
-from tandem.proxy.dispatch.turns import Turns
 from tandem.proxy.dispatch.worker_pool import WorkerPool
 from tandem.proxy.http.app import make_admin_app, make_app
+from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import RequestBodies
 from tandem.proxy.http.connection import make_protocol
 from tandem.proxy.http.connections import Connections, affordable_connections
@@ -53,8 +51,6 @@ log = logging.getLogger(__name__)
 
 _MAX_ADMIN_CONNECTIONS = 128
 """Of those who run the cluster, which clients must not shut out."""
-_STREAMS_PER_ITERATION = 4
-"""Streams that get a piece of text in one iteration of the loop, which then takes 0.1 to 0.2 ms."""
 _TELL_INTERVAL_S = 1.0
 """How often gauges are set that are not worth it at each change."""
 _FAREWELL_S = 0.5
@@ -76,18 +72,10 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     scrapes = Scrapes(metrics)
     registry = Registry(config.worker_silence_s, decode_may_prefill=config.decode_prefill_threshold > 0)
     router = Router(registry, config.decode_prefill_threshold, config.num_proxies)
-    turns = Turns(_STREAMS_PER_ITERATION, Pauses())
-    dispatcher = Dispatcher(proxy_id, router, metrics, turns, config.worker_wait_s, config.media_cache_tcp_endpoint)
-    arrivals = WorkerReadiness(registry, config.max_waiting_requests, config.worker_wait_s)
     context = new_context("proxy", config.network)
-    pool = WorkerPool(
-        context,
-        proxy_id,
-        config.sockets_per_worker,
-        dispatcher.on_message,
-        lambda worker: dispatcher.on_worker_lost(worker, "a connection to it broke"),
-    )
-    dispatcher.pool = pool
+    pool = WorkerPool(context, proxy_id)
+    dispatcher = Dispatcher(proxy_id, router, pool, metrics, config.worker_wait_s, config.media_cache_tcp_endpoint)
+    arrivals = WorkerReadiness(registry, config.max_waiting_requests, config.worker_wait_s)
     context.refusals.on_refused = lambda reason: metrics.refusals.labels(reason).inc()
 
     ttft_slo_s = config.ttft_slo_ms / 1000 or None
@@ -105,7 +93,11 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
 
     def on_joined(worker: WorkerInfo) -> None:
         metrics.on_joined(worker.worker_id, worker.role)
-        pool.open(worker)
+        pool.open(
+            worker,
+            dispatcher.on_message,
+            lambda worker: dispatcher.on_worker_lost(worker, "a connection to it broke"),
+        )
 
     def on_lost(worker: WorkerInfo, reason: str) -> None:
         metrics.on_lost(worker.role)
@@ -151,18 +143,17 @@ async def serve(config: ProxyConfig, text: ModelText, readers: ReaderPool) -> No
     door = AppState(
         text,
         TokenText(text.tokenizer),
-        RequestBodies(config.max_body_bytes, config.client_timeout_s),
         readers,
         registry,
         admission,
         dispatcher,
         metrics,
-        scrapes,
-        turns,
         requests,
-        timelines,
         config.request_timeout_s,
         ttft_slo_s,
+        RequestBodies(config.max_body_bytes, config.client_timeout_s),
+        scrapes,
+        timelines,
         arrivals,
         media,
     )

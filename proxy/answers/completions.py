@@ -31,7 +31,8 @@ from tandem.proxy.api.responses import (
     Usage,
 )
 from tandem.proxy.api.validation import GenerationRequest
-from tandem.proxy.dispatch.generation import Generation, TextDelta, ToldPrompt
+from tandem.proxy.dispatch.generation import Generation
+from tandem.proxy.dispatch.sequence_text import PromptTokens, TextDelta
 from tandem.proxy.text.token_text import TokensAsIds, TokenText
 from tandem.runtime.errors import InternalError, TandemError
 
@@ -59,7 +60,7 @@ class _WholeSequence:
         self.tokens: list[SampledToken] = []
         self.shown: list[SampledToken] = []  # part of the text
         self.finish_reason: FinishReason | None = None
-        self.prompt: ToldPrompt | None = None
+        self.prompt: PromptTokens | None = None
 
     @property
     def text(self) -> str:
@@ -136,7 +137,9 @@ class CompletionAnswers:
     def _response(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> CompletionResponse:
         return CompletionResponse(self._id, self._generation.created, self._model, choices, usage)
 
-    def _logprobs(self, index: int, prompt: ToldPrompt | None, tokens: list[SampledToken]) -> CompletionLogprobs | None:
+    def _logprobs(
+        self, index: int, prompt: PromptTokens | None, tokens: list[SampledToken]
+    ) -> CompletionLogprobs | None:
         num_top = self._request.base_sampling.logprobs
         if num_top is None:
             return None
@@ -148,7 +151,7 @@ class CompletionAnswers:
         self._offsets[index] = offset + sum(len(self._token_text.plain(token.token_id)) for token in tokens)
         return told
 
-    def _prompt_logprobs(self, prompt: ToldPrompt | None) -> PromptLogprobs | UnsetType:
+    def _prompt_logprobs(self, prompt: PromptTokens | None) -> PromptLogprobs | UnsetType:
         num_top = self._request.prompt_logprobs
         if prompt is None or num_top is None:
             return UNSET

@@ -21,7 +21,8 @@ from tandem.proxy.api.responses import (
 from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.proxy.api.tool_parser import Arguments, CallBegun, Content, Piece, ToolParser
 from tandem.proxy.api.validation import GenerationRequest
-from tandem.proxy.dispatch.generation import Generation, TextDelta
+from tandem.proxy.dispatch.generation import Generation
+from tandem.proxy.dispatch.sequence_text import TextDelta
 
 
 class ToolAnswers(ChatAnswers):

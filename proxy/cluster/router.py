@@ -210,10 +210,10 @@ class Router:
         costs = []
         for record in candidates:
             use, num_held = record.use, depths.get(record.bit, 0)
-            if record.worker.epoch == prompt.near:
-                num_held = num_full  # they have just arrived there, so no report counts them yet
             num_new = num_needed - num_held
-            cost = use.decode_cost(num_new) - _CACHED_WEIGHT * num_held / (num_full or 1)
+            # Blocks that have just arrived on the `near` worker are in no report yet, so all count as cached there.
+            cached_share = 1.0 if record.worker.epoch == prompt.near else num_held / (num_full or 1)
+            cost = use.decode_cost(num_new) - _CACHED_WEIGHT * cached_share
             costs.append(cost if num_new <= use.num_free_blocks else cost + _NO_ROOM_COST)
         return self._draw(candidates, costs, min(costs) + _DECODE_TIE)
 

@@ -18,7 +18,7 @@ from tandem.protocol.messages.membership import WorkerReport
 from tandem.proxy.answers.errors import UnknownRequest
 from tandem.proxy.answers.request_id import id_header
 from tandem.proxy.config import ProxyConfig
-from tandem.proxy.dispatch.generation import AppState
+from tandem.proxy.http.app_state import AppState
 from tandem.proxy.observe.scrape_targets import scrape_targets
 from tandem.telemetry.metrics import CONTENT_TYPE
 from tandem.telemetry.request_log import NUM_KEPT

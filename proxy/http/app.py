@@ -33,9 +33,10 @@ from tandem.proxy.api.schema import SOONEST_PRIORITY
 from tandem.proxy.api.validation import GenerationRequest, ModelNotFound
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.config import ProxyConfig
-from tandem.proxy.dispatch.generation import AppState, Generation
+from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.http.admin_routes import admin_routes
 from tandem.proxy.http.api_keys import ApiKeys
+from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.openapi import docs_page, openapi_document
 from tandem.proxy.http.request_timeout import request_timeout_s
 from tandem.proxy.reading.body_reader import BodyKind, HasMedia

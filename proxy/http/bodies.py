@@ -15,7 +15,6 @@ from typing import Any, TypeVar
 from litestar.types import Receive
 
 from tandem.proxy.answers.errors import BodyTooLarge, ClientDisconnected, ClientTooSlow
-from tandem.proxy.dispatch.turns import Turns
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.runtime.errors import Overloaded
 
@@ -25,9 +24,6 @@ _PROGRESS_BYTES = 16 * 1024
 MAX_UNSPOOLED_BYTES = 16 * 1024
 MAX_SPOOLED_BYTES = 1 << 30
 """Of all large bodies together. Beyond that, large bodies are refused."""
-_PIECES_PER_ITERATION = 2
-"""Of large bodies, of about `proxy.http.connection.READ_BYTES` each: sixty clients that upload at once must not fill an
-iteration of the loop."""
 
 
 class RequestBodies:
@@ -36,7 +32,6 @@ class RequestBodies:
         self._timeout_s = timeout_s
         self._max_bytes = max_bytes
         self._max_spooled_bytes = max_spooled_bytes
-        self._turns = Turns(_PIECES_PER_ITERATION)
         self.num_spooled_bytes = 0
 
     @asynccontextmanager
@@ -53,7 +48,7 @@ class RequestBodies:
         try:
             more = True
             if announced.isdecimal() and int(announced) > MAX_UNSPOOLED_BYTES:
-                await self._turns.take()  # its connection is not read from until then
+                await asyncio.sleep(0)
             watch = _Progress(self._timeout_s)
             while more:
                 message: Any = await watch.wait_for(receive())
@@ -71,7 +66,7 @@ class RequestBodies:
                     raise Overloaded("too many large requests are waiting to be read; try again later")
                 self.num_spooled_bytes += len(piece)
                 spooled.write(piece)
-                await self._turns.take()
+                await asyncio.sleep(0)
             yield small if spooled is None else spooled
         finally:
             if spooled is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -36,9 +37,8 @@ from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.dispatch.dispatcher import Dispatcher
-from tandem.proxy.dispatch.generation import AppState
-from tandem.proxy.dispatch.sequence import TokenDelta
-from tandem.proxy.dispatch.turns import Turns
+from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
+from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import RequestBodies
 from tandem.proxy.observe.scrapes import Scrapes
 from tandem.proxy.observe.timelines import Timelines
@@ -64,7 +64,7 @@ class FakePool:
         self.sent: list[tuple[str, msgspec.Struct]] = []
         self.accepts = True
 
-    def send(self, worker: WorkerInfo, attempt_id: str, message: msgspec.Struct) -> bool:
+    def send(self, worker: WorkerInfo, message: msgspec.Struct) -> bool:
         self.sent.append((worker.worker_id, message))
         return self.accepts
 
@@ -95,10 +95,9 @@ class Cluster:
         self.registry = Registry(2.5, decode_may_prefill=threshold > 0)
         self.router = Router(self.registry, threshold, rng=random.Random(0))
         self.metrics = ProxyMetrics()
-        turns = Turns(4)
-        self.dispatcher = Dispatcher("proxy", self.router, self.metrics, turns, worker_wait_s)
         self.pool = FakePool()
-        self.dispatcher.pool = self.pool
+        self.dispatcher = Dispatcher("proxy", self.router, self.pool, self.metrics, worker_wait_s)
+        self._ready: defaultdict[DispatchedSequence, asyncio.Event] = defaultdict(asyncio.Event)
         self.join(*workers)
         self.text = FakeText()
         text = cast(ModelText, self.text)
@@ -109,18 +108,17 @@ class Cluster:
         self.door = AppState(
             text,
             TokenText(self.text.tokenizer),
-            RequestBodies(1 << 20, 30.0),
             readers,
             self.registry,
             self.admission,
             self.dispatcher,
             self.metrics,
-            Scrapes(self.metrics),
-            turns,
             requests,
-            Timelines(None, requests, []),
             60,
             None,
+            RequestBodies(1 << 20, 30.0),
+            Scrapes(self.metrics),
+            Timelines(None, requests, []),
             WorkerReadiness(self.registry, 8, worker_wait_s),
         )
 
@@ -140,12 +138,24 @@ class Cluster:
         assert self.registry.on_exited(worker.worker_id, worker.pid)
         self.dispatcher.on_worker_lost(worker, reason)
 
+    def start(self, samplings: list[SamplingParams], max_tokens: int, deadline_s: float) -> list[DispatchedSequence]:
+        return self.dispatcher.start(
+            PROMPT, samplings, StopConditions(max_tokens), deadline_s, lambda sequence: self._ready[sequence].set()
+        )
+
+    async def next_tokens(self, sequence: DispatchedSequence) -> TokenDelta:
+        while True:
+            await self._ready[sequence].wait()
+            self._ready[sequence].clear()
+            if (delta := self.dispatcher.take(sequence)) is not None:
+                return delta
+
     async def generate(self, max_tokens: int = 10, deadline_s: float = 60) -> AsyncGenerator[TokenDelta, None]:
-        [sequence] = self.dispatcher.start(PROMPT, [SamplingParams()], StopConditions(max_tokens), deadline_s)
+        [sequence] = self.start([SamplingParams()], max_tokens, deadline_s)
         try:
             finish_reason = None
             while finish_reason is None:
-                delta = await self.dispatcher.next_tokens(sequence)
+                delta = await self.next_tokens(sequence)
                 finish_reason = delta.finish_reason
                 yield delta
         finally:

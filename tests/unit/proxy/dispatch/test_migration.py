@@ -8,13 +8,13 @@ import json
 import pytest
 
 from tandem.protocol.messages.dispatch import AbortAttempt, PrepareDecode, StartPrefill
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.generation import SampledToken, SamplingParams
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.dispatch import sequence
 from tandem.runtime.errors import DeadlineExceeded, KVTransferFailed, TandemError, WorkerLost
-from tests.support.proxy_cluster import DECODE, PREFILL, PROMPT, Cluster, collect, play, turn
+from tests.support.proxy_cluster import DECODE, PREFILL, Cluster, collect, play, turn
 from tests.unit.proxy.dispatch.test_request_life import generation, prefills
 
 OTHER_DECODE = WorkerInfo("decode-1", "d2", "decode", "ipc://d2", 4)
@@ -153,8 +153,8 @@ def test_a_request_that_loses_every_worker_is_given_up(monkeypatch: pytest.Monke
 def test_sequences_of_one_prompt_stay_together_until_it_is_computed() -> None:
     async def test(cluster: Cluster) -> None:
         samplings = [SamplingParams(seed=seed) for seed in (7, 8, 9)]
-        sequences = cluster.dispatcher.start(PROMPT, samplings, StopConditions(3), 60)
-        readers = [asyncio.create_task(cluster.dispatcher.next_tokens(each)) for each in sequences]
+        sequences = cluster.start(samplings, 3, 60)
+        readers = [asyncio.create_task(cluster.next_tokens(each)) for each in sequences]
         await turn()
         cluster.dispatcher.drop(sequences[1])
         readers[1].cancel()
@@ -168,7 +168,7 @@ def test_sequences_of_one_prompt_stay_together_until_it_is_computed() -> None:
             cluster.reserved(attempt_id)
         assert [(await readers[i]).tokens for i in (0, 2)] == [[SampledToken(10)], [SampledToken(11)]]
         # From here on each has tokens of its own, and goes on by itself.
-        readers = [asyncio.create_task(cluster.dispatcher.next_tokens(sequences[i])) for i in (0, 2)]
+        readers = [asyncio.create_task(cluster.next_tokens(sequences[i])) for i in (0, 2)]
         await turn()
         cluster.lose(DECODE)
         cluster.join(OTHER_DECODE)

@@ -22,13 +22,13 @@ from tandem.protocol.messages.dispatch import (
     StartPrefill,
     TokenBatch,
 )
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.generation import SampledToken, SamplingParams
 from tandem.protocol.messages.membership import Role, WorkerInfo
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.dispatch.sequence import DispatchedSequence
 from tandem.runtime.errors import DeadlineExceeded, KVTransferFailed, TandemError, WorkerLost
-from tests.support.proxy_cluster import PROMPT, Cluster, turn
+from tests.support.proxy_cluster import Cluster, turn
 
 WAIT_S, DEADLINE_S = 30.0, 100.0
 seen: Counter[str] = Counter()
@@ -89,7 +89,7 @@ class Reader:
     async def _read(self, cluster: Cluster) -> None:
         try:
             while True:
-                delta = await cluster.dispatcher.next_tokens(self.sequence)
+                delta = await cluster.next_tokens(self.sequence)
                 self.tokens += [token.token_id for token in delta.tokens]
                 if delta.finish_reason is not None:
                     self.ends.append(delta.finish_reason)
@@ -156,8 +156,7 @@ class Requests(RuleBasedStateMachine):
     def start(self, seeds: int, num_tokens: int) -> None:
         samplings = [SamplingParams(seed=len(self.readers) + number) for number in range(seeds)]
         made: list[DispatchedSequence] = []
-        stop = StopConditions(num_tokens)
-        self.do(lambda: made.extend(self.cluster.dispatcher.start(PROMPT, samplings, stop, DEADLINE_S)))
+        self.do(lambda: made.extend(self.cluster.start(samplings, num_tokens, DEADLINE_S)))
         self.readers += [Reader(self, sequence, num_tokens) for sequence in made]
 
     @precondition(lambda self: self.running())

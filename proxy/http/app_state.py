@@ -1,0 +1,23 @@
+"""The parts of a proxy that its HTTP routes use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tandem.proxy.cluster.readiness import WorkerReadiness
+from tandem.proxy.dispatch.generation import GenerationServices
+from tandem.proxy.http.bodies import RequestBodies
+from tandem.proxy.observe.scrapes import Scrapes
+from tandem.proxy.observe.timelines import Timelines
+from tandem.proxy.reading.media_pool import MediaPool
+
+
+@dataclass(frozen=True, slots=True)
+class AppState(GenerationServices):
+    """media: None where the model takes text only."""
+
+    bodies: RequestBodies
+    scrapes: Scrapes
+    timelines: Timelines
+    arrivals: WorkerReadiness
+    media: MediaPool | None = None
