@@ -18,7 +18,9 @@ from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 from litestar.types import Guard
 
 from tandem.proxy.admission.rejections import rejection_reason
-from tandem.proxy.answers.completions import Answers, ChatAnswers, CompletionAnswers, stream_events
+from tandem.proxy.answers.answers import Answers
+from tandem.proxy.answers.chat import ChatAnswers
+from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.errors import (
     InvalidApiKey,
     http_exception_response,
@@ -27,6 +29,7 @@ from tandem.proxy.answers.errors import (
 )
 from tandem.proxy.answers.event_stream import EventStream, first_of, unless_disconnected
 from tandem.proxy.answers.request_id import HEADER, check_request_id, id_header, request_id_of
+from tandem.proxy.answers.stream import stream_events
 from tandem.proxy.answers.tool_answers import ToolAnswers
 from tandem.proxy.api.responses import HealthResponse, ModelCard, ModelList, VersionResponse
 from tandem.proxy.api.schema import SOONEST_PRIORITY

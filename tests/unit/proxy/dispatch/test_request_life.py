@@ -20,9 +20,10 @@ from tandem.protocol.messages.dispatch import AttemptPreempted, FirstToken, Prep
 from tandem.protocol.messages.generation import FinishReason, SampledToken
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.token_ids import unpack_token_ids
-from tandem.proxy.answers.completions import CompletionAnswers, stream_events
+from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.errors import ClientDisconnected
 from tandem.proxy.answers.event_stream import unless_disconnected
+from tandem.proxy.answers.stream import stream_events
 from tandem.proxy.dispatch import sequence
 from tandem.proxy.dispatch.generation import Generation
 from tandem.runtime.errors import DeadlineExceeded, InternalError, KVTransferFailed, Overloaded, WorkerLost
