@@ -161,7 +161,7 @@ class Attempt:
             self._first_released = True
             self._tokens.append(first.token)
             if first.finish_reason is not None:
-                self._on_worker_done(self.route.computes_prompt)  # decode was prepared in vain and must be told
+                self._on_worker_done(self.route.computes_prompt)  # the prepared decode worker gets an abort
                 self.finish_reason = first.finish_reason
         for token in self._decode_tokens:
             if self.finish_reason is not None:

@@ -1,4 +1,4 @@
-"""Membership and routing: pure policy, driven by messages and a clock value."""
+"""Membership, driven by messages and a clock value."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def status(info: WorkerInfo, *peers: WorkerInfo, state: str = "ready") -> Worker
 
 
 def cluster(num_prefill: int, num_decode: int) -> tuple[Registry, list[WorkerInfo], list[WorkerInfo]]:
-    """All pairs ready."""
+    """Returns a registry with all pairs ready, and the prefill and decode workers."""
     registry = Registry(SILENCE_S)
     prefills = [worker(f"prefill-{i}") for i in range(num_prefill)]
     decodes = [worker(f"decode-{i}") for i in range(num_decode)]

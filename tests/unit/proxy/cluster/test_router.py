@@ -1,4 +1,4 @@
-"""The router by itself: a function of what workers report, of what this proxy sent, and of one random number."""
+"""The router alone: a function of the workers' reports, of what this proxy sent, and of one random number."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def worker(worker_id: str) -> WorkerInfo:
 
 
 class World:
-    """All pairs ready; workers compute 1000 tokens a second and have 100 blocks."""
+    """Workers with all pairs ready; each computes 1000 tokens per second and has 100 blocks."""
 
     def __init__(self, num_prefill: int, num_decode: int, threshold: int = 0, num_proxies: int = 1) -> None:
         self.registry = Registry(2.5, decode_may_prefill=threshold > 0)
@@ -54,14 +54,16 @@ class World:
         self, info: WorkerInfo, speed: float = 1000.0, free: int = 100, running: int = 0, **load: object
     ) -> None:
         pairs = [PairStatus(d.worker_id, d.epoch, "ready") for d in self.decodes if info.role == "prefill"]
-        told = WorkerLoad(
+        reported = WorkerLoad(
             num_running=running,
             num_blocks=100,
             num_free_blocks=free,
             prompt_tokens_per_s=speed,
             **load,  # type: ignore[arg-type]
         )
-        self.registry.on_status(0, WorkerStatus(info.worker_id, info.epoch, told, pairs, self.logs[info.epoch].take()))
+        self.registry.on_status(
+            0, WorkerStatus(info.worker_id, info.epoch, reported, pairs, self.logs[info.epoch].take())
+        )
 
     def cache(self, info: WorkerInfo, token_ids: list[int]) -> None:
         for block_hash in HASHER.prompt_hashes(pack_token_ids(token_ids)):
