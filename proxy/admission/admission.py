@@ -203,7 +203,7 @@ class Admission:
 
     def _why_full(self, num_sequences: int, num_tokens: int, priority: int, freed: _Waiting) -> str | None:
         """The limit that these sequences exceed, as a sentence, or None. freed: what displaced requests give back."""
-        standing_limit = self._queue_delay.max_waiting() if self._queue_delay is not None else None
+        standing_limit = self._queue_delay.max_waiting(self.num_waiting) if self._queue_delay is not None else None
         max_waiting = self._max_waiting if standing_limit is None else min(standing_limit, self._max_waiting)
         limits = [(self._waiting, max_waiting, self._max_waiting_tokens, "")]
         if self._is_low(priority):

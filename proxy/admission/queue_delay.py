@@ -43,11 +43,13 @@ class QueueDelayController:
         elif waited_s < self._target_s / 2:  # not at the target itself, which is where the limit holds the queue
             self._is_standing = False
 
-    def max_waiting(self) -> int | None:
-        """Sequences that may wait at present, or None while the queue is not standing."""
+    def max_waiting(self, num_waiting: int) -> int | None:
+        """Sequences that may wait at present, or None while the queue is not standing. num_waiting: those that do."""
+        self._drop_old(self._clock())
+        if not num_waiting and not self._first_tokens:  # the workers are idle
+            self._late_since, self._is_standing = None, False
         if not self._is_standing:
             return None
-        self._drop_old(self._clock())
         return max(MIN_WAITING, len(self._first_tokens))
 
     def _drop_old(self, now: float) -> None:

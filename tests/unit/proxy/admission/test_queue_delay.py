@@ -76,6 +76,17 @@ def test_after_an_overload_nothing_is_refused() -> None:
     assert not load.num_refused and max(load.waits_s) < 1
 
 
+def test_an_idle_cluster_has_no_standing_queue() -> None:
+    """Nothing resets the limit but a request that may come, however many sequences it has."""
+    load = load_with()
+    load.run(60, 42, 14)
+    assert load.num_refused
+    while load.waiting:
+        load.waiting.pop()[1].close()  # their clients disconnect
+    load.clock.now += SLO_S
+    load.admission.admit("a", [100] * 64)
+
+
 def test_a_queue_that_decode_takes_a_batch_at_a_time_is_a_standing_queue() -> None:
     """For a moment nothing waits, whenever a batch has ended."""
     load = load_with()
