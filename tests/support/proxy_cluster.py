@@ -1,4 +1,4 @@
-"""A proxy's dispatcher whose workers are lists: a test plays them. Nothing may be left over when it ends."""
+"""A proxy's dispatcher with fake workers, which the test plays. Checks at the end that nothing is left over."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ EOS = 0
 
 
 class FakePool:
-    """Keeps what was sent; a test plays the workers through `Cluster`."""
+    """Records the messages to the workers."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, msgspec.Struct]] = []
@@ -73,7 +73,7 @@ class FakePool:
 
 
 class FakeText:
-    """A tokeniser with one token a character."""
+    """A tokeniser with one token for each byte."""
 
     eos_token_ids = frozenset({EOS})
 
@@ -123,7 +123,7 @@ class Cluster:
         )
 
     def join(self, *workers: WorkerInfo) -> None:
-        """With pairs among all that are there."""
+        """Registers the workers and makes all pairs ready."""
         for worker in workers:
             self.registry.on_register(0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 500, "m", 64))
         there = self.registry.workers()
@@ -134,7 +134,7 @@ class Cluster:
         self.dispatcher.on_cluster_changed()
 
     def lose(self, worker: WorkerInfo, reason: str = "its process has ended") -> None:
-        """As Control carries it: the registry knows first."""
+        """Loses a worker in the order that Control uses: first the registry, then the dispatcher."""
         assert self.registry.on_exited(worker.worker_id, worker.pid)
         self.dispatcher.on_worker_lost(worker, reason)
 
@@ -214,7 +214,7 @@ def play(test: Callable[[Cluster], Coroutine[Any, Any, None]], threshold: int = 
 
 
 async def turn() -> None:
-    """Let everything that can run, run."""
+    """Lets every task run until it waits."""
     for _ in range(20):
         await asyncio.sleep(0)
 

@@ -77,7 +77,7 @@ def test_after_an_overload_nothing_is_refused() -> None:
 
 
 def test_an_idle_cluster_has_no_standing_queue() -> None:
-    """Nothing resets the limit but a request that may come, however many sequences it has."""
+    """Otherwise a request with more sequences than the limit would be refused forever."""
     load = load_with()
     load.run(60, 42, 14)
     assert load.num_refused
