@@ -54,13 +54,13 @@ class ModelLimits:
 class WorkerRecord:
     """One registered worker with its last report.
 
-    heard_at: loop time of its last message. bit: its number in the prefix index. use: what the router counts on it.
-    draining: it gets no new work. decode_peers: on a prefill worker, the decode workers with which it has a ready pair.
+    last_message_at: loop time. bit: its number in the prefix index. use: what the router counts on it. draining: it
+    gets no new work. decode_peers: on a prefill worker, the decode workers with which it has a ready pair.
     """
 
     worker: WorkerInfo
     limits: ModelLimits
-    heard_at: float
+    last_message_at: float
     bit: int
     use: WorkerUse
     load: WorkerLoad = field(default_factory=WorkerLoad)
@@ -115,7 +115,7 @@ class Registry:
             )
         known = self._by_epoch.get(message.worker.epoch)
         if known is not None and known.worker == message.worker:
-            known.heard_at = now
+            known.last_message_at = now
             return MembershipChange()
         worker = message.worker
         namesakes = [record.worker for record in self._by_epoch.values() if record.worker.worker_id == worker.worker_id]
@@ -142,7 +142,7 @@ class Registry:
         record = self._by_epoch.get(message.epoch)
         if record is None:
             return False
-        record.heard_at = now
+        record.last_message_at = now
         record.load = message.load
         record.use.on_report(message.load)
         if message.load.prompt_tokens_per_s:
@@ -181,12 +181,12 @@ class Registry:
         if stalled_s > _STALL_S:
             # This process was frozen or starved, and the workers' messages are still unread.
             for record in self._by_epoch.values():
-                record.heard_at = max(record.heard_at, now)
+                record.last_message_at = max(record.last_message_at, now)
         return self._remove(
             [
-                LostWorker(record.worker, f"it has been silent for {now - record.heard_at:.1f} s")
+                LostWorker(record.worker, f"it has been silent for {now - record.last_message_at:.1f} s")
                 for record in self._by_epoch.values()
-                if now - record.heard_at > self._worker_silence_s
+                if now - record.last_message_at > self._worker_silence_s
             ]
         )
 
@@ -237,7 +237,9 @@ class Registry:
 
     def report(self, now: float) -> list[WorkerReport]:
         return [
-            WorkerReport(record.worker, record.load, record.pairs, max(0.0, now - record.heard_at), record.draining)
+            WorkerReport(
+                record.worker, record.load, record.pairs, max(0.0, now - record.last_message_at), record.draining
+            )
             for record in self._by_epoch.values()
         ]
 
