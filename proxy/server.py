@@ -22,7 +22,7 @@ from tandem.protocol.messages.membership import ServingFigures, WorkerInfo
 from tandem.protocol.proxy_endpoints import write_whole
 from tandem.protocol.sockets import new_context
 from tandem.proxy.admission.admission import Admission
-from tandem.proxy.admission.queue_delay import QueueDelayController, queue_bounds
+from tandem.proxy.admission.queue_delay import QueueDelayController
 from tandem.proxy.cluster.control import Control
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.registry import Registry
@@ -39,7 +39,7 @@ from tandem.proxy.observe.metrics_page import MetricsPage
 from tandem.proxy.observe.serving_figures import serving_figures
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.observe.tracing import make_tracer
-from tandem.proxy.reading.media_jobs import MediaSetup
+from tandem.proxy.reading.media_messages import MediaSetup
 from tandem.proxy.reading.media_pool import MediaPool
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.model_text import ModelText
@@ -143,7 +143,7 @@ class ProxyServer:
             time.monotonic,
             config.max_waiting_tokens,
             config.max_requests_per_client,
-            QueueDelayController(time.monotonic, *queue_bounds(0.0, ttft_slo_s)),
+            QueueDelayController(time.monotonic, ttft_slo_s) if ttft_slo_s is not None else None,
             config.low_priority_share,
         )
 

@@ -139,11 +139,10 @@ class TandemPolicy:
         return Placement(route.prefill.worker_id, route.decode.worker_id, route)
 
     def on_first_token(self, placement: Placement, ttft_s: float) -> None:
-        self._router.prefill_ended(placement.route)
-        self._router.on_first_token(placement.route, ttft_s)
+        self._router.prefill_ended(placement.route, ttft_s)
 
     def on_end(self, placement: Placement) -> None:
-        self._router.ended(placement.route)
+        self._router.sequence_ended(placement.route)
 
 
 MakePolicy = Callable[[Registry, int, int], Policy]

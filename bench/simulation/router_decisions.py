@@ -83,7 +83,7 @@ def measure(num_tokens: int, spread: Spread, num_decisions: int) -> dict[str, ob
         route = router.pick(PromptShape(num_tokens, hashes=unpack_short_hashes(short)))
         times.append((time.perf_counter() - started) * 1e6)
         router.prefill_ended(route)
-        router.ended(route)
+        router.sequence_ended(route)
     times.sort()
     return {
         "prefill_workers": NUM_WORKERS,

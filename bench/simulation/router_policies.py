@@ -27,7 +27,7 @@ class BlindPolicy:
         self._numbers = None if is_random else itertools.count(rng.randrange(1000))
 
     def pick(self, registry: Registry, turn: Turn) -> Placement:
-        prefills, decodes = registry.prefill_workers.records, registry.decode_workers.records
+        prefills, decodes = registry.prefill_workers, registry.decode_workers
         if self._numbers is None:
             prefill, decode = self._rng.choice(prefills), self._rng.choice(decodes)
         else:
@@ -52,8 +52,8 @@ class LeastLoadedPolicy:
         self._num_picks = 0
 
     def pick(self, registry: Registry, turn: Turn) -> Placement:
-        prefills = {record.worker.worker_id: record.load for record in registry.prefill_workers.records}
-        decodes = [record.worker.worker_id for record in registry.decode_workers.records]
+        prefills = {record.worker.worker_id: record.load for record in registry.prefill_workers}
+        decodes = [record.worker.worker_id for record in registry.decode_workers]
         prefill = min(prefills, key=lambda i: (self._tokens[i] + prefills[i].num_waiting_tokens, self._picked_at[i]))
         decode = min(decodes, key=lambda i: (self._sequences[i], self._picked_at[i]))
         self._num_picks += 1

@@ -1,4 +1,4 @@
-"""Why a request was refused for want of room, in the few words that the metrics have for it."""
+"""Reasons of rejected requests, as the metrics label them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.runtime.errors import Overloaded, TandemError
 
-FOR_WANT_OF_ROOM = ("queue_full", "slo", "no_room")
-"""Reasons that more workers would mend: not that of a client which has too many under way."""
+CAPACITY_REASONS = ("queue_full", "slo", "no_room")
+"""Reasons that more workers would remedy. A client that exceeds its own limit is not among them."""
 
 
 def rejection_reason(error: TandemError) -> str | None:
-    """None for what is no rejection: an error that more room would not have prevented."""
+    """The label of a rejection, or None for an error that more capacity would not have prevented."""
     match error:
         case ClientLimitExceeded():
             return "client_limit"

@@ -1,4 +1,4 @@
-"""Log-probabilities in the shapes that OpenAI and vLLM give them."""
+"""Log-probabilities in the shapes of OpenAI's and vLLM's APIs."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from tandem.proxy.api.responses import (
 from tandem.proxy.text.token_text import TokenText
 
 _LOWEST = -9999.0
-"""Told for minus infinity, which JSON has no word for; as vLLM does."""
+"""Stands for minus infinity, which JSON cannot express; the same as in vLLM."""
 
 
 def completion_logprobs(
     text: TokenText, tokens: Sequence[SampledToken], num_top: int, first_offset: int
 ) -> CompletionLogprobs:
-    """`first_offset`: characters of the text before these tokens. A token without logprobs (a prompt's first) has None.
+    """Logprobs of each token and of its `num_top` most likely alternatives, the token itself included.
 
-    The token's own is told beside the `num_top` most likely, as OpenAI does.
+    first_offset: characters of the text before these tokens. A prompt's first token has no logprobs, so it gets None.
     """
-    told = CompletionLogprobs([], [], [], [])
+    result = CompletionLogprobs([], [], [], [])
     offset = first_offset
     for token in tokens:
         piece, logprobs = text.text(token.token_id), token.logprobs
-        told.tokens.append(piece)
-        told.text_offset.append(offset)
+        result.tokens.append(piece)
+        result.text_offset.append(offset)
         offset += len(text.plain(token.token_id))
         if logprobs is None:
-            told.token_logprobs.append(None)
-            told.top_logprobs.append(None)
+            result.token_logprobs.append(None)
+            result.top_logprobs.append(None)
             continue
         own = max(logprobs.logprob, _LOWEST)
         top = {text.text(token_id): max(logprob, _LOWEST) for token_id, logprob in logprobs.top[:num_top]}
-        told.token_logprobs.append(own)
-        told.top_logprobs.append({piece: own} | top if piece not in top else top)
-    return told
+        result.token_logprobs.append(own)
+        result.top_logprobs.append({piece: own} | top if piece not in top else top)
+    return result
 
 
 def chat_logprobs(text: TokenText, tokens: Sequence[SampledToken], num_top: int) -> ChatLogprobs:
@@ -58,11 +58,14 @@ def chat_logprobs(text: TokenText, tokens: Sequence[SampledToken], num_top: int)
 
 
 def prompt_logprobs(
-    text: TokenText, token_ids: Sequence[int], told: Sequence[TokenLogprobs], num_top: int
+    text: TokenText, token_ids: Sequence[int], given: Sequence[TokenLogprobs], num_top: int
 ) -> PromptLogprobs:
-    """Of a prompt, the `num_top` most likely tokens and its own; its first token follows on nothing and has None."""
+    """Logprobs of the prompt's tokens and of the `num_top` most likely ones. The first token has no logprobs.
+
+    given: of all tokens but the first.
+    """
     result: PromptLogprobs = [None]
-    for token_id, logprobs in zip(token_ids[1:], told, strict=True):
+    for token_id, logprobs in zip(token_ids[1:], given, strict=True):
         ranked = {i: (logprob, rank) for rank, (i, logprob) in enumerate(logprobs.top[:num_top], start=1)}
         ranked[token_id] = (logprobs.logprob, logprobs.rank)
         result.append(

@@ -1,4 +1,4 @@
-"""Chat answers in which tools may be called: the same text, but its calls are told as OpenAI's `tool_calls`."""
+"""Answers of /v1/chat/completions to requests with tools: the calls in the text become OpenAI's `tool_calls`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,17 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from tandem.protocol.messages.generation import FinishReason
-from tandem.proxy.answers.completions import ChatAnswers
+from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.api.responses import (
-    AnsweredToolCall,
-    AssistantMessage,
-    CalledFunction,
-    ChatChunkChoice,
-    ChatDelta,
-    ChatFinishReason,
-)
+from tandem.proxy.api.responses import AnsweredToolCall, AssistantMessage, CalledFunction, ChatDelta, ChatFinishReason
 from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.proxy.api.tool_parser import Arguments, CallBegun, Content, Piece, ToolParser
-from tandem.proxy.dispatch.generation import Generation, TextDelta
+from tandem.proxy.dispatch.generation import Generation
+from tandem.proxy.dispatch.sequence_text import TextDelta
 
 
 class ToolAnswers(ChatAnswers):
-    """For requests with a `tool_format`."""
+    """Text that may belong to a call is held back until that is known; its token ids and logprobs are not."""
 
     def __init__(self, generation: Generation, request: GenerationRequest, model: str, request_id: str) -> None:
         super().__init__(generation, request, model, request_id)
@@ -33,35 +27,23 @@ class ToolAnswers(ChatAnswers):
         self._format: ToolFormat = request.tool_format
         self._parsers: dict[int, ToolParser] = {}  # by index of the sequence
 
-    def _message(
-        self, text: str, finish_reason: FinishReason | None
-    ) -> tuple[AssistantMessage, ChatFinishReason | None]:
-        parser = self._format.parser()
-        content, calls = merged([*parser.push(text), *parser.flush()])
-        if not calls:
-            return AssistantMessage(content), finish_reason
-        message = AssistantMessage(content or None, tool_calls=[replace(call, index=UNSET) for call in calls])
-        return message, _reason(finish_reason, parser)
-
-    def chunk(self, delta: TextDelta) -> bytes:
-        """See `Answers`. Text that may be a call is held back until that is known; its tokens are not."""
-        events = b""
+    def _content(self, delta: TextDelta) -> tuple[ChatDelta, ChatFinishReason | None]:
         parser = self._parsers.get(delta.index)
         if parser is None:
             parser = self._parsers[delta.index] = self._format.parser()
-            events = self._event(ChatChunkChoice(delta.index, ChatDelta("assistant", "")))
         pieces = parser.push(delta.text)
         if delta.finish_reason is not None:
             pieces += parser.flush()
         content, calls = merged(pieces)
-        told = ChatDelta(content=content or UNSET, tool_calls=calls or UNSET)
-        if not pieces and delta.finish_reason is None and not self._tells_tokens:
-            return events
-        return events + self._choice_event(delta, told, _reason(delta.finish_reason, parser))
+        return ChatDelta(content=content or UNSET, tool_calls=calls or UNSET), _reason(delta.finish_reason, parser)
 
-    @property
-    def _tells_tokens(self) -> bool:
-        return self._request.return_token_ids or self._request.base_sampling.logprobs is not None
+    def _message(self, sequence: TextDelta) -> tuple[AssistantMessage, ChatFinishReason | None]:
+        parser = self._format.parser()
+        content, calls = merged([*parser.push(sequence.text), *parser.flush()])
+        if not calls:
+            return AssistantMessage(content), sequence.finish_reason
+        message = AssistantMessage(content or None, tool_calls=[replace(call, index=UNSET) for call in calls])
+        return message, _reason(sequence.finish_reason, parser)
 
 
 def _reason(finish_reason: FinishReason | None, parser: ToolParser) -> ChatFinishReason | None:
@@ -69,7 +51,7 @@ def _reason(finish_reason: FinishReason | None, parser: ToolParser) -> ChatFinis
 
 
 def merged(pieces: Iterable[Piece]) -> tuple[str, list[AnsweredToolCall]]:
-    """The content of some pieces, and for each call what they tell of it."""
+    """Returns the content of the pieces, and what they add to each call."""
     content = ""
     names: dict[int, str] = {}
     arguments: dict[int, str] = {}

@@ -1,6 +1,6 @@
-"""The control socket: workers register and report on it, the launcher tells of exits, `tandem status` asks.
+"""The control socket: workers register and report, the launcher reports exits, `tandem status` asks for the state.
 
-A shell around the registry: it answers, and carries membership changes to whoever opens and closes connections.
+A shell around the registry. It answers messages and passes membership changes to its callbacks.
 """
 
 from __future__ import annotations
@@ -69,13 +69,13 @@ class Control:
         self._model = model
         self._registry = registry
         self._listener = listener
-        self._num_changes_told = 0
-        self._identities: dict[str, bytes] = {}  # of registered workers, by epoch
+        self._num_changes_seen = 0
+        self._identities: dict[str, bytes] = {}  # socket identities of registered workers, by epoch
         self._socket: RouterSocket[ToProxyControl] = RouterSocket(
             context, endpoint, Codec(ToProxyControl), self._on_message, tcp_endpoint
         )
         self.endpoint = self._socket.endpoint
-        """As bound: with the port where `endpoint` had none."""
+        """The bound endpoint, with its port."""
         self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
 
     def _on_message(self, identity: bytes, message: ToProxyControl) -> None:
@@ -88,7 +88,7 @@ class Control:
                 known = self._registry.on_status(now, message)
                 if known and message.load.refusals:
                     self._listener.on_worker_refusals(message.worker_id, message.load.refusals)
-                self._socket.send(identity, self._view(known, self._registry.prefixes.has_missed(message.epoch)))
+                self._socket.send(identity, self._view(known, self._registry.prefixes.needs_restart(message.epoch)))
             case WorkerLeft():
                 self._apply(self._registry.on_left(message.epoch))
             case DrainWorker():
@@ -109,16 +109,16 @@ class Control:
                 self._socket.send(
                     identity, TimelineReport(message.request_id, self._listener.timeline(message.request_id))
                 )
-        self._tell_changes()
+        self._notify_changes()
 
     def _drain(self, worker_id: str) -> str:
-        """Tell the worker; what is wrong, or ""."""
+        """Asks the worker to leave. Returns an error message, or "" on success."""
         workers = {worker.worker_id: worker for worker in self._registry.workers()}
         if (worker := workers.get(worker_id)) is None:
-            return f"no worker {worker_id} is registered; there are {', '.join(sorted(workers)) or 'none'}"
+            return f"no worker {worker_id} is registered; registered workers: {', '.join(sorted(workers)) or 'none'}"
         if not self._socket.send(self._identities[worker.epoch], LeaveCluster()):
             return f"{worker_id} does not read its messages"
-        log.info("%s is told to leave", worker_id)
+        log.info("asked %s to leave", worker_id)
         return ""
 
     def _register(self, now: float, identity: bytes, message: RegisterWorker) -> None:
@@ -127,7 +127,7 @@ class Control:
             change = self._registry.on_register(now, message)
         except ProtocolError as error:
             self._socket.send(identity, RegistrationRefused(error.message))
-            raise InvalidMessage(error.message) from error  # to be counted, and logged now and then
+            raise InvalidMessage(error.message) from error  # the socket counts and logs it
         self._identities[message.worker.epoch] = identity
         if change:
             self._apply(change)
@@ -137,11 +137,11 @@ class Control:
     def _check(self) -> None:
         self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
         self._apply(self._registry.check(self._loop.time()))
-        self._tell_changes()
+        self._notify_changes()
 
-    def _tell_changes(self) -> None:
-        if self._num_changes_told != self._registry.num_changes:
-            self._num_changes_told = self._registry.num_changes
+    def _notify_changes(self) -> None:
+        if self._num_changes_seen != self._registry.num_changes:
+            self._num_changes_seen = self._registry.num_changes
             self._listener.on_cluster_changed()
 
     def _apply(self, change: MembershipChange) -> None:
@@ -155,10 +155,10 @@ class Control:
             log.info("%s joined (epoch %s, pid %d)", worker.worker_id, worker.epoch, worker.pid)
             try:
                 self._listener.on_worker_joined(worker)
-            except Exception as error:  # zmq's own, or a tcp endpoint without keys
+            except Exception as error:  # ZeroMQ's error, or a tcp endpoint without keys
                 log.error("cannot connect to %s at %s: %s", worker.worker_id, worker.endpoint, error)
                 self._apply(self._registry.on_exited(worker.worker_id, worker.pid))
-        # Told at once, not at their next status: a prefill worker begins to pair with a new decode worker right away.
+        # Sent now, not as the answer to the next status: prefill workers pair with a new decode worker at once.
         view = self._view(known=True)
         for identity in self._identities.values():
             self._socket.send(identity, view)

@@ -1,38 +1,43 @@
-"""Those who wait for the first worker: before one has registered, a proxy cannot even say whether a prompt fits."""
+"""Holds requests that arrive before the first worker has registered."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from tandem.proxy.cluster.registry import ModelLimits, Registry
 from tandem.runtime.errors import Overloaded
 
 
 class WorkerReadiness:
-    """max_waiting: more are refused at once. wait_s: how long one waits."""
+    """Lets requests wait for the model's limits, without which no prompt can be checked.
+
+    max_waiting: requests beyond this are refused at once. wait_s: longest wait of one request.
+    """
 
     def __init__(self, registry: Registry, max_waiting: int, wait_s: float) -> None:
         self._registry = registry
         self._max_waiting = max_waiting
         self._wait_s = wait_s
-        self._waiting: set[asyncio.Future[None]] = set()
+        self._num_waiting = 0
+        self._has_registered = asyncio.Event()  # stays set: the registry remembers the last workers' limits
 
     def on_cluster_changed(self) -> None:
-        for waiting in self._waiting:
-            if not waiting.done():
-                waiting.set_result(None)
+        if self._registry.workers():
+            self._has_registered.set()
 
     async def limits(self) -> ModelLimits:
-        """What the workers can take. Raises Overloaded when none comes in time."""
+        """Returns the model's limits. Raises Overloaded when no worker registers in time."""
         try:
             return self._registry.limits()
         except Overloaded:
-            if len(self._waiting) >= self._max_waiting:
+            if self._num_waiting >= self._max_waiting:
                 raise
-        waiting = asyncio.get_running_loop().create_future()
-        self._waiting.add(waiting)
+        self._num_waiting += 1
         try:
-            await asyncio.wait([waiting], timeout=self._wait_s)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._wait_s):
+                    await self._has_registered.wait()
         finally:
-            self._waiting.remove(waiting)
+            self._num_waiting -= 1
         return self._registry.limits()

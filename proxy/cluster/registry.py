@@ -1,9 +1,9 @@
-"""Which workers are there. Pure: takes messages and a clock value, returns who joined and who was lost.
+"""The registered workers. Pure: messages and a clock value in, membership changes out.
 
-A worker joins when it registers and is lost when it falls silent, when the launcher says that its process is gone, or
-when the same worker_id registers under a new epoch at the same endpoint, which one process at a time can have. From
-another endpoint it is refused: who has the name keeps it while it lives. Epochs are unique, so they are the key
-everywhere.
+A worker joins when it registers. It is lost when it falls silent, when it leaves, when the launcher reports that its
+process exited, or when the same worker_id registers from the same endpoint under a new epoch, which means that it was
+restarted. The same worker_id from another endpoint is refused while the first one lives. Epochs are unique, so they
+are the key everywhere.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from tandem.runtime.errors import Overloaded, ProtocolError
 from tandem.worker.registration import PROXY_SILENCE_S
 
 CHECK_INTERVAL_S = 0.25
-"""How often `check` is called."""
+"""Seconds between two calls of `Registry.check`."""
 MAX_WORKERS = 1024
-"""Each costs connections, here and on every prefill worker."""
+"""Workers that may register; each costs connections on this proxy and on every prefill worker."""
 _UNKNOWN_SPEED = 5000.0
-"""Prompt tokens per second of a worker that has computed none yet, where no other has either."""
+"""Prompt tokens per second assumed for a worker while no worker has measured its speed."""
 _STALL_S = 1.0
-"""A check that comes so late says that this process stood still, not that the workers did."""
+"""A check that comes this much after the last one shows that this process stood still, not that workers are silent."""
 _GIVEN_UP_S = PROXY_SILENCE_S - 1.0
-"""Workers that this process has not answered for so long may have given its requests up; less than their limit, since
-they heard of us before the last check."""
+"""Stall after which workers may have given up this proxy's requests: their limit minus the age of the last message."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """What every registered worker can take: tokens per sequence (prompt and output), and ids below `vocab_size`.
+    """Limits that every registered worker accepts.
 
-    model_id, block_size: what the hashes of the prefix caches depend on.
+    max_model_len: tokens of a sequence, prompt and output. vocab_size: token ids are below it. model_id, block_size:
+    inputs of the prefix cache's hashes.
     """
 
     max_model_len: int
@@ -52,38 +52,21 @@ class ModelLimits:
 
 @dataclass(slots=True, eq=False)
 class WorkerRecord:
-    """One registered worker, what it last said of itself, and what this proxy has there.
+    """One registered worker with its last report.
 
-    bit: its place in the prefix index. use: kept by the router.
+    last_message_at: loop time. bit: its number in the prefix index. use: what the router counts on it. draining: it
+    gets no new work. decode_peers: on a prefill worker, the decode workers with which it has a ready pair.
     """
 
     worker: WorkerInfo
     limits: ModelLimits
-    heard_at: float
+    last_message_at: float
     bit: int
     use: WorkerUse
     load: WorkerLoad = field(default_factory=WorkerLoad)
     pairs: list[PairStatus] = field(default_factory=list)
-    draining: bool = False  # no new work for it
-    decode_peers: Candidates = field(default_factory=lambda: Candidates([]))
-    """On a prefill worker: the decode workers that it has a ready pair with, in their present epoch."""
-
-
-class Candidates:
-    """Workers to choose from, laid out for the router: it reads `uses` and `queues` of all for each request.
-
-    by_bit: place in these lists, by the worker's bit in the prefix index. bits: all of these.
-    """
-
-    def __init__(self, records: list[WorkerRecord]) -> None:
-        self.records = records
-        self.uses = [record.use for record in records]
-        self.queues = [record.use.prompts for record in records]
-        self.by_bit = {record.bit: number for number, record in enumerate(records)}
-        self.bits = sum(1 << bit for bit in self.by_bit)
-
-    def __bool__(self) -> bool:
-        return bool(self.records)
+    draining: bool = False
+    decode_peers: list[WorkerRecord] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +77,7 @@ class LostWorker:
 
 @dataclass(frozen=True, slots=True)
 class MembershipChange:
-    """Those lost are handled before those joined: a worker may be both, under two epochs."""
+    """Workers that were lost and that joined. Handle the lost ones first: a worker may be both, under two epochs."""
 
     lost: list[LostWorker] = field(default_factory=list)
     joined: list[WorkerInfo] = field(default_factory=list)
@@ -104,49 +87,49 @@ class MembershipChange:
 
 
 class Registry:
-    """decode_may_prefill: so that decode workers serve alone where they must."""
+    """The table of workers. decode_may_prefill: whether decode workers can serve without prefill workers."""
 
     def __init__(self, worker_silence_s: float, decode_may_prefill: bool = False) -> None:
         self._decode_may_prefill = decode_may_prefill
         self._worker_silence_s = worker_silence_s
         self._by_epoch: dict[str, WorkerRecord] = {}
         self._checked_at: float | None = None
-        self.prefill_workers = Candidates([])
-        self.paired_prefill_workers = Candidates([])  # those with a decode worker to ship to
-        self.decode_workers = Candidates([])
+        self.prefill_workers: list[WorkerRecord] = []
+        self.paired_prefill_workers: list[WorkerRecord] = []  # those with a decode worker to transfer KV to
+        self.decode_workers: list[WorkerRecord] = []
         self.block_size = 1
         self.prefixes = PrefixIndex()
         self._typical_speed = _UNKNOWN_SPEED
         self._limits: ModelLimits | None = None
         self.num_changes = 0
-        """Raised whenever there may be workers to choose that were not there before."""
+        """Incremented whenever the workers to choose from may have changed."""
 
     # ---- events
 
     def on_register(self, now: float, message: RegisterWorker) -> MembershipChange:
-        """Raises ProtocolError for a worker of another protocol version, or with the name of one that lives."""
+        """Adds a worker. Raises ProtocolError for another protocol version, a name in use, or too many workers."""
         if message.version != PROTOCOL_VERSION:
             raise ProtocolError(
-                f"worker {message.worker.worker_id} speaks protocol version {message.version}, "
-                f"this proxy speaks {PROTOCOL_VERSION}: run the same release on both"
+                f"worker {message.worker.worker_id} speaks protocol version {message.version}, but this proxy speaks "
+                f"version {PROTOCOL_VERSION}; run the same release on both"
             )
         known = self._by_epoch.get(message.worker.epoch)
         if known is not None and known.worker == message.worker:
-            known.heard_at = now
+            known.last_message_at = now
             return MembershipChange()
         worker = message.worker
         namesakes = [record.worker for record in self._by_epoch.values() if record.worker.worker_id == worker.worker_id]
         for other in namesakes:
             if other.endpoint != worker.endpoint:
                 raise ProtocolError(
-                    f"the worker at {other.endpoint} (process {other.pid}) is called {worker.worker_id} already; give "
-                    "these workers another --name, or stop that one"
+                    f"the worker at {other.endpoint} (process {other.pid}) is already called {worker.worker_id}; start "
+                    "this worker with another --name, or stop the other one"
                 )
         lost = [LostWorker(other, "it was restarted") for other in namesakes]
         if len(self._by_epoch) - len(lost) >= MAX_WORKERS:
-            raise ProtocolError(f"there are {MAX_WORKERS} workers already; start no more of them")
+            raise ProtocolError(f"{MAX_WORKERS} workers are registered, which is the limit; stop some first")
         for old in lost:
-            self._forget(old.worker.epoch)
+            self._delete(old.worker.epoch)
         limits = ModelLimits(message.max_model_len, message.vocab_size, message.model_id, message.block_size)
         bit = self.prefixes.join(message.worker.epoch)
         use = WorkerUse(PromptQueue(1 / self._typical_speed))
@@ -155,11 +138,11 @@ class Registry:
         return MembershipChange(lost, [message.worker])
 
     def on_status(self, now: float, message: WorkerStatus) -> bool:
-        """False when the sender is not registered (any more), so that it must register again."""
+        """Stores a report. Returns False when the sender is not registered, so that it must register again."""
         record = self._by_epoch.get(message.epoch)
         if record is None:
             return False
-        record.heard_at = now
+        record.last_message_at = now
         record.load = message.load
         record.use.on_report(message.load)
         if message.load.prompt_tokens_per_s:
@@ -173,12 +156,12 @@ class Registry:
         return True
 
     def on_left(self, epoch: str) -> MembershipChange:
-        """The worker itself says so."""
+        """The worker announced that it leaves."""
         record = self._by_epoch.get(epoch)
         return self._remove([LostWorker(record.worker, "it has left")] if record is not None else [])
 
     def on_exited(self, worker_id: str, pid: int) -> MembershipChange:
-        """The launcher saw the process end. Another process of that name may have registered already: it stays."""
+        """The launcher saw the process exit. A new process of that name that has already registered stays."""
         return self._remove(
             [
                 LostWorker(record.worker, f"its process {pid} has ended")
@@ -188,22 +171,22 @@ class Registry:
         )
 
     def check(self, now: float) -> MembershipChange:
-        """Call every `CHECK_INTERVAL_S`."""
+        """Finds silent workers. Call every `CHECK_INTERVAL_S`."""
         stalled_s = now - self._checked_at if self._checked_at is not None else 0.0
         self._checked_at = now
         if stalled_s > _GIVEN_UP_S:
-            # They register again; what this proxy had there is given to whoever is there first.
-            reason = f"this proxy stood still for {stalled_s:.1f} s, and workers give up a proxy that is silent"
+            # The workers register again, and this proxy's sequences are dispatched again.
+            reason = f"this proxy stood still for {stalled_s:.1f} s, so workers may have dropped its requests"
             return self._remove([LostWorker(record.worker, reason) for record in self._by_epoch.values()])
         if stalled_s > _STALL_S:
-            # We were frozen or starved: what the workers sent meanwhile is still unread, so nobody is silent yet.
+            # This process was frozen or starved, and the workers' messages are still unread.
             for record in self._by_epoch.values():
-                record.heard_at = max(record.heard_at, now)
+                record.last_message_at = max(record.last_message_at, now)
         return self._remove(
             [
-                LostWorker(record.worker, f"it has been silent for {now - record.heard_at:.1f} s")
+                LostWorker(record.worker, f"it has been silent for {now - record.last_message_at:.1f} s")
                 for record in self._by_epoch.values()
-                if now - record.heard_at > self._worker_silence_s
+                if now - record.last_message_at > self._worker_silence_s
             ]
         )
 
@@ -216,7 +199,7 @@ class Registry:
         return [record.worker for record in self._by_epoch.values()]
 
     def limits(self) -> ModelLimits:
-        """Of the workers that are there, or were there last. Raises Overloaded before the first comes."""
+        """Limits of the registered workers, or of the last ones. Raises Overloaded before the first registers."""
         records = self._by_epoch.values()
         if not records:
             if self._limits is None:
@@ -232,7 +215,7 @@ class Registry:
         return self._limits
 
     def why_not_ready(self) -> str | None:
-        """None when a prefill and a decode worker can serve together, or decode alone, else what is missing."""
+        """Returns what is missing to serve requests, or None when nothing is."""
         if not self.prefill_workers and not self.decode_workers:
             return "no worker is ready"
         if self.decode_workers and self._decode_may_prefill:
@@ -246,7 +229,7 @@ class Registry:
         troubles = [
             f"{record.worker.worker_id} to {pair.decode_worker_id} is {pair.state}"
             + (f" ({pair.reason})" if pair.reason else "")
-            for record in self.prefill_workers.records
+            for record in self.prefill_workers
             for pair in record.pairs
             if pair.state != "ready"
         ]
@@ -254,39 +237,40 @@ class Registry:
 
     def report(self, now: float) -> list[WorkerReport]:
         return [
-            WorkerReport(record.worker, record.load, record.pairs, max(0.0, now - record.heard_at), record.draining)
+            WorkerReport(
+                record.worker, record.load, record.pairs, max(0.0, now - record.last_message_at), record.draining
+            )
             for record in self._by_epoch.values()
         ]
 
     def _remove(self, lost: list[LostWorker]) -> MembershipChange:
         for gone in lost:
-            self._forget(gone.worker.epoch)
+            self._delete(gone.worker.epoch)
         if lost:
             self._rebuild()
         return MembershipChange(lost)
 
-    def _forget(self, epoch: str) -> None:
+    def _delete(self, epoch: str) -> None:
         del self._by_epoch[epoch]
         self.prefixes.leave(epoch)
 
     def _rebuild(self) -> None:
-        """Done at changes, which are rare, so that the router finds its lists ready for each request."""
+        """Rebuilds the router's lists. Changes are rare, so the work is done here and not for each request."""
         self.num_changes += 1
         records = sorted(self._by_epoch.values(), key=lambda record: record.worker.worker_id)
-        open_ones = [record for record in records if not record.draining]
-        decodes = [record for record in open_ones if record.worker.role == "decode"]
-        prefills = [record for record in open_ones if record.worker.role == "prefill"]
+        available = [record for record in records if not record.draining]
+        decodes = [record for record in available if record.worker.role == "decode"]
+        prefills = [record for record in available if record.worker.role == "prefill"]
         decode_by_key = {(r.worker.worker_id, r.worker.epoch): r for r in decodes}
-        self.decode_workers = Candidates(decodes)
         for record in prefills:
             found = (
                 decode_by_key.get((pair.decode_worker_id, pair.decode_epoch))
                 for pair in record.pairs
                 if pair.state == "ready"
             )
-            peers = [peer for peer in found if peer is not None]
-            record.decode_peers = self.decode_workers if peers == decodes else Candidates(peers)
-        self.prefill_workers = Candidates(prefills)
-        self.paired_prefill_workers = Candidates([record for record in prefills if record.decode_peers])
+            record.decode_peers = [peer for peer in found if peer is not None]
+        self.decode_workers = decodes
+        self.prefill_workers = prefills
+        self.paired_prefill_workers = [record for record in prefills if record.decode_peers]
         if records:
             self.block_size = records[0].limits.block_size

@@ -1,8 +1,8 @@
-"""What this proxy believes of one worker's load: what the worker reports, and what has been sent to it since. Pure.
+"""This proxy's estimate of one worker's load: the worker's last report plus what was sent since. Pure.
 
-A report is a quarter of a second old at worst, and counts the sequences of all proxies. What the others have there is
-the report less what this proxy had there when it came; what they have sent since is taken to be what this proxy has
-sent since, for each of them. Without that, all proxies would send everything to the worker that looked idle last.
+A report is at most a quarter of a second old and counts the sequences of all proxies. The share of the other proxies
+is the report minus what this proxy had on the worker when the report came. Until the next report, every other proxy is
+assumed to send as much as this one. Without that assumption all proxies would send to the worker that was idle last.
 """
 
 from __future__ import annotations
@@ -12,104 +12,99 @@ from dataclasses import dataclass, field
 
 from tandem.protocol.messages.membership import WorkerLoad
 
-POOL_WEIGHT = 16.0
-"""A full pool of blocks counts as so many sequences."""
+_POOL_WEIGHT = 16.0
+"""A full KV pool costs as much as this many running sequences when a decode worker is chosen."""
 
 
 @dataclass(slots=True)
 class PromptQueue:
-    """Prompt tokens that a worker has to compute, by priority; less is sooner (vLLM's `priority`).
+    """Prompt tokens that a worker has yet to compute, by priority. A lower priority is computed sooner, as in vLLM.
 
-    s_per_token: as measured. total: at all priorities, estimated. latest: the last priority among them.
+    s_per_token: measured by the worker. total: tokens at all priorities, estimated. latest: the highest priority value
+    among them.
     """
 
     s_per_token: float
     total: int = 0
     latest: int = 0
-    own: int = 0
     _own: Counter[int] = field(default_factory=Counter)
-    _own_since: Counter[int] = field(default_factory=Counter)  # what others are taken to have sent since the report
-    _others: dict[int, int] = field(default_factory=dict)
+    _others: Counter[int] = field(default_factory=Counter)  # of the other proxies: reported, and assumed since
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of this proxy waits here."""
+        return not self._own
 
     def ahead_of(self, priority: int) -> int:
-        """Tokens that are computed before a prompt of this priority which comes now."""
-        if priority >= self.latest:
-            return self.total  # nearly always: all have the same
-        counts = (self._own, self._own_since, self._others)
-        return sum(n for count in counts for level, n in count.items() if level <= priority)
+        """Tokens that are computed before a new prompt of this priority."""
+        if priority >= self.latest:  # the usual case: all prompts have the same priority
+            return self.total
+        return sum(n for count in (self._own, self._others) for level, n in count.items() if level <= priority)
 
     def add(self, priority: int, num_tokens: int, num_proxies: int) -> None:
         self._own[priority] += num_tokens
-        self._own_since[priority] += num_tokens * (num_proxies - 1)
-        self.own += num_tokens
+        self._others[priority] += num_tokens * (num_proxies - 1)
         self.total += num_tokens * num_proxies
         self.latest = max(self.latest, priority)
 
     def remove(self, priority: int, num_tokens: int) -> None:
         self._own[priority] -= num_tokens
-        self.own -= num_tokens
         self.total -= num_tokens
         assert self._own[priority] >= 0
         if not self._own[priority]:
             del self._own[priority]
 
     def on_report(self, waiting_tokens: list[tuple[int, int]]) -> None:
-        self._others = {p: n - self._own[p] for p, n in waiting_tokens if n > self._own[p]}
-        self._own_since.clear()
-        self.total = self.own + sum(self._others.values())
+        """waiting_tokens: (priority, tokens) of all proxies."""
+        self._others = Counter({level: n - self._own[level] for level, n in waiting_tokens if n > self._own[level]})
+        self.total = self._own.total() + self._others.total()
         self.latest = max((*self._own, *self._others), default=0)
 
 
 @dataclass(slots=True)
 class WorkerUse:
-    """num_sequences: of all proxies, estimated. num_free_blocks: less those promised, to own sequences that have not
-    reserved theirs yet.
+    """Estimated use of one worker.
 
-    busy: sequences, and the part of the pool that is in use as sequences; kept ready for the router. block_weight: what
-    a block more adds to it.
+    num_sequences: of all proxies. num_free_blocks: free KV blocks, minus those promised to sequences of this proxy that
+    have not reserved theirs yet.
     """
 
     prompts: PromptQueue
     num_sequences: int = 0
     num_free_blocks: int = 0
-    busy: float = 0.0
-    block_weight: float = 1.0
+    _num_blocks: int = 1
     _num_own: int = 0
     _num_promised: int = 0
-    _num_blocks: int = 1
+
+    def decode_cost(self, num_new_blocks: int) -> float:
+        """Load after a sequence with so many new blocks, in sequences. Only differences between workers matter."""
+        return self.num_sequences - _POOL_WEIGHT * (self.num_free_blocks - num_new_blocks) / self._num_blocks
 
     def on_report(self, load: WorkerLoad) -> None:
         self.prompts.on_report(load.waiting_tokens)
         self.num_sequences = max(load.num_running + load.num_waiting, self._num_own)
         self._num_blocks = max(1, load.num_blocks)
         self.num_free_blocks = load.num_free_blocks - self._num_promised
-        self.block_weight = POOL_WEIGHT / self._num_blocks
-        self._update()
 
     def add(self, num_sequences: int, num_blocks: int, num_proxies: int) -> None:
+        """Counts sequences that are dispatched to the worker and promises them blocks."""
         self._num_own += num_sequences
         self.num_sequences += num_sequences * num_proxies
         self._num_promised += num_blocks
         self.num_free_blocks -= num_blocks
-        self._update()
 
     def end_promise(self, num_blocks: int) -> None:
-        """They are reserved, and so in the next report, or never will be."""
+        """Ends a promise: the blocks are reserved, so the next report counts them, or they never will be."""
         self._num_promised -= num_blocks
         self.num_free_blocks += num_blocks
         assert self._num_promised >= 0
-        self._update()
 
     def end_sequence(self) -> None:
         self._num_own -= 1
         self.num_sequences -= 1
         assert self._num_own >= 0
-        self._update()
-
-    def _update(self) -> None:
-        self.busy = self.num_sequences - self.num_free_blocks * self.block_weight
 
     @property
     def is_idle(self) -> bool:
-        """Nothing of this proxy's own is there."""
-        return not (self._num_own or self._num_promised or self.prompts.own)
+        """Whether this proxy has nothing on the worker."""
+        return not self._num_own and not self._num_promised and self.prompts.is_empty

@@ -1,48 +1,87 @@
-"""One attempt to generate one sequence: puts what two workers send, in whatever order it arrives, into the order the
-client sees.
+"""One dispatch of a sequence to workers: orders what two workers send into what the client sees. Pure.
 
-Pure. The first token comes first, and is held until decode has reserved, so that a stream that has begun does not
-stall. Tokens released before an error are delivered before it.
+Messages of the prefill and the decode worker arrive in any order. The first token is released first, and only once
+decode has reserved blocks, so that a stream that has begun does not stall. Tokens released before an error are
+delivered before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tandem.protocol.messages.dispatch import FirstToken, NewToken
-from tandem.protocol.messages.generation import FinishReason, SampledToken
+from tandem.protocol.messages.generation import FinishReason, SampledToken, TokenLogprobs
 from tandem.protocol.messages.membership import WorkerInfo
-from tandem.proxy.cluster.router import Route
+from tandem.proxy.cluster.router import Route, Router
 from tandem.runtime.errors import TandemError
 from tandem.telemetry.stages import AttemptTimes
 
 
-class Attempt:
-    """Ends once: with `finish_reason`, `error` or `preempted`. on_news: called when there are tokens, or an end."""
+class SharedPrefill:
+    """The prefill of one dispatch. The router counts it once, however many sequences of the prompt share it.
 
-    def __init__(self, attempt_id: str, route: Route, on_news: Callable[[], None]) -> None:
-        self.attempt_id = attempt_id
+    started_at: seconds of the monotonic clock.
+    """
+
+    def __init__(self, router: Router, route: Route, started_at: float) -> None:
         self.route = route
-        self._on_news = on_news
-        self.times: AttemptTimes | None = None  # kept by the dispatcher
+        self.started_at = started_at
+        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self._router = router
+        self._has_ended = False
+
+    def on_first_token(self, message: FirstToken) -> None:
+        if message.prompt_logprobs is not None:  # only the first of the sequences' first tokens carries them
+            self.prompt_logprobs = message.prompt_logprobs
+
+    def end(self, first_token_at: float | None) -> bool:
+        """The first token came, or (None) will not come. Returns False when the prefill had already ended."""
+        if self._has_ended:
+            return False
+        self._has_ended = True
+        self._router.prefill_ended(self.route, None if first_token_at is None else first_token_at - self.started_at)
+        return True
+
+
+class Attempt:
+    """Ends once: with `finish_reason`, with `error`, or with `preempted`, after the tokens that are not taken yet.
+
+    on_news: called when there are tokens to take, and at the end. `suspects` are the workers that may have caused the
+    error. `has_lost_worker` means that a worker of the attempt was lost and the other one is not to blame.
+    """
+
+    def __init__(self, attempt_id: str, prefill: SharedPrefill, on_news: Callable[[], None]) -> None:
+        route = prefill.route
+        self.attempt_id = attempt_id
+        self.prefill = prefill
+        self.route = route
+        self.times = AttemptTimes(
+            prefill.started_at,
+            attempt_id,
+            route.prefill.worker_id if route.prefill is not None else "",
+            route.decode.worker_id if route.decode is not None else "",
+            is_shipped=route.prefill is not None and route.decode is not None,
+        )
         self.first_token: FirstToken | None = None
         self.finish_reason: FinishReason | None = None
         self.error: TandemError | None = None
         self.preempted = False
-        self.has_lost_worker = False  # and none of those that are left is to blame
-        self.suspects: list[WorkerInfo] = []  # who may have caused the error
-        self._decode_reserved = route.decode is None or route.prefill is None  # else it has begun with the prompt
+        self.has_lost_worker = False
+        self.suspects: list[WorkerInfo] = []
+        self._on_news = on_news
+        self._decode_reserved = len(route.workers) == 1  # a worker that computes the prompt for itself has reserved
         self._decode_tokens: list[NewToken] = []  # held until the first token is released
         self._first_released = False
         self._num_decoded = 0
-        self._tokens: list[SampledToken] = []  # released, not taken
-        self._unended = [worker for worker in (route.prefill, route.decode) if worker is not None]
+        self._tokens: list[SampledToken] = []  # released, but not taken
+        self._busy_workers = route.workers  # those that may still hold something for this attempt
 
     # ---- events
 
     def on_first_token(self, message: FirstToken) -> None:
         if self.first_token is None:
             self.first_token = message
+            self.prefill.on_first_token(message)
             self._release()
 
     def on_decode_reserved(self) -> None:
@@ -50,7 +89,7 @@ class Attempt:
         self._release()
 
     def on_new_token(self, token: NewToken) -> None:
-        if self._first_released:  # all but the earliest
+        if self._first_released:
             if not self.has_ended:
                 self._add(token)
                 self._on_news()
@@ -60,37 +99,31 @@ class Attempt:
         self._release()
 
     def on_preempted(self) -> None:
-        """Decode has forgotten the sequence; all tokens that it chose have come before."""
+        """Decode dropped the sequence. All tokens that it sampled came before."""
         self._decode_reserved = True
-        self._unended.clear()
+        self._busy_workers.clear()
         self.preempted = True
         self._release()
 
     def on_failed(self, worker: WorkerInfo, error: TandemError) -> None:
-        """The worker's terminal message. What it lost, it lost to the other one."""
-        self._forget(worker)
-        self.suspects = [
-            other for other in (self.route.prefill, self.route.decode) if other is not None and other != worker
-        ]
-        self.fail(error)
+        """The last message of `worker`. When it lost something, it lost it to the other worker."""
+        self._on_worker_done(worker)
+        self.fail(error, suspects=[other for other in self.route.workers if other != worker])
 
     def on_worker_lost(self, worker: WorkerInfo, error: TandemError) -> None:
-        """Only a worker that is still needed is missed: once decode runs, prefill has done its part."""
+        """Ends the attempt, unless only prefill was lost and decode already runs."""
         if worker == self.route.prefill and self._first_released and self._num_decoded:
-            self._forget(worker)
+            self._on_worker_done(worker)
         elif not self.preempted:
             self.has_lost_worker = True
-            self.suspects = [worker]  # it may be there still, behind a connection that broke
-            self.fail(error)
+            self.fail(error, suspects=[worker])  # it may still run, behind a broken connection
 
-    def fail(self, error: TandemError) -> None:
+    def fail(self, error: TandemError, suspects: Sequence[WorkerInfo] = ()) -> None:
+        if suspects:
+            self.suspects = list(suspects)
         if not self.has_ended:
             self.error = error
             self._on_news()
-
-    def leave(self) -> None:
-        """Nobody waits for news any more."""
-        self._on_news = _tell_nobody
 
     # ---- state
 
@@ -106,14 +139,17 @@ class Attempt:
     def is_over(self) -> bool:
         return self.has_ended or self.preempted
 
+    def runs_on(self, worker: WorkerInfo) -> bool:
+        return any(each.epoch == worker.epoch for each in self.route.workers)
+
     def take(self) -> list[SampledToken]:
-        """The tokens released since the last call. `finish_reason`, `error` and `preempted` come after them."""
+        """Returns the tokens released since the last call."""
         tokens, self._tokens = self._tokens, []
         return tokens
 
     def workers_to_abort(self) -> list[WorkerInfo]:
-        """Those that may still hold something for this attempt, which has ended or is being dropped."""
-        return list(self._unended)
+        """Workers that may still hold something for this attempt when it is dropped."""
+        return list(self._busy_workers)
 
     def _release(self) -> None:
         if self.has_ended or self.first_token is None:
@@ -125,9 +161,7 @@ class Attempt:
             self._first_released = True
             self._tokens.append(first.token)
             if first.finish_reason is not None:
-                self._forget(
-                    self.route.computes_prompt
-                )  # decode, prepared in vain by prefill's side, is still to be told
+                self._on_worker_done(self.route.computes_prompt)  # the prepared decode worker gets an abort
                 self.finish_reason = first.finish_reason
         for token in self._decode_tokens:
             if self.finish_reason is not None:
@@ -140,12 +174,9 @@ class Attempt:
         self._num_decoded += 1
         self._tokens.append(token.token)
         if token.finish_reason is not None:
-            self._unended.clear()  # decode says so, and prefill's part was over when decode began
+            self._busy_workers.clear()  # decode has ended the sequence, and prefill ended when decode began
             self.finish_reason = token.finish_reason
 
-    def _forget(self, worker: WorkerInfo) -> None:
-        if worker in self._unended:
-            self._unended.remove(worker)
-
-
-def _tell_nobody() -> None: ...
+    def _on_worker_done(self, worker: WorkerInfo) -> None:
+        if worker in self._busy_workers:
+            self._busy_workers.remove(worker)

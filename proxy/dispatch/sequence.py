@@ -1,20 +1,19 @@
-"""A sequence from its first dispatch to its end, over as many attempts as it takes.
+"""One sequence from its first dispatch to its end, over as many attempts as it takes.
 
-    waiting <-> under way -> ended
+    waiting <-> in flight -> ended
 
-Waiting: no worker can take it at present. Under way: an attempt runs (`proxy.dispatch.attempt`). An attempt that
-loses a worker
-is no end: the next one's prompt is the prompt and all tokens that came. Tokens of an attempt that is over are late and
-go nowhere, so each is delivered once. Pure but for the future on which the reader waits.
+Waiting: no worker can take it at present. In flight: an attempt runs (`proxy.dispatch.attempt`). An attempt that loses
+a worker does not end the sequence: the prompt of the next attempt is the prompt and all tokens generated so far.
+Tokens of an earlier attempt find no entry in the dispatcher's table, so each token is delivered once.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Sequence
 
 import msgspec
 
-from tandem.protocol.messages.dispatch import FirstToken
 from tandem.protocol.messages.generation import (
     FinishReason,
     SampledToken,
@@ -22,104 +21,93 @@ from tandem.protocol.messages.generation import (
     StopConditions,
     TokenLogprobs,
 )
-from tandem.proxy.cluster.router import Route, Router
 from tandem.proxy.dispatch.attempt import Attempt
 from tandem.proxy.text.prompt import Prompt
-from tandem.runtime.errors import KVTransferFailed, TandemError, WorkerLost
+from tandem.runtime.errors import DeadlineExceeded, KVTransferFailed, TandemError, WorkerLost
 from tandem.runtime.host import is_elsewhere
 from tandem.telemetry.stages import AttemptTimes
 
 MAX_LOST_ATTEMPTS = 8
-"""So many may fail through no fault of the request; then it is taken to be the cause."""
+"""Attempts that may fail through no fault of the sequence. After that the sequence is taken to be the cause."""
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 1.0
+"""Wait before a retry after the second failure; doubled with each further one, up to the maximum."""
 
 
 class TokenDelta(msgspec.Struct, frozen=True):
-    """What has come since the last one: at least one token. `finish_reason` is set on the last.
+    """The tokens of a sequence since the last delta: at least one. `finish_reason` is set on the last delta.
 
-    On the first, num_cached_tokens of the prompt, and prompt_logprobs for all but its first token if asked for.
+    is_first: no delta came before. Such a one has the num_cached_tokens of the prompt and, if asked for, the
+    prompt_logprobs of all prompt tokens but the first.
     """
 
     tokens: list[SampledToken]
     finish_reason: FinishReason | None
+    is_first: bool = False
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs] | None = None
 
 
-class SharedPrefill:
-    """The prompt of one dispatch, which the router counts once however many sequences share it."""
-
-    def __init__(self, router: Router, route: Route, started_at: float, sequences: list[DispatchedSequence]) -> None:
-        self._router = router
-        self._route = route
-        self._started_at = started_at
-        self.has_ended = False
-        self.sequences = list(sequences)  # whose attempt at it is not over
-        self.attempts: list[Attempt] = []
-
-    def end(self, first_token_at: float | None) -> None:
-        """The first token is here, or (None) never will be. Idempotent."""
-        if self.has_ended:
-            return
-        self.has_ended = True
-        self._router.prefill_ended(self._route)
-        if first_token_at is not None:
-            self._router.on_first_token(self._route, first_token_at - self._started_at)
-
-    def leave(self, sequence: DispatchedSequence) -> None:
-        """Its attempt is over. What would go on to refer to itself is left to the collector of garbage, which stops
-        the loop for milliseconds."""
-        self.sequences.remove(sequence)
-
-    def prompt_logprobs(self) -> list[TokenLogprobs] | None:
-        """Prefill tells them once, with the first of its first tokens."""
-        told = [attempt.first_token for attempt in self.attempts if attempt.first_token is not None]
-        return next((first.prompt_logprobs for first in told if first.prompt_logprobs is not None), None)
-
-
 class DispatchedSequence:
-    """Ends once: with a delta that has a finish_reason, with `error`, or when it is dropped. Has one reader.
+    """Ends once: with a delta that has a finish_reason, with `error`, or when it is closed. Has one reader.
 
-    deadline: loop time. avoid: epochs of workers that the last attempt was lost to, or may have been. near: that of its
-    decode worker, where it is none of these.
+    deadline_s: seconds from now until the sequence fails with DeadlineExceeded. on_ready(sequence): called when the
+    reader has something to take, and not again until it has been taken. siblings: the sequences of the same prompt,
+    including this one. avoid: epochs of workers that the last attempt
+    failed on, or may have. near: epoch of its decode worker, if that is not one of these.
     """
 
-    def __init__(self, prompt: Prompt, sampling: SamplingParams, stop: StopConditions, deadline: float) -> None:
+    def __init__(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams,
+        stop: StopConditions,
+        deadline_s: float,
+        on_ready: Callable[[DispatchedSequence], None],
+        siblings: Sequence[DispatchedSequence],
+    ) -> None:
+        loop = asyncio.get_running_loop()
         self.prompt = prompt
         self.sampling = sampling
         self.stop = stop
-        self.deadline = deadline
+        self.deadline = loop.time() + deadline_s
+        self.siblings = siblings
         self.generated: list[int] = []  # token ids that were delivered
-        self.times: list[AttemptTimes] = []  # one for each attempt
+        self.times: list[AttemptTimes] = []  # of each attempt
         self.attempt: Attempt | None = None
-        self.prefill: SharedPrefill | None = None  # of the attempt; none before the first, and after the last
-        self.timer: asyncio.TimerHandle
         self.error: TandemError | None = None
         self.num_lost = 0
         self.avoid: frozenset[str] = frozenset()
         self.near = ""
         self.is_open = True
-        self._reader: asyncio.Future[None] | None = None
+        self._on_ready = on_ready
+        self._is_ready = False
+        late = DeadlineExceeded(f"the request was not finished within its {deadline_s:.3g} s")
+        self._timer = loop.call_at(self.deadline, self.fail, late)
 
-    # ---- events
+    def begin(self, attempt: Attempt) -> None:
+        self.attempt = attempt
+        self.times.append(attempt.times)
 
     def fail(self, error: TandemError) -> None:
-        """It ends with this error, after the tokens that have come; nothing if it has come to its end before."""
+        """Ends the sequence with this error, after the tokens that have come. No effect when it has ended."""
         if self.error is None:
             self.error = error
             if self.attempt is not None:
                 self.attempt.fail(error)
-            self.wake()
+            self.notify()
+
+    def end_attempt(self) -> Attempt | None:
+        attempt, self.attempt = self.attempt, None
+        return attempt
 
     def on_lost(self, attempt: Attempt) -> float | None:
-        """The attempt has failed. Seconds after which to try again, or None, and it ends with the attempt's error."""
+        """Handles a failed attempt. Returns the seconds to wait before the next one, or None when it is the last."""
         error = attempt.error
         assert error is not None
+        decode, prefill = attempt.route.decode, attempt.route.prefill
         self.avoid = frozenset(worker.epoch for worker in attempt.suspects)
-        decode = attempt.route.decode
-        prefill = attempt.route.prefill
         if self.prompt.media and prefill is not None and attempt.first_token is None and is_elsewhere(prefill.host_id):
-            self.avoid |= {prefill.epoch}  # it could not get the media, which one on this host finds in memory
+            self.avoid |= {prefill.epoch}  # it may not reach the media, which a worker on this host finds in memory
         self.near = decode.epoch if decode is not None and decode.epoch not in self.avoid else ""
         if not isinstance(error, WorkerLost | KVTransferFailed):
             self.fail(error)
@@ -133,17 +121,30 @@ class DispatchedSequence:
         delay_s: float = _FIRST_DELAY_S * 2 ** (self.num_lost - 2)
         return min(_MAX_DELAY_S, delay_s)
 
-    def wake(self) -> None:
-        if self._reader is not None and not self._reader.done():
-            self._reader.set_result(None)
-        self._reader = None
+    def notify(self) -> None:
+        if not self._is_ready:
+            self._is_ready = True
+            self._on_ready(self)
 
-    def forget(self) -> None:
-        """It was dropped. Its error has been raised, and through the frames that it came through it would refer to
-        itself, as would the errors of its attempts."""
-        self.error = self.prefill = None
+    def take(self) -> TokenDelta | None:
+        """Returns the tokens since the last call, or None when there are none."""
+        self._is_ready = False
+        attempt = self.attempt
+        if attempt is None or not (tokens := attempt.take()):
+            return None
+        if self.error is not None or (attempt.is_over and attempt.finish_reason is None):
+            self.notify()  # the end follows the tokens
+        is_first = not self.generated
+        self.generated += [token.token_id for token in tokens]
+        if not is_first:
+            return TokenDelta(tokens, attempt.finish_reason)
+        assert attempt.first_token is not None
+        num_cached_tokens, logprobs = attempt.first_token.num_cached_tokens, attempt.prefill.prompt_logprobs
+        return TokenDelta(tokens, attempt.finish_reason, True, num_cached_tokens, logprobs)
 
-    # ---- state
+    def close(self) -> None:
+        self.is_open = False
+        self._timer.cancel()
 
     @property
     def is_wanted(self) -> bool:
@@ -151,35 +152,6 @@ class DispatchedSequence:
 
     @property
     def must_start_over(self) -> bool:
-        """Its attempt is over, all that came of it has been delivered, and that was not the end."""
+        """Whether its attempt is over, all tokens of it were taken, and the sequence has not ended."""
         attempt = self.attempt
         return self.is_wanted and attempt is not None and attempt.is_over and not attempt.has_tokens
-
-    async def wait(self) -> None:
-        """Until there is something for the reader to do."""
-        attempt = self.attempt
-        if self.error is None and (attempt is None or not (attempt.has_tokens or attempt.is_over)):
-            self._reader = asyncio.get_running_loop().create_future()
-            await self._reader
-
-    def take(self) -> TokenDelta | None:
-        """The tokens that have come since the last call."""
-        attempt = self.attempt
-        if attempt is None or not (tokens := attempt.take()):
-            return None
-        is_first = not self.generated
-        for token in tokens:
-            self.generated.append(token.token_id)
-        first_token = attempt.first_token
-        if not is_first or first_token is None:
-            return TokenDelta(tokens, attempt.finish_reason)
-        assert self.prefill is not None  # there is an attempt
-        logprobs = self.prefill.prompt_logprobs()
-        return TokenDelta(tokens, attempt.finish_reason, first_token.num_cached_tokens, logprobs)
-
-    def new_first_token(self) -> FirstToken | None:
-        """Told once for the prompt of each dispatch: its first token is here."""
-        attempt = self.attempt
-        if attempt is None or attempt.first_token is None or self.prefill is None or self.prefill.has_ended:
-            return None
-        return attempt.first_token

@@ -15,13 +15,17 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from tandem.proxy.admission.rejections import rejection_reason
-from tandem.proxy.answers.completions import Answers, ChatAnswers, CompletionAnswers, stream_events
+from tandem.proxy.answers.answers import Answers
+from tandem.proxy.answers.chat import ChatAnswers
+from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.event_stream import EventStream, first_of, unless_disconnected
 from tandem.proxy.answers.request_id import HEADER, check_request_id, request_id_of
+from tandem.proxy.answers.stream import stream_events
 from tandem.proxy.answers.tool_answers import ToolAnswers
+from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import HealthResponse, ModelCard, ModelList, VersionResponse
 from tandem.proxy.api.schema import SOONEST_PRIORITY
-from tandem.proxy.api.validation import GenerationRequest, ModelNotFound
+from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.generation import Generation
@@ -145,15 +149,17 @@ async def _generate(
         serving(record.request_id)
     generation = Generation(services, asked, record, client, timeout_s)
     try:
-        return await _answer(request, generation, asked, make_answers(generation, asked, model, record.request_id))
+        answers = make_answers(generation, asked, model, record.request_id)
+        return await _answer(request, generation, asked, answers, record.request_id)
     except BaseException:
         if asked.media_lease is not None:  # the client may have disconnected before the generation began
             asked.media_lease.release()
         raise
 
 
-async def _answer(request: Request, generation: Generation, asked: GenerationRequest, answers: Answers) -> Response:
-    request_id = generation.request_id
+async def _answer(
+    request: Request, generation: Generation, asked: GenerationRequest, answers: Answers, request_id: str
+) -> Response:
     if not asked.stream:
         whole = await unless_disconnected(request.receive, answers.whole())
         return answer(request, whole, headers={HEADER: request_id})

@@ -6,7 +6,7 @@ from prometheus_client import Histogram
 
 from tandem.protocol.messages.membership import LatencyBuckets, ServingFigures
 from tandem.proxy.admission.admission import Admission
-from tandem.proxy.admission.rejections import FOR_WANT_OF_ROOM
+from tandem.proxy.admission.rejections import CAPACITY_REASONS
 from tandem.telemetry.metrics import ProxyMetrics
 
 
@@ -21,7 +21,7 @@ def serving_figures(metrics: ProxyMetrics, admission: Admission) -> ServingFigur
         itl=_buckets(metrics.per_token.itl),
         e2e=_buckets(metrics.e2e),
         stages_s={name: stage._sum.get() for name, stage in metrics.stages.items()},
-        num_refused=int(sum(metrics.rejected.labels(reason)._value.get() for reason in FOR_WANT_OF_ROOM)),
+        num_refused=int(sum(metrics.rejected.labels(reason)._value.get() for reason in CAPACITY_REASONS)),
     )
 
 

@@ -171,7 +171,7 @@ def test_a_second_worker_of_the_same_name_is_sent_away(site: Site, tmp_path: Pat
     with site.load.at_work():
         ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
     name = f"decode-0-{os.getpid()}-{DECODE_A}"
-    assert ended.returncode == 2 and f"is called {name} already; give these workers another --name" in ended.stderr
+    assert ended.returncode == 2 and f"is already called {name}; start this worker with another --name" in ended.stderr
     assert {report.worker.worker_id: report.worker.epoch for report in site.cluster.status().workers} == before
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -36,7 +37,7 @@ from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.generation import GenerationServices
-from tandem.proxy.dispatch.sequence import TokenDelta
+from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.model_text import ModelText
@@ -54,7 +55,7 @@ EOS = 0
 
 
 class FakePool:
-    """Keeps what was sent; a test plays the workers through `Cluster`."""
+    """Records the messages to the workers."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[str, msgspec.Struct]] = []
@@ -69,7 +70,7 @@ class FakePool:
 
 
 class FakeText:
-    """A tokeniser with one token a character."""
+    """A tokeniser with one token for each byte."""
 
     eos_token_ids = frozenset({EOS})
     sampling_defaults = SamplingDefaults()
@@ -94,6 +95,7 @@ class Cluster:
         self.metrics = ProxyMetrics()
         self.pool = FakePool()
         self.dispatcher = Dispatcher("proxy", self.router, self.pool, self.metrics, worker_wait_s)
+        self._ready: defaultdict[DispatchedSequence, asyncio.Event] = defaultdict(asyncio.Event)
         self.join(*workers)
         self.text = FakeText()
         text = cast(ModelText, self.text)
@@ -114,7 +116,7 @@ class Cluster:
         )
 
     def join(self, *workers: WorkerInfo) -> None:
-        """With pairs among all that are there."""
+        """Registers the workers and makes all pairs ready."""
         for worker in workers:
             self.registry.on_register(0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 500, "m", 64))
         there = self.registry.workers()
@@ -125,16 +127,28 @@ class Cluster:
         self.dispatcher.on_cluster_changed()
 
     def lose(self, worker: WorkerInfo, reason: str = "its process has ended") -> None:
-        """As Control carries it: the registry knows first."""
+        """Loses a worker in the order that Control uses: first the registry, then the dispatcher."""
         assert self.registry.on_exited(worker.worker_id, worker.pid)
         self.dispatcher.on_worker_lost(worker, reason)
 
+    def start(self, samplings: list[SamplingParams], max_tokens: int, deadline_s: float) -> list[DispatchedSequence]:
+        return self.dispatcher.start(
+            PROMPT, samplings, StopConditions(max_tokens), deadline_s, lambda sequence: self._ready[sequence].set()
+        )
+
+    async def next_tokens(self, sequence: DispatchedSequence) -> TokenDelta:
+        while True:
+            await self._ready[sequence].wait()
+            self._ready[sequence].clear()
+            if (delta := self.dispatcher.take(sequence)) is not None:
+                return delta
+
     async def generate(self, max_tokens: int = 10, deadline_s: float = 60) -> AsyncGenerator[TokenDelta, None]:
-        [sequence] = self.dispatcher.start(PROMPT, [SamplingParams()], StopConditions(max_tokens), deadline_s)
+        [sequence] = self.start([SamplingParams()], max_tokens, deadline_s)
         try:
             finish_reason = None
             while finish_reason is None:
-                delta = await self.dispatcher.next_tokens(sequence)
+                delta = await self.next_tokens(sequence)
                 finish_reason = delta.finish_reason
                 yield delta
         finally:
@@ -173,7 +187,7 @@ class Cluster:
     def check_nothing_is_left(self) -> None:
         assert self.dispatcher.num_running == 0
         assert self.admission.num_waiting == 0
-        records = self.registry.prefill_workers.records + self.registry.decode_workers.records
+        records = self.registry.prefill_workers + self.registry.decode_workers
         assert all(record.use.is_idle for record in records)
 
 
@@ -193,7 +207,7 @@ def play(test: Callable[[Cluster], Coroutine[Any, Any, None]], threshold: int = 
 
 
 async def turn() -> None:
-    """Let everything that can run, run."""
+    """Lets every task run until it waits."""
     for _ in range(20):
         await asyncio.sleep(0)
 

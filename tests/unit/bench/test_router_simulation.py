@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 from functools import cache
 
-import pytest
-
 from bench.simulation.router import Outcome, Simulation, chats, single_prompts
 from bench.simulation.router_policies import POLICIES, goodput
 
@@ -27,20 +25,6 @@ def test_conversations_are_routed_to_their_prefixes() -> None:
         assert tandem.hit_rate > 1.4 * conversations(other).hit_rate
         assert mean_ttft_s(tandem) < 0.7 * mean_ttft_s(conversations(other))
     assert len(tandem.ttfts) == tandem.num_requests
-
-
-def test_a_popular_prefix_is_replicated_before_its_holders_are_overloaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    trace = chats(random.Random(7), 60.0, 76.0)
-    outcomes = []
-    for enough in (0.25, 0.0):
-        monkeypatch.setattr("tandem.proxy.cluster.router._ENOUGH_COPIES", enough)
-        outcomes.append(Simulation(POLICIES["tandem"], 64, 64, num_proxies=4).run(trace))
-    tandem, without = outcomes
-    assert mean_ttft_s(tandem) < 0.93 * mean_ttft_s(without)
-    assert tandem.imbalance < 0.85 * without.imbalance
-    assert tandem.hit_rate > without.hit_rate
 
 
 def test_load_is_balanced_where_nothing_is_cached() -> None:

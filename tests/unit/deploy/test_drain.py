@@ -61,8 +61,8 @@ def test_draining_workers_are_not_chosen_but_still_there() -> None:
     changes = registry.num_changes
     registry.on_status(0.1, WorkerStatus(first.worker_id, first.epoch, WorkerLoad(), draining=True))
     assert registry.num_changes > changes
-    [record] = registry.paired_prefill_workers.records
-    assert [peer.worker for peer in record.decode_peers.records] == [second]
+    [record] = registry.paired_prefill_workers
+    assert [peer.worker for peer in record.decode_peers] == [second]
     assert {report.worker.worker_id: report.draining for report in registry.report(0.1)} == {
         "prefill-0": False, "decode-0": True, "decode-1": False,
     }  # fmt: skip

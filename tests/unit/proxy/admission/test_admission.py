@@ -1,4 +1,4 @@
-"""Bounds on what waits and on what one client has under way; Retry-After says when there will be room."""
+"""Limits on what waits and on what one client has in flight; Retry-After says when there will be room."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_waiting_tokens_are_bounded_but_a_large_prompt_alone_may_go() -> None:
         admission.admit("a", [60])
 
 
-def test_a_client_has_so_many_under_way_until_they_end() -> None:
+def test_a_client_has_so_many_in_flight_until_they_end() -> None:
     admission = Admission(10, Clock(), max_per_client=2)
     one = admission.admit("a", [1, 1])
     one.on_first_token(0)
@@ -98,15 +98,15 @@ def test_sooner_priorities_displace_later_ones_the_newest_first() -> None:
     assert (admission.num_waiting, admission.num_waiting_tokens) == (3, 95)
 
 
-def test_later_priorities_have_a_part_of_the_queue() -> None:
-    admission = Admission(8, Clock(), max_waiting_tokens=100, later_part=0.25)
+def test_later_priorities_have_a_share_of_the_queue() -> None:
+    admission = Admission(8, Clock(), max_waiting_tokens=100, low_priority_share=0.25)
     tickets = [admission.admit("a", [5], priority) for priority in (3, 1)]
     with pytest.raises(QueueFull, match=r"2 requests with a priority over 0 .* limit is 2\."):
         admission.check("a", priority=3)
     displaced: list[QueueFull] = []
     tickets[0].on_displaced = displaced.append
     tickets.append(admission.admit("a", [5], 2))
-    assert len(displaced) == 1, "the latest gives way to a sooner one, of those that share the part"
+    assert len(displaced) == 1, "the latest gives way to a sooner one, of those within the share"
     for _ in range(6):
         tickets.append(admission.admit("a", [10]))
     assert admission.num_waiting == 8, "whose priority is the default finds the rest free"
@@ -135,7 +135,7 @@ def test_a_client_over_its_limit_may_come_back_when_its_oldest_request_should_ha
     assert refused.value.retry_after_s == 15
 
 
-def test_retry_after_is_what_waits_over_the_speed_of_late() -> None:
+def test_retry_after_is_what_waits_over_the_recent_speed() -> None:
     clock = Clock()
     admission = Admission(3, clock)
     assert admission.retry_after_s() == 1, "nothing is known yet"
@@ -161,9 +161,9 @@ class AnyOrder(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.admission = Admission(6, self.clock, max_waiting_tokens=50, max_per_client=4, later_part=0.5)
+        self.admission = Admission(6, self.clock, max_waiting_tokens=50, max_per_client=4, low_priority_share=0.5)
         self.open: list[tuple[Ticket, str, dict[int, int], int]] = []
-        self.num_allowed_tokens = 0  # of later priorities: the part, or one larger request by itself
+        self.num_allowed_tokens = 0  # of later priorities: the share, or one larger request by itself
 
     @rule(
         client=st.sampled_from("ab"),

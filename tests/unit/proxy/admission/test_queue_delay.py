@@ -1,16 +1,16 @@
-"""Bursts wait; a queue that stands is held to what is served, and past capacity to a part of it."""
+"""Bursts wait. A standing queue is limited, so that first tokens meet the SLO."""
 
 from __future__ import annotations
 
 import pytest
 
 from tandem.proxy.admission.admission import Admission, QueueFull, Ticket
-from tandem.proxy.admission.queue_delay import CROWD, STANDING_PART, QueueDelayController, queue_bounds
+from tandem.proxy.admission.queue_delay import MIN_WAITING, QueueDelayController
 from tests.unit.proxy.admission.test_admission import Clock
 
 
 class Load:
-    """So many arrive in a second, at equal distances, and so many are served, first come, first served. Pure."""
+    """Requests arrive and are served at fixed rates, first come, first served. Pure."""
 
     def __init__(self, admission: Admission, clock: Clock) -> None:
         self.admission, self.clock = admission, clock
@@ -47,83 +47,82 @@ class Load:
         self.clock.now = end
 
 
-def test_a_queue_that_is_taken_at_once_is_a_crowd_all_the_same() -> None:
-    """Decode takes on what waits whenever a batch has ended: for a moment nobody waits."""
+SLO_S = 2.0
+
+
+def load_with(ttft_slo_s: float | None = SLO_S) -> Load:
     clock = Clock()
-    max_queue_s, crowd = queue_bounds(5.0, 2.0)
-    load = Load(Admission(1024, clock, standing=QueueDelayController(clock, max_queue_s, crowd)), clock)
-    for number in range(6000):  # 200 a second, of which 64 are served
-        clock.now += 0.005
+    controller = QueueDelayController(clock, ttft_slo_s) if ttft_slo_s is not None else None
+    return Load(Admission(1024, clock, queue_delay=controller), clock)
+
+
+@pytest.mark.parametrize("served_per_s", [5.0, 14.0, 100.0])
+@pytest.mark.parametrize("overload", [1.2, 3.0])
+def test_past_capacity_first_tokens_meet_the_slo(served_per_s: float, overload: float) -> None:
+    load = load_with()
+    load.run(120, overload * served_per_s, served_per_s)  # until the queue of the beginning is served
+    load.run(60, overload * served_per_s, served_per_s)
+    longest_s = max(SLO_S / 2, MIN_WAITING / served_per_s)
+    assert 0.7 * longest_s < min(load.waits_s) <= max(load.waits_s) < 1.2 * longest_s
+    assert len(load.waits_s) == pytest.approx(60 * served_per_s, abs=2), "the workers are never idle"
+    assert load.num_refused == pytest.approx((overload - 1) * 60 * served_per_s, rel=0.1)
+
+
+def test_after_an_overload_nothing_is_refused() -> None:
+    load = load_with()
+    load.run(60, 42, 14)
+    load.run(60, 7, 14)
+    load.run(10, 12.6, 14)
+    assert not load.num_refused and max(load.waits_s) < 1
+
+
+def test_an_idle_cluster_has_no_standing_queue() -> None:
+    """Otherwise a request with more sequences than the limit would be refused forever."""
+    load = load_with()
+    load.run(60, 42, 14)
+    assert load.num_refused
+    while load.waiting:
+        load.waiting.pop()[1].close()  # their clients disconnect
+    load.clock.now += SLO_S
+    load.admission.admit("a", [100] * 64)
+
+
+def test_a_queue_that_decode_takes_a_batch_at_a_time_is_a_standing_queue() -> None:
+    """For a moment nothing waits, whenever a batch has ended."""
+    load = load_with()
+    for number in range(6000):  # 200 arrive in a second and 64 are served
+        load.clock.now += 0.005
         load.arrive()
         if number % 100 == 0:
             for _ in range(32):
                 load.serve()
         if number == 3000:
             load.waits_s.clear()
-    assert max(load.waits_s) < 0.8
+    assert max(load.waits_s) < SLO_S
 
 
-@pytest.mark.parametrize("served_per_s", [5.0, 14.0, 100.0])
-def test_past_capacity_the_wait_stays_what_it_may_be(served_per_s: float) -> None:
-    clock = Clock()
-    load = Load(Admission(1024, clock, standing=QueueDelayController(clock, 5.0)), clock)
-    load.run(60, 3 * served_per_s, served_per_s)  # until the crowd of the beginning is served
-    load.run(60, 3 * served_per_s, served_per_s)
-    longest_s = max(STANDING_PART * 5.0, CROWD / served_per_s)
-    assert 0.9 * longest_s < min(load.waits_s) <= max(load.waits_s) < 1.1 * longest_s
-    assert len(load.waits_s) == pytest.approx(60 * served_per_s, abs=2), "nobody is idle"
-    assert load.num_refused == pytest.approx(2 * 60 * served_per_s, rel=0.02)
-    load.run(60, 0.5 * served_per_s, served_per_s)
-    load.run(10, 0.9 * served_per_s, served_per_s)
-    assert not load.num_refused and max(load.waits_s) < 1
-
-
-def test_with_a_limit_for_first_tokens_a_crowd_waits_no_longer() -> None:
-    """However slow decode is, of which the router's prediction knows nothing."""
-    clock = Clock()
-    max_queue_s, crowd = queue_bounds(5.0, 2.0)
-    load = Load(Admission(1024, clock, standing=QueueDelayController(clock, max_queue_s, crowd)), clock)
-    load.run(60, 42, 14)
-    load.run(60, 42, 14)
-    assert 0.4 < min(load.waits_s) <= max(load.waits_s) < 0.7  # 8 of 14 a second; a fifth of 1.6 s would be 4
-    assert len(load.waits_s) == pytest.approx(60 * 14, abs=2)
-    assert queue_bounds(0.5, 2.0)[0] == 0.5 and queue_bounds(0.0, 2.0)[0] == 1.6 and queue_bounds(5.0, None)[0] == 5.0
-
-
-def test_a_burst_waits_however_long_it_takes() -> None:
-    clock = Clock()
-    load = Load(Admission(1024, clock, standing=QueueDelayController(clock, 5.0)), clock)
+def test_a_burst_waits() -> None:
+    load = load_with()
     load.arrive(1000)
-    load.run(4.9, 10, 10)
-    assert not load.num_refused and load.admission.num_waiting > 900
-    load.run(120, 1e-9, 10)
+    load.run(SLO_S / 2, 10, 400)
+    assert not load.num_refused
+    load.run(10, 1e-9, 400)
     assert not load.waiting and not load.num_refused
 
 
-@pytest.mark.parametrize(("num_clients", "served_per_s"), [(CROWD, 10), (280, 60), (50, 1)])
+@pytest.mark.parametrize(("num_clients", "served_per_s"), [(MIN_WAITING, 10), (60, 60)])
 def test_clients_that_wait_for_their_answers_are_no_overload(num_clients: int, served_per_s: int) -> None:
-    """Each always has one under way, for as long as they like: 64 of them, or as many as are served in 5 s."""
-    clock = Clock()
-    load = Load(Admission(1024, clock, standing=QueueDelayController(clock, 5.0)), clock)
+    """Each client always has one request in flight; together as many as are served in half of the SLO."""
+    load = load_with()
     load.arrive(num_clients)
     for _ in range(3000):
-        clock.now += 1 / served_per_s
+        load.clock.now += 1 / served_per_s
         load.serve()
         load.arrive()
     assert not load.num_refused and max(load.waits_s) == pytest.approx(num_clients / served_per_s)
 
 
-def test_a_little_too_much_waits_for_as_long_as_it_may() -> None:
-    clock = Clock()
-    load = Load(Admission(1024, clock, standing=QueueDelayController(clock, 5.0)), clock)
-    load.run(300, 66, 60)
-    load.run(60, 66, 60)
-    assert 4.5 < min(load.waits_s) <= max(load.waits_s) < 5.5
-    assert load.num_refused == pytest.approx(6 * 60, rel=0.1)
-
-
-def test_without_the_bound_a_crowd_may_wait_for_ever() -> None:
-    clock = Clock()
-    load = Load(Admission(1024, clock), clock)
+def test_without_an_slo_only_the_fixed_limits_hold() -> None:
+    load = load_with(ttft_slo_s=None)
     load.run(60, 30, 14)
     assert not load.num_refused and load.admission.num_waiting > 900

@@ -1,4 +1,4 @@
-"""Membership and routing: pure policy, driven by messages and a clock value."""
+"""Membership, driven by messages and a clock value."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def status(info: WorkerInfo, *peers: WorkerInfo, state: str = "ready") -> Worker
 
 
 def cluster(num_prefill: int, num_decode: int) -> tuple[Registry, list[WorkerInfo], list[WorkerInfo]]:
-    """All pairs ready."""
+    """Returns a registry with all pairs ready, and the prefill and decode workers."""
     registry = Registry(SILENCE_S)
     prefills = [worker(f"prefill-{i}") for i in range(num_prefill)]
     decodes = [worker(f"decode-{i}") for i in range(num_decode)]
@@ -57,7 +57,7 @@ def test_a_worker_joins_once() -> None:
 
 def test_another_protocol_version_is_refused_with_both_numbers() -> None:
     registry = Registry(SILENCE_S)
-    with pytest.raises(ProtocolError, match=rf"version 99.*speaks {PROTOCOL_VERSION}"):
+    with pytest.raises(ProtocolError, match=rf"version 99.*speaks version {PROTOCOL_VERSION}"):
         registry.on_register(0.0, register(worker("prefill-0"), version=99))
     assert registry.workers() == []
 
@@ -112,7 +112,7 @@ def test_who_has_a_name_keeps_it_while_it_lives() -> None:
     registry.on_register(0.0, register(first))
     for step in range(1, 40):
         now = step * 0.25
-        with pytest.raises(ProtocolError, match=r"process 10.*is called decode-0 already.*another --name"):
+        with pytest.raises(ProtocolError, match=r"process 10.*is already called decode-0.*another --name"):
             registry.on_register(now, register(second))
         assert registry.on_status(now, status(first)) and not registry.check(now)
         assert registry.workers() == [first]
@@ -160,10 +160,10 @@ def test_what_is_missing_is_said() -> None:
 
 def test_a_pair_with_an_old_epoch_is_not_used() -> None:
     registry, [prefill], [_old] = cluster(1, 1)
-    assert len(registry.paired_prefill_workers.records) == 1
+    assert len(registry.paired_prefill_workers) == 1
     new = worker("decode-0", "decode-0/2")
     registry.on_register(1.0, register(new))
     assert not registry.paired_prefill_workers
     registry.on_status(1.0, status(prefill, new))
-    [record] = registry.paired_prefill_workers.records
-    assert [peer.worker for peer in record.decode_peers.records] == [new]
+    [record] = registry.paired_prefill_workers
+    assert [peer.worker for peer in record.decode_peers] == [new]

@@ -1,4 +1,4 @@
-"""Requests outlive their workers: what was generated is kept, and goes on elsewhere as if nothing had happened."""
+"""Requests outlive their workers: generated tokens are kept, and generation continues on other workers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import json
 import pytest
 
 from tandem.protocol.messages.dispatch import AbortAttempt, PrepareDecode, StartPrefill
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.generation import SampledToken, SamplingParams
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.dispatch import sequence
 from tandem.runtime.errors import DeadlineExceeded, KVTransferFailed, TandemError, WorkerLost
-from tests.support.proxy_cluster import DECODE, PREFILL, PROMPT, Cluster, collect, play, turn
+from tests.support.proxy_cluster import DECODE, PREFILL, Cluster, collect, play, turn
 from tests.unit.proxy.dispatch.test_request_life import generation, prefills
 
 OTHER_DECODE = WorkerInfo("decode-1", "d2", "decode", "ipc://d2", 4)
@@ -23,7 +23,7 @@ OTHER_PREFILL = WorkerInfo("prefill-1", "p2", "prefill", "ipc://p2", 3)
 
 
 def attempt(cluster: Cluster, number: int) -> tuple[str, PrepareDecode, StartPrefill]:
-    """The request id and the commands of one dispatch."""
+    """Returns the attempt id and the commands of one dispatch."""
     prepare, start = cluster.pool.of(PrepareDecode)[number][1], cluster.pool.of(StartPrefill)[number][1]
     assert prepare.transfer_id == start.transfer_id and prepare.attempt_ids == start.attempt_ids
     return start.attempt_ids[0], prepare, start
@@ -58,7 +58,7 @@ def test_a_prompt_goes_to_another_worker(lost: WorkerInfo, when: str) -> None:
     play(test, worker_wait_s=60)
 
 
-def test_a_stream_goes_on_where_it_was() -> None:
+def test_a_stream_continues_where_it_was() -> None:
     async def test(cluster: Cluster) -> None:
         cluster.join(OTHER_DECODE)
         stream = cluster.generate()
@@ -70,7 +70,7 @@ def test_a_stream_goes_on_where_it_was() -> None:
         for token_id in (6, 7):
             cluster.token(old, token_id, worker=decode)
         cluster.lose(decode)
-        cluster.token(old, 8, worker=decode)  # it only froze, and this comes late
+        cluster.token(old, 8, worker=decode)  # it was only frozen, and this message is late
         await turn()
         new, prepare, start = attempt(cluster, 1)
         for message in (prepare, start):
@@ -85,7 +85,7 @@ def test_a_stream_goes_on_where_it_was() -> None:
     play(test)
 
 
-def test_a_reported_loss_goes_round_the_suspect() -> None:
+def test_after_a_reported_loss_the_suspect_is_avoided() -> None:
     async def test(cluster: Cluster) -> None:
         cluster.join(OTHER_PREFILL)
         for error in (WorkerLost("the prefill worker was lost"), KVTransferFailed("x")):
@@ -109,18 +109,18 @@ def test_a_reported_loss_goes_round_the_suspect() -> None:
 
 
 def test_a_prompt_that_loses_its_prefill_worker_stays_with_its_decode_worker() -> None:
-    """Which has kept what had arrived, though no report says so yet."""
+    """That worker has kept the blocks that arrived, though no report says so yet."""
 
     async def test(cluster: Cluster) -> None:
         cluster.join(OTHER_PREFILL, OTHER_DECODE)
-        for is_told_by_decode in (True, False) * 8:
+        for is_reported_by_decode in (True, False) * 8:
             del cluster.pool.sent[:]
             reader = asyncio.create_task(collect(cluster.generate()))
             await turn()
             old, prepare, start = attempt(cluster, 0)
             prefill = PREFILL if prepare.prefill_epoch == PREFILL.epoch else OTHER_PREFILL
             decode = DECODE if start.decode_epoch == DECODE.epoch else OTHER_DECODE
-            if is_told_by_decode:
+            if is_reported_by_decode:
                 cluster.failed(decode, old, WorkerLost("the prefill worker was lost"))
             else:
                 cluster.lose(prefill)
@@ -130,7 +130,7 @@ def test_a_prompt_that_loses_its_prefill_worker_stays_with_its_decode_worker() -
             cluster.first(new, 5, worker=OTHER_PREFILL if prefill is PREFILL else PREFILL)
             cluster.token(new, 6, "length", worker=decode)
             assert await reader == ([5, 6], "length")
-            if not is_told_by_decode:
+            if not is_reported_by_decode:
                 cluster.join(prefill)
 
     play(test)
@@ -154,8 +154,8 @@ def test_a_request_that_loses_every_worker_is_given_up(monkeypatch: pytest.Monke
 def test_sequences_of_one_prompt_stay_together_until_it_is_computed() -> None:
     async def test(cluster: Cluster) -> None:
         samplings = [SamplingParams(seed=seed) for seed in (7, 8, 9)]
-        sequences = cluster.dispatcher.start(PROMPT, samplings, StopConditions(3), 60)
-        readers = [asyncio.create_task(cluster.dispatcher.next_tokens(each)) for each in sequences]
+        sequences = cluster.start(samplings, 3, 60)
+        readers = [asyncio.create_task(cluster.next_tokens(each)) for each in sequences]
         await turn()
         cluster.dispatcher.drop(sequences[1])
         readers[1].cancel()
@@ -168,8 +168,8 @@ def test_sequences_of_one_prompt_stay_together_until_it_is_computed() -> None:
             cluster.first(attempt_id, 10 + number, worker=OTHER_PREFILL)
             cluster.reserved(attempt_id)
         assert [(await readers[i]).tokens for i in (0, 2)] == [[SampledToken(10)], [SampledToken(11)]]
-        # From here on each has tokens of its own, and goes on by itself.
-        readers = [asyncio.create_task(cluster.dispatcher.next_tokens(sequences[i])) for i in (0, 2)]
+        # From here on each sequence has its own tokens, and is dispatched by itself.
+        readers = [asyncio.create_task(cluster.next_tokens(sequences[i])) for i in (0, 2)]
         await turn()
         cluster.lose(DECODE)
         cluster.join(OTHER_DECODE)
@@ -184,7 +184,7 @@ def test_sequences_of_one_prompt_stay_together_until_it_is_computed() -> None:
     play(test)
 
 
-def test_text_stop_strings_and_logprobs_go_on_across_workers() -> None:
+def test_text_and_stop_strings_continue_across_workers() -> None:
     async def test(cluster: Cluster) -> None:
         _, answers = generation(cluster, stop=["END"], max_tokens=20)
         task = asyncio.create_task(answers.whole())
@@ -209,7 +209,7 @@ def test_text_stop_strings_and_logprobs_go_on_across_workers() -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_nobody_waits_for_a_worker_for_ever(role: str) -> None:
+def test_waiting_for_a_worker_has_a_limit(role: str) -> None:
     async def test(cluster: Cluster) -> None:
         cluster.lose(PREFILL if role == "prefill" else DECODE)
         with pytest.raises(NoWorkerReady, match=f"no {role} worker is ready") as raised:
@@ -220,7 +220,7 @@ def test_nobody_waits_for_a_worker_for_ever(role: str) -> None:
 
 
 @pytest.mark.parametrize("end", ["deadline", "client", "shutdown"])
-def test_what_waits_for_a_worker_may_end(end: str) -> None:
+def test_a_request_that_waits_for_a_worker_may_end(end: str) -> None:
     async def test(cluster: Cluster) -> None:
         cluster.lose(DECODE)
         reader = asyncio.create_task(collect(cluster.generate(deadline_s=0.01 if end == "deadline" else 60)))

@@ -1,7 +1,7 @@
-"""Random lives of requests: workers come and go, messages are late, clients leave, deadlines pass, time runs.
+"""Random lives of requests: workers join and are lost, messages are late, clients disconnect, deadlines pass.
 
-Each sequence's tokens are a function of its seed and their place, as a model's are. Whatever happens, what a reader
-gets is the beginning of that, in order and once, and it ends once; when workers are there again, all come to their end.
+Each token is a function of the sequence's seed and its position, as with a model. Whatever happens, a reader gets a
+prefix of that sequence, in order and once, and one end. When workers are ready again, every sequence finishes.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from tandem.protocol.messages.dispatch import (
     StartPrefill,
     TokenBatch,
 )
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.generation import SampledToken, SamplingParams
 from tandem.protocol.messages.membership import Role, WorkerInfo
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.dispatch.sequence import DispatchedSequence
 from tandem.runtime.errors import DeadlineExceeded, KVTransferFailed, TandemError, WorkerLost
-from tests.support.proxy_cluster import PROMPT, Cluster, turn
+from tests.support.proxy_cluster import Cluster, turn
 
 WAIT_S, DEADLINE_S = 30.0, 100.0
 seen: Counter[str] = Counter()
-"""Of all runs: how sequences ended, and after how many tokens they were dispatched."""
+"""How sequences ended and after how many tokens they were dispatched, over all runs."""
 PICK = st.integers(0, 1 << 16)
 
 
@@ -41,7 +41,7 @@ def token_of(seed: int, place: int) -> int:
 
 
 class Clock(asyncio.SelectorEventLoop):
-    """A loop whose time is the test's."""
+    """An event loop whose clock the test sets."""
 
     now = 0.0
 
@@ -49,14 +49,14 @@ class Clock(asyncio.SelectorEventLoop):
         return self.now
 
 
-class Attempt:
-    """What the workers of one dispatched sequence do; the messages of each worker keep their order."""
+class PlayedAttempt:
+    """The workers' side of one attempt. The messages of each worker keep their order."""
 
     def __init__(self, prepare: Any, attempt_id: str, seed: int) -> None:
         self.attempt_id, self.seed, self.stop = attempt_id, seed, prepare.stop
         self.num_before: int = prepare.num_generated
-        told = unpack_token_ids(prepare.token_ids)[3:]
-        assert told == [token_of(seed, place) for place in range(self.num_before)], "nothing lost, nothing made up"
+        given = unpack_token_ids(prepare.token_ids)[3:]
+        assert given == [token_of(seed, place) for place in range(self.num_before)], "no token is lost or invented"
         self.first_sent = self.reserved = False
         self.num_sent = 0  # by decode
 
@@ -77,8 +77,8 @@ class Attempt:
         return self.num_before + 1 + self.num_sent < self.stop.max_tokens
 
 
-class Reader:
-    """Takes one sequence's tokens, as a `Generation` does."""
+class SequenceReader:
+    """Takes the tokens of one sequence, as a `Generation` does."""
 
     def __init__(self, machine: Requests, sequence: DispatchedSequence, num_tokens: int) -> None:
         self.sequence, self.num_tokens = sequence, num_tokens
@@ -89,7 +89,7 @@ class Reader:
     async def _read(self, cluster: Cluster) -> None:
         try:
             while True:
-                delta = await cluster.dispatcher.next_tokens(self.sequence)
+                delta = await cluster.next_tokens(self.sequence)
                 self.tokens += [token.token_id for token in delta.tokens]
                 if delta.finish_reason is not None:
                     self.ends.append(delta.finish_reason)
@@ -106,8 +106,8 @@ class Requests(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.loop = Clock()
-        self.attempts: dict[str, Attempt] = {}
-        self.readers: list[Reader] = []
+        self.attempts: dict[str, PlayedAttempt] = {}
+        self.readers: list[SequenceReader] = []
         self.gone: list[WorkerInfo] = []
         self.num_workers = 0
         self.num_seen = 0
@@ -135,18 +135,18 @@ class Requests(RuleBasedStateMachine):
         self.run(play)
 
     def _see(self) -> None:
-        """What was dispatched since."""
+        """Records what was dispatched since the last call."""
         if not hasattr(self, "cluster"):
             return
         sent = self.cluster.pool.sent
         for _, message in sent[self.num_seen :]:
             if isinstance(message, StartPrefill):
                 for attempt_id, seed in zip(message.attempt_ids, message.seeds, strict=True):
-                    self.attempts[attempt_id] = Attempt(message, attempt_id, seed)
+                    self.attempts[attempt_id] = PlayedAttempt(message, attempt_id, seed)
                     seen[f"after {message.num_generated} tokens"] += 1
         self.num_seen = len(sent)
 
-    def running(self) -> list[Attempt]:
+    def running(self) -> list[PlayedAttempt]:
         return [self.attempts[attempt_id] for attempt_id in self.cluster.dispatcher._running]
 
     # ---- what may happen
@@ -156,13 +156,12 @@ class Requests(RuleBasedStateMachine):
     def start(self, seeds: int, num_tokens: int) -> None:
         samplings = [SamplingParams(seed=len(self.readers) + number) for number in range(seeds)]
         made: list[DispatchedSequence] = []
-        stop = StopConditions(num_tokens)
-        self.do(lambda: made.extend(self.cluster.dispatcher.start(PROMPT, samplings, stop, DEADLINE_S)))
-        self.readers += [Reader(self, sequence, num_tokens) for sequence in made]
+        self.do(lambda: made.extend(self.cluster.start(samplings, num_tokens, DEADLINE_S)))
+        self.readers += [SequenceReader(self, sequence, num_tokens) for sequence in made]
 
     @precondition(lambda self: self.running())
     @rule(pick=PICK, what=st.sampled_from(["first", "reserved", "token", "token", "preempt", "lost", "broken"]))
-    def hear(self, pick: int, what: str) -> None:
+    def receive_any(self, pick: int, what: str) -> None:
         running = self.running()
         attempt = running[pick % len(running)]
         route = self.cluster.dispatcher._running[attempt.attempt_id].route
@@ -170,13 +169,13 @@ class Requests(RuleBasedStateMachine):
         if route.decode is None:
             what = "broken" if what == "broken" else "first"
         if what == "first" and not attempt.first_sent:
-            self.hears(route.prefill, attempt.first())
+            self.receive(route.prefill, attempt.first())
         elif what == "reserved":
-            self.hears(route.decode, DecodeReserved(attempt.attempt_id))
+            self.receive(route.decode, DecodeReserved(attempt.attempt_id))
         elif what == "token" and attempt.has_more and attempt.first_sent:
-            self.hears(route.decode, attempt.next())
+            self.receive(route.decode, attempt.next())
         elif what == "preempt" and attempt.first_sent:
-            self.hears(route.decode, AttemptPreempted(attempt.attempt_id))
+            self.receive(route.decode, AttemptPreempted(attempt.attempt_id))
         elif what == "lost":
             self.do(lambda: self.cluster.failed(route.decode, attempt.attempt_id, WorkerLost("the pair is gone")))
         elif what == "broken":
@@ -185,7 +184,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.running())
     @rule(count=st.integers(1, 6))
     def work(self, count: int) -> None:
-        """Everybody does what comes next."""
+        """Every worker sends its next messages."""
         for _ in range(count):
             for attempt in self.running():
                 request = self.cluster.dispatcher._running.get(attempt.attempt_id)
@@ -193,24 +192,24 @@ class Requests(RuleBasedStateMachine):
                     continue
                 assert request.route.prefill is not None
                 if not attempt.first_sent:
-                    self.hears(request.route.prefill, attempt.first())
+                    self.receive(request.route.prefill, attempt.first())
                 elif attempt.has_more and request.route.decode is not None:
-                    self.hears(request.route.decode, attempt.next())
+                    self.receive(request.route.decode, attempt.next())
 
-    def hears(self, worker: WorkerInfo, message: Any) -> None:
+    def receive(self, worker: WorkerInfo, message: Any) -> None:
         self.do(lambda: self.cluster.dispatcher.on_message(worker, message))
 
     @precondition(lambda self: self.attempts)
     @rule(pick=PICK)
-    def hear_late(self, pick: int) -> None:
-        """What an attempt says that is over, from whichever worker."""
+    def receive_late(self, pick: int) -> None:
+        """Any worker sends a message about an attempt that is over."""
         over = [a for a in self.attempts.values() if a.attempt_id not in self.cluster.dispatcher._running]
         workers = self.gone + self.cluster.registry.workers()
         if over and workers:
             attempt_id = over[pick % len(over)].attempt_id
             worker = workers[pick % len(workers)]
-            self.hears(worker, TokenBatch([NewToken(attempt_id, SampledToken(499), "length")]))
-            self.hears(worker, FirstToken(attempt_id, SampledToken(499), "length", 0.0, 0.0))
+            self.receive(worker, TokenBatch([NewToken(attempt_id, SampledToken(499), "length")]))
+            self.receive(worker, FirstToken(attempt_id, SampledToken(499), "length", 0.0, 0.0))
 
     @rule(role=st.sampled_from(["prefill", "decode"]))
     def join(self, role: Role) -> None:
@@ -223,7 +222,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: len(self.cluster.registry.workers()) > 1)
     @rule(pick=PICK)
     def replace(self, pick: int) -> None:
-        """Work, a loss, and another worker of that role: what happens most."""
+        """The usual case: work, a loss, and a new worker of that role."""
         self.work(1 + pick % 3)
         self.lose(pick)
         self.join(self.gone[-1].role)
@@ -239,7 +238,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.cluster.registry.workers())
     @rule(pick=PICK)
     def lose_sight_of(self, pick: int) -> None:
-        """And find again, as who it was."""
+        """A worker is lost and registers again under the same epoch."""
         workers = self.cluster.registry.workers()
         worker = workers[pick % len(workers)]
         self.do(lambda: self.cluster.lose(worker))
@@ -252,7 +251,7 @@ class Requests(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.05, 0.3, 2.0, 20.0]))
     def pass_time(self, seconds: float) -> None:
-        """In small steps, as timers expect it."""
+        """Advances the clock in small steps, so that timers fire in order."""
         end = self.loop.now + seconds
         while self.loop.now < end:
             self.loop.now = min(end, self.loop.now + 0.25)
@@ -270,7 +269,7 @@ class Requests(RuleBasedStateMachine):
                 assert len(reader.tokens) == reader.num_tokens
 
     def teardown(self) -> None:
-        """Workers are there again, and nothing else goes wrong."""
+        """Workers are ready again, and nothing else fails."""
         for role in ("prefill", "decode"):
             self.num_workers += 1
             worker = WorkerInfo(f"{role}-last", f"{role}-last/e", role, "ipc://last", self.num_workers)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""The life of a request against workers that are made of lists: every order of messages, every early end.
+"""The life of a request with fake workers: every order of messages, every early end.
 
-After each test nothing is left over: no running request, no load on the router, nobody waiting.
+After each test nothing is left over: no running sequence, no load counted by the router, no waiting request.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from prometheus_client import CollectorRegistry
 
 from tandem.protocol.messages.dispatch import AttemptPreempted, FirstToken, PrepareDecode, StartPrefill
 from tandem.protocol.messages.generation import FinishReason, SampledToken
-from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.membership import PairStatus, WorkerInfo, WorkerLoad, WorkerStatus
 from tandem.protocol.messages.token_ids import unpack_token_ids
-from tandem.proxy.answers.completions import CompletionAnswers, stream_events
+from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.errors import ClientDisconnected
 from tandem.proxy.answers.event_stream import unless_disconnected
+from tandem.proxy.answers.stream import stream_events
+from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.dispatch import sequence
 from tandem.proxy.dispatch.generation import Generation
 from tandem.runtime.errors import DeadlineExceeded, InternalError, KVTransferFailed, Overloaded, WorkerLost
@@ -30,7 +32,7 @@ from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import DECODE, EOS, PREFILL, Cluster, collect, play, turn
 
 
-def test_both_workers_hear_of_it_at_once() -> None:
+def test_both_workers_get_their_commands_at_once() -> None:
     async def test(cluster: Cluster) -> None:
         reader = asyncio.create_task(collect(cluster.generate()))
         await turn()
@@ -46,7 +48,7 @@ def test_both_workers_hear_of_it_at_once() -> None:
         cluster.reserved(start.attempt_ids[0])
         cluster.token(start.attempt_ids[0], 6, "length")
         assert await reader == ([5, 6], "length")
-        assert cluster.aborted() == [], "nobody is told of an end that it reported itself"
+        assert cluster.aborted() == [], "a worker that reported the end gets no abort"
 
     play(test)
 
@@ -93,7 +95,7 @@ def test_a_first_token_that_is_the_last_releases_decode() -> None:
 
 @given(st.lists(st.booleans(), min_size=8, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
 def test_every_interleaving_gives_the_same_tokens(prefill_turns: list[bool], reader_turns: list[bool]) -> None:
-    """Each side's messages keep their order; between the sides, and with the reader, anything goes."""
+    """The messages of one worker keep their order. The order between the workers and the reader is arbitrary."""
 
     async def test(cluster: Cluster) -> None:
         reader = asyncio.create_task(collect(cluster.generate()))
@@ -120,7 +122,7 @@ def test_every_interleaving_gives_the_same_tokens(prefill_turns: list[bool], rea
 
 @pytest.mark.parametrize(("worker", "other"), [(PREFILL, "decode-0"), (DECODE, "prefill-0")])
 @pytest.mark.parametrize("when", ["queued", "first token held", "streaming"])
-def test_a_failure_on_one_side_is_told_to_the_other(worker: WorkerInfo, other: str, when: str) -> None:
+def test_a_failure_on_one_worker_aborts_on_the_other(worker: WorkerInfo, other: str, when: str) -> None:
     async def test(cluster: Cluster) -> None:
         reader = asyncio.create_task(collect(cluster.generate()))
         await turn()
@@ -134,7 +136,7 @@ def test_a_failure_on_one_side_is_told_to_the_other(worker: WorkerInfo, other: s
         with pytest.raises(InternalError, match="the peer is gone"):
             await reader
         assert cluster.aborted() == [other]
-        cluster.token(attempt_id, 6, "length")  # too late, and for nobody
+        cluster.token(attempt_id, 6, "length")  # too late, so ignored
         cluster.first(attempt_id, 6)
 
     play(test)
@@ -155,7 +157,7 @@ def test_tokens_before_a_failure_are_delivered() -> None:
     play(test)
 
 
-def test_prefill_is_not_missed_once_decode_runs() -> None:
+def test_losing_prefill_does_no_harm_once_decode_runs() -> None:
     async def test(cluster: Cluster) -> None:
         reader = asyncio.create_task(collect(cluster.generate()))
         await turn()
@@ -168,7 +170,7 @@ def test_prefill_is_not_missed_once_decode_runs() -> None:
     play(test)
 
 
-def test_messages_of_another_worker_are_not_taken() -> None:
+def test_messages_of_another_worker_are_ignored() -> None:
     async def test(cluster: Cluster) -> None:
         reader = asyncio.create_task(collect(cluster.generate()))
         await turn()
@@ -199,7 +201,7 @@ def test_closing_the_stream_aborts_on_both(phase: str) -> None:
     play(test)
 
 
-def test_the_deadline_ends_a_request_that_nobody_answers() -> None:
+def test_the_deadline_ends_a_request_without_an_answer() -> None:
     async def test(cluster: Cluster) -> None:
         with pytest.raises(DeadlineExceeded, match="not finished within"):
             await collect(cluster.generate(deadline_s=0.001))
@@ -229,7 +231,7 @@ def test_no_pair_is_refused_before_anything_is_sent() -> None:
     play(test)
 
 
-# ---- the whole way, from a body to text
+# ---- from a request body to text
 
 
 def generation(cluster: Cluster, **fields: Any) -> tuple[Generation, Any]:
@@ -240,14 +242,14 @@ def generation(cluster: Cluster, **fields: Any) -> tuple[Generation, Any]:
 
 
 async def prefills(cluster: Cluster, number: int) -> list[str]:
-    """Wait until so many were started; their request ids."""
+    """Waits until `number` attempts were started and returns their ids."""
     while len(ids := [i for _, m in cluster.pool.of(StartPrefill) for i in m.attempt_ids]) < number:  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     return ids
 
 
 def feed(cluster: Cluster, attempt_id: str, text: str, last: FinishReason) -> None:
-    """The sequence `text`, ended by the end-of-sequence token when `last` is "stop"."""
+    """Plays the workers that generate `text`, followed by an end-of-sequence token when `last` is "stop"."""
     token_ids = cluster.text.ids(text) + ([EOS] if last == "stop" else [])
     cluster.first(attempt_id, token_ids[0])
     for token_id in token_ids[1:-1]:
@@ -410,7 +412,28 @@ def test_too_many_waiting_are_refused() -> None:
     play(test)
 
 
-def test_decode_alone_hears_of_a_short_prompt_and_answers_it() -> None:
+def test_a_first_token_predicted_after_the_deadline_is_refused() -> None:
+    async def test(cluster: Cluster) -> None:
+        pairs = [PairStatus(DECODE.worker_id, DECODE.epoch, "ready")]
+
+        def report(num_waiting_tokens: int) -> None:
+            load = WorkerLoad(prompt_tokens_per_s=1000.0, waiting_tokens=[(0, num_waiting_tokens)])
+            cluster.registry.on_status(0, WorkerStatus(PREFILL.worker_id, PREFILL.epoch, load, pairs))
+
+        report(100_000)  # 100 s; the server's deadline is 60 s
+        with pytest.raises(SLOUnreachable, match=r"predicted after 100\.\d+ s, but only 60\.00 s are left"):
+            await generation(cluster)[1].whole()
+        assert cluster.pool.sent == []
+        report(50_000)
+        task = asyncio.create_task(generation(cluster)[1].whole())
+        [attempt_id] = await prefills(cluster, 1)
+        feed(cluster, attempt_id, "ab", "length")
+        await task
+
+    play(test)
+
+
+def test_decode_alone_computes_a_short_prompt() -> None:
     async def test(cluster: Cluster) -> None:
         reader = asyncio.create_task(collect(cluster.generate()))
         await turn()
@@ -438,7 +461,7 @@ def test_a_short_prompt_may_end_with_its_first_token_or_with_its_worker() -> Non
         ids = [prepare.attempt_ids[0] for _, prepare in cluster.pool.of(PrepareDecode)]
         cluster.dispatcher.on_message(DECODE, FirstToken(ids[0], SampledToken(EOS), "stop", 0.1, 0.2))
         assert await ended == ([EOS], "stop")
-        assert cluster.aborted() == [], "it has told its end itself"
+        assert cluster.aborted() == [], "the worker reported the end itself"
         dropped.cancel()
         await turn()
         assert cluster.aborted() == ["decode-0"]

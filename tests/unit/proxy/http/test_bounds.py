@@ -75,4 +75,4 @@ def test_what_workers_say_their_caches_hold(monkeypatch: MonkeyPatch) -> None:
     index = PrefixIndex()
     index.join("liar")
     index.apply("liar", PrefixUpdate(0, True, b"".join(i.to_bytes(8, "little") for i in range(11)), b""))
-    assert index.has_missed("liar") and not index._workers
+    assert index.needs_restart("liar") and not index._workers

@@ -1,0 +1,94 @@
+"""What whole and streamed answers of all endpoints share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import aclosing
+from typing import ClassVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from tandem.protocol.messages.generation import SampledToken
+from tandem.proxy.answers.logprobs import prompt_logprobs
+from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.responses import PromptLogprobs, PromptTokensDetails, Usage
+from tandem.proxy.dispatch.generation import Generation
+from tandem.proxy.dispatch.sequence_text import PromptTokens, TextDelta
+from tandem.proxy.text.token_text import TokensAsIds
+
+encode = msgspec.json.Encoder().encode
+
+
+def encode_event(body: msgspec.Struct) -> bytes:
+    """Encodes one server-sent event."""
+    return b"data: " + encode(body) + b"\n\n"
+
+
+class Answers(ABC):
+    """Makes the answer to one request from its text deltas."""
+
+    _ID_PREFIX: ClassVar[str]
+
+    def __init__(self, generation: Generation, request: GenerationRequest, model: str, request_id: str) -> None:
+        self._generation = generation
+        self._request = request
+        self._model = model
+        self._id = f"{self._ID_PREFIX}-{request_id}"
+        self._token_text = TokensAsIds(generation.token_text) if request.tokens_as_ids else generation.token_text
+        self._num_top = request.base_sampling.logprobs
+        self._shows_tokens = request.return_token_ids or self._num_top is not None
+
+    async def whole(self) -> bytes:
+        """Returns the body of an answer that is not streamed."""
+        return encode(self._whole(await self._collect()))
+
+    @abstractmethod
+    def chunk(self, delta: TextDelta) -> bytes:
+        """Returns the events for one delta, possibly none."""
+
+    @abstractmethod
+    def usage_chunk(self) -> bytes:
+        """Returns the event before the last that reports the usage."""
+
+    @abstractmethod
+    def _whole(self, sequences: list[TextDelta]) -> msgspec.Struct:
+        """sequences: one delta for each, with all its text and tokens."""
+
+    async def _collect(self) -> list[TextDelta]:
+        """Generates all sequences to their ends."""
+        found: dict[int, list[TextDelta]] = {}
+        async with aclosing(self._generation.deltas()) as deltas:
+            async for delta in deltas:
+                found.setdefault(delta.index, []).append(delta)
+        return [
+            TextDelta(
+                index,
+                "".join(delta.text for delta in parts),
+                [token for delta in parts for token in delta.tokens],
+                sum(delta.num_shown for delta in parts),
+                parts[-1].finish_reason,
+                parts[0].prompt,
+            )
+            for index, parts in sorted(found.items())
+        ]
+
+    def _usage(self) -> Usage:
+        num_prompt, num_completion = self._generation.num_prompt_tokens, self._generation.num_completion_tokens
+        cached = PromptTokensDetails(self._generation.num_cached_tokens)
+        return Usage(num_prompt, num_completion, num_prompt + num_completion, cached)
+
+    def _chunk_usage(self) -> Usage | UnsetType | None:
+        """Usage in the chunks before the last: null when the last one will report it, as in OpenAI's API."""
+        if self._request.continuous_usage:
+            return self._usage()
+        return None if self._request.include_usage else UNSET
+
+    def _token_ids(self, tokens: list[SampledToken]) -> list[int] | UnsetType:
+        return [token.token_id for token in tokens] if self._request.return_token_ids else UNSET
+
+    def _prompt_logprobs(self, prompt: PromptTokens | None) -> PromptLogprobs | UnsetType:
+        num_top = self._request.prompt_logprobs
+        if prompt is None or num_top is None:
+            return UNSET
+        return prompt_logprobs(self._token_text, prompt.token_ids, prompt.logprobs, num_top)

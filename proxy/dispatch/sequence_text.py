@@ -1,0 +1,76 @@
+"""Text of one sequence: detokenises its tokens and ends it at stop strings."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import msgspec
+
+from tandem.protocol.messages.generation import FinishReason, SampledToken, TokenLogprobs
+from tandem.proxy.text.detokenizer import Detokenizer
+from tandem.proxy.text.stop_strings import StopStrings
+from tandem.telemetry.metrics import SequenceTimer
+
+_MAX_TOKENS_AT_ONCE = 64
+"""Tokens detokenised before yielding to the event loop (about 0.5 ms). Many wait when a client reads slowly."""
+
+
+class PromptTokens(msgspec.Struct, frozen=True):
+    """A prompt as its client sees it. logprobs: of all tokens but the first; empty unless requested."""
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs]
+
+
+class TextDelta(msgspec.Struct, frozen=True):
+    """The next piece of one sequence's text, and its tokens.
+
+    index: prompt index * n + number of the sequence. text: may be empty while a possible stop string is held back.
+    num_shown: how many of the tokens are part of the text; a stop token is not. prompt: on the first delta if the
+    client asked for it; an echoed prompt is part of the text already.
+    """
+
+    index: int
+    text: str
+    tokens: list[SampledToken]
+    num_shown: int
+    finish_reason: FinishReason | None
+    prompt: PromptTokens | None = None
+
+
+class SequenceText:
+    """Turns the tokens of one sequence into text deltas."""
+
+    def __init__(self, index: int, detokenizer: Detokenizer, stop_strings: StopStrings, timer: SequenceTimer) -> None:
+        self.index = index
+        self.timer = timer
+        self._detokenizer = detokenizer
+        self._stop_strings = stop_strings
+
+    async def push(
+        self, tokens: list[SampledToken], finish_reason: FinishReason | None, prompt: PromptTokens | None, echo: str
+    ) -> TextDelta:
+        """Returns the delta for these tokens. It ends earlier than they do when a stop string is complete."""
+        pieces = [echo]
+        # A stop token ends the text without being part of it, but was generated and counts.
+        num_shown = len(tokens) - (finish_reason == "stop")
+        for number in range(num_shown):
+            if number % _MAX_TOKENS_AT_ONCE == _MAX_TOKENS_AT_ONCE - 1:
+                await asyncio.sleep(0)
+            piece, stopped = self._stop_strings.push(self._detokenizer.step(tokens[number].token_id))
+            pieces.append(piece)
+            if stopped:
+                tokens, num_shown, finish_reason = tokens[: number + 1], number + 1, "stop"
+                break
+        else:
+            if finish_reason is not None:
+                piece, stopped = self._stop_strings.push(self._detokenizer.flush())
+                pieces += (piece, "" if stopped else self._stop_strings.flush())
+                if stopped:
+                    finish_reason = "stop"
+        now = time.monotonic()
+        self.timer.on_text(now)
+        if finish_reason is not None:
+            self.timer.on_finished(now)
+        return TextDelta(self.index, "".join(pieces), tokens, num_shown, finish_reason, prompt)

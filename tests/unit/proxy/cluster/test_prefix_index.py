@@ -1,0 +1,89 @@
+"""The index of cached prefixes: exact for every worker, and right again after lost updates."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule
+
+from tandem.engine.prefix_log import PrefixLog
+from tandem.proxy.cluster.prefix_index import PrefixIndex
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(8, "little") + bytes(8)
+
+
+class LossyUpdates(RuleBasedStateMachine):
+    """One worker reports to two proxies and updates get lost. After a restart both agree with the worker again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log = PrefixLog(max_told=100, max_per_update=3)
+        self.indices = [PrefixIndex(), PrefixIndex()]
+        for index in self.indices:
+            index.join("other")
+            index.join("worker")
+
+    @rule(number=st.integers(0, 9))
+    def toggle(self, number: int) -> None:
+        (self.log.evict if name(number) in self.log.here else self.log.add)(name(number))
+
+    @rule(lost=st.tuples(st.booleans(), st.booleans()))
+    def report(self, lost: tuple[bool, bool]) -> None:
+        update = self.log.take()
+        for index, is_lost in zip(self.indices, lost, strict=True):
+            if not is_lost:
+                index.apply("worker", update)
+        if any(index.needs_restart("worker") for index in self.indices):
+            self.log.restart()
+
+    def teardown(self) -> None:
+        for _ in range(15):
+            self.report((False, False))
+        here = {int.from_bytes(block_hash[:8], "little") for block_hash in self.log.here}
+        for index in self.indices:
+            assert not index.needs_restart("worker")
+            assert {number for number in range(10) if index.depths([number])} == here
+            index.leave("worker")
+            assert not index._workers, "nothing is kept of a worker that left"
+
+
+TestLossyUpdates = LossyUpdates.TestCase
+TestLossyUpdates.settings = settings(max_examples=80, deadline=None)
+
+
+@given(st.lists(st.integers(0, 300), max_size=128))
+def test_the_longest_prefix_of_every_worker_is_found(held: list[int]) -> None:
+    hashes = list(range(1000, 1300))
+    index = PrefixIndex()
+    for number, depth in enumerate(held):
+        assert index.join(str(number)) == number
+        log = PrefixLog()
+        for block_hash in hashes[:depth]:
+            log.add(name(block_hash))
+        index.apply(str(number), log.take())
+    assert index.depths(hashes) == {number: depth for number, depth in enumerate(held) if depth}
+
+
+def test_a_worker_without_the_first_block_has_no_prefix() -> None:
+    index = PrefixIndex()
+    index.join("a")
+    log = PrefixLog()
+    log.add(name(2))
+    index.apply("a", log.take())
+    assert index.depths([1, 2]) == {} and index.depths([]) == {}
+
+
+def test_a_bit_is_reused_and_starts_empty() -> None:
+    index = PrefixIndex()
+    log = PrefixLog()
+    log.add(name(1))
+    index.join("a")
+    index.join("b")
+    index.apply("a", log.take())
+    assert index.depths([1]) == {0: 1}
+    index.leave("a")
+    assert index.join("c") == 0
+    assert index.depths([1]) == {}
+    assert index.needs_restart("c") and not index.needs_restart("gone")
