@@ -51,7 +51,7 @@ def nothing_is_left(cluster: Cluster) -> Iterator[None]:
     before = Footprint.of(cluster, set())
     yield
     cluster.wait_for(lambda: len(cluster.ready_pairs()) == 4, 60)
-    cluster.wait_for(cluster.all_blocks_free, 20)
+    cluster.wait_for(cluster.all_blocks_free)
     assert [f.result(30) for f in ask(cluster, 4, 100)] == [200] * 4
     leaks: list[str] = []
 
@@ -116,7 +116,7 @@ def test_blocks_of_a_frozen_prefill_worker_stay_quarantined(cluster: Cluster, co
     answers = ask_until_shipping(cluster, "prefill-0")
     os.kill(frozen.pid, signal.SIGSTOP)
     try:
-        cluster.wait_for(lambda: frozen.epoch not in {r.worker.epoch for r in cluster.status().workers}, 10)
+        cluster.wait_for(lambda: frozen.epoch not in {r.worker.epoch for r in cluster.status().workers})
         # Its requests are retried on the other prefill worker.
         assert {answer.result(60) for answer in answers} == {200}
         assert [answer.result(30) for answer in ask(cluster, 4, 300)] == [200] * 4
@@ -126,11 +126,11 @@ def test_blocks_of_a_frozen_prefill_worker_stay_quarantined(cluster: Cluster, co
             held = [load.num_blocks - load.num_free_blocks for load in loads]
             return held == [load.num_quarantined_blocks for load in loads] and sum(held) > 0
 
-        cluster.wait_for(only_quarantined if connector == "ipc" else cluster.all_blocks_free, 20)
+        cluster.wait_for(only_quarantined if connector == "ipc" else cluster.all_blocks_free)
     finally:
         os.kill(frozen.pid, signal.SIGCONT)
-    cluster.wait_for(lambda: len(cluster.ready_pairs()) == 4, 20)
-    cluster.wait_for(cluster.all_blocks_free, 20)
+    cluster.wait_for(lambda: len(cluster.ready_pairs()) == 4)
+    cluster.wait_for(cluster.all_blocks_free)
     others = {pair for pair in before if pair[0] != frozen.epoch}
     assert others < cluster.ready_pairs()
     awake = cluster.worker("prefill-0").worker
@@ -151,7 +151,7 @@ def test_prefill_frees_blocks_held_for_a_frozen_decode_worker(cluster: Cluster) 
         assert [answer.result(30) for answer in ask(cluster, 4, 300)] == [200] * 4
     finally:
         os.kill(frozen.pid, signal.SIGCONT)
-    cluster.wait_for(lambda: len(cluster.ready_pairs()) == 4, 20)
+    cluster.wait_for(lambda: len(cluster.ready_pairs()) == 4)
     assert frozen.epoch not in {decode for _, decode in cluster.ready_pairs()}
 
 
@@ -200,7 +200,7 @@ def test_a_worker_with_another_kv_layout_is_refused(cluster: Cluster) -> None:
         process.wait()
         file.unlink()
         (folder / "decode-9.sock").unlink()
-    cluster.wait_for(lambda: len(cluster.status().workers) == 4, 10)
+    cluster.wait_for(lambda: len(cluster.status().workers) == 4)
     assert cluster.ready_pairs() == before and pair_failures(cluster) == failures
 
 
@@ -236,7 +236,7 @@ def test_checksums_detect_corrupt_blocks(cluster: Cluster) -> None:
                 os.kill(report.worker.pid, signal.SIGCONT)
         return any(cluster.worker(report.worker.worker_id).load.num_corrupt_blocks for report in decodes)
 
-    cluster.wait_for(is_noticed, 20)
+    cluster.wait_for(is_noticed)
     assert {answer.result(60) for answer in answers} == {200}, "requests with corrupt blocks are prefilled again"
     assert "with other bytes than were sent" in cluster.logs()
     assert len(cluster.ready_pairs()) == 4, "the pairs stay ready"

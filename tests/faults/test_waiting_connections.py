@@ -1,4 +1,4 @@
-"""Who has connected to a proxy that stands still, dies or is started again, and was not accepted yet, is answered."""
+"""Connections in the backlog of a proxy that freezes, dies or restarts are served by another proxy."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def pids(cluster: Cluster) -> list[int]:
 
 
 def connect(cluster: Cluster) -> socket.socket:
-    """With a request under way."""
+    """Opens a connection and sends a request without reading the answer."""
     connection = socket.create_connection(("127.0.0.1", cluster.port), timeout=ANSWER_TIMEOUT_S)
     connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
     return connection
 
 
 def answer(connection: socket.socket) -> bytes:
-    """Whole."""
+    """The whole response."""
     with connection, connection.makefile("rb") as file:
         return file.read()
 
@@ -50,7 +50,7 @@ def check(answers: list[bytes]) -> None:
         assert each.startswith(b"HTTP/1.1 200") and MODEL.encode() in each
 
 
-def test_another_proxy_serves_who_waits_at_one_that_stands_still(running: Cluster) -> None:
+def test_other_proxy_serves_the_connections_of_a_frozen_one(running: Cluster) -> None:
     frozen, _ = pids(running)
     os.kill(frozen, signal.SIGSTOP)
     try:
@@ -58,10 +58,10 @@ def test_another_proxy_serves_who_waits_at_one_that_stands_still(running: Cluste
         check([answer(connection) for connection in connections])
     finally:
         os.kill(frozen, signal.SIGCONT)
-    assert frozen in pids(running), "so it was not its successor that served"
+    assert frozen in pids(running), "the frozen proxy was replaced, so this test shows nothing"
 
 
-def test_who_waits_while_all_proxies_die_is_served_by_their_successors(running: Cluster) -> None:
+def test_restarted_proxies_serve_the_backlog_of_killed_ones(running: Cluster) -> None:
     old = pids(running)
     for pid in old:
         os.kill(pid, signal.SIGSTOP)
@@ -72,8 +72,8 @@ def test_who_waits_while_all_proxies_die_is_served_by_their_successors(running: 
     running.wait_for(lambda: running.is_healthy() and not set(old) & set(pids(running)), 60)
 
 
-def test_no_new_connection_is_refused_while_proxies_are_started_anew(running: Cluster) -> None:
-    """One after the other, and with either gone; each client connects anew for each request."""
+def test_no_connection_is_refused_during_a_proxy_restart(running: Cluster) -> None:
+    """Proxies restart one after the other; clients open a connection for each request."""
     is_over = threading.Event()
     body = {"model": MODEL, "prompt": "A few words", "max_tokens": 4, "ignore_eos": True}
 
@@ -102,7 +102,7 @@ def test_no_new_connection_is_refused_while_proxies_are_started_anew(running: Cl
     assert len(answered) > 20 and set(answered) == {200}
 
 
-def test_operators_are_answered_too(running: Cluster) -> None:
+def test_admin_port_answers_while_a_proxy_is_frozen(running: Cluster) -> None:
     frozen, _ = pids(running)
     os.kill(frozen, signal.SIGSTOP)
     try:
@@ -115,13 +115,13 @@ def test_operators_are_answered_too(running: Cluster) -> None:
         os.kill(frozen, signal.SIGCONT)
 
 
-def test_nobody_waits_for_a_cluster_that_stops() -> None:
-    """While the last streams end, who connects is refused: no process that is left keeps the port."""
+def test_connections_are_refused_while_the_cluster_stops() -> None:
+    """The port is closed while the last streams finish: no remaining process keeps the listening socket."""
     body = {"model": MODEL, "prompt": "A long one", "max_tokens": 1900, "ignore_eos": True, "stream": True}
     has_begun = threading.Event()
 
     def read(cluster: Cluster) -> bool:
-        """Whether a new client was refused before the stream had ended."""
+        """True when a new connection was refused before the stream ended."""
         was_refused = False
         with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=ANSWER_TIMEOUT_S) as stream:
             for _ in stream.iter_lines():

@@ -33,8 +33,8 @@ OLDER_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "
 """Environment of a cluster without AVX-512, whose kernels round differently for each batch size."""
 
 
-def tandem(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "tandem.deploy.cli", *arguments]
+def tandem(*arguments: str, python: str = sys.executable) -> list[str]:
+    return [python, "-m", "tandem.deploy.cli", *arguments]
 
 
 class Cluster:
@@ -45,12 +45,18 @@ class Cluster:
     """
 
     def __init__(
-        self, *arguments: str, start_timeout_s: float = START_TIMEOUT_S, env: Mapping[str, str] = MappingProxyType({})
+        self,
+        *arguments: str,
+        start_timeout_s: float = START_TIMEOUT_S,
+        env: Mapping[str, str] = MappingProxyType({}),
+        python: str = sys.executable,
+        cwd: Path | None = None,
     ) -> None:
         if "--model" not in arguments:
             arguments = ("--model", str(ensure_noise_model()), "--served-model-name", MODEL, *arguments)
         self._start_timeout_s = start_timeout_s
         self._env = {**os.environ, **env}
+        self._python, self._cwd = python, cwd
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         admin_port = free_port()
@@ -60,7 +66,12 @@ class Cluster:
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
-            tandem("up", "--port", str(self.port), "--decode-prefill-threshold", "0", *self._arguments),
+            tandem(
+                *("up", "--port", str(self.port), "--decode-prefill-threshold", "0"),
+                *self._arguments,
+                python=self._python,
+            ),
+            cwd=self._cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
