@@ -24,7 +24,7 @@ def _stream(cluster: Cluster, started: threading.Event, errors: list[str]) -> No
 
 def _complete(cluster: Cluster) -> str:
     body = {"model": MODEL, "prompt": [7] * 200, "max_tokens": 6, "temperature": 0}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=30)
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["text"]
     return text

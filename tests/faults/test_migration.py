@@ -95,7 +95,7 @@ def text_of(delta: dict[str, Any]) -> str:
 
 
 def num_migrations(cluster: Cluster) -> float:
-    text = httpx.get(f"{cluster.admin_url}/metrics", headers=NOW, timeout=30).text
+    text = httpx.get(f"{cluster.admin_url}/metrics", headers=NOW, timeout=120).text
     return float(re.findall(r"^tandem_migrations_total (\S+)", text, re.MULTILINE)[0])
 
 

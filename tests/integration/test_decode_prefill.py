@@ -32,7 +32,7 @@ BODIES: list[dict[str, Any]] = [
 
 def ask(cluster: Cluster, body: dict[str, Any]) -> list[dict[str, Any]]:
     fields = {"model": MODEL, "ignore_eos": True, "return_token_ids": True, **body}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json=fields, timeout=60)
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=fields, timeout=120)
     assert answer.status_code == 200, answer.text
     choices: list[dict[str, Any]] = answer.json()["choices"]
     return choices

@@ -55,7 +55,7 @@ def complete_all(cluster: Cluster, prompts: list[list[int]]) -> list[list[int]]:
         token_ids: list[int] = content["choices"][0]["token_ids"]
         return token_ids
 
-    with httpx.Client(timeout=60) as client, ThreadPoolExecutor(16) as pool:
+    with httpx.Client(timeout=200) as client, ThreadPoolExecutor(16) as pool:
         return list(pool.map(complete, prompts))
 
 

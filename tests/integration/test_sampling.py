@@ -20,7 +20,7 @@ NUM_NEW = 20
 
 @pytest.fixture(scope="module")
 def client(float32_cluster: Cluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{float32_cluster.url}/v1", api_key="unused", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{float32_cluster.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:
         yield client
 
 

@@ -16,14 +16,14 @@ from tests.support.cluster import MODEL, NOW, Cluster
 
 @pytest.fixture(scope="module")
 def client(cluster: Cluster) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="unused", max_retries=0, timeout=30) as client:
+    with openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:
         yield client
 
 
 def post(cluster: Cluster, body: Any, path: str = "/v1/completions") -> httpx.Response:
     if isinstance(body, (bytes, str)):
-        return httpx.post(cluster.url + path, content=body, timeout=30)
-    return httpx.post(cluster.url + path, json=body, timeout=30)
+        return httpx.post(cluster.url + path, content=body, timeout=120)
+    return httpx.post(cluster.url + path, json=body, timeout=120)
 
 
 def test_openai_client_works(client: openai.OpenAI) -> None:

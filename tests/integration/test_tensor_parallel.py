@@ -55,7 +55,7 @@ def test_greedy_output_matches_transformers(
         "--prefill-tensor-parallel-size", str(prefill_size), "--decode-tensor-parallel-size", str(decode_size),
         "--kv-connector", connector, "--dtype", "float32", "--threads-per-worker", "1", "--kv-cache-gib", "0.1",
     ]  # fmt: skip
-    with Cluster(*arguments, "--max-num-batched-tokens", "256") as cluster, httpx.Client(timeout=60) as client:
+    with Cluster(*arguments, "--max-num-batched-tokens", "256") as cluster, httpx.Client(timeout=120) as client:
 
         def complete(prompt: list[int]) -> list[int]:
             body = {
