@@ -146,7 +146,7 @@ async def play(endpoint: str, layout: KVLayout, epoch: str) -> None:
     peers.close()
 
 
-def test_doubled_and_disordered_messages(cluster: Cluster) -> None:
+def test_duplicate_and_reordered_messages_are_harmless(cluster: Cluster) -> None:
     decode, prefill = cluster.worker("decode-0").worker, cluster.worker("prefill-0").worker
     config = msgspec.json.decode((runtime_dir(cluster.port) / "decode-0.json").read_bytes(), type=WorkerConfig)
     answers = ask(cluster, 4, 300)
