@@ -37,7 +37,7 @@ from tandem.worker.config import WorkerConfig
 from tests.faults.test_kv_pairs import ask
 from tests.support.cluster import Cluster
 
-PROXY, PAIR = "played-proxy", "played-pair"
+PROXY, PAIR = "fake-proxy", "fake-pair"
 NUM_PROMPT_TOKENS = 100  # two blocks
 NUM_TOKENS = 4
 
