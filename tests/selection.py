@@ -19,7 +19,6 @@ REPRESENTATIVE = (
     "integration/test_media_serving.py",
     "integration/test_openai_surface.py",
     "integration/test_parity.py",
-    "integration/test_proxy_with_fake_workers.py",
     "integration/test_sampling.py",
     "integration/test_scale.py::test_roles_are_scaled_up_and_down_while_it_serves",
     "integration/test_serving.py",

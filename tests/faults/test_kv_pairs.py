@@ -139,6 +139,7 @@ def test_blocks_of_a_frozen_prefill_worker_stay_quarantined(cluster: Cluster, co
     assert pair_failures(cluster) - failures <= 4, f"more than its own two pairs failed: {failed_pairs(cluster)}"
 
 
+@pytest.mark.extended
 def test_prefill_frees_blocks_held_for_a_frozen_decode_worker(cluster: Cluster) -> None:
     """Prefill releases the blocks when the heartbeat times out, while the decode worker is still frozen."""
     frozen = cluster.worker("decode-0").worker
@@ -169,6 +170,7 @@ def test_a_restarted_prefill_worker_opens_new_pairs(cluster: Cluster) -> None:
     assert {pair for pair in before if pair[0] != gone.epoch} == {pair for pair in after if pair[0] != new.epoch}
 
 
+@pytest.mark.extended
 def test_a_worker_with_another_kv_layout_is_refused(cluster: Cluster) -> None:
     """A decode worker with another block size is started by hand; its pairs are refused with the differing field."""
     folder = runtime_dir(cluster.port)
@@ -219,6 +221,7 @@ def change_every_block(worker: WorkerReport) -> None:
             os.pwrite(pool.fileno(), bytes([byte ^ 1]), at)
 
 
+@pytest.mark.extended
 def test_checksums_detect_corrupt_blocks(cluster: Cluster) -> None:
     """Corrupts every block of the decode pools while decode is stopped, until a checksum fails."""
     decodes = [cluster.worker(worker_id) for worker_id in ("decode-0", "decode-1")]

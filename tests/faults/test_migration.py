@@ -163,15 +163,9 @@ def test_streams_survive_the_loss_of_a_decode_worker(
     assert (after.pid == pid) == (fault == "SIGSTOP"), "only a frozen process survives"
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "SIGKILL",
-        pytest.param("SIGSTOP", marks=pytest.mark.extended),
-        pytest.param("SIGTERM", marks=pytest.mark.extended),
-    ],
-)
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP", "SIGTERM"])
 def test_prompts_survive_the_loss_of_a_prefill_worker(running: Cluster, undisturbed: list[Any], fault: str) -> None:
     """Both workers are frozen first, so that each holds prompts when one of them is lost."""
     workers = [running.worker(f"prefill-{number}").worker for number in range(2)]

@@ -72,6 +72,7 @@ def test_shared_memory_and_short_chunks_match_transformers(
     float32_cluster.wait_for(float32_cluster.all_blocks_free)
 
 
+@pytest.mark.extended
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "arguments",
@@ -80,17 +81,14 @@ def test_shared_memory_and_short_chunks_match_transformers(
         pytest.param(
             ["--kv-connector", "gloo", "--max-num-batched-tokens", "333"],
             id="gloo-chunks-of-333",
-            marks=pytest.mark.extended,
         ),
         pytest.param(
             ["--decode-prefill-threshold", "4096", "--max-num-batched-tokens", "100"],
             id="decode-computes-prompts",
-            marks=pytest.mark.extended,
         ),
         pytest.param(
             ["--prefill", "2", "--decode", "2", "--block-size", "32"],
             id="auto-2-prefill-2-decode",
-            marks=pytest.mark.extended,
         ),
     ],
 )

@@ -89,6 +89,7 @@ def test_repository_is_not_on_the_path(installed: Installed) -> None:
     assert locations == [str(installed.site_packages / "tandem" / "proxy")]
 
 
+@pytest.mark.extended  # compiles the CPU kernels anew: numba caches them by path
 @pytest.mark.timeout(300)
 def test_installed_package_serves_the_demo_model(installed: Installed, tmp_path: Path) -> None:
     with Cluster("--model", "", env={"PYTHONPATH": ""}, python=installed.python, cwd=tmp_path) as cluster:
