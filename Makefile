@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 ARGS ?=
 # Processes that run unit tests beside each other. Tests that start clusters always run one at a time.
 JOBS ?= 2
-PYTEST := $(BIN)/python -m pytest --progress -n $(JOBS)
+PYTEST := $(BIN)/python -m pytest --progress -o console_output_style=classic -n $(JOBS)
 
 # Tests start hundreds of processes; without .pyc files each of them compiles torch and the rest again.
 unexport PYTHONDONTWRITEBYTECODE

@@ -1,14 +1,17 @@
 """Pytest plugin: one line that says how many tests are done, how long they took and how long the rest will take.
 
-Enabled by `--progress`, with or without pytest-xdist. On a terminal the line is rewritten every second; elsewhere it is
-printed every 20 seconds. Failures are printed as they happen.
+Enabled by `--progress -o console_output_style=classic`, with or without pytest-xdist. On a terminal the line is
+rewritten every second; elsewhere it is printed every 20 seconds. Failures are printed as they happen.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import Any
 
 import pytest
@@ -31,7 +34,7 @@ class Progress:
         self._started_s = started_s
         self._num_tests: Counter[str] = Counter()
         self._num_done: Counter[str] = Counter()
-        self._spent_s: Counter[str] = Counter()
+        self._spent_s: defaultdict[str, float] = defaultdict(float)
         self._current = ""
 
     def set_tests(self, node_ids: list[str]) -> None:
@@ -42,7 +45,7 @@ class Progress:
 
     def on_phase(self, node_id: str, duration_s: float) -> None:
         """Adds the seconds of a test's setup, call or teardown."""
-        self._spent_s[stage_of(node_id)] += duration_s  # type: ignore[assignment]
+        self._spent_s[stage_of(node_id)] += duration_s
 
     def on_end(self, node_id: str) -> None:
         self._num_done[stage_of(node_id)] += 1
@@ -72,13 +75,15 @@ class ProgressPlugin:
     """Prints `Progress.line` in place of pytest's dots."""
 
     def __init__(self, config: pytest.Config) -> None:
-        self._terminal: Any = config.pluginmanager.getplugin("terminalreporter")
-        self._terminal.showfspath = False
-        self._terminal._show_progress_info = False  # the percentage behind the dots
-        self._interval_s = TERMINAL_INTERVAL_S if self._terminal.isatty else LOG_INTERVAL_S
+        terminal: Any = config.pluginmanager.getplugin("terminalreporter")
+        terminal.showfspath = False
+        # A descriptor of its own: while a test runs, pytest redirects stdout's.
+        self._output = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+        self._is_terminal = self._output.isatty()
+        self._interval_s = TERMINAL_INTERVAL_S if self._is_terminal else LOG_INTERVAL_S
         self._progress = Progress(getattr(config.option, "numprocesses", None) or 1, time.monotonic())
         self._stopped = threading.Event()
-        self._lock = threading.Lock()  # between the ticker and the session's own output
+        self._lock = threading.Lock()  # the ticker and the session both print
         self._ticker = threading.Thread(target=self._tick, name="progress", daemon=True)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
@@ -100,9 +105,7 @@ class ProgressPlugin:
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self._progress.on_phase(report.nodeid, report.duration)
         if report.failed:
-            with self._lock:
-                self._terminal.rewrite("", erase=True)
-                self._terminal.write_line(f"FAILED {report.nodeid} ({report.when})", red=True)
+            self._print(f"FAILED {report.nodeid} ({report.when})\n")
 
     def pytest_runtest_logfinish(self, nodeid: str) -> None:
         self._progress.on_end(nodeid)
@@ -119,13 +122,16 @@ class ProgressPlugin:
         self._stopped.set()
         if self._ticker.is_alive():
             self._ticker.join()
-        self._terminal.rewrite("", erase=True)
+        self._print("\n")
+        self._output.close()
+
+    def _print(self, text: str) -> None:
+        """Overwrites the current line on a terminal."""
+        with self._lock:
+            self._output.write(f"\r\x1b[K{text}" if self._is_terminal else text)
+            self._output.flush()
 
     def _tick(self) -> None:
         while not self._stopped.wait(self._interval_s):
-            with self._lock:
-                line = self._progress.line(time.monotonic())
-                if self._terminal.isatty:
-                    self._terminal.rewrite(line[: self._terminal._tw.fullwidth - 1], erase=True)
-                else:
-                    self._terminal.write_line(line)
+            line = self._progress.line(time.monotonic())
+            self._print(line[: shutil.get_terminal_size().columns - 1] if self._is_terminal else f"{line}\n")
