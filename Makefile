@@ -1,34 +1,58 @@
-# `make serve` and `make test` are all that a newcomer needs; both set up .venv first.
+# `make serve` starts a cluster, `make test` runs the tests; both set up .venv first.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 ARGS ?=
+# Processes that run unit tests beside each other. Tests that start clusters always run one at a time.
+JOBS ?= 2
+PYTEST := $(BIN)/python -m pytest --progress -o console_output_style=classic -n $(JOBS)
 
-.PHONY: setup serve test check audit bench gpu-check format lock clean
+# Tests start hundreds of processes; without .pyc files each of them compiles torch and the rest again.
+unexport PYTHONDONTWRITEBYTECODE
+
+# $(call step,TITLE,COMMAND) runs a command and prints a dot every two seconds, then the time it took.
+define step
+@printf '%s ' $(1); begun=$$(date +%s); \
+	(while sleep 2; kill -0 $$$$ 2>/dev/null; do printf .; done) & dots=$$!; \
+	$(2); status=$$?; kill $$dots 2>/dev/null; \
+	echo " $$(($$(date +%s) - begun)) s"; exit $$status
+endef
+
+.PHONY: setup serve test test-all test-extended lint check audit bench gpu-check format lock clean
 
 setup: $(VENV)/.installed
 
 $(VENV)/.installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Tandem needs Python 3.11 or newer; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV); on Debian and Ubuntu: apt-get install python3-venv"; exit 2; }
-	@test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet uv
-	@echo "Installing into $(VENV) ..."
-	@$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements.lock
-	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .
+	$(call step,"1/3 installing uv into $(VENV)",test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv)
+	$(call step,"2/3 installing $$(grep -c == requirements.lock) packages",$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements.lock)
+	$(call step,"3/3 installing tandem",$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .)
 	@touch $@
 
 serve: setup
 	@$(BIN)/tandem up $(ARGS)
 
+# About ten minutes: all unit and simulation tests, and a representative set of those that start clusters (tests/selection.py).
+# With ARGS, the tests that it names: make test ARGS=tests/unit
 test: setup
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) $(or $(ARGS),-m "not extended")
 
-check: setup
+test-all: setup
+	$(PYTEST) $(ARGS)
+
+# What `make test` leaves out.
+test-extended: setup
+	$(PYTEST) -m extended $(ARGS)
+
+lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python -m pytest -q tests/unit
+
+check: lint
+	$(PYTEST) tests/unit
 
 # Checks requirements.lock for known vulnerabilities; needs a network.
 audit: setup
@@ -51,4 +75,4 @@ lock: setup
 	$(BIN)/uv pip compile --quiet --universal --upgrade --no-emit-index-url --no-header --no-annotate --extra dev --extra ray --extra tracing pyproject.toml -o requirements.lock
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,19 +1,50 @@
-"""Fixtures that start real clusters."""
+"""Fixtures that start real clusters, and the order and progress of the whole suite."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from bench.noise_model import ensure_noise_model
+from tests.progress import ProgressPlugin
+from tests.selection import group_of, select
 from tests.support.cluster import Cluster
 
-# How fast a shared machine runs says nothing about the code.
+# Deadlines would measure the machine, not the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--progress", action="store_true", help="one line with counts and the time left, no dots")
+
+
+@pytest.hookimpl(trylast=True)  # after the terminal reporter exists
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.progress and not hasattr(config, "workerinput"):  # not in the workers of pytest-xdist
+        config.pluginmanager.register(ProgressPlugin(config))
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects by the marks that this sets
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    select(items)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Unit tests run in parallel, file by file; cluster tests follow on one worker, because they need every core."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -21,8 +52,15 @@ def noise_model() -> Path:
     return ensure_noise_model()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """The noise model on one prefill and one decode worker, shared by a module's tests."""
+    """The noise model on one prefill and one decode worker. Tests compare its counters before and after."""
     with Cluster() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def float32_cluster() -> Iterator[Cluster]:
+    """The noise model in float32, with short chunks and small blocks, so that outputs equal those of transformers."""
+    with Cluster("--dtype", "float32", "--max-num-batched-tokens", "50", "--block-size", "16") as running:
         yield running

@@ -1,4 +1,4 @@
-"""Clients that vanish, at random moments of a request's life: every block comes back on both sides."""
+"""Clients disconnect at random moments; prefill and decode workers free every block."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ NUM_REQUESTS = 200
 
 
 async def _cancel_at_random(cluster: Cluster, rng: random.Random) -> Counter[str]:
-    """200 requests, up to 24 at once, each dropped after a random time, or number of events; where it was then, as far
-    as a client sees.
+    """Sends NUM_REQUESTS requests, 24 at a time, and drops each after a random time or number of events.
+
+    Returns how many were dropped in which phase, as the client sees it.
     """
     seen: Counter[str] = Counter()
     places = asyncio.Semaphore(24)
@@ -30,7 +31,7 @@ async def _cancel_at_random(cluster: Cluster, rng: random.Random) -> Counter[str
         }  # fmt: skip
         patience_s = rng.choice([0.005, 0.05, 0.2, 0.6, 1.5]) * rng.random()
         num_events = 0
-        if streaming and rng.random() < 0.5:  # however slow the machine is, some are dropped in mid-stream
+        if streaming and rng.random() < 0.5:  # some are dropped in mid-stream on any machine
             patience_s, num_events = 60.0, rng.randint(1, 60)
         phase = "before the first token"
 
@@ -53,21 +54,21 @@ async def _cancel_at_random(cluster: Cluster, rng: random.Random) -> Counter[str
                 seen[phase] += 1
 
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
-    async with httpx.AsyncClient(timeout=60, limits=limits) as client:
+    async with httpx.AsyncClient(timeout=120, limits=limits) as client:
         await asyncio.gather(*(one(client, number) for number in range(NUM_REQUESTS)))
     return seen
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("connector", ["ipc", "gloo"])
-def test_cancelled_requests_give_every_block_back(connector: str) -> None:
-    # A small pool, so that requests also wait for blocks on both sides, and short chunks, so that prefilling lasts.
+@pytest.mark.parametrize("connector", ["ipc", pytest.param("gloo", marks=pytest.mark.extended)])
+def test_cancelled_requests_free_every_block(connector: str) -> None:
+    # A small pool makes requests wait for blocks on both sides; short chunks make prefill last.
     arguments = ["--kv-connector", connector, "--max-num-batched-tokens", "128", "--kv-cache-gib", "0.02"]
     with Cluster(*arguments) as cluster:
         seen = asyncio.run(_cancel_at_random(cluster, random.Random(11)))
         assert seen["before the first token"] > 20, seen
         assert seen["decoding"] > 20, seen
-        cluster.wait_for(cluster.all_blocks_free, 10)
+        cluster.wait_for(cluster.all_blocks_free)
         body = {"model": MODEL, "prompt": "after all that", "max_tokens": 5}
-        assert httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=30).status_code == 200
+        assert httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120).status_code == 200
         assert "Traceback" not in cluster.logs()

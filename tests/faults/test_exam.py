@@ -1,10 +1,9 @@
-"""Answers to the built-in model's exam stay correct while workers are killed."""
+"""Answers of the demo model stay correct while its workers are killed."""
 
 from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -35,14 +34,18 @@ def test_answers_survive_killed_workers(running: Cluster) -> None:
     assert all(story.endswith(" The end.") for story in expected[-len(STORIES) :])
     with ThreadPoolExecutor(1) as pool:
         for worker_id in WORKERS:
-            pid = running.worker(worker_id).worker.pid
+            before = running.worker(worker_id)
+            pid, num_finished = before.worker.pid, before.load.num_finished
             answers = pool.submit(ask_all, running.url, QUESTIONS, GREEDY)
-            running.wait_for(lambda: running.status().num_requests > 0, 30)
-            time.sleep(0.5)  # lets the answers begin
+            running.wait_for(lambda: _num_finished(running, worker_id) > num_finished)  # noqa: B023 (called at once)
             os.kill(pid, signal.SIGKILL)
             assert answers.result(300) == expected
             running.wait_for(lambda gone=pid: _has_replaced(running, gone), 240)  # type: ignore[misc]
-    running.wait_for(running.all_blocks_free, 30)
+    running.wait_for(running.all_blocks_free)
+
+
+def _num_finished(cluster: Cluster, worker_id: str) -> int:
+    return cluster.worker(worker_id).load.num_finished
 
 
 def _has_replaced(cluster: Cluster, pid: int) -> bool:

@@ -1,4 +1,4 @@
-"""A rank of a worker of several dies: the worker ends with a clear error and comes back whole, and nobody else ends."""
+"""One rank of a tensor-parallel worker dies: the worker exits with a clear error and restarts; others keep running."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _stream(cluster: Cluster, started: threading.Event, errors: list[str]) -> No
 
 def _complete(cluster: Cluster) -> str:
     body = {"model": MODEL, "prompt": [7] * 200, "max_tokens": 6, "temperature": 0}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=30)
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["text"]
     return text
@@ -35,7 +35,7 @@ def _pids(cluster: Cluster) -> dict[str, int]:
 
 
 @pytest.mark.timeout(360)
-def test_killed_ranks() -> None:
+def test_worker_restarts_when_a_rank_dies() -> None:
     with Cluster(
         "--tensor-parallel-size", "2", "--dtype", "float32", "--kv-cache-gib", "0.1", "--worker-wait-s", "120"
     ) as cluster:
@@ -47,19 +47,19 @@ def test_killed_ranks() -> None:
         assert started.wait(20)
         (follower,) = children_of(before["decode-0"])
         os.kill(follower, signal.SIGKILL)
-        cluster.wait_for(lambda: not is_alive(before["decode-0"]), 3)
+        cluster.wait_for(lambda: not is_alive(before["decode-0"]))
         thread.join(150)
-        assert errors == [], "the stream went on at its successor"
+        assert errors == [], "the stream continues on the restarted worker"
         assert f"rank 1 (process {follower}) exited with -9; the worker ends with it" in cluster.logs()
 
         cluster.wait_for(cluster.is_healthy, 90)
         assert _complete(cluster) == text
         (follower,) = children_of(before["prefill-0"])
         os.kill(before["prefill-0"], signal.SIGKILL)
-        cluster.wait_for(lambda: not is_alive(follower), 3)
+        cluster.wait_for(lambda: not is_alive(follower))
 
         cluster.wait_for(cluster.is_healthy, 90)
         assert _complete(cluster) == text
         after = _pids(cluster)
         assert after.keys() == before.keys() and not set(after.values()) & set(before.values())
-        cluster.wait_for(cluster.all_blocks_free, 10)
+        cluster.wait_for(cluster.all_blocks_free)

@@ -1,4 +1,4 @@
-"""Decode workers stand still for less time than makes them lost: their leases run out, and nothing else happens."""
+"""Decode workers freeze for longer than a KV lease but less than the silence limit: only the leases expire."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
         yield running
 
 
-def test_leases_run_out_and_the_pair_goes_on(cluster: Cluster) -> None:
+def test_expired_leases_leave_the_pair_usable(cluster: Cluster) -> None:
     epochs = {report.worker.epoch for report in cluster.status().workers}
     frozen = [cluster.worker(worker_id).worker.pid for worker_id in ("decode-0", "decode-1")]
     answers = ask(cluster, 12, 1590)
-    cluster.wait_for(lambda: cluster.worker("prefill-0").load.num_transferred_bytes > 0, 10)
-    for pid in frozen:  # both, so that whichever the transfer under way goes to stands still
+    cluster.wait_for(lambda: cluster.worker("prefill-0").load.num_transferred_bytes > 0)
+    for pid in frozen:  # both, since either may be the target of the transfer in flight
         os.kill(pid, signal.SIGSTOP)
     try:
-        cluster.wait_for(lambda: "KV leases expired" in cluster.logs(), 25)
+        cluster.wait_for(lambda: "KV leases expired" in cluster.logs(), 60)
     finally:
         for pid in frozen:
             os.kill(pid, signal.SIGCONT)
-    codes = [answer.result(60) for answer in answers]
-    assert set(codes) == {200}, "requests whose leases expired were prefilled again"
-    cluster.wait_for(cluster.all_blocks_free, 20)
-    assert {report.worker.epoch for report in cluster.status().workers} == epochs, "nobody was lost"
-    assert pair_failures(cluster) == 0, "the pair goes on"
-    assert [answer.result(30) for answer in ask(cluster, 6, 300)] == [200] * 6
+    codes = [answer.result(120) for answer in answers]
+    assert set(codes) == {200}, "requests with expired leases are prefilled again"
+    cluster.wait_for(cluster.all_blocks_free)
+    assert {report.worker.epoch for report in cluster.status().workers} == epochs, "no worker was lost"
+    assert pair_failures(cluster) == 0, "the pair stays ready"
+    assert [answer.result(120) for answer in ask(cluster, 6, 300)] == [200] * 6
     assert "Traceback" not in cluster.logs()

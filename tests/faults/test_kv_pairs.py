@@ -1,4 +1,4 @@
-"""One end of a KV pair fails in a cluster of two and two: other pairs never notice, and every block comes back."""
+"""One end of a KV pair fails with two prefill and two decode workers: other pairs stay ready, no block leaks."""
 
 from __future__ import annotations
 
@@ -27,37 +27,32 @@ KV_CACHE_BYTES = 2**30 // 50
 WORKERS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 
 
-@pytest.fixture(scope="module", params=["ipc", "gloo"])
+@pytest.fixture(scope="module", params=["ipc", pytest.param("gloo", marks=pytest.mark.extended)])
 def connector(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 @pytest.fixture(scope="module")
 def cluster(connector: str) -> Iterator[Cluster]:
-    # Short chunks, so that transfers last; a small pool, so that decode runs out of blocks.
+    # Short chunks make transfers last; a small pool makes decode run out of blocks.
     arguments = [
-        "--max-num-batched-tokens",
-        "16",
-        "--kv-cache-gib",
-        f"{KV_CACHE_BYTES / 2**30}",
-        "--kv-connector",
-        connector,
-    ]
-    with Cluster(
-        "--prefill", "2", "--decode", "2", "--threads-per-worker", "1", *arguments, env={"TANDEM_KV_CHECKSUMS": "1"}
-    ) as running:
+        "--max-num-batched-tokens", "16", "--kv-cache-gib", f"{KV_CACHE_BYTES / 2**30}", "--kv-connector", connector,
+        "--prefill", "2", "--decode", "2", "--threads-per-worker", "1",
+    ]  # fmt: skip
+    with Cluster(*arguments, env={"TANDEM_KV_CHECKSUMS": "1"}) as running:
+        assert len(running.ready_pairs()) == 4, "pairs are ready before the first request"
         yield running
 
 
 @pytest.fixture(autouse=True)
 def nothing_is_left(cluster: Cluster) -> Iterator[None]:
-    """After each test every pair is ready again, every block is free, nothing is leaked, and the cluster serves."""
-    assert [f.result(30) for f in ask(cluster, 4, 100)] == [200] * 4
+    """Asserts after each test that every pair is ready, every block is free, nothing leaked, and requests succeed."""
+    assert [f.result(120) for f in ask(cluster, 4, 100)] == [200] * 4
     before = Footprint.of(cluster, set())
     yield
     cluster.wait_for(lambda: len(cluster.ready_pairs()) == 4, 60)
-    cluster.wait_for(cluster.all_blocks_free, 20)
-    assert [f.result(30) for f in ask(cluster, 4, 100)] == [200] * 4
+    cluster.wait_for(cluster.all_blocks_free)
+    assert [f.result(120) for f in ask(cluster, 4, 100)] == [200] * 4
     leaks: list[str] = []
 
     def is_clean() -> bool:
@@ -69,12 +64,12 @@ def nothing_is_left(cluster: Cluster) -> Iterator[None]:
 
 
 def ask(cluster: Cluster, count: int, num_prompt_tokens: int) -> list[Future[int]]:
-    """HTTP status codes to be, of requests whose prompts share nothing."""
+    """Sends requests whose prompts share no prefix; returns futures of their HTTP status codes."""
     pool = ThreadPoolExecutor(count)
 
     def complete(prompt: list[int]) -> int:
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 8, "ignore_eos": True}
-        return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60).status_code
+        return httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=120).status_code
 
     prompts = [[RNG.randrange(4, 2048) for _ in range(num_prompt_tokens)] for _ in range(count)]
     futures = [pool.submit(complete, prompt) for prompt in prompts]
@@ -83,12 +78,12 @@ def ask(cluster: Cluster, count: int, num_prompt_tokens: int) -> list[Future[int
 
 
 def ask_until_shipping(cluster: Cluster, worker_id: str) -> list[Future[int]]:
-    """Long prompts, enough for seconds, the first of which this prefill worker has begun to ship."""
+    """Sends long prompts and waits until this prefill worker transfers the first of them."""
     load = cluster.worker(worker_id).load
     answers = ask(cluster, 24, 1590)
-    # Reports are some 100 ms old: the last short prompts of another test, of two blocks each, may not be in them yet.
+    # Load reports lag: the short prompts of the previous test, two blocks each, may still be missing.
     wanted = load.num_transferred_bytes + 10 * KV_CACHE_BYTES // load.num_blocks
-    cluster.wait_for(lambda: cluster.worker(worker_id).load.num_transferred_bytes > wanted, 10)
+    cluster.wait_for(lambda: cluster.worker(worker_id).load.num_transferred_bytes > wanted)
     return answers
 
 
@@ -100,79 +95,74 @@ def failed_pairs(cluster: Cluster) -> list[str]:
     return [line for line in cluster.logs().splitlines() if " failed: " in line]
 
 
-def test_pairs_are_made_before_traffic(connector: str) -> None:
-    with Cluster("--prefill", "2", "--decode", "2", "--kv-connector", connector) as fresh:
-        assert len(fresh.ready_pairs()) == 4
-        assert all(report.load.num_transferred_bytes == 0 for report in fresh.status().workers)
-
-
-def test_decode_out_of_blocks_makes_prompts_wait_and_nothing_fails(cluster: Cluster) -> None:
-    """Prompts of 25 blocks, one and a half times as many as both decode workers hold."""
+def test_prompts_wait_while_decode_is_out_of_blocks(cluster: Cluster) -> None:
+    """Sends prompts of 25 blocks that need 1.5 times the blocks of both decode workers."""
     num_blocks = 2 * cluster.worker("decode-0").load.num_blocks
     count = num_blocks * 3 // 2 // 25 + 1
-    assert [answer.result(60) for answer in ask(cluster, count, 1590)] == [200] * count
+    assert [answer.result(120) for answer in ask(cluster, count, 1590)] == [200] * count
     loads = [cluster.worker(worker_id).load for worker_id in ("decode-0", "decode-1")]
     assert sum(load.num_compared_blocks for load in loads) >= 25 * count and not any(
         x.num_corrupt_blocks for x in loads
     )
 
 
-def test_a_frozen_prefill_worker_keeps_what_it_may_still_write(cluster: Cluster, connector: str) -> None:
-    """It is out of the cluster until it wakes, under another epoch, and nobody restarts.
+def test_blocks_of_a_frozen_prefill_worker_stay_quarantined(cluster: Cluster, connector: str) -> None:
+    """The worker leaves the cluster and rejoins under another epoch when it wakes.
 
-    Where it writes by itself its blocks come back only then; where decode's own receiver writes, while it still sleeps.
+    With one-sided writes (ipc) its blocks are freed only then; with two-sided ones (gloo) already while it is frozen.
     """
     before, failures = cluster.ready_pairs(), pair_failures(cluster)
     frozen = cluster.worker("prefill-0").worker
     answers = ask_until_shipping(cluster, "prefill-0")
     os.kill(frozen.pid, signal.SIGSTOP)
     try:
-        cluster.wait_for(lambda: frozen.epoch not in {r.worker.epoch for r in cluster.status().workers}, 10)
-        # What went through the other prefill worker never notices, what was on this one goes there.
-        assert {answer.result(60) for answer in answers} == {200}
-        assert [answer.result(30) for answer in ask(cluster, 4, 300)] == [200] * 4
+        cluster.wait_for(lambda: frozen.epoch not in {r.worker.epoch for r in cluster.status().workers})
+        # Its requests are retried on the other prefill worker.
+        assert {answer.result(120) for answer in answers} == {200}
+        assert [answer.result(120) for answer in ask(cluster, 4, 300)] == [200] * 4
 
         def only_quarantined() -> bool:
             loads = [cluster.worker(worker_id).load for worker_id in ("decode-0", "decode-1")]
             held = [load.num_blocks - load.num_free_blocks for load in loads]
             return held == [load.num_quarantined_blocks for load in loads] and sum(held) > 0
 
-        cluster.wait_for(only_quarantined if connector == "ipc" else cluster.all_blocks_free, 20)
+        cluster.wait_for(only_quarantined if connector == "ipc" else cluster.all_blocks_free)
     finally:
         os.kill(frozen.pid, signal.SIGCONT)
-    cluster.wait_for(lambda: len(cluster.ready_pairs()) == 4, 20)
-    cluster.wait_for(cluster.all_blocks_free, 20)
+    cluster.wait_for(lambda: len(cluster.ready_pairs()) == 4)
+    cluster.wait_for(cluster.all_blocks_free)
     others = {pair for pair in before if pair[0] != frozen.epoch}
     assert others < cluster.ready_pairs()
     awake = cluster.worker("prefill-0").worker
     assert (awake.pid, awake.epoch == frozen.epoch) == (frozen.pid, False)
     assert len(others) == 2
-    assert pair_failures(cluster) - failures <= 4, f"not just its own two pairs, twice: {failed_pairs(cluster)}"
+    assert pair_failures(cluster) - failures <= 4, f"more than its own two pairs failed: {failed_pairs(cluster)}"
 
 
-def test_a_frozen_decode_worker_cannot_keep_blocks_of_prefill(cluster: Cluster) -> None:
-    """The heartbeat is the lease: prompts that wait for it are given up when it ends, while it is still frozen."""
+@pytest.mark.extended
+def test_prefill_frees_blocks_held_for_a_frozen_decode_worker(cluster: Cluster) -> None:
+    """Prefill releases the blocks when the heartbeat times out, while the decode worker is still frozen."""
     frozen = cluster.worker("decode-0").worker
     answers = ask_until_shipping(cluster, "prefill-0")
     os.kill(frozen.pid, signal.SIGSTOP)
     try:
-        assert {answer.result(60) for answer in answers} == {200}
-        cluster.wait_for(cluster.all_blocks_free, 10)  # of those that the proxy sees, so not of the frozen one
+        assert {answer.result(120) for answer in answers} == {200}
+        cluster.wait_for(cluster.all_blocks_free)  # of the three workers that the proxy still knows
         assert len(cluster.status().workers) == 3
-        assert [answer.result(30) for answer in ask(cluster, 4, 300)] == [200] * 4
+        assert [answer.result(120) for answer in ask(cluster, 4, 300)] == [200] * 4
     finally:
         os.kill(frozen.pid, signal.SIGCONT)
-    cluster.wait_for(lambda: len(cluster.ready_pairs()) == 4, 20)
+    cluster.wait_for(lambda: len(cluster.ready_pairs()) == 4)
     assert frozen.epoch not in {decode for _, decode in cluster.ready_pairs()}
 
 
-def test_a_prefill_worker_that_restarts_at_its_address_has_new_pairs(cluster: Cluster) -> None:
+def test_a_restarted_prefill_worker_opens_new_pairs(cluster: Cluster) -> None:
     before = cluster.ready_pairs()
     gone = cluster.worker("prefill-1").worker
     answers = ask_until_shipping(cluster, "prefill-1")
     os.kill(gone.pid, signal.SIGKILL)
-    assert {answer.result(60) for answer in answers} == {200}
-    cluster.wait_for(cluster.all_blocks_free, 5)  # at once, for its end is proof
+    assert {answer.result(120) for answer in answers} == {200}
+    cluster.wait_for(cluster.all_blocks_free)
     cluster.wait_for(lambda: len(cluster.ready_pairs()) == 4, 60)
     new = cluster.worker("prefill-1").worker
     assert new.endpoint == gone.endpoint and new.epoch != gone.epoch
@@ -180,8 +170,9 @@ def test_a_prefill_worker_that_restarts_at_its_address_has_new_pairs(cluster: Cl
     assert {pair for pair in before if pair[0] != gone.epoch} == {pair for pair in after if pair[0] != new.epoch}
 
 
-def test_another_layout_is_refused_by_name_and_nobody_else_notices(cluster: Cluster) -> None:
-    """A decode worker of another block size, started by hand."""
+@pytest.mark.extended
+def test_a_worker_with_another_kv_layout_is_refused(cluster: Cluster) -> None:
+    """A decode worker with another block size is started by hand; its pairs are refused with the differing field."""
     folder = runtime_dir(cluster.port)
     config = msgspec.json.decode((folder / "decode-0.json").read_bytes(), type=WorkerConfig)
     engine = msgspec.structs.replace(config.engine, block_size=32)
@@ -202,16 +193,16 @@ def test_another_layout_is_refused_by_name_and_nobody_else_notices(cluster: Clus
         assert set(reasons()) == {"KV layout differs in block_size: prefill has 64, decode has 32"}
         shown = subprocess.run(
             [sys.executable, "-m", "tandem.deploy.cli", "status", "--port", str(cluster.port)],
-            capture_output=True, text=True, check=False, timeout=30, env={**os.environ, "COLUMNS": "200"},
+            capture_output=True, text=True, check=False, timeout=120, env={**os.environ, "COLUMNS": "200"},
         )  # fmt: skip
         assert "refused" in shown.stdout and "block_size: prefill has 64, decode has 32" in shown.stdout
-        assert [answer.result(30) for answer in ask(cluster, 6, 300)] == [200] * 6
+        assert [answer.result(120) for answer in ask(cluster, 6, 300)] == [200] * 6
     finally:
         process.kill()
         process.wait()
         file.unlink()
         (folder / "decode-9.sock").unlink()
-    cluster.wait_for(lambda: len(cluster.status().workers) == 4, 10)
+    cluster.wait_for(lambda: len(cluster.status().workers) == 4)
     assert cluster.ready_pairs() == before and pair_failures(cluster) == failures
 
 
@@ -221,7 +212,7 @@ def pool_file(pid: int) -> Path:
 
 
 def change_every_block(worker: WorkerReport) -> None:
-    """One byte of each."""
+    """Flips one bit of every block of the worker's pool."""
     with pool_file(worker.worker.pid).open("r+b") as pool:
         block_bytes = os.fstat(pool.fileno()).st_size // worker.load.num_blocks
         for block_id in range(worker.load.num_blocks):
@@ -230,8 +221,9 @@ def change_every_block(worker: WorkerReport) -> None:
             os.pwrite(pool.fileno(), bytes([byte ^ 1]), at)
 
 
-def test_a_byte_that_changes_on_the_way_fails_its_transfer(cluster: Cluster) -> None:
-    """Decode is stopped for moments, in which prefill writes on and every block changes, until decode has noticed."""
+@pytest.mark.extended
+def test_checksums_detect_corrupt_blocks(cluster: Cluster) -> None:
+    """Corrupts every block of the decode pools while decode is stopped, until a checksum fails."""
     decodes = [cluster.worker(worker_id) for worker_id in ("decode-0", "decode-1")]
     answers = ask_until_shipping(cluster, "prefill-0")
 
@@ -239,7 +231,7 @@ def test_a_byte_that_changes_on_the_way_fails_its_transfer(cluster: Cluster) -> 
         for report in decodes:
             os.kill(report.worker.pid, signal.SIGSTOP)
         try:
-            cluster.status()  # takes a moment
+            cluster.status()  # gives prefill time to write
             for report in decodes:
                 change_every_block(report)
         finally:
@@ -247,7 +239,7 @@ def test_a_byte_that_changes_on_the_way_fails_its_transfer(cluster: Cluster) -> 
                 os.kill(report.worker.pid, signal.SIGCONT)
         return any(cluster.worker(report.worker.worker_id).load.num_corrupt_blocks for report in decodes)
 
-    cluster.wait_for(is_noticed, 20)
-    assert {answer.result(60) for answer in answers} == {200}, "those whose blocks were wrong were prefilled again"
+    cluster.wait_for(is_noticed)
+    assert {answer.result(120) for answer in answers} == {200}, "requests with corrupt blocks are prefilled again"
     assert "differ from what was sent" in cluster.logs()
-    assert len(cluster.ready_pairs()) == 4, "the pairs go on"
+    assert len(cluster.ready_pairs()) == 4, "the pairs stay ready"

@@ -1,4 +1,4 @@
-"""A part of the fault matrix, over two connectors; `python -m bench.faults.fault_matrix` goes through all of it."""
+"""A subset of the fault matrix, over two connectors; `python -m bench.faults.fault_matrix` runs all of it."""
 
 from __future__ import annotations
 

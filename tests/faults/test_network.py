@@ -1,7 +1,7 @@
-"""A cluster over five hosts, each a network namespace, on a network that delays, loses and cuts. With keys.
+"""An authenticated cluster over five hosts (network namespaces), whose network delays, drops and cuts packets.
 
-Clients ask all the time; every answer must be that of a quiet network, token for token. After each fault the cluster
-is whole again: every pair ready, every block free. Control paths are ZeroMQ's, data paths gloo's.
+Clients send requests throughout; every answer must equal that of an undisturbed network. After each fault every pair
+must be ready and every block free. The control path is ZeroMQ, the data path gloo.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from bench.noise_model import ensure_noise_model
 from tandem.protocol.messages.membership import WorkerReport
 from tandem.protocol.network_keys import make_keys
 from tests.support.cluster import MODEL, Cluster, tandem
-from tests.support.faulty_network import FaultyNetwork, why_not
+from tests.support.faulty_network import FaultyNetwork, unavailable_reason
 from tests.support.faulty_switch import Fault
 from tests.support.steady_load import PROMPTS, TIMEOUT_S, SteadyLoad
 
@@ -29,11 +29,11 @@ CONTROL_PORT = 7777
 MODEL_FLAGS = ("--model", str(ensure_noise_model()), "--served-model-name", MODEL)
 SMALL = ("--kv-cache-gib", "0.02", "--dtype", "float32", "--device", "cpu", "--threads-per-worker", "1")
 PATHS = ("--kv-connector", "gloo", "--max-num-batched-tokens", "64", "--worker-wait-s", "80")
-_REASON = why_not()
+_SKIP_REASON = unavailable_reason()
 
 
 class Site:
-    """The cluster and its network."""
+    """The cluster, its network and its load."""
 
     def __init__(self, cluster: Cluster, network: FaultyNetwork, keys: Sequence[str]) -> None:
         self.cluster, self.network, self.keys = cluster, network, keys
@@ -52,7 +52,7 @@ class Site:
         states = [p.state for p in report.pairs if p.decode_epoch == peer.worker.epoch] if report and peer else []
         return states[0] if states else ""
 
-    def is_whole(self) -> bool:
+    def has_all_pairs(self) -> bool:
         report = self.cluster.status()
         num_pairs = sum(pair.state == "ready" for worker in report.workers for pair in worker.pairs)
         return len(report.workers) == 4 and num_pairs == 4
@@ -60,8 +60,8 @@ class Site:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    if _REASON:
-        pytest.skip(_REASON)
+    if _SKIP_REASON:
+        pytest.skip(_SKIP_REASON)
     folder = tmp_path_factory.mktemp("network")
     make_keys(folder / "keys")
     keys = ("--network-keys", str(folder / "keys"))
@@ -76,7 +76,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         stack.enter_context(cluster)
         cluster.wait_for(lambda: sum(len(report.pairs) for report in cluster.status().workers) == 4, 240)
         site = Site(cluster, network, keys)
-        cluster.wait_for(site.is_whole, 60)
+        cluster.wait_for(site.has_all_pairs, 60)
         yield site
 
 
@@ -102,21 +102,21 @@ def started(command: list[str], log_file: Path) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def whole_again(site: Site) -> Iterator[None]:
+def recovers(site: Site) -> Iterator[None]:
     yield
     site.network.set_faults()
-    site.cluster.wait_for(lambda: site.is_whole() and site.cluster.all_blocks_free(), TIMEOUT_S)
+    site.cluster.wait_for(lambda: site.has_all_pairs() and site.cluster.all_blocks_free(), TIMEOUT_S)
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("path", ["control", "data"])
 @pytest.mark.parametrize("fault", ["delay", "loss"])
-def test_a_bad_network_is_only_slow(site: Site, path: str, fault: str) -> None:
-    """On every link. What is slow is not lost: no worker, no pair."""
+def test_delay_and_loss_only_slow_requests_down(site: Site, path: str, fault: str) -> None:
+    """Every link is bad. No worker and no pair is given up."""
     epochs = {report.worker.epoch for report in site.cluster.status().workers}
     on = {"ports": site.control_ports} if path == "control" else {"other_ports": site.control_ports}
     bad = {"delay_s": 0.05} if fault == "delay" else {"loss": 0.05}
-    with site.load.at_work():
+    with site.load.running():
         site.network.set_faults(*(Fault(host, **on, **bad) for host in ROLES))  # type: ignore[arg-type]
         site.load.serve(16)
         num_dropped = site.network.set_faults()
@@ -126,18 +126,18 @@ def test_a_bad_network_is_only_slow(site: Site, path: str, fault: str) -> None:
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("host", [PREFILL_A, DECODE_A], ids=["prefill", "decode"])
-def test_a_host_that_is_cut_off_is_lost_and_comes_back(site: Site, host: int) -> None:
-    """Its requests go on at the other worker of its role, which never notices; then it begins a new epoch."""
+def test_worker_rejoins_after_its_host_was_cut_off(site: Site, host: int) -> None:
+    """Its requests migrate to the other worker of its role; it rejoins with a new epoch."""
     before = site.worker(host)
     assert before is not None
-    with site.load.at_work():
+    with site.load.running():
         site.load.serve(4)
         site.network.set_faults(Fault(host, loss=1))
         site.cluster.wait_for(lambda: site.worker(host) is None, TIMEOUT_S)
         site.load.serve(12)
         site.network.set_faults()
         site.cluster.wait_for(lambda: site.worker(host) is not None, TIMEOUT_S)
-        site.cluster.wait_for(site.is_whole, TIMEOUT_S)
+        site.cluster.wait_for(site.has_all_pairs, TIMEOUT_S)
         site.load.serve(8)
     after = site.worker(host)
     assert after is not None and after.worker.pid == before.worker.pid and after.worker.epoch != before.worker.epoch
@@ -145,11 +145,11 @@ def test_a_host_that_is_cut_off_is_lost_and_comes_back(site: Site, host: int) ->
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("path", ["control", "data"])
-def test_two_workers_that_cannot_reach_each_other(site: Site, path: str) -> None:
-    """Their pair is lost, and used again when it can be. All workers stay, and the other pairs."""
+def test_pair_is_lost_while_its_link_is_cut(site: Site, path: str) -> None:
+    """The pair is used again when the link is back. All workers and the other pairs stay."""
     epochs = {report.worker.epoch for report in site.cluster.status().workers}
     on = {"ports": site.control_ports} if path == "control" else {"other_ports": site.control_ports}
-    with site.load.at_work():
+    with site.load.running():
         site.load.serve(4)
         site.network.set_faults(Fault(PREFILL_A, DECODE_A, loss=1, **on))  # type: ignore[arg-type]
         site.cluster.wait_for(lambda: site.pair_state(PREFILL_A, DECODE_A) != "ready", TIMEOUT_S)
@@ -157,18 +157,18 @@ def test_two_workers_that_cannot_reach_each_other(site: Site, path: str) -> None
             assert site.pair_state(prefill, decode) == "ready"
         site.load.serve(8)
         site.network.set_faults()
-        site.cluster.wait_for(site.is_whole, TIMEOUT_S)
+        site.cluster.wait_for(site.has_all_pairs, TIMEOUT_S)
         site.load.serve(8)
     assert {report.worker.epoch for report in site.cluster.status().workers} == epochs
 
 
 @pytest.mark.timeout(400)
-def test_a_second_worker_of_the_same_name_is_sent_away(site: Site, tmp_path: Path) -> None:
-    """It is on another host, so nobody there knows of the first, which never notices."""
+def test_second_worker_with_the_same_name_is_refused(site: Site, tmp_path: Path) -> None:
+    """It starts on another host, where no lock shows the first one. The first one keeps running."""
     before = {report.worker.worker_id: report.worker.epoch for report in site.cluster.status().workers}
-    env = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}  # another host has its own
+    env = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path)}  # each host has its own runtime folder
     command = site.network.command(DECODE_B, worker_command(site.network, DECODE_B, DECODE_A, site.keys))
-    with site.load.at_work():
+    with site.load.running():
         ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=env)
     name = f"decode-0-{os.getpid()}-{DECODE_A}"
     assert ended.returncode == 2 and f"is already called {name}; start this worker with another --name" in ended.stderr
@@ -176,19 +176,19 @@ def test_a_second_worker_of_the_same_name_is_sent_away(site: Site, tmp_path: Pat
 
 
 @pytest.mark.timeout(400)
-def test_a_proxy_that_is_cut_off_from_all_goes_on_when_it_is_not(site: Site) -> None:
-    with site.load.at_work():
+def test_proxy_recovers_after_it_was_cut_off_from_every_worker(site: Site) -> None:
+    with site.load.running():
         site.load.serve(4)
         site.network.set_faults(Fault(PROXY, loss=1))
         site.cluster.wait_for(lambda: not site.cluster.status().workers, TIMEOUT_S)
-        num_right = site.load.num_right
+        num_correct = site.load.num_correct
         site.network.set_faults()
-        site.cluster.wait_for(lambda: site.load.num_right > num_right + 4 or bool(site.load.wrong), TIMEOUT_S)
+        site.cluster.wait_for(lambda: site.load.num_correct > num_correct + 4 or bool(site.load.wrong), TIMEOUT_S)
 
 
 @pytest.mark.timeout(400)
-def test_a_request_that_cannot_be_served_ends_at_its_deadline(site: Site) -> None:
-    """Nobody is there for all its time: one clear error, and nothing stays behind."""
+def test_request_without_workers_fails_at_its_deadline(site: Site) -> None:
+    """No worker is reachable until the deadline: the client gets one clear error, and no state is left."""
     site.network.set_faults(Fault(PROXY, loss=1))
     body = {"model": MODEL, "prompt": PROMPTS[0], "max_tokens": 4, "timeout": 4}
     response = httpx.post(f"{site.cluster.url}/v1/completions", json=body, timeout=TIMEOUT_S)

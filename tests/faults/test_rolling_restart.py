@@ -1,4 +1,4 @@
-"""Every process of a cluster is started anew, one after the other, under load, by the command that operators type."""
+"""`tandem restart` and `tandem drain` under load: processes are replaced one by one and no request fails."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ def epochs(cluster: Cluster) -> dict[str, str]:
 
 
 @pytest.mark.timeout(700)
-def test_a_rolling_restart_loses_nothing(cluster: Cluster, load: SteadyLoad) -> None:
+def test_rolling_restart_loses_no_request(cluster: Cluster, load: SteadyLoad) -> None:
     epochs_before, pids_before = epochs(cluster), set(cluster.pids())
-    with load.at_work():
+    with load.running():
         load.serve(4)
-        told = command(cluster, "restart", "--timeout-s", "300")
+        output = command(cluster, "restart", "--timeout-s", "300")
         load.serve(8)
-    assert [line for line in told.splitlines() if "is back" in line] == [f"{name} is back" for name in PROCESSES]
+    assert [line for line in output.splitlines() if "is back" in line] == [f"{name} is back" for name in PROCESSES]
     assert set(epochs(cluster)) == set(epochs_before)
     assert not set(epochs(cluster).values()) & set(epochs_before.values())
     assert not set(cluster.pids()) & pids_before
-    cluster.wait_for(cluster.all_blocks_free, 30)
+    cluster.wait_for(cluster.all_blocks_free)
     assert "Traceback" not in cluster.logs()
 
 
 @pytest.mark.timeout(400)
-def test_a_worker_that_is_drained_leaves_nothing_undone(cluster: Cluster, load: SteadyLoad) -> None:
-    with load.at_work():
+def test_drained_workers_finish_their_requests(cluster: Cluster, load: SteadyLoad) -> None:
+    with load.running():
         load.serve(4)
-        told = command(cluster, "drain", "decode-1")
-        assert told.splitlines() == ["decode-1 drains", "decode-1 has left"]
+        output = command(cluster, "drain", "decode-1")
+        assert output.splitlines() == ["decode-1 drains", "decode-1 has left"]
         command(cluster, "drain", "prefill-0")
         load.serve(8)
     assert set(epochs(cluster)) == {"decode-0", "prefill-1"}
-    cluster.wait_for(cluster.all_blocks_free, 30)
+    cluster.wait_for(cluster.all_blocks_free)
     assert "Traceback" not in cluster.logs()

@@ -1,4 +1,4 @@
-"""Load generators that are not ours run unchanged against a cluster."""
+"""The locust load test reports TTFT and ITL, and its tables agree with the figures of bench.latency."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from tests.support.cluster import MODEL, Cluster
 ROOT = Path(__file__).parents[2]
 
 
-def test_locust_tells_ttft_and_itl(cluster: Cluster, tmp_path: Path) -> None:
+def test_locust_reports_ttft_and_itl(cluster: Cluster, tmp_path: Path) -> None:
     command = [
         sys.executable, "-m", "locust", "-f", "bench/locustfile.py", "--headless", "--host", cluster.url,
         "--users", "4", "--spawn-rate", "4", "--run-time", "8s", "--stop-timeout", "60",
-        "--model", MODEL, "--input-len", "16", "--output-len", "8", "--csv", str(tmp_path / "told"),
+        "--model", MODEL, "--input-len", "16", "--output-len", "8", "--csv", str(tmp_path / "locust"),
     ]  # fmt: skip
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert run.returncode == 0, run.stdout + run.stderr
-    with (tmp_path / "told_stats.csv").open() as file:
+    with (tmp_path / "locust_stats.csv").open() as file:
         rows = {row["Name"]: row for row in csv.DictReader(file)}
     num_requests = int(rows["/v1/completions"]["Request Count"])
     assert num_requests >= 1 and not any(int(row["Failure Count"]) for row in rows.values())
     assert int(rows["TTFT"]["Request Count"]) == int(rows["E2E"]["Request Count"]) == num_requests
-    # One gap for each chunk after the first; tokens that hold a character back make no chunk of their own.
+    # One gap per chunk after the first; a token that holds back an incomplete character sends no chunk.
     assert 0 < int(rows["ITL"]["Request Count"]) <= 7 * num_requests
 
 
-def test_locusts_tables_agree_with_the_figures_of_the_same_run(cluster: Cluster, tmp_path: Path) -> None:
+def test_locust_tables_agree_with_the_figures_of_the_same_run(cluster: Cluster, tmp_path: Path) -> None:
     """Locust measures by itself; bench.support.latency has the definitions of `vllm bench serve`."""
     file = tmp_path / "figures.json"
     command = [
@@ -43,10 +43,10 @@ def test_locusts_tables_agree_with_the_figures_of_the_same_run(cluster: Cluster,
     ]  # fmt: skip
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150)
     assert run.returncode == 0, run.stdout + run.stderr
-    told = json.loads(file.read_text())
-    figures, tables = told["figures"], told["locust"]
+    report = json.loads(file.read_text())
+    figures, tables = report["figures"], report["locust"]
     assert figures["num_completed"] == tables["TTFT"]["count"] == tables["TPOT"]["count"] >= 1
     for name in ("ttft", "tpot", "itl", "e2e"):
         assert tables[name.upper()]["mean_ms"] == pytest.approx(figures[f"{name}_ms"]["mean"], rel=0.02)
-    assert told["goodput_per_s"] == 0, "nobody writes a token in a microsecond"
+    assert report["goodput_per_s"] == 0, "no token is generated in a microsecond"
     assert "goodput: 0.00 requests/s within TTFT 600000 ms, TPOT 0.001 ms" in run.stdout

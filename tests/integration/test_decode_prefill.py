@@ -1,4 +1,4 @@
-"""Prompts that the decode worker computes itself: answers as by the usual route, also with no prefill worker left."""
+"""Prompts computed by the decode worker give the same answers as prefill workers, also after the last of these dies."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BODIES: list[dict[str, Any]] = [
 
 def ask(cluster: Cluster, body: dict[str, Any]) -> list[dict[str, Any]]:
     fields = {"model": MODEL, "ignore_eos": True, "return_token_ids": True, **body}
-    answer = httpx.post(f"{cluster.url}/v1/completions", json=fields, timeout=60)
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=fields, timeout=120)
     assert answer.status_code == 200, answer.text
     choices: list[dict[str, Any]] = answer.json()["choices"]
     return choices
@@ -46,36 +46,38 @@ def logprobs(choices: list[dict[str, Any]]) -> list[float]:
     found = [choice["logprobs"]["token_logprobs"] for choice in choices if choice.get("logprobs")]
     for choice in choices:
         for entry in choice.get("prompt_logprobs") or []:
-            found.append([told["logprob"] for told in (entry or {}).values()])
+            found.append([token["logprob"] for token in (entry or {}).values()])
     return [value for values in found for value in values if value is not None]
 
 
 @pytest.mark.timeout(240)
-def test_both_routes_answer_alike_and_nobody_misses_a_lost_prefill_worker() -> None:
+def test_both_routes_answer_alike_and_survive_the_last_prefill_worker(float32_cluster: Cluster) -> None:
     options = ("--dtype", "float32", "--max-num-batched-tokens", "128")
-    with Cluster(*options) as cluster:
-        usual = [ask(cluster, body) for body in BODIES]
-        cluster.wait_for(lambda: cluster.worker("decode-0").load.num_transferred_bytes > 0, 5)
+    before = float32_cluster.worker("decode-0").load.num_transferred_bytes
+    usual = [ask(float32_cluster, body) for body in BODIES]
+    float32_cluster.wait_for(lambda: float32_cluster.worker("decode-0").load.num_transferred_bytes > before)
     with Cluster(*options, "--decode-prefill-threshold", "2000") as cluster:
-        # One token alone goes to prefill, which has nothing to ship.
+        # Requests for a single token still go to prefill, which then has nothing to transfer.
         local = [ask(cluster, body) for body in BODIES]
-        cluster.wait_for(lambda: cluster.worker("prefill-0").load.num_finished == 2, 5)
+        cluster.wait_for(lambda: cluster.worker("prefill-0").load.num_finished == 2)
         assert cluster.worker("decode-0").load.num_transferred_bytes == 0
         for body, here, there in zip(BODIES, local, usual, strict=True):
             assert token_ids(here) == token_ids(there), body
             assert logprobs(here) == pytest.approx(logprobs(there), abs=1e-3), body
         ask(cluster, BODIES[0] | {"prompt": LONG})
-        cluster.wait_for(lambda: cluster.worker("decode-0").load.num_cached_tokens >= 640, 5)  # its own prefixes
-        cluster.wait_for(cluster.all_blocks_free, 10)
+        cluster.wait_for(
+            lambda: cluster.worker("decode-0").load.num_cached_tokens >= 640
+        )  # prefixes that it computed itself
+        cluster.wait_for(cluster.all_blocks_free)
     with Cluster(*options, "--decode-prefill-threshold", "16") as cluster:
         ask(cluster, BODIES[1])
-        cluster.wait_for(lambda: cluster.worker("decode-0").load.num_transferred_bytes > 0, 5)  # longer prompts
+        cluster.wait_for(lambda: cluster.worker("decode-0").load.num_transferred_bytes > 0)  # longer prompts
         os.kill(cluster.worker("prefill-0").worker.pid, signal.SIGKILL)
-        cluster.wait_for(lambda: all(r.worker.role == "decode" for r in cluster.status().workers), 5)
+        cluster.wait_for(lambda: all(r.worker.role == "decode" for r in cluster.status().workers))
         assert cluster.is_healthy()
         again = [ask(cluster, body) for body in BODIES]
         assert all(r.worker.role == "decode" for r in cluster.status().workers), (
-            "it came back too soon to show anything"
+            "the prefill worker came back before the requests ended"
         )
         assert [token_ids(choices) for choices in again] == [token_ids(choices) for choices in usual]
-        cluster.wait_for(cluster.all_blocks_free, 10)
+        cluster.wait_for(cluster.all_blocks_free)

@@ -1,4 +1,4 @@
-"""Greedy output through real clusters equals transformers' generate in float32, token for token."""
+"""Greedy output of real clusters equals that of transformers' `generate` in float32, token for token."""
 
 from __future__ import annotations
 
@@ -14,31 +14,8 @@ from transformers import AutoModelForCausalLM
 from tests.support.cluster import MODEL, Cluster
 
 NUM_NEW_TOKENS = 24
-LENGTHS = [
-    1,
-    2,
-    3,
-    5,
-    17,
-    63,
-    64,
-    65,
-    100,
-    127,
-    128,
-    129,
-    190,
-    256,
-    300,
-    333,
-    400,
-    512,
-    600,
-    777,
-    900,
-    1024,
-    1200,
-    1500,
+LENGTHS = [  # around block and chunk boundaries
+    *(1, 2, 3, 5, 17, 63, 64, 65, 100, 127, 128, 129, 190, 256, 300, 333, 400, 512, 600, 777, 900, 1024, 1200, 1500)
 ]
 
 
@@ -62,41 +39,66 @@ def expected(noise_model: Path, prompts: list[list[int]]) -> list[list[int]]:
     return outputs
 
 
+def complete_all(cluster: Cluster, prompts: list[list[int]]) -> list[list[int]]:
+    """Token ids of the greedy continuations, asked for 16 at once."""
+
+    def complete(prompt: list[int]) -> list[int]:
+        body = {
+            "model": MODEL, "prompt": prompt, "max_tokens": NUM_NEW_TOKENS, "temperature": 0, "ignore_eos": True,
+            "return_token_ids": True,
+        }  # fmt: skip
+        answer = client.post(f"{cluster.url}/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        content = answer.json()
+        assert content["usage"]["prompt_tokens"] == len(prompt)
+        assert content["usage"]["completion_tokens"] == NUM_NEW_TOKENS
+        token_ids: list[int] = content["choices"][0]["token_ids"]
+        return token_ids
+
+    with httpx.Client(timeout=200) as client, ThreadPoolExecutor(16) as pool:
+        return list(pool.map(complete, prompts))
+
+
+def connectors(cluster: Cluster) -> set[str]:
+    return {pair.connector for report in cluster.status().workers for pair in report.pairs}
+
+
+@pytest.mark.timeout(240)
+def test_shared_memory_and_short_chunks_match_transformers(
+    float32_cluster: Cluster, prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    assert complete_all(float32_cluster, prompts) == expected
+    assert connectors(float32_cluster) == {"ipc"}
+    float32_cluster.wait_for(float32_cluster.all_blocks_free)
+
+
+@pytest.mark.extended
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param(["--kv-connector", "ipc", "--max-num-batched-tokens", "100"], id="ipc-chunks-of-100"),
-        pytest.param(["--kv-connector", "gloo", "--max-num-batched-tokens", "333"], id="gloo-chunks-of-333"),
-        pytest.param(
-            ["--decode-prefill-threshold", "4096", "--max-num-batched-tokens", "100"], id="decode-computes-prompts"
-        ),
         pytest.param(["--prefill", "2", "--decode", "2", "--kv-connector", "gloo"], id="gloo-2-prefill-2-decode"),
-        pytest.param(["--prefill", "2", "--decode", "2", "--block-size", "32"], id="auto-2-prefill-2-decode"),
+        pytest.param(
+            ["--kv-connector", "gloo", "--max-num-batched-tokens", "333"],
+            id="gloo-chunks-of-333",
+        ),
+        pytest.param(
+            ["--decode-prefill-threshold", "4096", "--max-num-batched-tokens", "100"],
+            id="decode-computes-prompts",
+        ),
+        pytest.param(
+            ["--prefill", "2", "--decode", "2", "--block-size", "32"],
+            id="auto-2-prefill-2-decode",
+        ),
     ],
 )
-def test_greedy_equals_generate(arguments: list[str], prompts: list[list[int]], expected: list[list[int]]) -> None:
-    with Cluster("--dtype", "float32", *arguments) as cluster, httpx.Client(timeout=60) as client:
-
-        def complete(prompt: list[int]) -> list[int]:
-            body = {
-                "model": MODEL, "prompt": prompt, "max_tokens": NUM_NEW_TOKENS, "temperature": 0, "ignore_eos": True,
-                "return_token_ids": True,
-            }  # fmt: skip
-            answer = client.post(f"{cluster.url}/v1/completions", json=body)
-            assert answer.status_code == 200, answer.text
-            content = answer.json()
-            assert content["usage"]["prompt_tokens"] == len(prompt)
-            assert content["usage"]["completion_tokens"] == NUM_NEW_TOKENS
-            token_ids: list[int] = content["choices"][0]["token_ids"]
-            return token_ids
-
-        with ThreadPoolExecutor(16) as pool:
-            assert list(pool.map(complete, prompts)) == expected
-        connector = "gloo" if "gloo" in arguments else "ipc"
-        pairs = [pair for report in cluster.status().workers for pair in report.pairs]
-        assert {pair.connector for pair in pairs} == {connector}
-        cluster.wait_for(cluster.all_blocks_free, 5)
+def test_other_topologies_match_transformers(
+    arguments: list[str], prompts: list[list[int]], expected: list[list[int]]
+) -> None:
+    with Cluster("--dtype", "float32", *arguments) as cluster:
+        assert complete_all(cluster, prompts) == expected
+        assert connectors(cluster) == {"gloo" if "gloo" in arguments else "ipc"}
+        cluster.wait_for(cluster.all_blocks_free)
         if "--decode" in arguments:
-            finished = [report.load.num_transferred_bytes for report in cluster.status().workers]
-            assert all(finished), "every worker took part"
+            transferred = [report.load.num_transferred_bytes for report in cluster.status().workers]
+            assert all(transferred), "every worker took part"

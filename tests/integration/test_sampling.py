@@ -1,4 +1,4 @@
-"""Sampling options through a whole cluster, in float32, against transformers' own logits of the noise model."""
+"""Sampling options through a whole cluster in float32 agree with the logits that transformers computes."""
 
 from __future__ import annotations
 
@@ -19,11 +19,8 @@ NUM_NEW = 20
 
 
 @pytest.fixture(scope="module")
-def client() -> Iterator[openai.OpenAI]:
-    with (
-        Cluster("--dtype", "float32", "--max-num-batched-tokens", "50", "--block-size", "16") as cluster,
-        openai.OpenAI(base_url=f"{cluster.url}/v1", api_key="unused", max_retries=0, timeout=30) as client,
-    ):
+def client(float32_cluster: Cluster) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{float32_cluster.url}/v1", api_key="unused", max_retries=0, timeout=120) as client:
         yield client
 
 
@@ -38,7 +35,7 @@ def tokenizer(noise_model: Path) -> Tokenizer:
 
 
 def expected_logprobs(model: Any, token_ids: list[int]) -> torch.Tensor:
-    """[len(token_ids), vocab_size]; row i is about the token after the i-th."""
+    """Log-probabilities [len(token_ids), vocab_size]; row i predicts token i + 1."""
     with torch.inference_mode():
         logprobs: torch.Tensor = model(torch.tensor([token_ids])).logits[0].log_softmax(-1)
     return logprobs
@@ -67,15 +64,15 @@ def test_logprobs_of_output_prompt_and_echo(client: openai.OpenAI, model: Any, t
     [choice] = answer.choices
     token_ids = prompt + choice.token_ids
     expected = expected_logprobs(model, token_ids)
-    told = choice.logprobs
-    assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
-    assert told.tokens == [tokenizer.decode([i], skip_special_tokens=False) for i in token_ids]
+    logprobs = choice.logprobs
+    assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
+    assert logprobs.tokens == [tokenizer.decode([i], skip_special_tokens=False) for i in token_ids]
     for i in range(1, len(token_ids)):
-        assert told.token_logprobs[i] == pytest.approx(float(expected[i - 1, token_ids[i]]), abs=1e-3)
+        assert logprobs.token_logprobs[i] == pytest.approx(float(expected[i - 1, token_ids[i]]), abs=1e-3)
         top = expected[i - 1].topk(3).values.tolist()
-        # Tokens that are parts of characters have one text, so a map by text may have fewer entries.
-        allowed = [*top, told.token_logprobs[i]]
-        assert all(any(abs(value - p) < 1e-3 for p in allowed) for value in told.top_logprobs[i].values())
+        # Tokens that hold parts of a character share one text, so the map by text may have fewer entries.
+        allowed = [*top, logprobs.token_logprobs[i]]
+        assert all(any(abs(value - p) < 1e-3 for p in allowed) for value in logprobs.top_logprobs[i].values())
     assert choice.text.startswith(tokenizer.decode(prompt))
     assert choice.prompt_logprobs[0] is None and len(choice.prompt_logprobs) == len(prompt)
     for i, by_id in enumerate(choice.prompt_logprobs[1:], start=1):
@@ -85,7 +82,7 @@ def test_logprobs_of_output_prompt_and_echo(client: openai.OpenAI, model: Any, t
         assert 2 <= len(by_id) <= 3
 
 
-def test_streamed_logprobs_are_those_of_the_whole(client: openai.OpenAI) -> None:
+def test_streamed_logprobs_equal_unstreamed_ones(client: openai.OpenAI) -> None:
     fields: dict[str, Any] = {"logprobs": 2, "echo": True, "temperature": 0.9, "seed": 4, "n": 2}
     whole = complete(client, random_prompt(2, 40), **fields)
     pieces: dict[int, list[Any]] = {0: [], 1: []}
@@ -123,7 +120,7 @@ def test_chat_logprobs(client: openai.OpenAI) -> None:
 
 
 def test_penalties_bias_and_minimum(client: openai.OpenAI, model: Any) -> None:
-    """Greedy, step by step: what the cluster chose has the highest adjusted logit, by transformers' logits."""
+    """Each greedy token has the highest logit after penalties and bias are applied to transformers' logits."""
     prompt = random_prompt(3, 70)
     bias = {"17": 4.0, "900": -100.0}
     answer = complete(
@@ -150,7 +147,7 @@ def test_penalties_bias_and_minimum(client: openai.OpenAI, model: Any) -> None:
     plain = complete(client, prompt).choices[0].token_ids
     assert plain != output[:NUM_NEW]
     assert complete(client, prompt, temperature=1.0, min_p=1.0, seed=1).choices[0].token_ids == plain
-    # The first token that comes is made a stop token, and then held off.
+    # The first token becomes a stop token; min_tokens then suppresses it.
     stopped = complete(client, prompt, stop_token_ids=[plain[0]]).choices[0]
     assert (stopped.token_ids, stopped.finish_reason) == ([plain[0]], "stop")
     held = complete(client, prompt, stop_token_ids=[plain[0]], min_tokens=5).choices[0].token_ids
@@ -158,7 +155,7 @@ def test_penalties_bias_and_minimum(client: openai.OpenAI, model: Any) -> None:
 
 
 def test_truncated_prompts(client: openai.OpenAI) -> None:
-    """With and without, at once: they never disturb each other."""
+    """A truncated prompt answers like its tail, and leaves later requests alone."""
     prompt = random_prompt(4, 60)
     cut = complete(client, prompt, truncate_prompt_tokens=20)
     assert cut.usage.prompt_tokens == 20
@@ -166,7 +163,7 @@ def test_truncated_prompts(client: openai.OpenAI) -> None:
     assert complete(client, prompt).usage.prompt_tokens == 60
 
 
-def test_cached_tokens_are_told(client: openai.OpenAI) -> None:
+def test_usage_reports_cached_tokens(client: openai.OpenAI) -> None:
     prompt = random_prompt(5, 100)
     assert complete(client, prompt).usage.prompt_tokens_details.cached_tokens == 0
     assert complete(client, prompt).usage.prompt_tokens_details.cached_tokens == 96

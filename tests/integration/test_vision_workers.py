@@ -1,4 +1,4 @@
-"""Images and video through real prefill and decode workers, from a proxy played by the test, beside text over HTTP."""
+"""Images and video through real prefill and decode workers, sent by a fake proxy beside text requests over HTTP."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from tests.support.cluster import Cluster
 from tests.support.vision_models import VisionPrompt, make_medium, make_model, reference
 
 FAMILY = "qwen2_5_vl"
-PROXY = "played-proxy"
+PROXY = "fake-proxy"
 NUM_NEW = 12
 TIMEOUT_S = 60.0
 
 
 @pytest.fixture(scope="module")
 def folder(noise_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With the noise model's words, of which the model knows the first 320."""
+    """A vision model with the tokeniser of the noise model, of which it knows the first 320 tokens."""
     path = tmp_path_factory.mktemp("vision")
     make_model(FAMILY, path)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -53,7 +53,7 @@ def cluster(folder: Path) -> Iterator[Cluster]:
         yield running
 
 
-class PlayedProxy:
+class FakeProxy:
     def __init__(self, prefill: WorkerInfo, decode: WorkerInfo) -> None:
         self._context = new_context()
         self._workers = prefill, decode
@@ -81,12 +81,12 @@ class PlayedProxy:
         )
 
     async def finish(self) -> None:
-        """Until every request has all its tokens, or an error from each worker that it concerns."""
+        """Receives until every request has all its tokens or an error."""
         first: dict[str, int] = {}
         rest: dict[str, list[int]] = {name: [] for name in self.tokens}
         while any(
             name not in self.errors and (name not in first or 1 + len(rest[name]) < NUM_NEW) for name in self.tokens
-        ):  # the first one comes from another worker than the rest, so maybe after it
+        ):  # the first token comes from the prefill worker, maybe after those of decode
             message = await asyncio.wait_for(self._arrived.get(), TIMEOUT_S)
             match message:
                 case FirstToken():
@@ -97,7 +97,7 @@ class PlayedProxy:
                         rest[new.attempt_id].append(new.token.token_id)
                 case AttemptFailed():
                     self.errors.setdefault(message.attempt_id, message.error.message)
-                    for worker in self._sockets:  # as proxies do; the other still waits for it
+                    for worker in self._sockets:  # as a proxy does: the other worker still holds the request
                         worker.send(AbortAttempt(PROXY, message.attempt_id))
         self.tokens = {name: [first[name], *rest[name]] for name in self.tokens if name not in self.errors}
 
@@ -107,14 +107,14 @@ class PlayedProxy:
         self._context.term()
 
 
-def generate(cluster: Cluster, prompts: dict[str, tuple[list[int], tuple[MediaItem, ...]]]) -> PlayedProxy:
+def generate(cluster: Cluster, prompts: dict[str, tuple[list[int], tuple[MediaItem, ...]]]) -> FakeProxy:
     return asyncio.run(_generate(cluster.worker("prefill-0").worker, cluster.worker("decode-0").worker, prompts))
 
 
 async def _generate(
     prefill: WorkerInfo, decode: WorkerInfo, prompts: dict[str, tuple[list[int], tuple[MediaItem, ...]]]
-) -> PlayedProxy:
-    proxy = PlayedProxy(prefill, decode)
+) -> FakeProxy:
+    proxy = FakeProxy(prefill, decode)
     try:
         for name, (token_ids, media) in prompts.items():
             proxy.send(name, token_ids, media)
@@ -125,7 +125,7 @@ async def _generate(
 
 
 @pytest.mark.timeout(240)
-def test_images_and_video_beside_text(folder: Path, cluster: Cluster) -> None:
+def test_images_and_video_match_transformers(folder: Path, cluster: Cluster) -> None:
     image = make_medium(FAMILY, "image", 8, 9, frames=1, seed=1)
     video = make_medium(FAMILY, "video", 3, 4, frames=5, seed=3)
     prompts = {
@@ -138,13 +138,13 @@ def test_images_and_video_beside_text(folder: Path, cluster: Cluster) -> None:
     sent = {name: (prompt.token_ids, prompt.items()) for name, prompt in prompts.items()}
     token_ids, (item,) = sent["image"]
     cut = msgspec.structs.replace(item, segment="/dev/shm/tandem-gone")
-    played = generate(cluster, sent | {"cut": (token_ids, (cut,))})
-    assert played.tokens == expected
-    assert played.errors.keys() == {"cut"} and "the media cache process" in played.errors["cut"]
+    answers = generate(cluster, sent | {"cut": (token_ids, (cut,))})
+    assert answers.tokens == expected
+    assert answers.errors.keys() == {"cut"} and "the media cache process" in answers.errors["cut"]
     again = generate(cluster, {f"{name} again": prompt for name, prompt in sent.items()})
     assert again.tokens == {f"{name} again": token_ids for name, token_ids in expected.items()}
     assert all(num >= 64 for num in again.num_cached_tokens.values())
-    # The proxy's own requests, of text alone, are served by the same workers.
+    # The same workers serve text requests over HTTP.
     served = httpx.get(f"{cluster.url}/v1/models", timeout=TIMEOUT_S).json()["data"][0]["id"]
     body = {
         "model": served, "prompt": prompts["text"].token_ids, "max_tokens": NUM_NEW, "temperature": 0,
@@ -153,5 +153,5 @@ def test_images_and_video_beside_text(folder: Path, cluster: Cluster) -> None:
     answer = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=TIMEOUT_S)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["token_ids"] == expected["text"]
-    cluster.wait_for(cluster.all_blocks_free, 20)
+    cluster.wait_for(cluster.all_blocks_free)
     assert "Traceback" not in cluster.logs()

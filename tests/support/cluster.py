@@ -1,4 +1,4 @@
-"""A cluster as its users start it: `tandem up` in a process, on a free port, stopped by SIGTERM."""
+"""Starts a cluster as users do: `tandem up` in a process, on a free port, stopped by SIGTERM."""
 
 from __future__ import annotations
 
@@ -22,33 +22,41 @@ from tandem.deploy.processes.runtime_dir import log_dir, runtime_dir
 from tandem.protocol.messages.membership import StatusReport, WorkerReport
 
 START_TIMEOUT_S = 240.0
-STOP_TIMEOUT_S = 5.0
+STOP_TIMEOUT_S = 60.0
+WAIT_TIMEOUT_S = 60.0
 MODEL = "tandem-demo"
 
 NOW = {"Cache-Control": "no-cache"}
-"""Headers with which /metrics tells present figures, not those of within the last second."""
+"""Headers that make /metrics return current values instead of a cached response."""
 
 OLDER_CPU = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-"""The environment of a cluster that is to use no AVX-512: its kernels round batches of other sizes otherwise."""
+"""Environment of a cluster without AVX-512, whose kernels round differently for each batch size."""
 
 
-def tandem(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "tandem.deploy.cli", *arguments]
+def tandem(*arguments: str, python: str = sys.executable) -> list[str]:
+    return [python, "-m", "tandem.deploy.cli", *arguments]
 
 
 class Cluster:
-    """A context manager; `url` serves while it is open. Prompts go through prefill unless a test says else.
+    """Context manager around a running cluster at `url`.
 
-    Without --model it is the noise model's, under MODEL's name.
+    Serves the noise model as MODEL unless the arguments name a --model. Every prompt goes to a prefill worker unless
+    the arguments set --decode-prefill-threshold. Leaving the context asserts that all processes and files are gone.
     """
 
     def __init__(
-        self, *arguments: str, start_timeout_s: float = START_TIMEOUT_S, env: Mapping[str, str] = MappingProxyType({})
+        self,
+        *arguments: str,
+        start_timeout_s: float = START_TIMEOUT_S,
+        env: Mapping[str, str] = MappingProxyType({}),
+        python: str = sys.executable,
+        cwd: Path | None = None,
     ) -> None:
         if "--model" not in arguments:
             arguments = ("--model", str(ensure_noise_model()), "--served-model-name", MODEL, *arguments)
         self._start_timeout_s = start_timeout_s
         self._env = {**os.environ, **env}
+        self._python, self._cwd = python, cwd
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         admin_port = free_port()
@@ -58,7 +66,12 @@ class Cluster:
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
-            tandem("up", "--port", str(self.port), "--decode-prefill-threshold", "0", *self._arguments),
+            tandem(
+                *("up", "--port", str(self.port), "--decode-prefill-threshold", "0"),
+                *self._arguments,
+                python=self._python,
+            ),
+            cwd=self._cwd,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -68,8 +81,8 @@ class Cluster:
             self.wait_for(self.is_healthy, self._start_timeout_s)
             assert self._process.stdout is not None
             self.first_line = self._process.stdout.readline()
-            while "Tandem serves" not in self.first_line:  # printed when every pair is open
-                assert self.first_line, "the launcher ended"
+            while "Tandem serves" not in self.first_line:  # printed when all KV pairs are ready
+                assert self.first_line, "the launcher exited"
                 self.first_line = self._process.stdout.readline()
         except BaseException:
             self._process.kill()
@@ -82,24 +95,22 @@ class Cluster:
         pids = self.pids()
         assert pids
         self._process.send_signal(signal.SIGTERM)
-        started = time.monotonic()
         try:
-            self._process.communicate(timeout=STOP_TIMEOUT_S + 5)
+            self._process.communicate(timeout=STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
             raise
-        assert time.monotonic() - started < STOP_TIMEOUT_S, "stopping took too long"
-        assert not [pid for pid in pids if is_alive(pid)], "a process was left behind"
-        assert not runtime_dir(self.port).exists(), "the runtime folder was left behind"
+        assert not [pid for pid in pids if is_alive(pid)], "a process is still running"
+        assert not runtime_dir(self.port).exists(), "the runtime folder still exists"
 
-    # ---- what the operator sees
+    # ---- state as an operator sees it
 
     def is_healthy(self) -> bool:
         assert self._process is not None
         if self._process.poll() is not None:
             assert self._process.stdout is not None
-            raise AssertionError(f"tandem up ended with {self._process.returncode}: {self._process.stdout.read()}")
+            raise AssertionError(f"tandem up exited with {self._process.returncode}: {self._process.stdout.read()}")
         try:
             return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
         except httpx.HTTPError:
@@ -112,7 +123,7 @@ class Cluster:
         return next(report for report in self.status().workers if report.worker.worker_id == worker_id)
 
     def pids(self) -> list[int]:
-        """Of the launcher's children."""
+        """Process ids of the launcher's children."""
         assert self._process is not None
         return children_of(self._process.pid)
 
@@ -124,7 +135,7 @@ class Cluster:
         )
 
     def ready_pairs(self) -> set[tuple[str, str]]:
-        """(prefill epoch, decode epoch)."""
+        """Pairs in state "ready" between present workers, as (prefill epoch, decode epoch)."""
         workers = self.status().workers
         present = {report.worker.epoch for report in workers}
         return {
@@ -138,15 +149,16 @@ class Cluster:
         return "\n".join(file.read_text() for file in sorted(log_dir(self.port).glob("*.log")))
 
     @staticmethod
-    def wait_for(condition: Callable[[], bool], timeout_s: float) -> None:
+    def wait_for(condition: Callable[[], bool], timeout_s: float = WAIT_TIMEOUT_S) -> None:
+        """Polls until `condition` holds. The deadline only ends a hopeless wait; it asserts no speed."""
         deadline = time.monotonic() + timeout_s
         while not condition():
-            assert time.monotonic() < deadline, f"{condition} did not come true within {timeout_s} s"
+            assert time.monotonic() < deadline, f"{condition} did not hold within {timeout_s} s"
             time.sleep(0.1)
 
 
 def children_of(pid: int) -> list[int]:
-    """Processes that this one's main thread started."""
+    """Process ids of the children that the main thread of `pid` started."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 

@@ -1,4 +1,4 @@
-"""Hosts that are network namespaces of this machine, with delay, loss and cuts between them. See `faulty_switch`."""
+"""Simulated hosts (network namespaces) with packet delay, loss and cuts between them. See `faulty_switch`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Self
 
 import msgspec
 
-from tests.support.faulty_switch import Fault, Told, address
+from tests.support.faulty_switch import Fault, FaultReport, address
 
 
-def why_not() -> str:
-    """What keeps this machine from having such a network; "" when nothing does."""
+def unavailable_reason() -> str:
+    """Why this machine cannot create network namespaces; "" when it can."""
     missing = [program for program in ("ip", "nsenter", "unshare") if shutil.which(program) is None]
     if missing:
         return f"there is no {missing[0]} (packages iproute2 and util-linux)"
@@ -34,7 +34,7 @@ def why_not() -> str:
 
 
 class FaultyNetwork:
-    """A context manager. Hosts are numbers from 0; `faults` are in force until they are set anew."""
+    """Context manager around the hosts 0 to `num_hosts` - 1. Faults last until `set_faults` replaces them."""
 
     def __init__(self, num_hosts: int) -> None:
         self._num_hosts = num_hosts
@@ -56,22 +56,22 @@ class FaultyNetwork:
         self._switch.communicate()
 
     def set_faults(self, *faults: Fault) -> int:
-        """Packets that the faults before have dropped."""
+        """Replaces the faults; returns how many packets the previous ones dropped."""
         assert self._switch.stdin is not None and self._switch.stdout is not None
         self._switch.stdin.write(msgspec.json.encode(list(faults)) + b"\n")
         self._switch.stdin.flush()
-        return msgspec.json.decode(self._switch.stdout.readline(), type=Told).num_dropped
+        return msgspec.json.decode(self._switch.stdout.readline(), type=FaultReport).num_dropped
 
     def address(self, host: int) -> str:
         return address(host)
 
     def command(self, host: int, command: list[str]) -> list[str]:
-        """The same, run on the host."""
+        """The command line that runs `command` on the host."""
         return ["nsenter", f"--net={self._namespaces[host]}", *command]
 
     @contextmanager
     def on_host(self, host: int) -> Iterator[None]:
-        """This thread is there: the sockets that it makes, and the threads and processes that it starts."""
+        """Moves this thread into the host's network, with the sockets, threads and processes that it creates."""
         before = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
         target = os.open(self._namespaces[host], os.O_RDONLY)
         try:

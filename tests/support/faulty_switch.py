@@ -1,9 +1,8 @@
-"""The process behind `tests.support.faulty_network`: hosts that are network namespaces, and a switch between them
-with faults.
+"""Process behind `tests.support.faulty_network`: creates the hosts and switches packets between them, with faults.
 
-Each host has one TUN device, whose other end is a descriptor here: packets are read, held back, dropped or handed on.
-So TCP meets what it meets on a bad network, and no kernel module (netem, nftables) is needed. Faults come as a line of
-JSON on stdin, and are in force when a line is answered on stdout. All is gone when this process is.
+Each host is a network namespace with one TUN device, whose other end is a descriptor of this process. Packets are read
+from it and delayed, dropped or forwarded, without kernel modules such as netem. A line of JSON on stdin sets the
+faults; they are active once a line on stdout confirms them. The namespaces disappear with the process.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ _TCP = 6
 
 
 class Fault(msgspec.Struct, frozen=True):
-    """On packets between a host and another (None: any other), in both directions.
+    """Delay or loss of packets between `host` and `other` (None: every other host), in both directions.
 
-    ports: only TCP where one of them is on either side; other_ports: only where none is. loss: the part that is lost;
-    1 is a cut.
+    ports: only TCP packets with one of these ports on either side. other_ports: only packets with none of these.
+    loss: share of packets dropped; 1 cuts the link.
     """
 
     host: int
@@ -44,7 +43,7 @@ class Fault(msgspec.Struct, frozen=True):
     delay_s: float = 0.0
     loss: float = 0.0
 
-    def is_on(self, source: int, target: int, ports: tuple[int, int]) -> bool:
+    def applies_to(self, source: int, target: int, ports: tuple[int, int]) -> bool:
         if self.host not in (source, target) or (self.other is not None and self.other not in (source, target)):
             return False
         if self.ports is not None and not (ports[0] in self.ports or ports[1] in self.ports):
@@ -52,8 +51,8 @@ class Fault(msgspec.Struct, frozen=True):
         return self.other_ports is None or not (ports[0] in self.other_ports or ports[1] in self.other_ports)
 
 
-class Told(msgspec.Struct, frozen=True):
-    """num_dropped: packets, since the faults before."""
+class FaultReport(msgspec.Struct, frozen=True):
+    """Number of packets dropped since the previous faults were set."""
 
     num_dropped: int
 
@@ -63,7 +62,7 @@ def address(host: int) -> str:
 
 
 def make_host(host: int) -> tuple[int, int]:
-    """(descriptor of its namespace, descriptor of its device's other end). Leaves this thread in the namespace."""
+    """Returns the descriptors of the namespace and of the device's other end. Leaves this thread in the namespace."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.unshare(_CLONE_NEWNET):
         raise OSError(ctypes.get_errno(), "cannot make a network namespace")
@@ -102,10 +101,10 @@ def main(num_hosts: int) -> None:
     for descriptor in (0, *devices):
         poll.register(descriptor, select.POLLIN)
 
-    def hand_over(device: int, packet: bytes) -> None:
+    def forward(device: int, packet: bytes) -> None:
         try:
             os.write(device, packet)
-        except OSError:  # its queue is full, as a switch's may be
+        except OSError:  # the device's queue is full: drop, as a switch does
             counts["dropped"] += 1
 
     while True:
@@ -116,22 +115,22 @@ def main(num_hosts: int) -> None:
                 if not line:
                     return
                 faults = msgspec.json.decode(line, type=list[Fault])
-                print(msgspec.json.encode(Told(counts.pop("dropped", 0))).decode(), flush=True)
+                print(msgspec.json.encode(FaultReport(counts.pop("dropped", 0))).decode(), flush=True)
                 continue
             packet = os.read(descriptor, _MAX_PACKET_BYTES)
             if (ends := ends_of(packet)) is None or not 0 <= ends[1] < num_hosts:
                 continue
-            now_on = [fault for fault in faults if fault.is_on(*ends)]
-            if any(rng.random() < fault.loss for fault in now_on):
+            active = [fault for fault in faults if fault.applies_to(*ends)]
+            if any(rng.random() < fault.loss for fault in active):
                 counts["dropped"] += 1
                 continue
-            delay_s = sum(fault.delay_s for fault in now_on)
+            delay_s = sum(fault.delay_s for fault in active)
             if delay_s:
                 heapq.heappush(held, (time.monotonic() + delay_s, next(numbers), devices[ends[1]], packet))
             else:
-                hand_over(devices[ends[1]], packet)
+                forward(devices[ends[1]], packet)
         while held and held[0][0] <= time.monotonic():
-            hand_over(*heapq.heappop(held)[2:])
+            forward(*heapq.heappop(held)[2:])
 
 
 if __name__ == "__main__":

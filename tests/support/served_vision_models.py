@@ -1,4 +1,4 @@
-"""Tiny models that take images and video with the processors of their families, as a cluster serves them."""
+"""Tiny vision models of each family with the family's own processors, for clusters to serve."""
 
 from __future__ import annotations
 
@@ -32,19 +32,19 @@ from tests.support.vision_models import IMAGE, VIDEO, VISION_START, make_model
 
 _NUM_BYTES = 256
 _SEED = 5
-"""With which no family soon says the same token over and over."""
+"""Seed of the weights with which no family repeats one token soon."""
 _LLAVA_TEMPLATE = TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<image>").replace(
     "<|vision_start|><|video_pad|><|vision_end|>", "<video>"
 )
 _PATCHES = {"patch_size": 4, "temporal_patch_size": 2, "merge_size": 2}
 _SIZE = {"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 64}
 _VIDEO_SIZE = {"shortest_edge": 8 * 8 * 4, "longest_edge": 8 * 8 * 12}
-"""Of a frame, in pixels; Qwen3-VL's is of all of them."""
+"""Limits of a frame in pixels. Those of Qwen3-VL are for all frames together."""
 _SQUARE = {"height": 16, "width": 16}
 
 
 def save_served_model(family: str, folder: Path) -> Path:
-    """Random weights, the family's own image and video processors, and a tokeniser of bytes."""
+    """Saves random weights, the family's image and video processors, and a byte tokeniser."""
     make_model(family, folder, _SEED)
     is_llava = family == "llava_onevision"
     names = {IMAGE: "<image>", VIDEO: "<video>"} if is_llava else {IMAGE: "<|image_pad|>", VIDEO: "<|video_pad|>"}
@@ -54,7 +54,7 @@ def save_served_model(family: str, folder: Path) -> Path:
 
 
 def _tokenizer(special: dict[int, str]) -> PreTrainedTokenizerFast:
-    """Bytes, and special tokens of these numbers."""
+    """A byte tokeniser with these special tokens, by token id."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bytes_alone = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
     bytes_alone.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -88,11 +88,11 @@ def _processor(family: str, tokenizer: PreTrainedTokenizerFast) -> Any:
 
 
 Part = str | Image.Image | bytes
-"""Of a chat's only message: text, an image, or a video as MP4."""
+"""Part of the only chat message: text, an image, or a video as MP4 bytes."""
 
 
 def body_of(prompt: Sequence[Part], num_new: int) -> dict[str, Any]:
-    """Of the chat, answered greedily with as many tokens."""
+    """Request body of a chat with one message, answered greedily with `num_new` tokens."""
     return {
         "messages": [{"role": "user", "content": parts_of(prompt)}],
         "max_tokens": num_new,
@@ -115,7 +115,7 @@ def _body_part(part: Part) -> dict[str, Any]:
 
 
 def generated_by_transformers(folder: Path, prompts: Sequence[Sequence[Part]], num_new: int) -> list[list[int]]:
-    """The greedy continuation of each; transformers alone decodes, samples, processes and generates."""
+    """Greedy token ids for each prompt, computed by transformers alone (decoding, sampling, processing, generation)."""
     processor: Any = AutoProcessor.from_pretrained(folder)
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     answers = []

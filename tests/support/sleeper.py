@@ -1,4 +1,4 @@
-"""`python -m tests.support.sleeper CONFIG`: a process that does nothing until it is ended."""
+"""`python -m tests.support.sleeper CONFIG`: a process that sleeps until it is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clients that ask a cluster all the time while something happens to it, and look at every answer."""
+"""Clients that send requests without pause while a test disturbs the cluster, and check every answer."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from tests.support.cluster import MODEL, Cluster
 
 NUM_CLIENTS = 3
 PAUSE_S = 0.1
-"""Of a client between two requests, so that processes which start meanwhile have some of the cores."""
+"""Pause of a client between two requests; leaves CPU time to processes that start meanwhile."""
 NUM_TOKENS = 48
 TIMEOUT_S = 90
 PROMPTS = [[7 * number + step for step in range(200 + 40 * number)] for number in range(6)]
 
 
 class SteadyLoad:
-    """Three clients, each with one request at a time; half of these stream. Made while nothing disturbs the cluster.
+    """NUM_CLIENTS clients with one request each; half of the requests stream.
 
-    Each answer must be that of an undisturbed one, token for token, or it is in `wrong`. A client whose connection is
-    closed before the answer begins, because its proxy leaves, asks again on another, once.
+    Must be constructed while the cluster is undisturbed, to record the expected answers. Answers that differ by a token
+    are collected in `wrong`. A client whose connection closes before the answer begins (its proxy stops) reconnects
+    once.
     """
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
         self._numbers = itertools.count()
         self._stopping = threading.Event()
-        self.num_right = 0
+        self.num_correct = 0
         self.num_reconnected = 0
         self.wrong: list[str] = []
         with httpx.Client(timeout=TIMEOUT_S + 10) as client:
@@ -40,7 +41,7 @@ class SteadyLoad:
         assert all(isinstance(answer, list) for answer in self._expected), self._expected
 
     @contextmanager
-    def at_work(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         self._stopping.clear()
         with ThreadPoolExecutor(NUM_CLIENTS) as pool:
             working = [pool.submit(self._work) for _ in range(NUM_CLIENTS)]
@@ -53,21 +54,21 @@ class SteadyLoad:
         assert not self.wrong
 
     def serve(self, count: int) -> None:
-        """Wait until so many more have been answered."""
-        goal = self.num_right + count
-        self._cluster.wait_for(lambda: self.num_right >= goal or bool(self.wrong), 2 * TIMEOUT_S)
+        """Waits until `count` more requests have been answered."""
+        goal = self.num_correct + count
+        self._cluster.wait_for(lambda: self.num_correct >= goal or bool(self.wrong), 2 * TIMEOUT_S)
 
     def _work(self) -> None:
         with httpx.Client(timeout=TIMEOUT_S + 10) as client:
             while not self._stopping.wait(PAUSE_S):
                 number = next(self._numbers)
-                answer = self._ask_again(client, number)
+                answer = self._ask_with_reconnect(client, number)
                 if answer == self._expected[number % len(PROMPTS)]:
-                    self.num_right += 1
+                    self.num_correct += 1
                 else:
                     self.wrong.append(f"request {number}: {answer}")
 
-    def _ask_again(self, client: httpx.Client, number: int) -> list[int] | str:
+    def _ask_with_reconnect(self, client: httpx.Client, number: int) -> list[int] | str:
         try:
             return self._ask(client, number)
         except httpx.TransportError:
@@ -78,11 +79,11 @@ class SteadyLoad:
             return repr(error)
 
     def _ask(self, client: httpx.Client, number: int) -> list[int] | str:
-        """Token ids, or what went wrong. Raises TransportError when the connection fails before the answer begins."""
+        """Token ids, or an error text. Raises TransportError when the connection fails before the answer begins."""
         body = {
             "model": MODEL, "prompt": PROMPTS[number % len(PROMPTS)], "max_tokens": NUM_TOKENS, "ignore_eos": True,
             "temperature": 0, "return_token_ids": True, "stream": number % 2 == 0, "timeout": TIMEOUT_S,
-            "cache_salt": str(number),  # no prompt is cached: each goes from prefill to decode
+            "cache_salt": str(number),  # no prefix is cached: each prompt is transferred
         }  # fmt: skip
         with client.stream("POST", f"{self._cluster.url}/v1/completions", json=body) as response:
             try:

@@ -1,4 +1,4 @@
-"""A Qwen2-VL's processor without its model: a real tokeniser and real image and video processors, for the proxy."""
+"""A Qwen2-VL processor (tokeniser, image and video processors) for the proxy, and a tiny model for it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def save_processor(folder: Path) -> Path:
 
 
 def picture(width: int = 100, height: int = 80, seed: int = 0) -> Image.Image:
-    """Noise with some order in it."""
+    """An image of random blocks of 4 x 4 pixels."""
     rng = np.random.default_rng(seed)
     pixels = rng.integers(0, 256, (height // 4 + 1, width // 4 + 1, 3), dtype=np.uint8)
     return Image.fromarray(np.kron(pixels, np.ones((4, 4, 1), np.uint8))[:height, :width])
@@ -97,7 +97,7 @@ def clip(num_frames: int = 12, width: int = 96, height: int = 64, kind: str = "m
 
 
 def save_model(folder: Path, num_layers: int = 2) -> Path:
-    """A tiny Qwen2-VL with random weights beside its processor. num_layers: more take longer, no more."""
+    """Saves a tiny Qwen2-VL with random weights and its processor. More layers only make it slower."""
     import torch
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 

@@ -1,4 +1,4 @@
-"""The README and docs/ name only what exists: symbols, paths, links, options with their defaults, commands."""
+"""Symbols, paths, links, options and commands named in the README and in docs/ exist."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _spans(page: Path) -> list[str]:
 
 
 def _commands() -> list[list[str]]:
-    """What the README tells one to type: in shell blocks, and inline when it begins with `make` or `tandem`."""
+    """Commands of the README: lines of shell blocks, and inline code that begins with `make` or `tandem`."""
     lines = [line for kind, body in _FENCE.findall(README.read_text()) if kind == "sh" for line in body.splitlines()]
     lines += [span for span in _spans(README) if span.startswith(("make ", "tandem "))]
     return [shlex.split(line) for line in lines if line]
@@ -42,7 +42,7 @@ def _commands() -> list[list[str]]:
 
 @functools.cache
 def _names(file: Path) -> frozenset[str]:
-    """What a module defines at its top level and, as `Class.name`, in its classes."""
+    """Names that a module defines at its top level, and those of its classes as `Class.name`."""
     return frozenset(_defined(ast.parse(file.read_text()).body, ""))
 
 
@@ -64,9 +64,9 @@ def _defined(body: list[ast.stmt], prefix: str) -> list[str]:
 @each_page
 def test_symbols_exist(page: Path) -> None:
     for path, symbol in _SYMBOL.findall(page.read_text()):
-        if path == "path.py":  # the notation itself
+        if path == "path.py":  # explains the notation
             continue
-        assert (ROOT / path).is_file(), f"{path} is not there"
+        assert (ROOT / path).is_file(), f"{path} does not exist"
         assert symbol in _names(ROOT / path), f"{path} defines no {symbol}"
 
 
@@ -74,14 +74,14 @@ def test_symbols_exist(page: Path) -> None:
 def test_paths_exist(page: Path) -> None:
     for span in _spans(page):
         if _PATH.fullmatch(span):
-            assert (ROOT / span).exists(), f"{span} is not there"
+            assert (ROOT / span).exists(), f"{span} does not exist"
 
 
 @each_page
-def test_relative_links_lead_somewhere(page: Path) -> None:
+def test_relative_links_resolve(page: Path) -> None:
     for target in _LINK.findall(_FENCE.sub("", page.read_text())):
         if "://" not in target:
-            assert (page.parent / target.partition("#")[0]).exists(), f"{target} leads nowhere"
+            assert (page.parent / target.partition("#")[0]).exists(), f"{target} does not exist"
 
 
 def test_commands_exist() -> None:
@@ -94,11 +94,11 @@ def test_commands_exist() -> None:
                 assert target in targets, f"the Makefile has no {target}"
                 for setting in settings:
                     name, _, value = setting.partition("=")
-                    assert name == "ARGS", f"`make` is given {name}"
+                    assert name == "ARGS", f"`make` has no setting {name}"
                     if target == "serve":
                         _parse("up", *shlex.split(value))
                     else:
-                        assert all((ROOT / path).exists() for path in shlex.split(value)), f"{value} is not there"
+                        assert all((ROOT / path).exists() for path in shlex.split(value)), f"{value} does not exist"
             case ["tandem", *arguments]:
                 _parse(*arguments)
 
@@ -110,7 +110,7 @@ def _parse(*arguments: str) -> argparse.Namespace:
         pytest.fail(f"`tandem {shlex.join(arguments)}` does not parse: {error}")
 
 
-def test_curl_line_is_the_one_that_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_has_the_curl_line_that_tandem_up_prints(capsys: pytest.CaptureFixture[str]) -> None:
     cli._print_ready(Console(quiet=True), ClusterConfig(), "tandem-demo", Path("logs"))
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("curl ")]
     assert printed == [line for line in README.read_text().splitlines() if line.startswith("curl ")]
