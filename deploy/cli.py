@@ -16,6 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tandem.deploy.commands import draining
+from tandem.deploy.commands.cluster_client import ClusterClient
+from tandem.deploy.commands.scale import scale
 from tandem.deploy.config import ClusterConfig, bracketed, flag_name, load_config, settings, unknown_name
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
@@ -245,42 +248,31 @@ def _print_ready(console: Any, config: ClusterConfig, served_name: str, logs: Pa
 def _status(arguments: argparse.Namespace) -> int:
     from tandem.deploy.commands.status import print_status, watch_status
 
-    network = NetworkConfig(arguments.network_keys, arguments.insecure_network)
     endpoints = [endpoint.strip() for endpoint in arguments.join.split(",") if endpoint.strip()]
+    cluster = ClusterClient(
+        arguments.port, endpoints, NetworkConfig(arguments.network_keys, arguments.insecure_network)
+    )
     if arguments.watch:
-        return watch_status(arguments.port, endpoints, network)
-    return print_status(arguments.port, arguments.json, endpoints, network)
+        asyncio.run(watch_status(cluster))  # until Ctrl-C
+    return asyncio.run(print_status(cluster, arguments.json))
 
 
-def _drain(arguments: argparse.Namespace) -> int:
-    from tandem.deploy.commands.draining import drain
-
-    drain(arguments.port, arguments.worker, arguments.timeout_s, _say)
-    return 0
+def _drain(arguments: argparse.Namespace) -> None:
+    asyncio.run(draining.drain(ClusterClient(arguments.port), arguments.worker, arguments.timeout_s))
 
 
-def _restart(arguments: argparse.Namespace) -> int:
-    from tandem.deploy.commands.draining import restart
-
-    restart(arguments.port, arguments.names, arguments.timeout_s, _say)
-    return 0
+def _restart(arguments: argparse.Namespace) -> None:
+    asyncio.run(draining.restart(ClusterClient(arguments.port), arguments.names, arguments.timeout_s))
 
 
-def _cache(arguments: argparse.Namespace) -> int:
+def _scale(arguments: argparse.Namespace) -> None:
+    asyncio.run(scale(ClusterClient(arguments.port), arguments.counts, arguments.timeout_s))
+
+
+def _cache(arguments: argparse.Namespace) -> None:
     from tandem.deploy.commands.cache import clear_media_cache
 
-    clear_media_cache(arguments.port, _say)
-    return 0
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
-def _scale(arguments: argparse.Namespace) -> int:
-    from tandem.deploy.commands.scale import run_scale
-
-    return run_scale(arguments.port, arguments.counts, arguments.timeout_s)
+    asyncio.run(clear_media_cache(ClusterClient(arguments.port)))
 
 
 if __name__ == "__main__":

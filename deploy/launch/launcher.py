@@ -332,9 +332,9 @@ class Launcher:
                         f"{refused.decode_worker_id} refused to pair with a prefill worker: {refused.reason}"
                     )
                     return
-                last = min(reports, key=_num_ready_pairs)  # every proxy must know all pairs
+                last = min(reports, key=lambda report: report.num_ready_pairs)  # every proxy must know all pairs
                 roles = [worker.worker.role for worker in last.workers]
-                num_ready = _num_ready_pairs(last)
+                num_ready = last.num_ready_pairs
                 on_progress(
                     f"{roles.count('prefill')}/{config.prefill} prefill, "
                     f"{roles.count('decode')}/{config.decode} decode, "
@@ -396,10 +396,6 @@ class Launcher:
         if running:
             _, running = await asyncio.wait(running, timeout=timeout_s)  # type: ignore[assignment]
         return not running
-
-
-def _num_ready_pairs(report: StatusReport) -> int:
-    return sum(pair.state == "ready" for worker in report.workers for pair in worker.pairs)
 
 
 def _check_port(host: str, port: int, flags: str) -> None:

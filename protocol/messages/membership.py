@@ -231,6 +231,10 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     workers: list[WorkerReport]
     figures: ServingFigures | None = None
 
+    @property
+    def num_ready_pairs(self) -> int:
+        return sum(pair.state == "ready" for worker in self.workers for pair in worker.pairs)
+
 
 class TimelineReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Proxy to proxy. timeline: JSON; empty if the request is not known."""
