@@ -26,7 +26,7 @@ from tandem.protocol.network import Context
 from tandem.runtime.collector import freeze_loaded_objects
 from tandem.runtime.drain import Drain, Retired
 from tandem.runtime.host import host_id
-from tandem.telemetry.worker_metrics import WorkerMetrics, serve_metrics
+from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.registration import Registration
@@ -81,7 +81,7 @@ def new_worker_info(config: WorkerConfig, role: Role, endpoint: str, metrics: Wo
         endpoint=endpoint,
         pid=os.getpid(),
         num_ranks=config.engine.tensor_parallel_size,
-        metrics_address=serve_metrics(metrics, config.metrics_host, config.metrics_port),
+        metrics_address=metrics.serve(config.metrics_host),
         host_id=host_id(),
     )
 
