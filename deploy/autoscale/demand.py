@@ -15,8 +15,6 @@ from tandem.protocol.messages.membership import WorkerInfo, WorkerLoad
 
 WINDOW_S = 8.0
 """Period over which rates are averaged."""
-SHORT_WINDOW_S = 3.0
-"""Period within which bursts are detected."""
 _CHANCE = 2.0
 """Standard deviations of a Poisson count that are attributed to chance."""
 _REMEMBERED = 0.98
@@ -167,7 +165,6 @@ class DemandMeter:
         while len(self._flow) > 2 and self._flow[1][0] <= now - WINDOW_S:
             self._flow.popleft()
         fixed_s, s_per_sequence = self._step_time.coefficients
-        burst = self._burst()
 
         def rate(count: int) -> float:
             return max(0.0, count / duration_s) if duration_s > 0 else 0.0
@@ -175,8 +172,8 @@ class DemandMeter:
         return Demand(
             num_prefill=len(prefills),
             num_decode=len(decodes),
-            prompts_per_s=burst * rate(self._history[-1][2] - prompts),
-            prompt_tokens_per_s=burst * rate(self._history[-1][1] - tokens),
+            prompts_per_s=rate(self._history[-1][2] - prompts),
+            prompt_tokens_per_s=rate(self._history[-1][1] - tokens),
             waiting_tokens=waiting_tokens,
             waiting_prompts=waiting_prompts,
             speed=self._speed,
@@ -190,18 +187,6 @@ class DemandMeter:
             refused_per_s=rate(self._refused - refused),
             growth_per_s=self._growth_per_s(),
         )
-
-    def _burst(self) -> float:
-        """Ratio of the recent arrival rate, minus chance, to its mean in the window; at least 1."""
-        now, _, newest, _ = self._history[-1]
-        long_s = now - self._history[0][0]
-        then = next((entry for entry in reversed(self._history) if entry[0] <= now - SHORT_WINDOW_S), None)
-        mean = newest - self._history[0][2]
-        if then is None or long_s <= now - then[0] or mean <= 0:
-            return 1.0
-        recent = newest - then[2]
-        least_per_s = (recent - _CHANCE * math.sqrt(max(0, recent))) / (now - then[0])
-        return max(1.0, least_per_s / (mean / long_s))
 
     def _growth_per_s(self) -> float:
         """Growth of the number of sequences on decode or waiting for it."""

@@ -170,11 +170,6 @@ class _Steady:
     def _covers(self, now: float, duration_s: float) -> bool:
         return self._needs[0][0] <= now - duration_s
 
-    def most_needed(self, now: float, duration_s: float) -> int:
-        """Largest need of the last `duration_s`, within the role's limits."""
-        needed = max(count for at, count in self._needs if at >= now - duration_s)
-        return min(max(needed, self.least), self.most)
-
 
 class Planner:
     """Proposes numbers of workers; called once per observation, about once a second."""
@@ -190,46 +185,28 @@ class Planner:
         prefill_need, decode_need = prefill_needed(demand, self.config), decode_needed(demand, self.config)
         prefill = self._prefill.want(now, num_prefill, prefill_need.num_workers)
         decode = self._decode.want(now, num_decode, decode_need.num_workers)
-        most = self.config.max_workers
-        if most and prefill + decode > most:
-            work = prefill_need.work, decode_need.work
-            prefill, decode = self._share(now, num_prefill, num_decode, prefill, decode, work)
+        if 0 < self.config.max_workers < prefill + decode:
+            if num_prefill + num_decode >= self.config.max_workers and now - self._rebalanced_at < REBALANCE_S:
+                prefill, decode = num_prefill, num_decode
+            else:
+                prefill, decode = self._share(prefill, decode, prefill_need, decode_need)
+                if prefill < num_prefill or decode < num_decode:
+                    self._rebalanced_at = now
         return Proposal(prefill, decode, prefill_need, decode_need)
 
-    def _share(
-        self,
-        now: float,
-        num_prefill: int,
-        num_decode: int,
-        prefill: int,
-        decode: int,
-        work: tuple[float, float],
-    ) -> tuple[int, int]:
-        """Divide `max_workers` if the roles together need more: a role gets the workers that the other does not need.
+    def _share(self, prefill: int, decode: int, prefill_need: Need, decode_need: Need) -> tuple[int, int]:
+        """Divide `max_workers` among roles that want more together: a role gets the workers that the other leaves.
 
-        If both need more than their share, the shares are proportional to the work of waiting and expected prompts,
+        If both want more than their share, the shares are proportional to the work of waiting and expected prompts,
         because prompts pass both roles. Workers move without waiting for `down_after_s`, since queued prompts cost more
-        than idle decode workers, but at most once per REBALANCE_S.
+        than idle decode workers.
         """
         config = self.config
-        most = config.max_workers
-        if num_prefill + num_decode >= most and now - self._rebalanced_at < REBALANCE_S:
-            return num_prefill, num_decode
-        if prefill <= num_prefill:
-            prefill = min(prefill, self._prefill.most_needed(now, REBALANCE_S))
-        if decode <= num_decode:
-            decode = min(decode, self._decode.most_needed(now, REBALANCE_S))
-        if prefill + decode > most:
-            weights = work if min(work) > 0 else (prefill, decode)
-            share = round(most * weights[0] / sum(weights))
-            if prefill > share:
-                prefill = max(share, most - decode)  # prefill also gets what decode does not need
-            prefill = min(max(prefill, config.min_prefill), most - config.min_decode)
-            decode = most - prefill
-        elif prefill > num_prefill:
-            decode = max(decode, min(num_decode, most - prefill))  # decode keeps workers that prefill does not need
-        elif decode > num_decode:
-            prefill = max(prefill, min(num_prefill, most - decode))
-        if prefill < num_prefill or decode < num_decode:
-            self._rebalanced_at = now
-        return prefill, decode
+        weights = prefill_need.work, decode_need.work
+        if not all(weights):
+            weights = prefill_need.num_workers, decode_need.num_workers
+        share = round(config.max_workers * weights[0] / sum(weights))
+        if prefill > share:
+            prefill = max(share, config.max_workers - decode)
+        prefill = min(max(prefill, config.min_prefill), config.max_workers - config.min_decode)
+        return prefill, config.max_workers - prefill

@@ -237,22 +237,6 @@ def test_traces_are_read_in_both_public_forms(tmp_path: Path) -> None:
 # ---- what is seen early
 
 
-def test_a_burst_shows_in_seconds_and_chance_does_not() -> None:
-    def rates(per_second: list[int]) -> list[float]:
-        meter, total, found = DemandMeter(64), 0, []
-        for second, count in enumerate(per_second):
-            total += count
-            load = WorkerLoad(num_prompt_tokens=100 * total, num_finished=total, prompt_tokens_per_s=4000)
-            found.append(meter.observe(second, [(worker("prefill"), load)]).prompts_per_s)
-        return found
-
-    burst = rates([0] + [4] * 10 + [40] * 4)
-    assert burst[10] == pytest.approx(4.0)
-    assert burst[13] > 1.5 * (5 * 4 + 3 * 40) / 8  # beyond the mean of the window
-    assert burst[13] < 40
-    assert rates([0] + [4] * 10 + [6, 5, 6])[13] == pytest.approx((5 * 4 + 17) / 8)
-
-
 def test_sequences_that_come_and_do_not_end_ask_for_workers_before_they_are_there() -> None:
     meter = DemandMeter(64)
     for second in range(9):
