@@ -190,7 +190,7 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
     from tandem.deploy.demo_model import DEMO_MODEL
-    from tandem.deploy.launch.launcher import Launcher
+    from tandem.deploy.launch.launcher import run_cluster
 
     overrides = {name: value for name, value in vars(arguments).items() if name in ClusterConfig.__struct_fields__}
     config = load_config(arguments.config, overrides)
@@ -204,21 +204,14 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
         task = progress.add_task("Starting", total=None)
         served_name = config.served_model_name or (Path(model).name if config.model else "tandem-demo")
 
-        async def serve() -> None:
-            launcher = Launcher(config, model, served_name)
+        def show_progress(text: str, loaded: float | None) -> None:
+            progress.update(task, description=f"Starting {served_name}: {text}", total=loaded and 1, completed=loaded)
 
-            def show_progress(text: str, loaded: float | None) -> None:
-                progress.update(
-                    task, description=f"Starting {served_name}: {text}", total=loaded and 1, completed=loaded
-                )
+        def show_ready(logs: Path) -> None:
+            progress.stop()
+            _print_ready(console, config, served_name, logs)
 
-            def show_ready(logs: Path) -> None:
-                progress.stop()
-                _print_ready(console, config, served_name, logs)
-
-            await launcher.run(show_progress, show_ready)
-
-        asyncio.run(serve())
+        asyncio.run(run_cluster(config, model, served_name, show_progress, show_ready))
     console.print("Stopped.")
     return 0
 
