@@ -55,7 +55,7 @@ def test_roles_are_scaled_up_and_down_while_it_serves() -> None:
         assert complete(cluster) == text
 
         wrong = scale(cluster, "prefill=0")
-        assert (wrong.returncode, wrong.stderr) == (2, "tandem: prefill=0 is not between 1 and 256\n")
+        assert (wrong.returncode, wrong.stderr) == (2, "tandem: prefill=0: give a number between 1 and 256\n")
 
         shown = subprocess.run(
             tandem("status", "--port", str(cluster.port)), capture_output=True, text=True, timeout=60
@@ -79,7 +79,7 @@ def test_decode_workers_serve_alone_until_a_prefill_worker_is_added() -> None:
         cluster.wait_for(lambda: cluster.worker("prefill-0").load.num_finished > 0, 10)
 
         unknown = restart(cluster, "nobody")
-        assert unknown.stderr == "tandem: no process is called nobody; there are proxy-0, decode-0, prefill-0\n"
+        assert unknown.stderr == "tandem: no process is called nobody; the cluster runs proxy-0, decode-0, prefill-0\n"
         before = {report.worker.worker_id: report.worker.pid for report in cluster.status().workers}
         anew = restart(cluster, "prefill-0", "proxy-0")
         assert anew.returncode == 0, anew.stderr
