@@ -39,7 +39,6 @@ from tandem.proxy.observe.metrics_page import MetricsPage
 from tandem.proxy.observe.serving_figures import serving_figures
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.observe.tracing import make_tracer
-from tandem.proxy.reading.media_messages import MediaSetup
 from tandem.proxy.reading.media_pool import MediaPool
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.model_text import ModelText
@@ -165,7 +164,7 @@ class ProxyServer:
         self._media: MediaPool | None = None
         if config.media_cache_endpoint:
             self._media_cache = MediaCacheClient(self._context, config.media_cache_endpoint)
-            self._media = MediaPool(_media_setup(config), self._media_cache, config.max_waiting_media, ttft_slo_s)
+            self._media = MediaPool(config, self._media_cache, ttft_slo_s)
 
         services = GenerationServices(
             text=text,
@@ -314,18 +313,3 @@ def _listen_socket(fd: int | None, host: str, port: int) -> socket.socket:
         return bind(host, port)
     os.set_inheritable(fd, False)  # children must not keep the port
     return socket.socket(fileno=fd)
-
-
-def _media_setup(config: ProxyConfig) -> MediaSetup:
-    return MediaSetup(
-        name=f"{config.proxy_id}-media",
-        log_level=config.log_level,
-        model=config.model,
-        served_model_name=config.served_model_name,
-        trust_chat_template=config.trust_request_chat_template,
-        tool_call_parser=config.tool_call_parser,
-        trust_remote_code=config.trust_remote_code,
-        cache_endpoint=config.media_cache_endpoint,
-        limits=config.media,
-        num_threads=config.media_threads,
-    )

@@ -11,11 +11,12 @@ from tandem.protocol.messages.media import MediaKind
 from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.config import ProxyConfig
 from tandem.proxy.media.fetch import read_local
 from tandem.proxy.media.processor import MediaProcessor, MediaSize, PreparedMedia
 from tandem.proxy.media.source import MediaSource
 from tandem.proxy.reading.body_reader import BodyReader
-from tandem.proxy.reading.media_messages import MediaJob, MediaSetup
+from tandem.proxy.reading.media_messages import MediaJob
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import CachedMedia, ChatPrompt, MediaPrompt, has_own_template
 from tandem.runtime.errors import InvalidRequest
@@ -33,13 +34,17 @@ class MediaContent(msgspec.Struct, frozen=True):
 class MediaReader:
     """Loads the tokeniser and the processor. Raises ConfigError."""
 
-    def __init__(self, setup: MediaSetup) -> None:
-        text = ModelText(setup.model)
-        self._limits = setup.limits
+    def __init__(self, config: ProxyConfig) -> None:
+        text = ModelText(config.model)
+        self._limits = config.media
         self._bodies = BodyReader(
-            text, setup.served_model_name, setup.trust_chat_template, setup.tool_call_parser, setup.limits.max_items
+            text,
+            config.served_model_name,
+            config.trust_request_chat_template,
+            config.tool_call_parser,
+            config.media.max_items,
         )
-        self.processor = MediaProcessor(text.folder, setup.limits, setup.trust_remote_code)
+        self.processor = MediaProcessor(text.folder, config.media, config.trust_remote_code)
         self._description: msgspec.msgpack.Decoder[PreparedMedia] = msgspec.msgpack.Decoder(PreparedMedia)
 
     def decode(self, job: MediaJob) -> GenerationRequest:

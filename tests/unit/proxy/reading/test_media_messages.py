@@ -51,5 +51,5 @@ def test_too_large_and_invalid_messages_are_refused() -> None:
 
     with pytest.raises(ProtocolError, match="over the limit"):
         asyncio.run(read((MAX_MESSAGE_BYTES + 1).to_bytes(4, "little")))
-    with pytest.raises(ProtocolError, match="not a message"):
+    with pytest.raises(ProtocolError, match="not an expected message"):
         asyncio.run(read((3).to_bytes(4, "little") + b"abc"))
