@@ -6,7 +6,6 @@ import re
 from typing import TypeVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.proxy.api.chat_messages import template_message
@@ -18,8 +17,7 @@ from tandem.proxy.api.schema import (
     DetokenizeRequest,
     GenerationFields,
     NotServed,
-    TokenizeChatRequest,
-    TokenizeTextRequest,
+    TokenizeRequest,
 )
 from tandem.proxy.api.structured_output import plan_output, template_tool
 from tandem.proxy.api.tool_formats import ToolFormat
@@ -40,17 +38,6 @@ class ModelNotFound(InvalidRequest):
     """The request names a model that this server does not serve."""
 
     code = "model_not_found"
-
-
-class TokenizeRequest(msgspec.Struct, frozen=True):
-    prompt: str | ChatPrompt
-    add_special_tokens: bool
-    return_token_strs: bool
-
-
-class _TokenizeKind(msgspec.Struct):
-    prompt: msgspec.Raw | UnsetType = UNSET
-    messages: msgspec.Raw | UnsetType = UNSET
 
 
 class BodyDecoder:
@@ -75,9 +62,7 @@ class BodyDecoder:
         self._tool_format = tool_format or ToolFormat()
         self._completion = msgspec.json.Decoder(CompletionRequest)
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
-        self._tokenize_kind = msgspec.json.Decoder(_TokenizeKind)
-        self._tokenize_text = msgspec.json.Decoder(TokenizeTextRequest)
-        self._tokenize_chat = msgspec.json.Decoder(TokenizeChatRequest)
+        self._tokenize = msgspec.json.Decoder(TokenizeRequest)
         self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
     def completion(self, body: bytes) -> GenerationRequest:
@@ -103,23 +88,21 @@ class BodyDecoder:
             return self._check(request, prompt, request.max_completion_tokens, "max_completion_tokens", None)
         return self._check(request, prompt, request.max_tokens, "max_tokens", None)
 
-    def tokenize(self, body: bytes) -> TokenizeRequest:
-        kind = _decode(self._tokenize_kind, body)
-        if (kind.prompt is UNSET) == (kind.messages is UNSET):
+    def tokenize(self, body: bytes) -> tuple[str | ChatPrompt, bool, bool]:
+        """Returns the prompt, whether the tokeniser adds its own tokens, and whether the answer has strings."""
+        request = _decode(self._tokenize, body)
+        self._check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("Send either prompt (a string) or messages (a list).", "prompt")
-        if kind.messages is UNSET:
-            text = _decode(self._tokenize_text, body)
-            self._check_model(text.model)
-            return TokenizeRequest(text.prompt, text.add_special_tokens is not False, bool(text.return_token_strs))
-        chat = _decode(self._tokenize_chat, body)
-        self._check_model(chat.model)
-        prompt = self._chat_prompt(chat)
+        if request.prompt is not None:
+            return request.prompt, request.add_special_tokens is not False, bool(request.return_token_strs)
+        prompt = self._chat_prompt(request)
         if prompt.media:
             raise InvalidMedia(
                 "/tokenize supports text only; the usage of a chat completion shows how many tokens its media have.",
                 prompt.media[0].param,
             )
-        return TokenizeRequest(prompt, bool(chat.add_special_tokens), bool(chat.return_token_strs))
+        return prompt, prompt.add_special_tokens, bool(request.return_token_strs)
 
     def detokenize(self, body: bytes) -> list[int]:
         """Returns the token ids."""
@@ -133,7 +116,7 @@ class BodyDecoder:
                 f"The model {model!r} does not exist; this server serves {self._served_model_name!r}.", "model"
             )
 
-    def _chat_prompt(self, request: ChatCompletionRequest | TokenizeChatRequest) -> ChatPrompt:
+    def _chat_prompt(self, request: ChatCompletionRequest | TokenizeRequest) -> ChatPrompt:
         if request.chat_template is not None and not self._trust_chat_template:
             raise InvalidRequest(
                 "chat_template is not enabled on this server; leave it out, or start the server with "
@@ -155,7 +138,7 @@ class BodyDecoder:
         if request.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", request.reasoning_effort)
         media: list[MediaSource] | None = [] if self._max_media else None
-        messages = [template_message(index, message, media) for index, message in enumerate(request.messages)]
+        messages = [template_message(index, message, media) for index, message in enumerate(request.messages or ())]
         if media is not None and len(media) > self._max_media:
             raise media[self._max_media].refused(
                 f"the limit is {self._max_media} images and videos per request, but this one has {len(media)}"
@@ -291,11 +274,10 @@ def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
 
 
 def _refuse_unsupported_fields(request: NotServed) -> None:
-    for field in NotServed.__struct_fields__:
+    for field, neutral in NEUTRAL_VALUES.items():
         value = getattr(request, field)
         if value is None:
             continue
         # In Python `0 == False`, but 0 is not a neutral value of a boolean field.
-        neutral = NEUTRAL_VALUES.get(field, ())
         if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
             raise InvalidRequest(f"{field} is not supported with this value; leave it out.", field)

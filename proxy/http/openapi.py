@@ -22,13 +22,10 @@ from tandem.proxy.api.responses import (
     VersionResponse,
 )
 from tandem.proxy.api.schema import (
-    NEUTRAL_VALUES,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    NotServed,
-    TokenizeChatRequest,
-    TokenizeTextRequest,
+    TokenizeRequest,
 )
 
 Json = dict[str, Any]
@@ -59,6 +56,12 @@ _REQUIRED_TOGETHER: dict[str, Json] = {
             {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
         ]
     },
+    "TokenizeRequest": {
+        "oneOf": [
+            {"required": [field], "properties": {field: {"type": kind}, other: {"type": "null"}}}
+            for field, kind, other in (("prompt", "string", "messages"), ("messages", "array", "prompt"))
+        ]
+    },
 }
 """Conditions between fields that msgspec types cannot express."""
 _RETRY_STATUSES = (429, 503)
@@ -73,22 +76,22 @@ class RouteDoc:
     path: str
     summary: str
     answer: type | str
-    body: tuple[type, ...] = ()
+    body: type | None = None
     chunk: type | None = None
     errors: tuple[int, ...] = (401, 405, 431, 500)
     is_open: bool = False
 
 
 ROUTES = [
-    RouteDoc("post", "/v1/completions", "Continue a prompt.", CompletionResponse, (CompletionRequest,),
+    RouteDoc("post", "/v1/completions", "Continue a prompt.", CompletionResponse, CompletionRequest,
           CompletionResponse, (*_BODY_ERRORS, *_RETRY_STATUSES)),
-    RouteDoc("post", "/v1/chat/completions", "Answer a chat.", ChatCompletionResponse, (ChatCompletionRequest,),
+    RouteDoc("post", "/v1/chat/completions", "Answer a chat.", ChatCompletionResponse, ChatCompletionRequest,
           ChatCompletionChunk, (*_BODY_ERRORS, *_RETRY_STATUSES)),
     RouteDoc("get", "/v1/models", "The model that is served.", ModelList),
     RouteDoc("get", "/v1/models/{model}", "The same, by its name.", ModelCard, errors=(401, 404, 405, 431, 500)),
     RouteDoc("post", "/tokenize", "The tokens of a prompt or of a chat.", TokenizeResponse,
-          (TokenizeTextRequest, TokenizeChatRequest), errors=(*_BODY_ERRORS, 503)),
-    RouteDoc("post", "/detokenize", "The text of tokens.", DetokenizeResponse, (DetokenizeRequest,),
+          TokenizeRequest, errors=(*_BODY_ERRORS, 503)),
+    RouteDoc("post", "/detokenize", "The text of tokens.", DetokenizeResponse, DetokenizeRequest,
           errors=(*_BODY_ERRORS, 503)),
     RouteDoc("get", "/health", "200 while requests can be served.", HealthResponse, errors=(405, 431, 500, 503),
           is_open=True),
@@ -104,7 +107,7 @@ def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
     types = {
         kind
         for route in ROUTES
-        for kind in (route.answer, route.chunk, *route.body, ErrorResponse)
+        for kind in (route.answer, route.chunk, route.body, ErrorResponse)
         if isinstance(kind, type)
     }
     ordered = sorted(types, key=lambda kind: kind.__name__)
@@ -112,7 +115,9 @@ def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
     schema_of = dict(zip(ordered, references, strict=True))
     for name, component in components.items():
         component.update(_REQUIRED_TOGETHER.get(name, {}))
-        _describe_unsupported_fields(component.get("properties", {}), served_model_name)
+        model = component.get("properties", {}).get("model", {})
+        if {"type": "null"} in model.pop("anyOf", ()):  # of a request
+            model["enum"] = [None, served_model_name]
     paths: Json = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method] = _operation(route, schema_of, has_api_key)
@@ -125,16 +130,6 @@ def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
     if has_api_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return document
-
-
-def _describe_unsupported_fields(properties: Json, served_model_name: str) -> None:
-    for field in properties.keys() & NotServed.__struct_fields__:
-        accepted = NEUTRAL_VALUES.get(field, ())
-        properties[field] = {"enum": [None, *accepted], "description": "not supported: other values are refused"}
-    if {"type": "null"} in properties.get("model", {}).get("anyOf", ()):  # of a request
-        properties["model"] = {"enum": [None, served_model_name], "default": None} | {
-            key: value for key, value in properties["model"].items() if key == "description"
-        }
 
 
 def _operation(route: RouteDoc, schema_of: dict[type, Json], has_api_key: bool) -> Json:
@@ -161,10 +156,8 @@ def _operation(route: RouteDoc, schema_of: dict[type, Json], has_api_key: bool) 
     if "{" in route.path:
         name = route.path.partition("{")[2].rstrip("}")
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
-    if route.body:
-        schemas = [schema_of[kind] for kind in route.body]
-        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, "content": _content(route.body, schema_of)}
     if has_api_key and not route.is_open:
         operation["security"] = [{"key": []}]
     return operation
@@ -177,6 +170,22 @@ def _content(answer: type | str, schema_of: dict[type, Json]) -> Json:
 
 
 # ---- the page at /docs
+
+
+_LIMITS = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "below {}",
+    "minItems": "at least {} items",
+    "maxItems": "at most {} items",
+    "minProperties": "at least {} entries",
+    "maxProperties": "at most {} entries",
+    "minLength": "at least {} characters",
+    "maxLength": "at most {} characters",
+    "pattern": "matching {}",
+}
+"""JSON schema's keywords in words."""
 
 
 @dataclass(frozen=True)
@@ -210,56 +219,15 @@ def _in_words(schema: Json) -> str:
         return " or ".join(_in_words(s) for s in schema["anyOf"] if s.get("type") != "null")
     if "enum" in schema:
         return " or ".join(msgspec.json.encode(value).decode() for value in schema["enum"])
-    match schema.get("type"):
+    match schema.get("type", "anything"):
         case "array":
-            return f"list of {_in_words(schema.get('items', {}))}" + _range(schema, "minItems", "maxItems", "items")
-        case "object":
-            if "additionalProperties" not in schema:
-                return "object"
-            return f"object of {_in_words(schema['additionalProperties'] or {})}" + _range(
-                schema, "minProperties", "maxProperties", "entries"
-            )
-        case "string":
-            pattern = f" matching {schema['pattern']}" if "pattern" in schema else ""
-            return "string" + _range(schema, "minLength", "maxLength", "characters") + pattern
-        case "integer" | "number" as kind:
-            return str(kind) + _number_range(schema)
-        case None:
-            return "anything"
+            words = f"list of {_in_words(schema.get('items', {}))}"
+        case "object" if "additionalProperties" in schema:
+            words = f"object of {_in_words(schema['additionalProperties'] or {})}"
         case kind:
-            return str(kind)
-
-
-def _range(schema: Json, least: str, most: str, what: str) -> str:
-    match schema.get(least), schema.get(most):
-        case None, None:
-            return ""
-        case low, None:
-            return f" (at least {low} {what})"
-        case None, high:
-            return f" (at most {high} {what})"
-        case low, high:
-            return f" ({low} to {high} {what})"
-
-
-def _number_range(schema: Json) -> str:
-    low = f"above {schema['exclusiveMinimum']}" if "exclusiveMinimum" in schema else _least(schema)
-    if "exclusiveMaximum" in schema:
-        high = f"below {_large(schema['exclusiveMaximum'])}"
-    else:
-        high = f"at most {_large(schema['maximum'])}" if "maximum" in schema else ""
-    both = ", ".join(limit for limit in (low, high) if limit)
-    return f" ({both})" if both else ""
-
-
-def _least(schema: Json) -> str:
-    return f"at least {_large(schema['minimum'])}" if "minimum" in schema else ""
-
-
-def _large(number: float) -> str:
-    return {2**31: "2^31", 2**31 - 1: "2^31 - 1", -(2**63): "-2^63", 2**63 - 1: "2^63 - 1"}.get(
-        int(number), f"{number:g}"
-    )
+            words = str(kind)
+    limits = ", ".join(limit.format(schema[key]) for key, limit in _LIMITS.items() if key in schema)
+    return f"{words} ({limits})" if limits else words
 
 
 _STYLE = (

@@ -75,10 +75,10 @@ class BodyReader:
 
     def tokenize(self, body: bytes, max_model_len: int | None) -> bytes:
         """Returns the JSON answer of `/tokenize`. Raises InvalidRequest."""
-        request = self._decoder.tokenize(body)
-        text = request.prompt if isinstance(request.prompt, str) else self._renderer.chat_text(request.prompt)
-        token_ids = self._renderer.tokens_of(text, request.add_special_tokens)
-        strings = self._renderer.token_strings(token_ids) if request.return_token_strs else None
+        prompt, add_special_tokens, with_strings = self._decoder.tokenize(body)
+        text = prompt if isinstance(prompt, str) else self._renderer.chat_text(prompt)
+        token_ids = self._renderer.tokens_of(text, add_special_tokens)
+        strings = self._renderer.token_strings(token_ids) if with_strings else None
         return msgspec.json.encode(TokenizeResponse(len(token_ids), max_model_len, token_ids, strings))
 
     def detokenize(self, body: bytes) -> bytes:
