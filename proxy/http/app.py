@@ -18,9 +18,8 @@ from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.completions import CompletionAnswers
-from tandem.proxy.answers.event_stream import EventStream, first_of, unless_disconnected
+from tandem.proxy.answers.event_stream import EventStream, unless_disconnected
 from tandem.proxy.answers.request_id import HEADER, check_request_id, request_id_of
-from tandem.proxy.answers.stream import stream_events
 from tandem.proxy.answers.tool_answers import ToolAnswers
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import HealthResponse, ModelCard, ModelList, VersionResponse
@@ -150,23 +149,17 @@ async def _generate(
     generation = Generation(services, asked, record, client, timeout_s)
     try:
         answers = make_answers(generation, asked, model, record.request_id)
-        return await _answer(request, generation, asked, answers, record.request_id)
+        if not asked.stream:
+            whole = await unless_disconnected(request.receive, answers.whole())
+            return answer(request, whole, headers={HEADER: record.request_id})
+        events = answers.events()
+        # The first event decides between an error's status and a stream, so nothing is sent before.
+        first = await unless_disconnected(request.receive, anext(events))
+        return EventStream(first, events, record.request_id)
     except BaseException:
         if asked.media_lease is not None:  # the client may have disconnected before the generation began
             asked.media_lease.release()
         raise
-
-
-async def _answer(
-    request: Request, generation: Generation, asked: GenerationRequest, answers: Answers, request_id: str
-) -> Response:
-    if not asked.stream:
-        whole = await unless_disconnected(request.receive, answers.whole())
-        return answer(request, whole, headers={HEADER: request_id})
-    events = stream_events(generation, asked, answers)
-    # The first event decides between an error's status and a stream, so nothing is sent before.
-    first = await unless_disconnected(request.receive, first_of(events))
-    return EventStream(first, events, request_id)
 
 
 async def _transform(
