@@ -29,8 +29,8 @@ def test_each_proxy_inherits_only_its_own_sockets_which_the_launcher_keeps_open(
         for name in ("proxy-0", "proxy-1"):
             site.make_proxy(name, lambda *_: True, lambda *_: None)
             config = msgspec.json.decode((tmp_path / f"{name}.json").read_bytes(), type=ProxyConfig)
-            assert len(config.listen_fds) == len(config.admin_listen_fds) == 1
-            fds += [*config.listen_fds, *config.admin_listen_fds]
+            assert config.listen_fd is not None and config.admin_listen_fd is not None
+            fds += [config.listen_fd, config.admin_listen_fd]
         assert len(set(fds)) == 4
         proxys_copy = socket.socket(fileno=socket.dup(fds[0]))
         proxys_copy.listen()

@@ -126,9 +126,10 @@ def test_the_peer_is_told_when_a_path_cannot_be_opened(install: Install) -> None
     lost: list[tuple[str, str, bool]] = []
 
     async def run() -> IncomingPairs:
+        table = IncomingPairTable(layout, "here", "cpu", ["memory"], False, [])
         pairs = IncomingPairs(
             "epoch",
-            IncomingPairTable(layout, "here", "cpu", ["memory"], False, []),
+            table,
             WorkerPools(RankPool(0, layout, blocks, "127.0.0.1"), ConnectorParams()),
             lambda pair_id, message: told.append(message),
             lambda *loss: lost.append(loss),
@@ -137,7 +138,7 @@ def test_the_peer_is_told_when_a_path_cannot_be_opened(install: Install) -> None
         theirs = msgspec.structs.replace(layout, tensor_parallel_size=2, num_kv_heads=1)
         offer = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", [1, 2], "pair", theirs, "here", "cpu", ["memory"])
         pairs.on_open(offer)
-        assert not pairs.is_open("pair")
+        assert not table.is_open("pair")
         pairs.close()
         return pairs
 

@@ -88,7 +88,7 @@ def test_what_a_lease_holds_outlasts_the_cache(tmp_path: Path) -> None:
             held, again = lease.hold([item, item])
             assert opened() == before + 1  # one descriptor for an image that is used twice
         assert open_tensors(held)["pixel_values"].numpy().tobytes() == b"pixels"
-        with pytest.raises(WorkerLost, match="gone"):
+        with pytest.raises(WorkerLost, match="has exited"):
             open_tensors(item)
         with pytest.raises(WorkerLost, match="cannot be opened"):
             MediaLease(client, "late").hold([item])

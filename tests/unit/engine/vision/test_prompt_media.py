@@ -215,7 +215,7 @@ def test_a_decode_worker_leaves_media_to_prefill() -> None:
     )  # fmt: skip
     (action,) = scheduler.on_prepare(0.0, request)
     assert isinstance(action, SendToProxy) and isinstance(action.message, AttemptFailed)
-    assert action.message.error.code == "worker_lost" and "computed by prefill workers" in action.message.error.message
+    assert action.message.error.code == "worker_lost" and "needs a prefill worker" in action.message.error.message
 
 
 # ---- the worker's own cache

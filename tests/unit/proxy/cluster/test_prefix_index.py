@@ -19,7 +19,7 @@ class LossyUpdates(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.log = PrefixLog(max_told=100, max_per_update=3)
+        self.log = PrefixLog(max_published=100, max_per_update=3)
         self.indices = [PrefixIndex(), PrefixIndex()]
         for index in self.indices:
             index.join("other")
@@ -27,7 +27,7 @@ class LossyUpdates(RuleBasedStateMachine):
 
     @rule(number=st.integers(0, 9))
     def toggle(self, number: int) -> None:
-        (self.log.evict if name(number) in self.log.here else self.log.add)(name(number))
+        (self.log.evict if name(number) in self.log.cached else self.log.add)(name(number))
 
     @rule(lost=st.tuples(st.booleans(), st.booleans()))
     def report(self, lost: tuple[bool, bool]) -> None:
@@ -41,7 +41,7 @@ class LossyUpdates(RuleBasedStateMachine):
     def teardown(self) -> None:
         for _ in range(15):
             self.report((False, False))
-        here = {int.from_bytes(block_hash[:8], "little") for block_hash in self.log.here}
+        here = {int.from_bytes(block_hash[:8], "little") for block_hash in self.log.cached}
         for index in self.indices:
             assert not index.needs_restart("worker")
             assert {number for number in range(10) if index.depths([number])} == here

@@ -235,7 +235,7 @@ def test_no_pair_is_refused_before_anything_is_sent() -> None:
 
 def generation(cluster: Cluster, **fields: Any) -> tuple[Generation, Any]:
     body = json.dumps({"prompt": "abc", "max_tokens": 20, **fields}).encode()
-    request = cluster.reader.read("completion", body, cluster.registry.limits())
+    request = cluster.reader.read(body, "completion", cluster.registry.limits())
     made = Generation(cluster.services, request, RequestRecord("r", "completion"))
     return made, CompletionAnswers(made, request, "m", "id")
 
@@ -355,7 +355,7 @@ def test_one_failed_sequence_of_several_fails_and_aborts_the_rest() -> None:
 def test_an_error_before_the_first_event_is_raised_and_after_it_is_the_last_event() -> None:
     async def test(cluster: Cluster) -> None:
         body = b'{"prompt": "abc", "max_tokens": 20, "stream": true}'
-        request = cluster.reader.read("completion", body, cluster.registry.limits())
+        request = cluster.reader.read(body, "completion", cluster.registry.limits())
         for has_begun in (False, True):
             made = Generation(cluster.services, request, RequestRecord("r", "completion"))
             events = CompletionAnswers(made, request, "m", "id").events()
