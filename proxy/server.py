@@ -12,6 +12,7 @@ import ssl
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -147,7 +148,7 @@ class ProxyServer:
         )
 
         self._context = new_context("proxy", config.network)
-        self._context.refusals.on_refused = self._on_refused_message
+        self._context.refusals.on_refused = lambda reason: self._metrics.refusals.labels(reason).inc()
         self._pool = WorkerPool(self._context, self._proxy_id)
         self._dispatcher = Dispatcher(
             self._proxy_id,
@@ -269,22 +270,17 @@ class ProxyServer:
             self._metrics.waiting.set(self._admission.num_waiting)
             self._metrics.per_token.flush()
 
-    def _on_refused_message(self, reason: str) -> None:
-        self._metrics.refusals.labels(reason).inc()
-
     # ---- `ControlListener`
 
     def on_worker_joined(self, worker: WorkerInfo) -> None:
         self._metrics.on_joined(worker.worker_id, worker.role)
-        self._pool.open(worker, self._dispatcher.on_message, self._on_connection_broken)
+        on_broken = partial(self._dispatcher.on_worker_lost, reason="a connection to it broke")
+        self._pool.open(worker, self._dispatcher.on_message, on_broken)
 
     def on_worker_lost(self, worker: WorkerInfo, reason: str) -> None:
         self._metrics.on_lost(worker.role)
         self._dispatcher.on_worker_lost(worker, reason)
         self._pool.close(worker)
-
-    def _on_connection_broken(self, worker: WorkerInfo) -> None:
-        self._dispatcher.on_worker_lost(worker, "a connection to it broke")
 
     def on_cluster_changed(self) -> None:
         self._readiness.on_cluster_changed()
