@@ -36,7 +36,6 @@ from tandem.proxy.http.app import make_admin_app, make_app
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import RequestBodies
 from tandem.proxy.http.connections import ConnectionLimits, affordable_connections, connection_factory, track_requests
-from tandem.proxy.observe.metrics_page import MetricsPage
 from tandem.proxy.observe.serving_figures import serving_figures
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.observe.tracing import make_tracer
@@ -183,7 +182,6 @@ class ProxyServer:
             generation=services,
             bodies=RequestBodies(config.max_body_bytes, config.client_timeout_s),
             readiness=self._readiness,
-            metrics_page=MetricsPage(self._metrics),
             timelines=self._timelines,
             media=self._media,
         )

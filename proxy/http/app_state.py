@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.http.bodies import RequestBodies
-from tandem.proxy.observe.metrics_page import MetricsPage
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.reading.media_pool import MediaPool
 
@@ -19,6 +18,5 @@ class AppState:
     generation: GenerationServices
     bodies: RequestBodies
     readiness: WorkerReadiness
-    metrics_page: MetricsPage
     timelines: Timelines
     media: MediaPool | None = None
