@@ -29,11 +29,10 @@ from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.http.admin_routes import admin_routes
-from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.openapi import docs_page, openapi_document
-from tandem.proxy.http.routes import ApiRoute, answer, client_of, json_answer, starlette_app
-from tandem.proxy.reading.body_reader import BodyKind, HasMedia
+from tandem.proxy.http.routes import ApiKeys, ApiRoute, answer, client_of, fixed_answer, json_answer, starlette_app
+from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
 from tandem.proxy.reading.spooled_body import SpooledBody, mentions_media
 from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TandemError
 from tandem.runtime.logs import serving
@@ -47,7 +46,6 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
     keys = [*config.api_keys, *([config.api_key] if config.api_key is not None else [])]
     card = ModelCard(config.served_model_name, int(time.time()), None)
     document = openapi_document(config.served_model_name, bool(keys))
-    page = docs_page(document)
     registry, readers = state.generation.registry, state.generation.readers
 
     def model_card() -> ModelCard:
@@ -74,28 +72,18 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
         return json_answer(request, model_card())
 
     async def tokenize(request: Request) -> Response:
-        return await _transform(request, state, lambda body: readers.tokenize(body, model_card().max_model_len))
+        return await _transform(
+            request, state, lambda body: readers.run(BodyReader.tokenize, body, model_card().max_model_len)
+        )
 
     async def detokenize(request: Request) -> Response:
-        return await _transform(request, state, readers.detokenize)
+        return await _transform(request, state, lambda body: readers.run(BodyReader.detokenize, body))
 
     async def health(request: Request) -> Response:
         reason = registry.why_not_ready()
         if reason is None:
             return json_answer(request, HealthResponse("ok"))
         return json_answer(request, HealthResponse("unavailable", reason), status=503)
-
-    async def live(request: Request) -> Response:
-        return json_answer(request, HealthResponse("ok"))
-
-    async def tandem_version(request: Request) -> Response:
-        return json_answer(request, VersionResponse(version("tandem-serve")))
-
-    async def openapi(request: Request) -> Response:
-        return json_answer(request, document)
-
-    async def docs(request: Request) -> Response:
-        return answer(request, page, "text/html")
 
     routes = [
         ApiRoute("POST", "/v1/completions", completions),
@@ -105,10 +93,10 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
         ApiRoute("POST", "/tokenize", tokenize),
         ApiRoute("POST", "/detokenize", detokenize),
         ApiRoute("GET", "/health", health, is_open=True),
-        ApiRoute("GET", "/live", live, is_open=True),
-        ApiRoute("GET", "/version", tandem_version),
-        ApiRoute("GET", "/openapi.json", openapi, is_open=True),
-        ApiRoute("GET", "/docs", docs, is_open=True),
+        ApiRoute("GET", "/live", fixed_answer(HealthResponse("ok")), is_open=True),
+        ApiRoute("GET", "/version", fixed_answer(VersionResponse(version("tandem-serve")))),
+        ApiRoute("GET", "/openapi.json", fixed_answer(document), is_open=True),
+        ApiRoute("GET", "/docs", fixed_answer(docs_page(document), "text/html"), is_open=True),
     ]
     if not config.admin_port:
         routes += admin_routes(config, state)

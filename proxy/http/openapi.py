@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -65,12 +66,14 @@ _REQUIRED_TOGETHER: dict[str, Json] = {
 }
 """Conditions between fields that msgspec types cannot express."""
 _RETRY_STATUSES = (429, 503)
-_BODY_ERRORS = (400, 401, 404, 405, 408, 413, 431, 500, 504)
 
 
 @dataclass(frozen=True)
 class RouteDoc:
-    """answer: type of a 200, or its media type. chunk: type of a stream's events. is_open: needs no API key."""
+    """answer: type of a 200, or its media type. chunk: type of a stream's events. is_open: needs no API key.
+
+    more_errors: statuses besides those that every route may answer with, and every route with a body.
+    """
 
     method: str
     path: str
@@ -78,27 +81,30 @@ class RouteDoc:
     answer: type | str
     body: type | None = None
     chunk: type | None = None
-    errors: tuple[int, ...] = (401, 405, 431, 500)
+    more_errors: tuple[int, ...] = ()
     is_open: bool = False
+
+    @property
+    def errors(self) -> list[int]:
+        of_key = () if self.is_open else (401,)
+        of_body = () if self.body is None else (400, 404, 408, 413, 503, 504)
+        return sorted({405, 431, 500, *of_key, *of_body, *self.more_errors})
 
 
 ROUTES = [
     RouteDoc("post", "/v1/completions", "Continue a prompt.", CompletionResponse, CompletionRequest,
-          CompletionResponse, (*_BODY_ERRORS, *_RETRY_STATUSES)),
+          CompletionResponse, (429,)),
     RouteDoc("post", "/v1/chat/completions", "Answer a chat.", ChatCompletionResponse, ChatCompletionRequest,
-          ChatCompletionChunk, (*_BODY_ERRORS, *_RETRY_STATUSES)),
+          ChatCompletionChunk, (429,)),
     RouteDoc("get", "/v1/models", "The model that is served.", ModelList),
-    RouteDoc("get", "/v1/models/{model}", "The same, by its name.", ModelCard, errors=(401, 404, 405, 431, 500)),
-    RouteDoc("post", "/tokenize", "The tokens of a prompt or of a chat.", TokenizeResponse,
-          TokenizeRequest, errors=(*_BODY_ERRORS, 503)),
-    RouteDoc("post", "/detokenize", "The text of tokens.", DetokenizeResponse, DetokenizeRequest,
-          errors=(*_BODY_ERRORS, 503)),
-    RouteDoc("get", "/health", "200 while requests can be served.", HealthResponse, errors=(405, 431, 500, 503),
-          is_open=True),
-    RouteDoc("get", "/live", "200 while the process runs.", HealthResponse, errors=(405, 431, 500), is_open=True),
+    RouteDoc("get", "/v1/models/{model}", "The same, by its name.", ModelCard, more_errors=(404,)),
+    RouteDoc("post", "/tokenize", "The tokens of a prompt or of a chat.", TokenizeResponse, TokenizeRequest),
+    RouteDoc("post", "/detokenize", "The text of tokens.", DetokenizeResponse, DetokenizeRequest),
+    RouteDoc("get", "/health", "200 while requests can be served.", HealthResponse, more_errors=(503,), is_open=True),
+    RouteDoc("get", "/live", "200 while the process runs.", HealthResponse, is_open=True),
     RouteDoc("get", "/version", "Tandem's version.", VersionResponse),
-    RouteDoc("get", "/openapi.json", "This description.", "application/json", errors=(405, 431, 500), is_open=True),
-    RouteDoc("get", "/docs", "This description as a page.", "text/html", errors=(405, 431, 500), is_open=True),
+    RouteDoc("get", "/openapi.json", "This description.", "application/json", is_open=True),
+    RouteDoc("get", "/docs", "This description as a page.", "text/html", is_open=True),
 ]  # fmt: skip
 
 
@@ -237,6 +243,12 @@ _STYLE = (
 
 
 def docs_page(document: Json) -> str:
+    schemas = document["components"]["schemas"]
+
+    def linked(words: str) -> str:
+        link = lambda word: f'<a href="#{word[0]}">{word[0]}</a>' if word[0] in schemas else word[0]  # noqa: E731
+        return re.sub(r"\w+", link, html.escape(words))
+
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>Tandem</title><style>{_STYLE}</style>",
         f"<h1>Tandem {html.escape(document['info']['version'])}</h1>",
@@ -244,33 +256,16 @@ def docs_page(document: Json) -> str:
     ]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>")
-            parts.append(f"<p>{html.escape(operation['summary'])}</p><ul>")
-            for status, response in operation["responses"].items():
-                kinds = ", ".join(_in_words(c["schema"]) for c in response["content"].values())
-                parts.append(f"<li>{status}: {html.escape(response['description'])} ({_linked(document, kinds)})")
+            parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2><p>{operation['summary']}</p><ul>")
+            body = {"body": operation["requestBody"]} if "requestBody" in operation else {}
+            for name, message in (body | operation["responses"]).items():
+                kinds = ", ".join(_in_words(content["schema"]) for content in message["content"].values())
+                parts.append(f"<li>{name}: {html.escape(message.get('description', ''))} ({linked(kinds)})")
             parts.append("</ul>")
-            if "requestBody" in operation:
-                body = _in_words(operation["requestBody"]["content"]["application/json"]["schema"])
-                parts.append(f"<p>Body: {_linked(document, body)}</p>")
-    parts.append("<h1>Bodies</h1>")
-    for name in document["components"]["schemas"]:
-        parts.append(f'<h2 id="{name}">{name}</h2>{_table(document, field_rows(document, name))}')
+    for name in schemas:
+        parts.append(f'<h2 id="{name}">{name}</h2><table><tr><th>field<th>values<th>default<th>meaning')
+        for row in field_rows(document, name):
+            meaning = html.escape(row.description)
+            parts.append(f"<tr><td><code>{row.name}</code><td>{linked(row.values)}<td>{row.default}<td>{meaning}")
+        parts.append("</table>")
     return "\n".join(parts)
-
-
-def _table(document: Json, rows: list[FieldRow]) -> str:
-    cells = "".join(
-        f"<tr><td><code>{html.escape(row.name)}</code><td>{_linked(document, row.values)}"
-        f"<td>{html.escape(row.default)}<td>{html.escape(row.description)}"
-        for row in rows
-    )
-    return f"<table><tr><th>field<th>values<th>default<th>meaning{cells}</table>"
-
-
-def _linked(document: Json, words: str) -> str:
-    names = document["components"]["schemas"]
-    return " ".join(
-        f'<a href="#{name}">{html.escape(word)}</a>' if (name := word.strip("(),")) in names else html.escape(word)
-        for word in words.split(" ")
-    )

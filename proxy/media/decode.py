@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from tandem.proxy.media.source import InvalidMedia, MediaLimits, MediaSource
+from tandem.runtime.errors import first_line
 
 T = TypeVar("T")
 
@@ -57,7 +58,7 @@ def decode_image(source: MediaSource, data: bytes, limits: MediaLimits) -> Image
                 image.load()
                 upright = ImageOps.exif_transpose(image)
         except (OSError, ValueError, SyntaxError, EOFError, MemoryError) as error:
-            raise source.refused(f"it is damaged or cut short: {_one_line(error)}") from error
+            raise source.refused(f"it is damaged or cut short: {first_line(error)[:160]}") from error
     if upright.has_transparency_data:
         layers = upright.convert("RGBA")
         white = Image.new("RGBA", layers.size, (255, 255, 255, 255))
@@ -75,7 +76,7 @@ def _open(source: MediaSource, data: bytes) -> Image.Image:
     except UnidentifiedImageError as error:
         raise source.refused(f"it is not an image of a supported type ({', '.join(IMAGE_FORMATS)})") from error
     except (OSError, ValueError, SyntaxError, EOFError, MemoryError) as error:
-        raise source.refused(f"it is damaged or cut short: {_one_line(error)}") from error
+        raise source.refused(f"it is damaged or cut short: {first_line(error)[:160]}") from error
 
 
 def _checked_size(source: MediaSource, size: tuple[int, int], limits: MediaLimits) -> tuple[int, int]:
@@ -127,7 +128,7 @@ def _with_video(source: MediaSource, data: bytes, use: Callable[[Any], T]) -> T:
     except InvalidMedia:
         raise
     except (av.error.FFmpegError, ValueError, OverflowError, MemoryError) as error:
-        raise source.refused(f"it is not an MP4 or WebM video, or it is damaged: {_one_line(error)}") from error
+        raise source.refused(f"it is not an MP4 or WebM video, or it is damaged: {first_line(error)[:160]}") from error
 
 
 def _info(source: MediaSource, container: Any, limits: MediaLimits) -> VideoInfo:
@@ -186,7 +187,3 @@ def _frames(
         last = found.get(index, last)
         frames.append(last)
     return np.stack(frames)
-
-
-def _one_line(error: BaseException) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:160]

@@ -167,7 +167,7 @@ def test_grammars_are_compiled_off_the_loop(text: ModelText, reader: BodyReader)
         ran.append(job.__name__)
         return pickle.loads(pickle.dumps(reader.read(*arguments)))  # noqa: S301 - as what comes back from a process
 
-    pool._run = run  # type: ignore[method-assign]
+    pool.run = run  # type: ignore[method-assign]
     body = msgspec.json.encode(CHAT | {"tools": [TOOL]})
     request = asyncio.run(pool.read("chat", body, LIMITS))
     assert ran == ["read"] and request == reader.read(body, "chat", LIMITS)
