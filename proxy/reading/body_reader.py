@@ -9,9 +9,10 @@ import msgspec
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import DetokenizeResponse, TokenizeResponse
 from tandem.proxy.api.structured_output import checked_grammar
-from tandem.proxy.api.tool_formats import ToolFormat, ToolFormatName
+from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.config import ProxyConfig
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt, RenderedPrompts, has_media
 from tandem.proxy.text.rendering import Renderer
@@ -25,26 +26,20 @@ class HasMedia(TandemError):
 
 
 class BodyReader:
-    """max_media: images and videos per chat; 0 if the model takes text only."""
-
-    def __init__(
-        self,
-        text: ModelText,
-        served_model_name: str,
-        trust_chat_template: bool = False,
-        tool_call_parser: ToolFormatName = "hermes",
-        max_media: int = 0,
-    ) -> None:
-        tool_format = ToolFormat.of(tool_call_parser, text.tokenizer)
+    def __init__(self, text: ModelText, config: ProxyConfig) -> None:
         self._decoder = BodyDecoder(
-            served_model_name, trust_chat_template, tool_format, max_media, text.sampling_defaults
+            config.served_model_name,
+            config.trust_request_chat_template,
+            ToolFormat.of(config.tool_call_parser, text.tokenizer),
+            config.media.max_items if config.media_cache_endpoint else 0,
+            text.sampling_defaults,
         )
         self._renderer = Renderer(text)
 
     @classmethod
-    def load(cls, model: str, *options: Any) -> BodyReader:
-        """Loads the model's text files; options: as the constructor's. Raises ConfigError."""
-        return cls(ModelText(model), *options)
+    def load(cls, config: ProxyConfig) -> BodyReader:
+        """Loads the model's text files. Raises ConfigError."""
+        return cls(ModelText(config.model), config)
 
     def decode(self, body: bytes, kind: BodyKind) -> GenerationRequest:
         """Validates everything except what depends on the prompt's tokens. Raises InvalidRequest."""

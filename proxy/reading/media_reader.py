@@ -37,13 +37,7 @@ class MediaReader:
     def __init__(self, config: ProxyConfig) -> None:
         text = ModelText(config.model)
         self._limits = config.media
-        self._bodies = BodyReader(
-            text,
-            config.served_model_name,
-            config.trust_request_chat_template,
-            config.tool_call_parser,
-            config.media.max_items,
-        )
+        self._bodies = BodyReader(text, config)
         self.processor = MediaProcessor(text.folder, config.media, config.trust_remote_code)
         self._description: msgspec.msgpack.Decoder[PreparedMedia] = msgspec.msgpack.Decoder(PreparedMedia)
 

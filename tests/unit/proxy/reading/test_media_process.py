@@ -30,7 +30,9 @@ from tests.support.vision_model import clip, encoded, picture, save_processor
 
 def test_a_chat_template_of_the_client_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = str(save_processor(tmp_path_factory.mktemp("own")))
-    config = ProxyConfig("proxy-0", "", folder, "m", trust_request_chat_template=True)
+    config = ProxyConfig(
+        "proxy-0", "", folder, "m", trust_request_chat_template=True, media_cache_endpoint="ipc://none"
+    )
     part = image_part(data_url(encoded(picture())))
     body = {"messages": [{"role": "user", "content": [part]}], "chat_template": "x"}
     with pytest.raises(InvalidRequest, match="cannot be combined with images"):
