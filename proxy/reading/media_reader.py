@@ -79,6 +79,6 @@ class MediaReader:
             kind = content.source.kind
             replacements.setdefault(kind, []).append(prepared.replacement)
             media.append(CachedMedia(kind, content.key.digest, segment, prepared.tensors, prepared.num_tokens))
-        text = self.processor.expand(self._bodies.chat_text(request), replacements)
+        text = self.processor.expand(self._bodies.renderer.chat_text(request.prompt), replacements)
         prompt = MediaPrompt(text, media, self.processor.token_ids, request.prompt.add_special_tokens)
         return self._bodies.render(msgspec.structs.replace(request, prompt=prompt), limits)
