@@ -30,7 +30,6 @@ from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.dispatcher import Dispatcher
-from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.dispatch.worker_pool import WorkerPool
 from tandem.proxy.http.app import make_admin_app, make_app
 from tandem.proxy.http.app_state import AppState
@@ -166,7 +165,7 @@ class ProxyServer:
             self._media_cache = MediaCacheClient(self._context, config.media_cache_endpoint)
             self._media = MediaPool(config, self._media_cache, ttft_slo_s)
 
-        services = GenerationServices(
+        state = AppState(
             text=text,
             token_text=TokenText(text.tokenizer),
             readers=readers,
@@ -177,9 +176,6 @@ class ProxyServer:
             requests=requests,
             request_timeout_s=config.request_timeout_s,
             ttft_slo_s=ttft_slo_s,
-        )
-        state = AppState(
-            generation=services,
             bodies=RequestBodies(config.max_body_bytes, config.client_timeout_s),
             readiness=self._readiness,
             timelines=self._timelines,

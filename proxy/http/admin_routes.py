@@ -39,10 +39,10 @@ class ClusterState(msgspec.Struct, frozen=True):
 
 def admin_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
     page = Path(__file__).with_name("dashboard.html").read_text()
-    registry = state.generation.registry
+    registry = state.registry
 
     async def metrics(request: Request) -> Response:
-        text = await asyncio.to_thread(state.generation.metrics.render)  # takes milliseconds
+        text = await asyncio.to_thread(state.metrics.render)  # takes milliseconds
         return answer(request, text, CONTENT_TYPE)
 
     async def service_discovery(request: Request) -> Response:

@@ -46,7 +46,7 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
     keys = [*config.api_keys, *([config.api_key] if config.api_key is not None else [])]
     card = ModelCard(config.served_model_name, int(time.time()), None)
     document = openapi_document(config.served_model_name, bool(keys))
-    registry, readers = state.generation.registry, state.generation.readers
+    registry, readers = state.registry, state.readers
 
     def model_card() -> ModelCard:
         try:
@@ -111,30 +111,29 @@ def make_admin_app(config: ProxyConfig, state: AppState) -> ASGIApp:
 async def _generate(
     request: Request, state: AppState, kind: BodyKind, make_answers: MakeAnswers, model: str
 ) -> Response:
-    services = state.generation
-    record = services.requests.begin(request_id_of(request), kind, request.headers.get("traceparent", ""))
+    record = state.requests.begin(request_id_of(request), kind, request.headers.get("traceparent", ""))
     serving(record.request_id)
     client = client_of(request)
     try:
         check_request_id(request)
         timeout_s = _request_timeout_s(request)
         async with state.bodies.receive(request.receive, request.headers) as body:
-            reading = _read(state, kind, body, client, min(services.request_timeout_s, timeout_s or math.inf))
+            reading = _read(state, kind, body, client, min(state.request_timeout_s, timeout_s or math.inf))
             is_long = not isinstance(body, bytes) or (state.media is not None and mentions_media(body))
             asked = await (unless_disconnected(request.receive, reading) if is_long else reading)
     except TandemError as error:
         is_refused = rejection_reason(error) is not None and not isinstance(error, NoWorkerReady)
-        services.requests.end(record, error.code, is_refused)
+        state.requests.end(record, error.code, is_refused)
         raise
     except Exception:
-        services.requests.end(record, InternalError.code)
+        state.requests.end(record, InternalError.code)
         raise
     record.read_at = time.monotonic()
     # The header wins over the body: proxies and gateways around the client know the request by it.
     if HEADER not in request.headers and asked.request_id:
-        services.requests.rename(record, asked.request_id)
+        state.requests.rename(record, asked.request_id)
         serving(record.request_id)
-    generation = Generation(services, asked, record, client, timeout_s)
+    generation = Generation(state, asked, record, client, timeout_s)
     try:
         answers = make_answers(generation, asked, model, record.request_id)
         if not asked.stream:
@@ -157,7 +156,7 @@ async def _transform(
     check_request_id(request)
     async with state.bodies.receive(request.receive, request.headers) as body:
         try:
-            async with asyncio.timeout(state.generation.request_timeout_s):
+            async with asyncio.timeout(state.request_timeout_s):
                 return answer(request, await unless_disconnected(request.receive, work(body)))
         except TimeoutError as error:
             raise DeadlineExceeded("the request was not finished in time") from error
@@ -172,18 +171,17 @@ async def _read(
     state: AppState, kind: BodyKind, body: bytes | SpooledBody, client: str, timeout_s: float
 ) -> GenerationRequest:
     """Returns the request with its prompts as tokens. Counts errors, as `Generation` does for what follows."""
-    services = state.generation
     try:
-        services.admission.check(client, priority=_soonest_priority(body))  # before the work of tokenising
+        state.admission.check(client, priority=_soonest_priority(body))  # before the work of tokenising
         try:
             async with asyncio.timeout(timeout_s):
                 return await _read_body(state, kind, body)
         except TimeoutError as error:
             raise DeadlineExceeded(f"the request was not finished within its {timeout_s:.3g} s") from error
     except TandemError as error:
-        services.metrics.requests.labels(error.code).inc()
+        state.metrics.requests.labels(error.code).inc()
         if (reason := rejection_reason(error)) is not None:
-            services.metrics.rejected.labels(reason).inc()
+            state.metrics.rejected.labels(reason).inc()
         raise
 
 
@@ -191,11 +189,11 @@ async def _read_body(state: AppState, kind: BodyKind, body: bytes | SpooledBody)
     """Requests with media are read by the media process, all others by the tokeniser processes."""
     limits = await state.readiness.limits()
     if state.media is None:
-        return await state.generation.readers.read(kind, body, limits)
+        return await state.readers.read(kind, body, limits)
     if kind == "chat" and mentions_media(body):
         return await state.media.read(kind, body, limits)
     try:
-        return await state.generation.readers.read(kind, body, limits)
+        return await state.readers.read(kind, body, limits)
     except HasMedia:
         return await state.media.read(kind, body, limits)
 

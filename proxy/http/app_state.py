@@ -12,11 +12,10 @@ from tandem.proxy.reading.media_pool import MediaPool
 
 
 @dataclass(frozen=True, slots=True)
-class AppState:
+class AppState(GenerationServices):
     """media: None where the model takes text only."""
 
-    generation: GenerationServices
     bodies: RequestBodies
     readiness: WorkerReadiness
     timelines: Timelines
-    media: MediaPool | None = None
+    media: MediaPool | None
