@@ -44,7 +44,9 @@ class Answers(ABC):
         self._request = request
         self._model = model
         self._id = f"{self._ID_PREFIX}-{request_id}"
-        self._token_text = TokensAsIds(generation.token_text) if request.tokens_as_ids else generation.token_text
+        self._token_text = (
+            TokensAsIds(generation.token_text) if request.return_tokens_as_token_ids else generation.token_text
+        )
         self._num_top = request.base_sampling.logprobs
         self._shows_tokens = request.return_token_ids or self._num_top is not None
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -30,6 +31,14 @@ from tandem.runtime.errors import InvalidRequest
 COMPLETION_DEFAULT_MAX_TOKENS = 16
 _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$(?:\.([^`]*?))?(?:\[\.\.\.\])?`$")
 _MISSING_FIELD = re.compile(r"required field `(\w+)`")
+
+_SAME_IN_SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_SAME_IN_REQUEST = (
+    "n", "seed", "stop_token_ids", "min_tokens", "prompt_logprobs", "echo", "bad_words", "priority", "request_id",
+    "timeout", "return_tokens_as_token_ids", "include_stop_str_in_output", "truncate_prompt_tokens", "cache_salt",
+    "stream", "return_token_ids",
+)  # fmt: skip
+"""Fields of a body that `SamplingParams` and `GenerationRequest` have too. Null means their default."""
 
 R = TypeVar("R")
 
@@ -190,47 +199,32 @@ class BodyDecoder:
             max_tokens=max_tokens,
             default_max_tokens=default_max_tokens,
             max_tokens_param=max_tokens_param,
-            n=1 if request.n is None else request.n,
             base_sampling=sampling,
-            seed=request.seed,
             stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
-            stop_token_ids=frozenset(request.stop_token_ids or ()),
-            min_tokens=min_tokens,
             # A completed grammar allows no token but the end of the sequence.
             ignore_eos=bool(request.ignore_eos) and output.grammar is None,
             num_prompt_logprobs=_num_prompt_logprobs(request, sampling.logprobs),
-            prompt_logprobs=request.prompt_logprobs,
-            echo=isinstance(request, CompletionRequest) and bool(request.echo),
             is_prompt_only=is_prompt_only,
-            bad_words=request.bad_words or [],
-            priority=request.priority or 0,
-            request_id=request.request_id or "",
-            timeout_s=request.timeout,
-            tokens_as_ids=bool(request.return_tokens_as_token_ids),
             grammar_param=output.param or "",
             tool_format=self._tool_format if output.may_call else None,
             skip_special_tokens=request.skip_special_tokens is not False
             and not (output.may_call and self._tool_format.has_special_markers),
-            include_stop_string=bool(request.include_stop_str_in_output),
-            truncate_prompt_tokens=request.truncate_prompt_tokens,
-            cache_salt=request.cache_salt or "",
-            stream=bool(request.stream),
             include_usage=options is not None and bool(options.include_usage),
             continuous_usage=options is not None and bool(options.continuous_usage_stats),
-            return_token_ids=bool(request.return_token_ids),
+            **_given(request, _SAME_IN_REQUEST),
         )
+
+
+def _given(request: GenerationFields, names: Iterable[str]) -> dict[str, Any]:
+    """Returns the fields that are not null."""
+    return {name: value for name in names if (value := getattr(request, name, None)) is not None}
 
 
 def _sampling_params(request: GenerationFields, grammar: str | None) -> SamplingParams:
     """Returns all but the seed and the bad words, which are tokenised later."""
     return SamplingParams(
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
+        **_given(request, _SAME_IN_SAMPLING),
         top_k=max(request.top_k or 0, 0),  # -1 also means all
-        min_p=request.min_p or 0.0,
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=tuple((int(token_id), bias) for token_id, bias in (request.logit_bias or {}).items()),
         allowed_token_ids=tuple(sorted(set(request.allowed_token_ids or ()))),
         logprobs=_num_logprobs(request),
