@@ -16,6 +16,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+from tandem.deploy.commands import draining
+from tandem.deploy.commands.cluster_client import ClusterClient
+from tandem.deploy.commands.scale import scale
 from tandem.deploy.config import ClusterConfig, bracketed, flag_name, load_config, settings, unknown_name
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
@@ -187,7 +190,7 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
     from tandem.deploy.demo_model import DEMO_MODEL
-    from tandem.deploy.launch.launcher import Launcher
+    from tandem.deploy.launch.launcher import run_cluster
 
     overrides = {name: value for name, value in vars(arguments).items() if name in ClusterConfig.__struct_fields__}
     config = load_config(arguments.config, overrides)
@@ -201,21 +204,14 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
         task = progress.add_task("Starting", total=None)
         served_name = config.served_model_name or (Path(model).name if config.model else "tandem-demo")
 
-        async def serve() -> None:
-            launcher = Launcher(config, model, served_name)
+        def show_progress(text: str, loaded: float | None) -> None:
+            progress.update(task, description=f"Starting {served_name}: {text}", total=loaded and 1, completed=loaded)
 
-            def show_progress(text: str, loaded: float | None) -> None:
-                progress.update(
-                    task, description=f"Starting {served_name}: {text}", total=loaded and 1, completed=loaded
-                )
+        def show_ready(logs: Path) -> None:
+            progress.stop()
+            _print_ready(console, config, served_name, logs)
 
-            def show_ready(logs: Path) -> None:
-                progress.stop()
-                _print_ready(console, config, served_name, logs)
-
-            await launcher.run(show_progress, show_ready)
-
-        asyncio.run(serve())
+        asyncio.run(run_cluster(config, model, served_name, show_progress, show_ready))
     console.print("Stopped.")
     return 0
 
@@ -245,42 +241,31 @@ def _print_ready(console: Any, config: ClusterConfig, served_name: str, logs: Pa
 def _status(arguments: argparse.Namespace) -> int:
     from tandem.deploy.commands.status import print_status, watch_status
 
-    network = NetworkConfig(arguments.network_keys, arguments.insecure_network)
     endpoints = [endpoint.strip() for endpoint in arguments.join.split(",") if endpoint.strip()]
+    cluster = ClusterClient(
+        arguments.port, endpoints, NetworkConfig(arguments.network_keys, arguments.insecure_network)
+    )
     if arguments.watch:
-        return watch_status(arguments.port, endpoints, network)
-    return print_status(arguments.port, arguments.json, endpoints, network)
+        asyncio.run(watch_status(cluster))  # until Ctrl-C
+    return asyncio.run(print_status(cluster, arguments.json))
 
 
-def _drain(arguments: argparse.Namespace) -> int:
-    from tandem.deploy.commands.draining import drain
-
-    drain(arguments.port, arguments.worker, arguments.timeout_s, _say)
-    return 0
+def _drain(arguments: argparse.Namespace) -> None:
+    asyncio.run(draining.drain(ClusterClient(arguments.port), arguments.worker, arguments.timeout_s))
 
 
-def _restart(arguments: argparse.Namespace) -> int:
-    from tandem.deploy.commands.draining import restart
-
-    restart(arguments.port, arguments.names, arguments.timeout_s, _say)
-    return 0
+def _restart(arguments: argparse.Namespace) -> None:
+    asyncio.run(draining.restart(ClusterClient(arguments.port), arguments.names, arguments.timeout_s))
 
 
-def _cache(arguments: argparse.Namespace) -> int:
+def _scale(arguments: argparse.Namespace) -> None:
+    asyncio.run(scale(ClusterClient(arguments.port), arguments.counts, arguments.timeout_s))
+
+
+def _cache(arguments: argparse.Namespace) -> None:
     from tandem.deploy.commands.cache import clear_media_cache
 
-    clear_media_cache(arguments.port, _say)
-    return 0
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
-
-
-def _scale(arguments: argparse.Namespace) -> int:
-    from tandem.deploy.commands.scale import run_scale
-
-    return run_scale(arguments.port, arguments.counts, arguments.timeout_s)
+    asyncio.run(clear_media_cache(ClusterClient(arguments.port)))
 
 
 if __name__ == "__main__":

@@ -222,9 +222,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return of_role or self.tensor_parallel_size
 
     def num_threads(self, role: Role) -> int:
-        """CPU threads per rank: an equal share of the cores unless `threads_per_worker` is set."""
+        """CPU threads per rank: an equal share of this host's cores unless `threads_per_worker` is set; 1 on Ray."""
         num_ranks = self.num_ranks(role)
-        if self.threads_per_worker:
+        if self.threads_per_worker or self.ray:
             return max(1, self.threads_per_worker // num_ranks)
         all_ranks = self.prefill * self.num_ranks("prefill") + self.decode * self.num_ranks("decode")
         return max(1, num_cores() // all_ranks)

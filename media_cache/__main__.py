@@ -1,22 +1,21 @@
-"""`python -m tandem.media_cache CONFIG.json`. Exits with 2 and a one-line message on an invalid configuration."""
+"""Entry point: `python -m tandem.media_cache CONFIG.json`."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-from tandem.media_cache.config import read_config
+import msgspec
+
+from tandem.media_cache.config import MediaCacheConfig
 from tandem.media_cache.server import MediaCacheServer
-from tandem.runtime.errors import ConfigError
 from tandem.runtime.process import run_process
 
-if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        print("usage: python -m tandem.media_cache CONFIG.json", file=sys.stderr)
-        sys.exit(2)
-    try:
-        config = read_config(Path(sys.argv[1]))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+
+def main() -> None:
+    config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=MediaCacheConfig)
     run_process("media-cache", config.log_level, lambda: MediaCacheServer(config))
+
+
+if __name__ == "__main__":
+    main()

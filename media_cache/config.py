@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
 
 from tandem.protocol.network import NetworkConfig
-from tandem.runtime.errors import ConfigError
 
 
 class MediaCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -26,13 +24,3 @@ class MediaCacheConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     network: NetworkConfig = NetworkConfig()
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     tcp_endpoint_file: str = ""
-
-
-def read_config(file: Path) -> MediaCacheConfig:
-    """Raises ConfigError with a one-line message if the file cannot be read or decoded."""
-    try:
-        return msgspec.json.decode(file.read_bytes(), type=MediaCacheConfig)
-    except OSError as error:
-        raise ConfigError(f"cannot read the media cache's config file {file}: {error.strerror}") from error
-    except msgspec.DecodeError as error:
-        raise ConfigError(f"the media cache's config file {file} is wrong: {error}") from error

@@ -14,6 +14,7 @@ from tandem.media_cache.config import MediaCacheConfig
 from tandem.media_cache.segments import Segments, max_segments
 from tandem.media_cache.store import Action, Drop, Entry, MediaStore
 from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
+from tandem.protocol.messages.media import DIGEST_BYTES
 from tandem.protocol.messages.media_cache import (
     MAX_DESCRIPTION_BYTES,
     MAX_ITEMS,
@@ -41,7 +42,6 @@ log = logging.getLogger(__name__)
 
 M = TypeVar("M")
 
-_DIGEST_BYTES = 32
 _MAX_REPLY_BYTES = MAX_MESSAGE_BYTES // 2
 
 
@@ -132,9 +132,9 @@ class MediaCacheServer:
 
     def _acquire(self, caller: bytes, message: AcquireMedia) -> None:
         if len(message.items) > MAX_ITEMS or any(
-            len(item.key.digest) != _DIGEST_BYTES or item.num_bytes < 0 for item in message.items
+            len(item.key.digest) != DIGEST_BYTES or item.num_bytes < 0 for item in message.items
         ):
-            raise InvalidRequest(f"a call takes at most {MAX_ITEMS} items, with digests of {_DIGEST_BYTES} bytes")
+            raise InvalidRequest(f"a call takes at most {MAX_ITEMS} items, with digests of {DIGEST_BYTES} bytes")
         client = str(message.client_pid)
         self._watch(client, message.client_pid)
         actions = self._store.acquire(client, message.lease_id, message.items)
@@ -151,10 +151,10 @@ class MediaCacheServer:
     def _get(self, message: GetMedia) -> MediaBytes:
         entry = self._store.held_or_ready(message.key)
         if entry is None:
-            return MediaBytes(message.call_id, -1, b"")
+            return MediaBytes(message.call_id, b"")
         num_bytes = max(0, min(message.max_bytes, _MAX_REPLY_BYTES))
         data = self._segments.read(entry.number, max(0, message.offset), num_bytes)
-        return MediaBytes(message.call_id, entry.num_bytes, data)
+        return MediaBytes(message.call_id, data)
 
     def _status(self, call_id: str) -> MediaCacheStatus:
         store = self._store

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -43,7 +43,6 @@ _STEP_S = (
     2.5,
     10,
 )
-
 _STAGE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, *_LONG_S[:-1])
 
 _FLUSH_INTERVAL_S = 1.0
@@ -55,48 +54,45 @@ class ProxyMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.requests = Counter(
+        self.requests = self._counter(
             "tandem_requests",
             "HTTP requests for generation that have ended, by outcome: stop, length, aborted or an error's code.",
-            ["outcome"],
-            registry=self.registry,
+            "outcome",
         )
-        self.prompt_tokens = Counter(
-            "tandem_prompt_tokens", "Prompt tokens of dispatched sequences.", registry=self.registry
+        self.prompt_tokens = self._counter("tandem_prompt_tokens", "Prompt tokens of dispatched sequences.")
+        self.cached_prompt_tokens = self._counter(
+            "tandem_cached_prompt_tokens", "Prompt tokens that prefill workers found in their prefix cache."
         )
-        self.cached_prompt_tokens = Counter(
-            "tandem_cached_prompt_tokens",
-            "Prompt tokens that prefill workers found in their prefix cache.",
-            registry=self.registry,
+        self.preempted = self._counter(
+            "tandem_preemptions", "Sequences that lost their place on a decode worker and were dispatched again."
         )
-        self.preempted = Counter(
-            "tandem_preemptions",
-            "Sequences that lost their place on a decode worker and were dispatched again.",
-            registry=self.registry,
-        )
-        self.migrated = Counter(
-            "tandem_migrations",
-            "Sequences that lost a worker and migrated to another.",
-            registry=self.registry,
-        )
-        self.generation_tokens = Counter(
-            "tandem_generation_tokens", "Tokens generated for clients.", registry=self.registry
-        )
-        self.refusals = Counter(
+        self.migrated = self._counter("tandem_migrations", "Sequences that lost a worker and migrated to another.")
+        self.generation_tokens = self._counter("tandem_generation_tokens", "Tokens generated for clients.")
+        self.refusals = self._counter(
             "tandem_refusals",
-            "Connections and messages on this proxy's sockets that were refused, by reason.",
-            ["reason"],
-            registry=self.registry,
+            "Connections and messages that this proxy's sockets refused, by reason.",
+            "reason",
         )
-        self.worker_refusals = Gauge(
-            "tandem_worker_refusals",
-            "The same on a worker's sockets, since its start.",
-            ["worker", "reason"],
-            registry=self.registry,
-            multiprocess_mode="livemax",
+        self.rejected = self._counter(
+            "tandem_rejections",
+            "Requests and connections refused, by reason: queue_full, client_limit, slo, no_room or connections.",
+            "reason",
         )
-        self.running = Gauge(
-            "tandem_num_requests_running", "Sequences in flight.", registry=self.registry, multiprocess_mode="livesum"
+        for reason in ("queue_full", "client_limit", "slo", "no_room", "connections"):
+            self.rejected.labels(reason)  # exported from the start, so that `increase` sees the first one
+        self.running = self._gauge("tandem_num_requests_running", "Sequences in flight.", "livesum")
+        self.waiting = self._gauge(
+            "tandem_num_requests_waiting", "Sequences that wait for their first token.", "livesum"
+        )
+        self.workers = self._gauge("tandem_workers", "Workers that are registered, by role.", "livemax", "role")
+        self.restarts = self._gauge(
+            "tandem_worker_restarts",
+            "Times that a worker has come back under a new epoch, as the proxies saw it.",
+            "max",
+            "worker",
+        )
+        self.worker_refusals = self._gauge(
+            "tandem_worker_refusals", "Refusals on a worker's sockets since its start.", "livemax", "worker", "reason"
         )
         self.ttft = self._histogram("tandem_time_to_first_token_seconds", "TTFT.", _LONG_S)
         self.per_token = TokenTally(
@@ -108,35 +104,6 @@ class ProxyMetrics:
             name: self._histogram(f"tandem_request_{name}_time_seconds", documentation, _STAGE_S)
             for name, documentation in STAGES.items()
         }
-        self.rejected = Counter(
-            "tandem_rejections",
-            "Requests and connections refused, by reason: queue_full, client_limit, slo, no_room or connections.",
-            ["reason"],
-            registry=self.registry,
-        )
-        for reason in ("queue_full", "client_limit", "slo", "no_room", "connections"):
-            self.rejected.labels(reason)  # exported from the start, so that `increase` sees the first one
-        self.waiting = Gauge(
-            "tandem_num_requests_waiting",
-            "Sequences that wait for their first token.",
-            registry=self.registry,
-            multiprocess_mode="livesum",
-        )
-        self.restarts = Gauge(
-            "tandem_worker_restarts",
-            "Times that a worker has come back under a new epoch, as the proxies saw it.",
-            ["worker"],
-            registry=self.registry,
-            multiprocess_mode="max",
-        )
-        self.workers = Gauge(
-            "tandem_workers",
-            "Workers that are registered, by role.",
-            ["role"],
-            registry=self.registry,
-            multiprocess_mode="livemax",
-        )
-
         self._seen: set[str] = set()
 
     def on_joined(self, worker_id: str, role: str) -> None:
@@ -154,6 +121,13 @@ class ProxyMetrics:
         """refusals: (reason, count since the worker's start)."""
         for reason, count in refusals:
             self.worker_refusals.labels(worker_id, reason).set(count)
+
+    def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
+        return Counter(name, documentation, labels, registry=self.registry)
+
+    def _gauge(self, name: str, documentation: str, merge: Literal["livesum", "livemax", "max"], *labels: str) -> Gauge:
+        """merge: how the values of several proxies become one; `live` leaves out those that have ended."""
+        return Gauge(name, documentation, labels, registry=self.registry, multiprocess_mode=merge)
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, documentation, buckets=buckets, registry=self.registry)

@@ -106,9 +106,17 @@ class WorkerMetrics:
         self._transfer.labels(*pair).observe(seconds)
         self._transfer_bytes.labels(*pair).inc(num_bytes)
 
-    def serve(self, host: str, port: int) -> str:
-        """Serve in a thread of its own; port 0 takes any free port. Returns host:port. Raises OSError."""
-        server, thread = start_http_server(port, host, self.registry)
+    def serve(self, host: str, port: int = 0) -> str:
+        """Serve in a thread of its own; port 0 takes any free port. Returns host:port.
+
+        Raises ConfigError when the address cannot be bound.
+        """
+        try:
+            server, thread = start_http_server(port, host, self.registry)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot serve metrics on {host}:{port} ({error.strerror or error}); choose another --admin-host"
+            ) from error
 
         def close() -> None:
             server.shutdown()
@@ -116,8 +124,7 @@ class WorkerMetrics:
             thread.join(1.0)
 
         self._close = close
-        bound = server.server_port
-        return f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
+        return f"[{host}]:{server.server_port}" if ":" in host else f"{host}:{server.server_port}"
 
     def close(self) -> None:
         with suppress(OSError):
@@ -126,13 +133,3 @@ class WorkerMetrics:
 
     def _histogram(self, name: str, documentation: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(name, documentation, buckets=buckets, registry=self.registry)
-
-
-def serve_metrics(metrics: WorkerMetrics, host: str, port: int) -> str:
-    """Serve a worker's /metrics; returns host:port. Raises ConfigError when the address cannot be bound."""
-    try:
-        return metrics.serve(host, port)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot serve metrics on {host}:{port} ({error.strerror or error}); choose another --admin-host"
-        ) from error

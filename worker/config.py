@@ -16,8 +16,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     kv_checksums: verify every transferred block (debugging). max_num_batched_tokens: prompt tokens per step, which is
     the chunk size. max_num_seqs: concurrent prompts on a prefill worker, sequences per step on a decode worker.
-    drain_timeout_s: time that requests in flight get when the worker is told to leave. metrics_host, metrics_port:
-    address of /metrics; port 0 takes any free port.
+    drain_timeout_s: time that requests in flight get when the worker is told to leave. metrics_host: address
+    of /metrics, on any free port.
     """
 
     worker_id: str
@@ -32,7 +32,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_num_seqs: int = 64
     drain_timeout_s: float = 30.0
     metrics_host: str = "127.0.0.1"
-    metrics_port: int = 0
     network: NetworkConfig = NetworkConfig()
     log_level: str = "info"
     log_format: LogFormat = "text"

@@ -26,7 +26,7 @@ from tandem.protocol.network import Context
 from tandem.runtime.collector import freeze_loaded_objects
 from tandem.runtime.drain import Drain, Retired
 from tandem.runtime.host import host_id
-from tandem.telemetry.worker_metrics import WorkerMetrics, serve_metrics
+from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.registration import Registration
@@ -81,7 +81,7 @@ def new_worker_info(config: WorkerConfig, role: Role, endpoint: str, metrics: Wo
         endpoint=endpoint,
         pid=os.getpid(),
         num_ranks=config.engine.tensor_parallel_size,
-        metrics_address=serve_metrics(metrics, config.metrics_host, config.metrics_port),
+        metrics_address=metrics.serve(config.metrics_host),
         host_id=host_id(),
     )
 
@@ -113,15 +113,7 @@ class Presence:
         self._pair_status = pair_status
         self._drain = Drain(config.drain_timeout_s)
         self._loop = asyncio.get_running_loop()
-        loaded = host.loaded
-        self._register = RegisterWorker(
-            PROTOCOL_VERSION,
-            info,
-            loaded.max_model_len,
-            loaded.vocab_size,
-            loaded.layout.model_id,
-            host.blocks.block_size,
-        )
+        self._host = host
         self._registration: Registration | None = None  # set while serving
 
     async def serve(self, context: Context, stopping: asyncio.Event, on_tick: Callable[[float], None]) -> None:
@@ -129,10 +121,11 @@ class Presence:
 
         Raises ConfigError if no proxy accepts this worker, Retired if it was told to leave for good.
         """
+        freeze_loaded_objects()
         registration = self._registration = Registration(
             context,
             self._config.proxy_endpoints,
-            self._register,
+            self._register(),
             self._status,
             self._pairs.on_view,
             lambda proxy_id: self._perform(self._scheduler.on_proxy_lost(proxy_id)),
@@ -141,8 +134,6 @@ class Presence:
             lambda: self.drain(for_good=True),
             self._config.proxies_file,
         )
-        freeze_loaded_objects()
-        registration.start()
         blocks = self._scheduler.blocks
         log.info("ready: %d KV blocks of %d tokens", blocks.num_blocks, blocks.block_size)
         try:
@@ -174,7 +165,18 @@ class Presence:
         self._registration.send_to_all(self._status())
         return True
 
-    def _begin_epoch(self) -> None:
+    def _register(self) -> RegisterWorker:
+        loaded = self._host.loaded
+        return RegisterWorker(
+            PROTOCOL_VERSION,
+            self.info,
+            loaded.max_model_len,
+            loaded.vocab_size,
+            loaded.layout.model_id,
+            self._host.blocks.block_size,
+        )
+
+    def _begin_epoch(self) -> RegisterWorker:
         """Starts a new epoch after a proxy has declared this worker lost: its requests were dispatched to other
         workers.
 
@@ -184,9 +186,7 @@ class Presence:
         self.info = msgspec.structs.replace(self.info, epoch=secrets.token_hex(8))
         self._pairs.begin_epoch(self.info)
         self._scheduler.blocks.prefix_log.restart()
-        self._register = msgspec.structs.replace(self._register, worker=self.info)
-        assert self._registration is not None
-        self._registration.begin_epoch(self._register)
+        return self._register()
 
     def _status(self) -> WorkerStatus:
         load, pairs = self._load(), self._pair_status()

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from tandem.protocol.codec import Codec
@@ -52,9 +51,9 @@ _REFUSAL_LOG_INTERVAL_S = 10.0
 class _ProxyLink:
     """One proxy's control endpoint and the state of the connection to it."""
 
-    def __init__(self, endpoint: str) -> None:
-        self.endpoint = endpoint
-        self.socket: DealerSocket[FromProxyControl] | None = None
+    def __init__(self, socket: DealerSocket[FromProxyControl]) -> None:
+        self.endpoint = socket.endpoint
+        self.socket = socket
         self.proxy_id: str | None = None
         self.first_seen_at = 0.0
         self.seen_at = 0.0
@@ -67,12 +66,12 @@ class _ProxyLink:
 
 
 class Registration:
-    """Runs from `start` to `close` on the worker's loop.
+    """Runs on the loop on which it is created, until `close`.
 
     status: returns the current status. on_view: called with all workers that any proxy knows, when that changes.
     on_proxy_lost: called with the id of a proxy whose requests must be aborted. on_restart_prefixes: called when a
-    proxy has missed a prefix cache update. on_epoch_over: called when all proxies have declared this worker lost; must
-    call `begin_epoch`. on_leave: called when the worker is told to leave for good. proxies_file: see
+    proxy has missed a prefix cache update. begin_epoch: called when all proxies have declared this worker lost; returns
+    its registration under a new epoch. on_leave: called when the worker is told to leave for good. proxies_file: see
     `protocol.proxy_endpoints`; empty if endpoints never change.
     """
 
@@ -85,54 +84,55 @@ class Registration:
         on_view: Callable[[list[WorkerInfo]], None],
         on_proxy_lost: Callable[[str], None],
         on_restart_prefixes: Callable[[], None],
-        on_epoch_over: Callable[[], None],
+        begin_epoch: Callable[[], RegisterWorker],
         on_leave: Callable[[], object],
         proxies_file: str = "",
     ) -> None:
         self._context = context
-        self._links = [_ProxyLink(endpoint) for endpoint in proxy_endpoints]
+        self._links: list[_ProxyLink] = []
         self._register = register
         self._status = status
         self._on_view = on_view
         self._on_proxy_lost = on_proxy_lost
         self._on_restart_prefixes = on_restart_prefixes
-        self._on_epoch_over = on_epoch_over
+        self._begin_epoch = begin_epoch
         self._on_leave = on_leave
         self._view: list[WorkerInfo] = []
         self._file = EndpointsFile(Path(proxies_file)) if proxies_file else None
         self._codec: Codec[FromProxyControl] = Codec(FromProxyControl)
-        self._task: asyncio.Task[None] | None = None
         self._was_accepted = False  # by any proxy
         self._refused_since: tuple[float, str] | None = None  # with the last reason
-
-    def start(self) -> None:
-        for link in self._links:
-            self._connect(link)
+        for endpoint in proxy_endpoints:
+            self._connect(endpoint)
         self._task = asyncio.get_running_loop().create_task(self._beat())
 
-    def _connect(self, link: _ProxyLink) -> None:
+    def _connect(self, endpoint: str) -> None:
         worker = self._register.worker
         identity = f"{worker.worker_id}:{worker.epoch}".encode()
-        link.socket = DealerSocket(
-            self._context, link.endpoint, self._codec, partial(self._on_message, link), identity, peer="proxy"
+        socket: DealerSocket[FromProxyControl] = DealerSocket(
+            self._context,
+            endpoint,
+            self._codec,
+            lambda message: self._on_message(link, message),
+            identity,
+            peer="proxy",
         )
-        link.socket.send(self._register)
+        link = _ProxyLink(socket)
+        self._links.append(link)
+        socket.send(self._register)
 
     def _follow(self, endpoints: list[str]) -> None:
         """Connects to new endpoints. Proxies at removed endpoints are lost, with their requests in flight."""
         for link in [link for link in self._links if link.endpoint not in endpoints]:
             self._links.remove(link)
-            if link.socket is not None:
-                link.socket.close()
+            link.socket.close()
             if link.proxy_id is not None:
                 self._lose(link)
         known = {link.endpoint for link in self._links}
         for endpoint in dict.fromkeys(endpoints):
             if endpoint not in known:
                 log.info("connecting to a proxy at %s", endpoint)
-                link = _ProxyLink(endpoint)
-                self._links.append(link)
-                self._connect(link)
+                self._connect(endpoint)
 
     async def _beat(self) -> None:
         loop = asyncio.get_running_loop()
@@ -154,8 +154,7 @@ class Registration:
     def send_to_all(self, message: WorkerStatus | WorkerLeft | RegisterWorker) -> None:
         """Sends a message to every proxy."""
         for link in self._links:
-            if link.socket is not None:
-                link.socket.send(message)
+            link.socket.send(message)
 
     def raise_if_refused(self) -> None:
         """Raises ConfigError after REFUSAL_PATIENCE_S of refusals if no proxy has ever accepted this worker."""
@@ -164,12 +163,6 @@ class Registration:
         since, reason = self._refused_since
         if asyncio.get_running_loop().time() - since > REFUSAL_PATIENCE_S:
             raise ConfigError(reason)
-
-    def begin_epoch(self, register: RegisterWorker) -> None:
-        self._register = register
-        for link in self._links:
-            link.known_by = None
-        self.send_to_all(register)
 
     def _on_message(self, link: _ProxyLink, message: FromProxyControl) -> None:
         match message:
@@ -183,7 +176,7 @@ class Registration:
                     link.known_by, link.refusal_logged_at, self._was_accepted = message.proxy_id, None, True
                 elif link.known_by == message.proxy_id:
                     self._on_declared_lost(link, message.proxy_id)
-                elif link.socket is not None:
+                else:
                     link.socket.send(self._register)
                 if message.restart_prefixes:
                     self._on_restart_prefixes()
@@ -204,11 +197,13 @@ class Registration:
         link.known_by = None
         if not any(other.knows_us(link.seen_at) for other in self._links):
             log.warning("proxy %s has declared this worker lost: beginning a new epoch", proxy_id)
-            self._on_epoch_over()
+            self._register = self._begin_epoch()
+            for each in self._links:
+                each.known_by = None
+            self.send_to_all(self._register)
             return
         log.warning("proxy %s alone has declared this worker lost: aborting that proxy's requests", proxy_id)
         self._on_proxy_lost(proxy_id)
-        assert link.socket is not None
         link.socket.send(self._register)
 
     def _on_refused(self, link: _ProxyLink, reason: str) -> None:
@@ -231,8 +226,6 @@ class Registration:
             self._on_view(view)
 
     def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
+        self._task.cancel()
         for link in self._links:
-            if link.socket is not None:
-                link.socket.close()
+            link.socket.close()

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tandem.deploy.commands.status import fetch_status
+from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.runtime.errors import Overloaded
 
@@ -78,7 +78,7 @@ class FaultInjector:
     async def _is_recovered(self) -> bool:
         """Tells whether every proxy lists every worker, none draining, and all four pairs are ready."""
         try:
-            reports = await fetch_status(self._port)
+            reports = await ClusterClient(self._port).status()
         except Overloaded:
             return False
         return len(reports) == self._num_proxies and all(

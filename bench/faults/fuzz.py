@@ -31,7 +31,7 @@ from bench.faults.fuzz_messages import MessageFuzzer, sender
 from bench.faults.fuzz_replay import ReplayingProxy
 from bench.support.processes import num_descriptors, process_memory
 from bench.support.report import Aim, Report, add_common_options, finish
-from tandem.deploy.commands.status import fetch_status
+from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.messages.dispatch import ToDecode, ToPrefill, ToProxy
 from tandem.protocol.messages.membership import (
@@ -102,7 +102,7 @@ class Fuzz:
         return str(response.json()["choices"][0]["text"])
 
     def status(self) -> StatusReport:
-        return asyncio.run(fetch_status(self._port))[0]
+        return asyncio.run(ClusterClient(self._port).status())[0]
 
     def pids(self) -> dict[str, int]:
         """Returns the process ids of the workers and the proxy by name."""

@@ -7,8 +7,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-import msgspec
-
 from tandem.deploy.autoscale.demand import Demand, DemandMeter
 from tandem.deploy.autoscale.planner import Planner, PlannerConfig, Proposal
 from tandem.deploy.config import ClusterConfig
@@ -38,25 +36,21 @@ class Scalable(Protocol):
 
 
 class Autoscaler:
-    """Observes and plans once a second from `start` to `close`."""
+    """Observes and plans once a second while `run` runs.
 
-    def __init__(self, config: ClusterConfig, cluster: Scalable) -> None:
+    boot_s: seconds that workers took to start, which is how far the planner must look ahead.
+    """
+
+    def __init__(self, config: ClusterConfig, cluster: Scalable, boot_s: float) -> None:
         self._cluster = cluster
         self._acts = config.autoscale
         self._meter = DemandMeter(config.max_num_seqs)
-        self._planner = Planner(planner_config(config))
+        self._planner = Planner(planner_config(config, foresee_s=min(max(boot_s, 1.0), MAX_BOOT_S)))
         self._demand = Demand()
         self._proposal: Proposal | None = None
         self._proposed: tuple[int, int] | None = None
-        self._task: asyncio.Task[None] | None = None
 
-    def start(self, boot_s: float) -> None:
-        """boot_s: seconds that workers took to start, which is how far the planner must look ahead."""
-        foresee_s = min(max(boot_s, 1.0), MAX_BOOT_S)
-        self._planner = Planner(msgspec.structs.replace(self._planner.config, foresee_s=foresee_s))
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="autoscaler")
-
-    async def _run(self) -> None:
+    async def run(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
             self._cluster.ask_for_reports()
@@ -105,12 +99,8 @@ class Autoscaler:
             predicted_ttft_s=self._demand.predicted_ttft_s,
         )
 
-    def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
 
-
-def planner_config(config: ClusterConfig) -> PlannerConfig:
+def planner_config(config: ClusterConfig, foresee_s: float) -> PlannerConfig:
     """The planner's limits; they always include the numbers that the operator has started."""
     max_workers = config.autoscale_max_workers
     min_prefill, max_prefill = config.autoscale_range("prefill")
@@ -124,6 +114,7 @@ def planner_config(config: ClusterConfig) -> PlannerConfig:
         max_decode=max(max_decode, config.decode),
         max_workers=max(max_workers, config.prefill + config.decode) if max_workers else 0,
         max_num_seqs=config.max_num_seqs,
+        foresee_s=foresee_s,
     )
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -15,8 +16,6 @@ from tandem.protocol.messages.membership import WorkerInfo, WorkerLoad
 
 WINDOW_S = 8.0
 """Period over which rates are averaged."""
-SHORT_WINDOW_S = 3.0
-"""Period within which bursts are detected."""
 _CHANCE = 2.0
 """Standard deviations of a Poisson count that are attributed to chance."""
 _REMEMBERED = 0.98
@@ -25,6 +24,8 @@ _LEAST_SPREAD = 0.05
 """Relative spread of batch sizes below which the two coefficients of the step time cannot be separated."""
 _FULL = 0.05
 """Share of free blocks below which a decode worker counts as full."""
+
+_Loads = Sequence[tuple[WorkerInfo, WorkerLoad]]
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -93,11 +94,9 @@ class StepTime:
 
     def forget(self) -> None:
         """Reduce the weight of earlier samples; called once per observation."""
-        self._weight *= _REMEMBERED
-        self._n *= _REMEMBERED
-        self._s *= _REMEMBERED
-        self._nn *= _REMEMBERED
-        self._ns *= _REMEMBERED
+        self._weight, self._n, self._s, self._nn, self._ns = (
+            _REMEMBERED * each for each in (self._weight, self._n, self._s, self._nn, self._ns)
+        )
 
     def add(self, num_sequences: int, step_s: float) -> None:
         self._weight += 1
@@ -121,6 +120,19 @@ class StepTime:
         return 0.0, self._ns / self._nn
 
 
+class _Sample(NamedTuple):
+    """One observation, summed over all workers. Counts up to `ended` run since the start; the last two are current."""
+
+    at: float
+    arrived_tokens: int
+    arrived_prompts: int
+    refused: int
+    prefilled: int
+    ended: int
+    running: int
+    used_blocks: int
+
+
 class DemandMeter:
     """Turns load reports into `Demand`, about once a second. max_num_seqs: limit of one decode worker."""
 
@@ -130,88 +142,64 @@ class DemandMeter:
         self._counters: dict[str, tuple[int, int]] = {}  # epoch: computed tokens, finished prompts
         self._num_refused: int | None = None
         self._tokens = self._prompts = self._refused = 0  # summed differences
-        self._history: deque[tuple[float, int, int, int]] = (
-            deque()
-        )  # time, arrived tokens, arrived prompts, refused requests
-        self._sequences: deque[tuple[float, int, int]] = deque()  # time, sequences and blocks on decode
-        self._flow: deque[tuple[float, int, int]] = deque()  # time, prompts finished and sequences ended so far
+        self._samples: deque[_Sample] = deque()
         self._num_ended = 0
         self._speed = 0.0
         self._finished: dict[str, int] = {}  # epoch of a decode worker: finished sequences
         self._output_tokens = self._ended = 0.0  # with forgetting
         self._observed_at: float | None = None
 
-    def observe(
-        self, now: float, workers: Sequence[tuple[WorkerInfo, WorkerLoad]], num_refused: int | None = None
-    ) -> Demand:
+    def observe(self, now: float, workers: _Loads, num_refused: int | None = None) -> Demand:
         """num_refused: requests refused by all proxies since their start; None if unknown."""
         prefills = [(info, load) for info, load in workers if info.role == "prefill"]
-        decodes = [load for info, load in workers if info.role == "decode"]
-        self._count(prefills, num_refused)
-        self._measure_answers(now, [(info, load) for info, load in workers if info.role == "decode"])
+        decodes = [(info, load) for info, load in workers if info.role == "decode"]
+        self._count_prompts(prefills, num_refused)
+        self._count_outputs(now, decodes)
+        self._learn_speeds(prefills, decodes)
         waiting_tokens = sum(load.num_waiting_tokens for _, load in prefills)
         waiting_prompts = sum(load.num_waiting for _, load in prefills)
-        self._history.append((now, self._tokens + waiting_tokens, self._prompts + waiting_prompts, self._refused))
-        while len(self._history) > 2 and self._history[1][0] <= now - WINDOW_S:
-            self._history.popleft()
-        since, tokens, prompts, refused = self._history[0]
-        duration_s = now - since
-        self._learn_speeds([load for _, load in prefills], decodes)
-        # Sequences that wait on decode do not count: their prompts may still wait for prefill.
-        sequences = sum(load.num_running for load in decodes)
-        used = sum(load.num_blocks - load.num_free_blocks for load in decodes)
-        self._sequences.append((now, sequences, used))
-        while self._sequences[0][0] < now - WINDOW_S:
-            self._sequences.popleft()
-        self._flow.append((now, self._prompts, self._num_ended))
-        while len(self._flow) > 2 and self._flow[1][0] <= now - WINDOW_S:
-            self._flow.popleft()
+        new = _Sample(
+            now,
+            arrived_tokens=self._tokens + waiting_tokens,
+            arrived_prompts=self._prompts + waiting_prompts,
+            refused=self._refused,
+            prefilled=self._prompts,
+            ended=self._num_ended,
+            # Sequences that wait on decode do not count: their prompts may still wait for prefill.
+            running=sum(load.num_running for _, load in decodes),
+            used_blocks=sum(load.num_blocks - load.num_free_blocks for _, load in decodes),
+        )
+        self._samples.append(new)
+        while len(self._samples) > 2 and self._samples[1].at <= now - WINDOW_S:
+            self._samples.popleft()
+        old = self._samples[0]
+        duration_s = now - old.at
+        came, ended = new.prefilled - old.prefilled, new.ended - old.ended
         fixed_s, s_per_sequence = self._step_time.coefficients
-        burst = self._burst()
 
-        def rate(count: int) -> float:
+        def rate(count: float) -> float:
             return max(0.0, count / duration_s) if duration_s > 0 else 0.0
 
         return Demand(
             num_prefill=len(prefills),
             num_decode=len(decodes),
-            prompts_per_s=burst * rate(self._history[-1][2] - prompts),
-            prompt_tokens_per_s=burst * rate(self._history[-1][1] - tokens),
+            prompts_per_s=rate(new.arrived_prompts - old.arrived_prompts),
+            prompt_tokens_per_s=rate(new.arrived_tokens - old.arrived_tokens),
             waiting_tokens=waiting_tokens,
             waiting_prompts=waiting_prompts,
             speed=self._speed,
-            most_sequences=max(count for _, count, _ in self._sequences),
-            most_used_blocks=max(count for _, _, count in self._sequences),
-            blocks_per_decode=min((load.num_blocks for load in decodes), default=0),
+            most_sequences=max(sample.running for sample in self._samples),
+            most_used_blocks=max(sample.used_blocks for sample in self._samples),
+            blocks_per_decode=min((load.num_blocks for _, load in decodes), default=0),
             mean_output_tokens=self._output_tokens / self._ended if self._ended > 0.5 else 0.0,
             fixed_step_s=fixed_s,
             step_s_per_sequence=s_per_sequence,
-            decode_is_full=any(self._is_full(load) for load in decodes),
-            refused_per_s=rate(self._refused - refused),
-            growth_per_s=self._growth_per_s(),
+            decode_is_full=any(self._is_full(load) for _, load in decodes),
+            refused_per_s=rate(new.refused - old.refused),
+            growth_per_s=rate(came - ended - _CHANCE * math.sqrt(came + ended)),
         )
 
-    def _burst(self) -> float:
-        """Ratio of the recent arrival rate, minus chance, to its mean in the window; at least 1."""
-        now, _, newest, _ = self._history[-1]
-        long_s = now - self._history[0][0]
-        then = next((entry for entry in reversed(self._history) if entry[0] <= now - SHORT_WINDOW_S), None)
-        mean = newest - self._history[0][2]
-        if then is None or long_s <= now - then[0] or mean <= 0:
-            return 1.0
-        recent = newest - then[2]
-        least_per_s = (recent - _CHANCE * math.sqrt(max(0, recent))) / (now - then[0])
-        return max(1.0, least_per_s / (mean / long_s))
-
-    def _growth_per_s(self) -> float:
-        """Growth of the number of sequences on decode or waiting for it."""
-        (then, came_before, ended_before), (now, came, ended) = self._flow[0], self._flow[-1]
-        came, ended = came - came_before, ended - ended_before
-        if now <= then:
-            return 0.0
-        return max(0.0, (came - ended - _CHANCE * math.sqrt(max(0, came + ended))) / (now - then))
-
-    def _count(self, prefills: Iterable[tuple[WorkerInfo, WorkerLoad]], num_refused: int | None) -> None:
+    def _count_prompts(self, prefills: _Loads, num_refused: int | None) -> None:
         counters = {}
         for info, load in prefills:
             now = (load.num_prompt_tokens - load.num_cached_tokens, load.num_finished)
@@ -225,7 +213,7 @@ class DemandMeter:
                 self._refused += max(0, num_refused - self._num_refused)  # a restarted proxy counts from 0
             self._num_refused = num_refused
 
-    def _measure_answers(self, now: float, decodes: Sequence[tuple[WorkerInfo, WorkerLoad]]) -> None:
+    def _count_outputs(self, now: float, decodes: _Loads) -> None:
         """Count generated tokens, one per sequence and step, and sequences that ended."""
         elapsed_s = now - self._observed_at if self._observed_at is not None else 0.0
         self._observed_at = now
@@ -242,11 +230,11 @@ class DemandMeter:
     def _is_full(self, load: WorkerLoad) -> bool:
         return load.num_running >= self._max_num_seqs or load.num_free_blocks < _FULL * load.num_blocks
 
-    def _learn_speeds(self, prefills: Sequence[WorkerLoad], decodes: Sequence[WorkerLoad]) -> None:
-        measured = [load.prompt_tokens_per_s for load in prefills if load.prompt_tokens_per_s > 0]
+    def _learn_speeds(self, prefills: _Loads, decodes: _Loads) -> None:
+        measured = [load.prompt_tokens_per_s for _, load in prefills if load.prompt_tokens_per_s > 0]
         if measured:
             self._speed = sum(measured) / len(measured)
         self._step_time.forget()
-        for load in decodes:
+        for _, load in decodes:
             if load.num_running and load.step_time_s > 0:
                 self._step_time.add(load.num_running, load.step_time_s)

@@ -9,14 +9,23 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from typing import Annotated
 
 import msgspec
-from msgspec import Meta
 
 from tandem.deploy.autoscale.demand import Demand
 from tandem.deploy.autoscale.queueing import servers_needed
 
+MAX_LATE_SHARE = 0.05
+"""Share of the requests that may miss their latency target."""
+MAX_UTILISATION = 0.8
+"""Share of the time that prefill computes, and of the sequences that decode can run within the ITL."""
+MAX_KV_USE = 0.8
+"""Share of decode's blocks that may be in use."""
+UP_AFTER_S = 3.0
+DOWN_AFTER_S = 120.0
+"""How long more, or fewer, workers must have been needed before a change."""
+COOLDOWN_S = 5.0
+"""Minimum time between changes of one role."""
 REBALANCE_S = 30.0
 """Minimum time between two moves of workers from one role to the other."""
 CATCH_UP_S = 10.0
@@ -26,29 +35,18 @@ CATCH_UP_S = 10.0
 class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Targets and limits of the planner.
 
-    ttft_s, itl_s: latency targets; a fraction of `most_late` of the requests may miss them.
-    max_workers: limit for both roles together; 0 means no limit.
-    max_utilisation: share of the time that prefill computes, and of the sequences that decode can run within the ITL.
-    max_kv_use: share of decode's blocks that may be in use. max_num_seqs: limit of one decode worker.
-    up_after_s, down_after_s: how long more, or fewer, workers must have been needed before a change.
-    cooldown_s: minimum time between changes of one role.
-    foresee_s: period for which growth is extrapolated, about the time that a worker takes to start.
+    ttft_s, itl_s: latency targets. max_workers: limit for both roles together; 0 means no limit. max_num_seqs: limit of
+    one decode worker. foresee_s: period for which growth is extrapolated, about the time that a worker takes to start.
     """
 
-    ttft_s: Annotated[float, Meta(gt=0)] = 1.0
-    itl_s: Annotated[float, Meta(gt=0)] = 0.05
-    min_prefill: Annotated[int, Meta(ge=1)] = 1
-    max_prefill: Annotated[int, Meta(ge=1)] = 8
-    min_decode: Annotated[int, Meta(ge=1)] = 1
-    max_decode: Annotated[int, Meta(ge=1)] = 8
-    max_workers: Annotated[int, Meta(ge=0)] = 0
-    max_num_seqs: Annotated[int, Meta(ge=1)] = 64
-    most_late: float = 0.05
-    max_utilisation: float = 0.8
-    max_kv_use: float = 0.8
-    up_after_s: float = 3.0
-    down_after_s: float = 120.0
-    cooldown_s: float = 5.0
+    ttft_s: float = 1.0
+    itl_s: float = 0.05
+    min_prefill: int = 1
+    max_prefill: int = 8
+    min_decode: int = 1
+    max_decode: int = 8
+    max_workers: int = 0
+    max_num_seqs: int = 64
     foresee_s: float = 30.0
 
 
@@ -84,9 +82,9 @@ def prefill_needed(demand: Demand, config: PlannerConfig) -> Need:
     load = demand.asked_over_served * demand.prompt_tokens_per_s / demand.speed
     slack_s = config.ttft_s - service_s
     reason = f"{load:.2f} workers' worth of prompts, {service_s:.2f} s each"
-    count = max(1, _up(load / config.max_utilisation))
+    count = max(1, _up(load / MAX_UTILISATION))
     if slack_s > 0:
-        count = max(count, servers_needed(load, service_s, slack_s, config.most_late, config.max_prefill))
+        count = max(count, servers_needed(load, service_s, slack_s, MAX_LATE_SHARE, config.max_prefill))
     else:
         reason += f" (longer than the TTFT of {config.ttft_s:g} s, whatever the number of workers)"
     # The queue beyond the TTFT must be worked off too, unless it waits because decode is full.
@@ -96,9 +94,7 @@ def prefill_needed(demand: Demand, config: PlannerConfig) -> Need:
         excess += max(0.0, load - num_prefill) * demand.speed * config.foresee_s  # grows until new workers serve
         count = max(count, _up(load + excess / (demand.speed * CATCH_UP_S)))
         reason += f", {demand.waiting_tokens} tokens wait"
-    return Need(
-        count, reason, (load + demand.waiting_tokens / demand.speed / config.foresee_s) / config.max_utilisation
-    )
+    return Need(count, reason, (load + demand.waiting_tokens / demand.speed / config.foresee_s) / MAX_UTILISATION)
 
 
 def decode_needed(demand: Demand, config: PlannerConfig) -> Need:
@@ -107,7 +103,7 @@ def decode_needed(demand: Demand, config: PlannerConfig) -> Need:
         return Need(1, "no sequences")
     by_blocks = 1
     if demand.blocks_per_decode:
-        by_blocks = _up(demand.most_used_blocks / (config.max_kv_use * demand.blocks_per_decode))
+        by_blocks = _up(demand.most_used_blocks / (MAX_KV_USE * demand.blocks_per_decode))
         if demand.decode_is_full:
             by_blocks = max(by_blocks, demand.num_decode + 1)
     in_time = min(demand.sequences_in_step(config.itl_s), config.max_num_seqs)
@@ -116,7 +112,7 @@ def decode_needed(demand: Demand, config: PlannerConfig) -> Need:
         reason = f"a step of one sequence takes longer than the ITL of {1000 * config.itl_s:g} ms"
         reason += ", whatever the number of workers"
         return Need(max(most, by_blocks), reason)
-    in_time = max(1.0, config.max_utilisation * in_time)
+    in_time = max(1.0, MAX_UTILISATION * in_time)
     num_sequences = demand.most_sequences + demand.growth_per_s * config.foresee_s
     work = 0.0
     if demand.step_s_per_sequence > 0:
@@ -138,30 +134,28 @@ def decode_needed(demand: Demand, config: PlannerConfig) -> Need:
 class _Steady:
     """Smooths the need of one role over time."""
 
-    def __init__(self, least: int, most: int, config: PlannerConfig) -> None:
+    def __init__(self, least: int, most: int) -> None:
         self.least = least
         self.most = most
-        self._config = config
         self._needs: deque[tuple[float, int]] = deque()
         self._changed_at = -math.inf
         self._current: int | None = None
 
     def want(self, now: float, current: int, need: int) -> int:
         """Number of workers to set. current: number at present, starting workers included."""
-        config = self._config
         if self._current is not None and current != self._current:
             self._changed_at = now
         self._current = current
         self._needs.append((now, need))
-        while len(self._needs) > 1 and self._needs[1][0] <= now - config.down_after_s:
+        while len(self._needs) > 1 and self._needs[1][0] <= now - DOWN_AFTER_S:
             self._needs.popleft()
         limited = min(max(current, self.least), self.most)
-        if limited != current or now - self._changed_at < config.cooldown_s:
+        if limited != current or now - self._changed_at < COOLDOWN_S:
             return limited
-        least_recently = min(count for at, count in self._needs if at >= now - config.up_after_s)
-        if self._covers(now, config.up_after_s) and least_recently > current:
+        least_recently = min(count for at, count in self._needs if at >= now - UP_AFTER_S)
+        if self._covers(now, UP_AFTER_S) and least_recently > current:
             return min(need, self.most)  # the latest need: rising needs are detected late already
-        if self._covers(now, config.down_after_s):
+        if self._covers(now, DOWN_AFTER_S):
             ever = max(count for _, count in self._needs)
             if ever < current:
                 return max(ever, self.least)
@@ -170,19 +164,14 @@ class _Steady:
     def _covers(self, now: float, duration_s: float) -> bool:
         return self._needs[0][0] <= now - duration_s
 
-    def most_needed(self, now: float, duration_s: float) -> int:
-        """Largest need of the last `duration_s`, within the role's limits."""
-        needed = max(count for at, count in self._needs if at >= now - duration_s)
-        return min(max(needed, self.least), self.most)
-
 
 class Planner:
     """Proposes numbers of workers; called once per observation, about once a second."""
 
     def __init__(self, config: PlannerConfig) -> None:
         self.config = config
-        self._prefill = _Steady(config.min_prefill, config.max_prefill, config)
-        self._decode = _Steady(config.min_decode, config.max_decode, config)
+        self._prefill = _Steady(config.min_prefill, config.max_prefill)
+        self._decode = _Steady(config.min_decode, config.max_decode)
         self._rebalanced_at = -math.inf
 
     def propose(self, now: float, demand: Demand, num_prefill: int, num_decode: int) -> Proposal:
@@ -190,46 +179,28 @@ class Planner:
         prefill_need, decode_need = prefill_needed(demand, self.config), decode_needed(demand, self.config)
         prefill = self._prefill.want(now, num_prefill, prefill_need.num_workers)
         decode = self._decode.want(now, num_decode, decode_need.num_workers)
-        most = self.config.max_workers
-        if most and prefill + decode > most:
-            work = prefill_need.work, decode_need.work
-            prefill, decode = self._share(now, num_prefill, num_decode, prefill, decode, work)
+        if 0 < self.config.max_workers < prefill + decode:
+            if num_prefill + num_decode >= self.config.max_workers and now - self._rebalanced_at < REBALANCE_S:
+                prefill, decode = num_prefill, num_decode
+            else:
+                prefill, decode = self._share(prefill, decode, prefill_need, decode_need)
+                if prefill < num_prefill or decode < num_decode:
+                    self._rebalanced_at = now
         return Proposal(prefill, decode, prefill_need, decode_need)
 
-    def _share(
-        self,
-        now: float,
-        num_prefill: int,
-        num_decode: int,
-        prefill: int,
-        decode: int,
-        work: tuple[float, float],
-    ) -> tuple[int, int]:
-        """Divide `max_workers` if the roles together need more: a role gets the workers that the other does not need.
+    def _share(self, prefill: int, decode: int, prefill_need: Need, decode_need: Need) -> tuple[int, int]:
+        """Divide `max_workers` among roles that want more together: a role gets the workers that the other leaves.
 
-        If both need more than their share, the shares are proportional to the work of waiting and expected prompts,
-        because prompts pass both roles. Workers move without waiting for `down_after_s`, since queued prompts cost more
-        than idle decode workers, but at most once per REBALANCE_S.
+        If both want more than their share, the shares are proportional to the work of waiting and expected prompts,
+        because prompts pass both roles. Workers move without waiting for DOWN_AFTER_S, since queued prompts cost more
+        than idle decode workers.
         """
         config = self.config
-        most = config.max_workers
-        if num_prefill + num_decode >= most and now - self._rebalanced_at < REBALANCE_S:
-            return num_prefill, num_decode
-        if prefill <= num_prefill:
-            prefill = min(prefill, self._prefill.most_needed(now, REBALANCE_S))
-        if decode <= num_decode:
-            decode = min(decode, self._decode.most_needed(now, REBALANCE_S))
-        if prefill + decode > most:
-            weights = work if min(work) > 0 else (prefill, decode)
-            share = round(most * weights[0] / sum(weights))
-            if prefill > share:
-                prefill = max(share, most - decode)  # prefill also gets what decode does not need
-            prefill = min(max(prefill, config.min_prefill), most - config.min_decode)
-            decode = most - prefill
-        elif prefill > num_prefill:
-            decode = max(decode, min(num_decode, most - prefill))  # decode keeps workers that prefill does not need
-        elif decode > num_decode:
-            prefill = max(prefill, min(num_prefill, most - decode))
-        if prefill < num_prefill or decode < num_decode:
-            self._rebalanced_at = now
-        return prefill, decode
+        weights = prefill_need.work, decode_need.work
+        if not all(weights):
+            weights = prefill_need.num_workers, decode_need.num_workers
+        share = round(config.max_workers * weights[0] / sum(weights))
+        if prefill > share:
+            prefill = max(share, config.max_workers - decode)
+        prefill = min(max(prefill, config.min_prefill), config.max_workers - config.min_decode)
+        return prefill, config.max_workers - prefill

@@ -11,8 +11,16 @@ import msgspec
 from tandem.deploy.launch.admin_socket import SOCKET_NAME
 from tandem.deploy.processes.runtime_dir import NETWORK_FILE, PROXIES_FILE, runtime_dir
 from tandem.protocol.codec import Codec
-from tandem.protocol.messages.membership import FromProxyControl, ToProxyControl
-from tandem.protocol.messages.operations import FromLauncher, ScaleRefused, ToLauncher
+from tandem.protocol.messages.membership import FromProxyControl, GetStatus, StatusReport, ToProxyControl
+from tandem.protocol.messages.operations import (
+    FromLauncher,
+    LaunchedProcess,
+    ListProcesses,
+    ProcessList,
+    RestartProcess,
+    ScaleRefused,
+    ToLauncher,
+)
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.proxy_endpoints import EndpointsFile
 from tandem.protocol.sockets import DealerSocket, new_context
@@ -24,47 +32,73 @@ LAUNCHER_TIMEOUT_S = 10.0
 A = TypeVar("A", bound=msgspec.Struct)
 
 
-async def ask_launcher(port: int, question: ToLauncher, kind: type[A], timeout_s: float = LAUNCHER_TIMEOUT_S) -> A:
-    """The launcher's answer, which is of `kind`.
+class ClusterClient:
+    """The cluster on `port` of this host.
 
-    Raises ConfigError when no cluster runs on `port` or the launcher refuses, Overloaded when it does not answer.
+    join, network: control endpoints of a cluster on another host, to be asked instead, and their protection; its
+    launcher cannot be asked. Questions raise ConfigError when no cluster runs on `port`, Overloaded when no answer
+    arrives in time.
     """
-    path = runtime_dir(port) / SOCKET_NAME
-    if not path.exists():
-        raise no_cluster(port)
-    answers = await _ask(
-        [f"ipc://{path}"], NetworkConfig(), question, Codec(FromLauncher), (kind, ScaleRefused), timeout_s
-    )
-    if not answers:
-        raise Overloaded(f"the launcher on port {port} did not answer within {timeout_s:.0f} s; try again")
-    if isinstance(answers[0], ScaleRefused):
-        raise ConfigError(answers[0].reason)
-    assert isinstance(answers[0], kind)
-    return answers[0]
 
+    def __init__(self, port: int, join: Sequence[str] = (), network: NetworkConfig = NetworkConfig()) -> None:  # noqa: B008  # frozen
+        self.port = port
+        self.folder = runtime_dir(port)
+        self.is_remote = bool(join)
+        self._join = list(join)
+        self._network = network
 
-async def ask_proxies(
-    port: int,
-    question: ToProxyControl,
-    kind: type[A],
-    endpoints: Sequence[str] = (),
-    network: NetworkConfig | None = None,
-) -> list[A]:
-    """The answers of `kind` of all proxies that answer within PROXY_TIMEOUT_S.
+    def proxy_endpoints(self) -> list[str]:
+        """Control endpoints: `join`, or the sockets in the runtime folder and those on other nodes listed there."""
+        if self.is_remote:
+            return self._join
+        listed = EndpointsFile(self.folder / PROXIES_FILE).changed() or []
+        return listed + [f"ipc://{path}" for path in sorted(self.folder.glob("proxy-*.sock"))]
 
-    endpoints, network: proxies of another host instead of those on `port`. Raises ConfigError when no cluster runs on
-    `port`, Overloaded when no proxy answers.
-    """
-    asked = list(endpoints) or proxy_endpoints(port)
-    if not asked:
-        raise no_cluster(port)
-    if network is None or not endpoints:
-        network = own_network(port)
-    answers = await _ask(asked, network, question, Codec(FromProxyControl), (kind,), PROXY_TIMEOUT_S)
-    if not answers:
-        where = ", ".join(endpoints) or f"port {port}"
-        raise Overloaded(f"the cluster on {where} did not answer within {PROXY_TIMEOUT_S:.0f} s")
-    return answers
+    def not_running(self) -> ConfigError:
+        return ConfigError(f"no cluster runs on port {self.port}; start one with `tandem up`, or give its --port")
+
+    async def ask_launcher(self, question: ToLauncher, kind: type[A], timeout_s: float = LAUNCHER_TIMEOUT_S) -> A:
+        """The launcher's answer, which is of `kind`. Raises ConfigError when the launcher refuses."""
+        path = self.folder / SOCKET_NAME
+        if not path.exists():
+            raise self.not_running()
+        codec: Codec[Any] = Codec(FromLauncher)
+        answers = await _ask([f"ipc://{path}"], NetworkConfig(), question, codec, (kind, ScaleRefused), timeout_s)
+        if not answers:
+            raise Overloaded(f"the launcher on port {self.port} did not answer within {timeout_s:.0f} s; try again")
+        if isinstance(answers[0], ScaleRefused):
+            raise ConfigError(answers[0].reason)
+        assert isinstance(answers[0], kind)
+        return answers[0]
+
+    async def processes(self, question: ListProcesses | RestartProcess) -> dict[str, LaunchedProcess]:
+        """Processes of the launcher by name."""
+        answer = await self.ask_launcher(question, ProcessList)
+        return {process.name: process for process in answer.processes}
+
+    async def ask_proxies(self, question: ToProxyControl, kind: type[A]) -> list[A]:
+        """The answers of `kind` of all proxies that answer within PROXY_TIMEOUT_S."""
+        endpoints = self.proxy_endpoints()
+        if not endpoints:
+            raise self.not_running()
+        network = self._network if self.is_remote else self._own_network()
+        answers = await _ask(endpoints, network, question, Codec(FromProxyControl), (kind,), PROXY_TIMEOUT_S)
+        if not answers:
+            where = ", ".join(self._join) or f"port {self.port}"
+            raise Overloaded(f"the cluster on {where} did not answer within {PROXY_TIMEOUT_S:.0f} s")
+        return answers
+
+    async def status(self) -> list[StatusReport]:
+        """Reports of all proxies that answer in time, sorted by name."""
+        reports = await self.ask_proxies(GetStatus(), StatusReport)
+        return sorted(reports, key=lambda report: report.proxy_id)
+
+    def _own_network(self) -> NetworkConfig:
+        """Protection of the proxies on other nodes; local sockets need none."""
+        try:
+            return msgspec.json.decode((self.folder / NETWORK_FILE).read_bytes(), type=NetworkConfig)
+        except OSError:
+            return NetworkConfig()
 
 
 async def _ask(
@@ -95,22 +129,3 @@ async def _ask(
             socket.close()
         context.destroy(linger=0)
     return answers
-
-
-def no_cluster(port: int) -> ConfigError:
-    return ConfigError(f"no cluster runs on port {port}; start one with `tandem up`, or give its --port")
-
-
-def proxy_endpoints(port: int) -> list[str]:
-    """Control endpoints of the proxies: sockets in the runtime folder and endpoints in its file of remote proxies."""
-    folder = runtime_dir(port)
-    remote = EndpointsFile(folder / PROXIES_FILE).changed() or []
-    return remote + [f"ipc://{path}" for path in sorted(folder.glob("proxy-*.sock"))]
-
-
-def own_network(port: int) -> NetworkConfig:
-    """Protection of the endpoints of `proxy_endpoints`; local sockets need none."""
-    try:
-        return msgspec.json.decode((runtime_dir(port) / NETWORK_FILE).read_bytes(), type=NetworkConfig)
-    except OSError:
-        return NetworkConfig()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import re
-import sys
 from collections.abc import Sequence
 
-from tandem.deploy.commands.cluster_client import ask_launcher
-from tandem.deploy.commands.status import fetch_status
+from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.protocol.messages.membership import StatusReport
 from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
 from tandem.runtime.errors import ConfigError, InternalError, Overloaded
@@ -31,31 +29,28 @@ def parse_counts(arguments: Sequence[str]) -> ScaleCluster:
     return ScaleCluster(**counts)
 
 
-def run_scale(port: int, arguments: Sequence[str], timeout_s: float) -> int:
-    """Scale the cluster and wait up to `timeout_s` for the workers; 0 does not wait. Returns the exit code."""
-    return asyncio.run(_scale(port, parse_counts(arguments), timeout_s))
-
-
-async def _scale(port: int, command: ScaleCluster, timeout_s: float) -> int:
-    answer = await ask_launcher(port, command, ClusterScaled)
+async def scale(cluster: ClusterClient, arguments: Sequence[str], timeout_s: float) -> None:
+    """Scale the cluster and wait for the workers; raises InternalError after `timeout_s`. 0 does not wait."""
+    answer = await cluster.ask_launcher(parse_counts(arguments), ClusterScaled)
     text = f"prefill={answer.prefill} decode={answer.decode}"
     if not timeout_s:
-        sys.stdout.write(f"scaling to {text}\n")
-        return 0
+        print(f"scaling to {text}")
+        return
     try:
         async with asyncio.timeout(timeout_s):
-            while True:
-                try:
-                    if all(is_scaled(report, answer) for report in await fetch_status(port)):
-                        break
-                except Overloaded:
-                    pass  # the proxies are busy; ask again
+            while not await _is_complete(cluster, answer):  # noqa: ASYNC110
                 await asyncio.sleep(POLL_S)
     except TimeoutError:
         reason = f"the cluster has not reached {text} after {timeout_s:g} s; `tandem status` shows its workers"
         raise InternalError(reason) from None
-    sys.stdout.write(f"{text}\n")
-    return 0
+    print(text)
+
+
+async def _is_complete(cluster: ClusterClient, wanted: ClusterScaled) -> bool:
+    try:
+        return all(is_scaled(report, wanted) for report in await cluster.status())
+    except Overloaded:  # the proxies are busy
+        return False
 
 
 def is_scaled(report: StatusReport, wanted: ClusterScaled) -> bool:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import sys
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -14,11 +12,9 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
-from tandem.deploy.commands.cluster_client import ask_launcher, ask_proxies, proxy_endpoints
+from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.commands.serving_rates import Sample, ServingRates, rates
-from tandem.protocol.messages.membership import GetStatus, StatusReport
 from tandem.protocol.messages.operations import GetPlan, PlanReport
-from tandem.protocol.network import NetworkConfig
 from tandem.runtime.errors import Overloaded, TandemError
 
 PLAN_TIMEOUT_S = 2.0
@@ -27,77 +23,51 @@ WINDOW_S = 30.0
 """Period over which `--watch` computes rates and percentiles."""
 
 
-async def fetch_status(
-    port: int,
-    endpoints: Sequence[str] = (),
-    network: NetworkConfig | None = None,
-) -> list[StatusReport]:
-    """Reports of all proxies that answer in time, sorted by name; see `ask_proxies` for arguments and errors."""
-    reports = await ask_proxies(port, GetStatus(), StatusReport, endpoints, network)
-    return sorted(reports, key=lambda report: report.proxy_id)
-
-
-async def fetch_plan(port: int) -> PlanReport | None:
-    """The planner's proposal; None before the cluster serves and when the launcher does not answer in time."""
+async def fetch_plan(cluster: ClusterClient) -> PlanReport | None:
+    """The planner's proposal; None before the cluster serves, on other hosts, and without an answer in time."""
+    if cluster.is_remote:
+        return None
     try:
-        return await ask_launcher(port, GetPlan(), PlanReport, PLAN_TIMEOUT_S)
+        return await cluster.ask_launcher(GetPlan(), PlanReport, PLAN_TIMEOUT_S)
     except TandemError:
         return None
 
 
-def print_status(
-    port: int,
-    as_json: bool,
-    endpoints: Sequence[str] = (),
-    network: NetworkConfig | None = None,
-) -> int:
+async def print_status(cluster: ClusterClient, as_json: bool) -> int:
     """Print the status once. Exit code 1 if the cluster is not ready or one of its proxies does not answer, else 0."""
-    sample = Sample(time.monotonic(), asyncio.run(fetch_status(port, endpoints, network)))
-    num_silent = _num_silent(port, endpoints, sample)
+    sample = Sample(time.monotonic(), await cluster.status())
+    num_silent = _num_silent(cluster, sample)
     if as_json:
-        sys.stdout.write(msgspec.json.encode(sample.reports).decode() + "\n")
+        print(msgspec.json.encode(sample.reports).decode())
     else:
         Console().print(status_tables(sample, None, num_silent))
-        if not endpoints and (plan := asyncio.run(fetch_plan(port))) is not None:
-            sys.stdout.write("\n" + plan_lines(plan))
+        if (plan := await fetch_plan(cluster)) is not None:
+            print("\n" + plan_lines(plan), end="")
     return 0 if all(report.ready for report in sample.reports) and not num_silent else 1
 
 
-def watch_status(
-    port: int,
-    endpoints: Sequence[str] = (),
-    network: NetworkConfig | None = None,
-    num_rounds: int | None = None,
-) -> int:
-    """Update the status every second until Ctrl-C, or `num_rounds` times. Rates cover the last WINDOW_S."""
-    asyncio.run(_watch(port, endpoints, network, num_rounds, Console()))
-    return 0
-
-
-async def _watch(
-    port: int, endpoints: Sequence[str], network: NetworkConfig | None, num_rounds: int | None, console: Console
-) -> None:
+async def watch_status(cluster: ClusterClient) -> None:
+    """Update the status every second until cancelled. Rates cover the last WINDOW_S."""
+    console = Console()
     samples: deque[Sample] = deque()
     with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
-        for number in itertools.count(1):
+        while True:
             try:
-                samples.append(Sample(time.monotonic(), await fetch_status(port, endpoints, network)))
+                samples.append(Sample(time.monotonic(), await cluster.status()))
             except Overloaded as error:
                 live.update(f"[red]{error}[/]", refresh=True)
             else:
                 while samples[-1].at - samples[0].at > WINDOW_S:
                     samples.popleft()
                 then = samples[0] if len(samples) > 1 else None
-                tables = status_tables(samples[-1], then, _num_silent(port, endpoints, samples[-1]))
-                plan = None if endpoints else await fetch_plan(port)
+                tables = status_tables(samples[-1], then, _num_silent(cluster, samples[-1]))
+                plan = await fetch_plan(cluster)
                 live.update(tables if plan is None else Group(tables, "", plan_lines(plan)), refresh=True)
-            if number == num_rounds:
-                return
             await asyncio.sleep(INTERVAL_S)
 
 
-def _num_silent(port: int, endpoints: Sequence[str], sample: Sample) -> int:
-    return max(0, len(endpoints or proxy_endpoints(port)) - len(sample.reports))
+def _num_silent(cluster: ClusterClient, sample: Sample) -> int:
+    return max(0, len(cluster.proxy_endpoints()) - len(sample.reports))
 
 
 def status_tables(now: Sample, then: Sample | None, num_silent: int) -> Group:

@@ -15,6 +15,7 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -51,13 +52,53 @@ OnProgress = Callable[[str, float | None], None]
 """Called with a text and the fraction of the weights that is loaded, None before that is known."""
 
 
-class Launcher:
-    """Runs one cluster. `run` returns when it has been stopped; `stop` may be called from a signal handler."""
+async def run_cluster(
+    config: ClusterConfig, model: str, served_model_name: str, on_progress: OnProgress, on_ready: Callable[[Path], None]
+) -> None:
+    """Run a cluster until SIGINT, SIGTERM or SIGHUP. on_ready: called with the folder of the logs.
 
-    def __init__(self, config: ClusterConfig, model: str, served_model_name: str) -> None:
+    Raises ConfigError for what the operator can correct, InternalError if the cluster does not start.
+    """
+    place: int | str = config.port if not config.join else _worker_name(config, "worker")
+    with ExitStack() as cleanup:
+        folder = create_runtime_dir(place)
+        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+        logs = log_dir(place)
+        # Only a launcher of joining workers or on Ray reaches proxies over tcp; others use local sockets.
+        network = config.network if config.join or config.ray else NetworkConfig()
+        context = new_context("worker" if config.join else "operator", network)
+        cleanup.callback(context.destroy, linger=0)
+        exposed = config.cluster_host or (config.ray and "the nodes' network")
+        if exposed and config.insecure_network and not config.network_keys:
+            log.warning("--insecure-network: anybody who can reach %s can control this cluster", exposed)
+        if not config.ray and not config.join:
+            _check_port(config.host, config.port, "--port or --host")
+            _check_port(*config.admin_address, "--admin-port or --admin-host")
+        site: Site
+        if config.ray:
+            from tandem.deploy.sites.ray_site import RaySite  # optional, and slow to import
+
+            site = RaySite(config, model, served_model_name, folder, logs)
+        else:
+            site = LocalSite(config, model, served_model_name, folder, logs)
+        cleanup.callback(site.close)
+        launcher = Launcher(config, site, context, folder)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # after the site: Ray sets its own handlers
+            asyncio.get_running_loop().add_signal_handler(number, launcher.stop)
+        await launcher.run(on_progress, lambda: on_ready(logs))
+
+
+class Launcher:
+    """Runs the processes of one cluster at `site`. `run` returns when it has been stopped by `stop`.
+
+    context: for sockets to the proxies. folder: where the admin socket is bound.
+    """
+
+    def __init__(self, config: ClusterConfig, site: Site, context: Context, folder: Path) -> None:
         self._config = config
-        self._model = model
-        self._served_model_name = served_model_name
+        self._site = site
+        self._context = context
+        self._folder = folder
         self._children: dict[str, Supervised] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._counts: dict[Role, int] = {"prefill": config.prefill, "decode": config.decode}
@@ -69,75 +110,43 @@ class Launcher:
         self._watchdog = Watchdog()
         self._controls: dict[str, DealerSocket[FromProxyControl]] = {}  # by proxy
         self._reports: dict[str, StatusReport] = {}
-        self._site: Site
-        self._context: Context
 
     def stop(self) -> None:
         self._stopping.set()
 
-    async def run(self, on_progress: OnProgress, on_ready: Callable[[Path], None]) -> None:
+    async def run(self, on_progress: OnProgress, on_ready: Callable[[], None]) -> None:
         """Raises ConfigError for what the operator can correct, InternalError if the cluster does not start."""
-        config = self._config
-        place: int | str = config.port if not config.join else self._worker_name("worker")
-        folder = create_runtime_dir(place)
-        logs = log_dir(place)
         loop = asyncio.get_running_loop()
         started_at = loop.time()
-        # Only a launcher of joining workers or on Ray reaches proxies over tcp; others use local sockets.
-        network = config.network if config.join or config.ray else NetworkConfig()
-        self._context = new_context("worker" if config.join else "operator", network)
-        exposed = config.cluster_host or (config.ray and "the nodes' network")
-        if exposed and config.insecure_network and not config.network_keys:
-            log.warning("--insecure-network: anybody who can reach %s can control this cluster", exposed)
-        autoscaler = Autoscaler(config, self)
-        site: Site | None = None
-        admin_socket: AdminSocket | None = None
-        watching: list[asyncio.Task[None]] = []
         try:
-            if not config.ray and not config.join:
-                _check_port(config.host, config.port, "--port or --host")
-                _check_port(*config.admin_address, "--admin-port or --admin-host")
-            site = self._site = self._make_site(folder, logs)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # after the site: Ray sets its own handlers
-                loop.add_signal_handler(number, self.stop)
             self._start_all()
             await self._until_ready(on_progress)
             if self._ready:
-                if not config.join:  # else the cluster's own launcher answers
-                    admin_socket = AdminSocket(self._context, folder, self, autoscaler)
-                if not config.join and config.prefill:  # without prefill workers there is no ratio to plan
-                    autoscaler.start(loop.time() - started_at)
-                watching = [asyncio.create_task(watch) for watch in (self._watch(), self._ask_media_cache())]
-                on_ready(logs)
-                await self._stopping.wait()
+                await self._serve(on_ready, boot_s=loop.time() - started_at)
         finally:
-            autoscaler.close()
-            for watch in watching:
-                watch.cancel()
-            if admin_socket is not None:
-                admin_socket.close()
             await self._stop_children()
             for control in self._controls.values():
                 control.close()
-            self._context.destroy(linger=0)
-            if site is not None:
-                site.close()
-            shutil.rmtree(folder, ignore_errors=True)
         if self._fatal is not None:
             raise self._fatal
 
-    def _make_site(self, folder: Path, logs: Path) -> Site:
-        if not self._config.ray:
-            return LocalSite(self._config, self._model, self._served_model_name, folder, logs)
-        from tandem.deploy.sites.ray_site import RaySite  # optional, and slow to import
-
-        return RaySite(self._config, self._model, self._served_model_name, folder, logs)
+    async def _serve(self, on_ready: Callable[[], None], boot_s: float) -> None:
+        """Watch, autoscale and answer commands until stopped."""
+        config = self._config
+        watches = [self._watch(), self._ask_media_cache()]
+        with ExitStack() as cleanup:
+            if not config.join:  # else the cluster's own launcher does this
+                autoscaler = Autoscaler(config, self, boot_s)
+                admin_socket = AdminSocket(self._context, self._folder, self, autoscaler)
+                cleanup.callback(admin_socket.close)
+                if config.prefill:  # without prefill workers there is no ratio to plan
+                    watches.append(autoscaler.run())
+            for watch in watches:
+                cleanup.callback(asyncio.create_task(watch).cancel)
+            on_ready()
+            await self._stopping.wait()
 
     # ---- starting
-
-    def _worker_name(self, prefix: str) -> str:
-        """Name that survives restarts and is unique in the cluster."""
-        return prefix if not self._config.join else f"{prefix}-{self._config.name or socket.gethostname()}"
 
     def _start_all(self) -> None:
         if (media_cache := self._site.make_media_cache(self._on_exit)) is not None:
@@ -148,7 +157,7 @@ class Launcher:
             self._start(self._site.make_proxy(f"proxy-{i}", self._on_exit, self._on_endpoint))
         for role in ROLES:
             for i in range(self._counts[role]):
-                self._start(self._site.make_worker(role, self._worker_name(f"{role}-{i}"), self._on_exit))
+                self._start(self._site.make_worker(role, _worker_name(self._config, f"{role}-{i}"), self._on_exit))
 
     def _start(self, child: Supervised) -> None:
         self._children[child.name] = child
@@ -320,45 +329,39 @@ class Launcher:
         """Wait until every worker has registered, every pair is ready and the proxies accept connections."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + START_TIMEOUT_S
-        config = self._config
         while not self._stopping.is_set():
             self.ask_for_reports()
-            reports = list(self._reports.values())
-            if len(reports) == (len(config.join_endpoints) or config.proxies):
-                pairs = [pair for report in self.reports for worker in report.workers for pair in worker.pairs]
-                refused = next((pair for pair in pairs if pair.state == "refused"), None)
-                if refused is not None:
-                    self._fatal = ConfigError(
-                        f"{refused.decode_worker_id} refused to pair with a prefill worker: {refused.reason}"
-                    )
-                    return
-                last = min(reports, key=_num_ready_pairs)  # every proxy must know all pairs
-                roles = [worker.worker.role for worker in last.workers]
-                num_ready = _num_ready_pairs(last)
-                on_progress(
-                    f"{roles.count('prefill')}/{config.prefill} prefill, "
-                    f"{roles.count('decode')}/{config.decode} decode, "
-                    f"{num_ready}/{config.prefill * config.decode} pairs",
-                    fraction_loaded(list(self._site.progress_files.values())),
-                )
-                if config.join:
-                    is_up = all(self._knows_our_workers(report) for report in reports)
-                else:
-                    are_known = all(self._knows_our_workers(report) for report in reports)
-                    is_up = are_known and num_ready >= config.prefill * config.decode
-                    is_up = is_up and await self._all_proxies_answer()
-                if is_up:
-                    self._ready = True
-                    return
+            if await self._is_up(on_progress):
+                self._ready = True
+                return
             if loop.time() > deadline:
-                self._fatal = InternalError(
+                raise InternalError(
                     f"the cluster did not start within {START_TIMEOUT_S:.0f} s; the workers' logs may show why"
                 )
-                return
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), 0.1)
-            except TimeoutError:
-                continue
+
+    async def _is_up(self, on_progress: OnProgress) -> bool:
+        """Raises ConfigError for workers that cannot be paired."""
+        config = self._config
+        reports = list(self._reports.values())
+        if len(reports) < (len(config.join_endpoints) or config.proxies):
+            return False
+        pairs = [pair for report in self.reports for worker in report.workers for pair in worker.pairs]
+        refused = next((pair for pair in pairs if pair.state == "refused"), None)
+        if refused is not None:
+            raise ConfigError(f"{refused.decode_worker_id} refused to pair with a prefill worker: {refused.reason}")
+        last = min(reports, key=lambda report: report.num_ready_pairs)  # every proxy must know all pairs
+        roles = [worker.worker.role for worker in last.workers]
+        num_pairs = config.prefill * config.decode
+        on_progress(
+            f"{roles.count('prefill')}/{config.prefill} prefill, {roles.count('decode')}/{config.decode} decode, "
+            f"{last.num_ready_pairs}/{num_pairs} pairs",
+            fraction_loaded(list(self._site.progress_files.values())),
+        )
+        if not all(self._knows_our_workers(report) for report in reports):
+            return False
+        return bool(config.join) or (last.num_ready_pairs >= num_pairs and await self._all_proxies_answer())
 
     def _knows_our_workers(self, report: StatusReport) -> bool:
         # Compares pids too: a worker of another host may have the same name.
@@ -398,8 +401,9 @@ class Launcher:
         return not running
 
 
-def _num_ready_pairs(report: StatusReport) -> int:
-    return sum(pair.state == "ready" for worker in report.workers for pair in worker.pairs)
+def _worker_name(config: ClusterConfig, prefix: str) -> str:
+    """Name that survives restarts and is unique in the cluster."""
+    return prefix if not config.join else f"{prefix}-{config.name or socket.gethostname()}"
 
 
 def _check_port(host: str, port: int, flags: str) -> None:

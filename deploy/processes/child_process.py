@@ -18,6 +18,25 @@ from tandem.protocol.proxy_endpoints import write_whole
 log = logging.getLogger(__name__)
 
 
+async def start_module(
+    module: str, config_file: str, output: LogFile, env: dict[str, str], inherited_fds: Sequence[int] = ()
+) -> asyncio.subprocess.Process:
+    """Start `python -m module config_file` in a session of its own: Ctrl-C reaches only the launcher."""
+    with output.open() as file:
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            module,
+            config_file,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+            env={**os.environ, **env},
+            pass_fds=inherited_fds,
+            start_new_session=True,
+        )
+
+
 class ChildProcess(Supervised):
     """Runs `python -m module config_file`; the output goes to `output`, the process id to `pid_file`.
 
@@ -69,19 +88,9 @@ class ChildProcess(Supervised):
         return await process.wait()
 
     async def _start(self) -> asyncio.subprocess.Process:
-        with self._output.open() as output:
-            self._process = process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                self._module,
-                str(self._config_file),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **self._env},
-                pass_fds=self._inherited_fds,
-                start_new_session=True,  # Ctrl-C reaches only the launcher, which stops its children in order
-            )
+        self._process = process = await start_module(
+            self._module, str(self._config_file), self._output, self._env, self._inherited_fds
+        )
         self.last_pid = process.pid
         try:
             write_whole(self._pid_file, str(process.pid))

@@ -54,8 +54,8 @@ class Place:
 class ProcessConfigs:
     """Makes the configuration of each process.
 
-    num_threads: CPU threads per rank, by role. keys: secrets that go into the configurations; parts without an entry
-    read theirs from the operator's folder. Raises ConfigError for API keys that cannot be read.
+    keys: secrets that go into the configurations; parts without an entry read theirs from the operator's folder. Raises
+    ConfigError for API keys that cannot be read.
     """
 
     def __init__(
@@ -63,13 +63,11 @@ class ProcessConfigs:
         cluster: ClusterConfig,
         model: str,
         served_model_name: str,
-        num_threads: dict[Role, int],
         keys: Mapping[Part, NetworkKeys] = MappingProxyType({}),
     ) -> None:
         self._cluster = cluster
         self._model = model
         self._served_model_name = served_model_name
-        self._num_threads = num_threads
         self._keys = keys
         self._api_keys = read_api_keys(Path(cluster.api_keys_file)) if cluster.api_keys_file else []
 
@@ -170,7 +168,7 @@ class ProcessConfigs:
             max_model_len=cluster.max_model_len,
             block_size=cluster.block_size,
             kv_cache_bytes=int(cluster.kv_cache_gib * (1 << 30)),
-            num_threads=self._num_threads[role],
+            num_threads=cluster.num_threads(role),
             trust_remote_code=cluster.trust_remote_code,
             tensor_parallel_size=cluster.num_ranks(role),
             progress_file=progress_file,

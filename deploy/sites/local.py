@@ -32,11 +32,7 @@ class LocalSite:
     def __init__(self, cluster: ClusterConfig, model: str, served_model_name: str, folder: Path, logs: Path) -> None:
         self._cluster = cluster
         self._model = model
-        self._num_threads: dict[Role, int] = {
-            "prefill": cluster.num_threads("prefill"),
-            "decode": cluster.num_threads("decode"),
-        }
-        self._configs = ProcessConfigs(cluster, model, served_model_name, self._num_threads)
+        self._configs = ProcessConfigs(cluster, model, served_model_name)
         self._folder = folder
         self._logs = logs
         self._metrics_dir = folder / "metrics"
@@ -87,7 +83,7 @@ class LocalSite:
             progress_file=str(progress_file),
             media_cache_endpoint=self.media_cache_endpoint if role == "prefill" else "",
         )
-        env = process_environment(self._num_threads[role])
+        env = process_environment(self._cluster.num_threads(role))
         if self._gpus is not None:
             used = Counter(gpu for gpus in self._gpus_of.values() for gpu in gpus)
             self._gpus_of[name] = least_used(self._gpus, used, self._cluster.num_ranks(role))

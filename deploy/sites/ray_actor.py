@@ -10,13 +10,12 @@ import asyncio
 import contextlib
 import os
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
 import msgspec
 
-from tandem.deploy.processes.child_process import ChildProcess
+from tandem.deploy.processes.child_process import ChildProcess, start_module
 from tandem.deploy.processes.log_file import LogFile
 from tandem.media_cache.config import MediaCacheConfig
 from tandem.protocol.proxy_endpoints import write_endpoints
@@ -92,19 +91,8 @@ class ProcessActor:
         config_fd = os.memfd_create("config")
         try:
             os.write(config_fd, config)
-            with self._output.open() as output:
-                self._process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    "-m",
-                    module,
-                    f"/proc/self/fd/{config_fd}",
-                    stdin=asyncio.subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env={**os.environ, **env},
-                    pass_fds=(config_fd,),
-                    start_new_session=True,
-                )
+            config_file = f"/proc/self/fd/{config_fd}"
+            self._process = await start_module(module, config_file, self._output, env, [config_fd])
         finally:
             os.close(config_fd)
         self._limiting = asyncio.create_task(self._output.limit_size())

@@ -58,12 +58,7 @@ class RaySite:
         self._cluster = cluster
         self._folder = folder
         self._logs = logs
-        self._num_threads: dict[Role, int] = {
-            role: max(1, cluster.threads_per_worker // cluster.num_ranks(role)) for role in ("prefill", "decode")
-        }
-        self._configs = ProcessConfigs(
-            cluster, model, served_model_name, self._num_threads, keys_to_hand_out(cluster.network)
-        )
+        self._configs = ProcessConfigs(cluster, model, served_model_name, keys_to_hand_out(cluster.network))
         self._takes_media = takes_media(model)
         self._processes: dict[str, RayProcess] = {}
         self._proxies: list[str] = []
@@ -116,12 +111,12 @@ class RaySite:
         )
 
     def make_worker(self, role: Role, name: str, on_exit: OnExit) -> Supervised:
-        num_ranks = self._cluster.num_ranks(role)
+        num_ranks, num_threads = self._cluster.num_ranks(role), self._cluster.num_threads(role)
         # The ranks share memory; one bundle for all of them keeps them on one node.
-        bundle: dict[str, float] = {"CPU": self._num_threads[role] * num_ranks}
+        bundle: dict[str, float] = {"CPU": num_threads * num_ranks}
         if self._uses_gpus:
             bundle["GPU"] = num_ranks
-        env = process_environment(self._num_threads[role])
+        env = process_environment(num_threads)
         make = partial(self._configs.worker, role)
         log_file = self._logs / f"{name}.log"
         proxies = lambda: self._proxies  # noqa: E731

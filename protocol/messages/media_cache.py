@@ -117,10 +117,9 @@ class GetMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class MediaBytes(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """total_bytes: size of the item; -1 if it is not cached. data: shorter than requested at the end of the item."""
+    """data: empty if the item is not cached, shorter than requested at its end."""
 
     call_id: str
-    total_bytes: int
     data: bytes
 
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 Role = Literal["prefill", "decode"]
@@ -230,6 +230,10 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     num_requests: int
     workers: list[WorkerReport]
     figures: ServingFigures | None = None
+
+    @property
+    def num_ready_pairs(self) -> int:
+        return sum(pair.state == "ready" for worker in self.workers for pair in worker.pairs)
 
 
 class TimelineReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 import httpx
 
-from tandem.deploy.commands.status import fetch_status
+from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.messages.membership import StatusReport
@@ -274,7 +274,7 @@ class Matrix:
     def why_not_whole(self, must_be_gone: int = 0) -> str:
         """The cluster is whole if all processes answer, all pairs are ready, and no request, block or lease is left."""
         try:
-            reports = asyncio.run(fetch_status(self._cluster.port))
+            reports = asyncio.run(ClusterClient(self._cluster.port).status())
         except TandemError as silent:  # starting, or slow
             return silent.message
         if len(reports) < 2:

@@ -18,7 +18,7 @@ from typing import Any
 
 import httpx
 
-from tandem.deploy.commands.status import fetch_status
+from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.messages.membership import StatusReport, WorkerLoad
 from tests.faults.streams import Stream, wait_until
@@ -102,7 +102,7 @@ class Phases:
 
     async def ask(self, proxy: str) -> StatusReport:
         """Asks this proxy only, as others may be frozen."""
-        return (await fetch_status(self.cluster.port, [f"ipc://{self._folder}/{proxy}.sock"]))[0]
+        return (await ClusterClient(self.cluster.port, [f"ipc://{self._folder}/{proxy}.sock"]).status())[0]
 
     def load(self, worker: str, proxy: str = "proxy-0") -> WorkerLoad:
         report = asyncio.run(self.ask(proxy))

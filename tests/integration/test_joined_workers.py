@@ -12,7 +12,7 @@ import pytest
 
 from bench.noise_model import ensure_noise_model
 from bench.ports import free_port
-from tandem.deploy.commands.status import fetch_status
+from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.protocol.messages.membership import StatusReport
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import make_keys
@@ -24,7 +24,7 @@ QUESTION = {"model": "tandem-demo", "prompt": "one two three four", "max_tokens"
 
 
 def fetch(endpoint: str, network: NetworkConfig) -> StatusReport:
-    return asyncio.run(fetch_status(0, [endpoint], network))[0]
+    return asyncio.run(ClusterClient(0, [endpoint], network).status())[0]
 
 
 def test_a_decode_worker_joins_with_keys(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.ports import free_port
-from tandem.deploy.grafana.dashboards import DASHBOARDS
 from tandem.telemetry.stages import FIRST_TOKEN_STAGES, STAGES
 from tests.support.cluster import MODEL, NOW, Cluster
 from tests.support.fake_workers import wait_until
+from tests.support.grafana import queries
 
 SECRET = "xyzzy-the-prompt-is-nobodys-business"
 KEY = "sk-not-in-any-log"
@@ -214,9 +214,7 @@ def test_every_panel_has_data_in_a_real_prometheus(cluster: Cluster, tmp_path: P
         f"--web.listen-address=127.0.0.1:{port}", "--log.level=warn",
     ]  # fmt: skip
     process = subprocess.Popen(command)
-    missing = [
-        (d.title, panel.title, query.expr) for d in DASHBOARDS for panel in d.panels() for query in panel.queries
-    ]
+    missing = queries()
     assert len(missing) > 60
 
     def has_data(expr: str) -> bool:

@@ -58,11 +58,10 @@ def test_it_registers_with_those_that_come_and_loses_those_that_go(tmp_path: Pat
             views.append,
             lost.append,
             lambda: None,
-            lambda: None,
+            lambda: RegisterWorker(PROTOCOL_VERSION, worker, 100, 100, "model", 64),
             lambda: None,
             str(file),
         )
-        registration.start()
         try:
             write_endpoints(file, [proxies["a"].endpoint])
             await until(lambda: any(isinstance(message, WorkerStatus) for message in heard["a"]))

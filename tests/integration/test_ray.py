@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from bench.ports import free_port
-from tandem.deploy.commands.status import fetch_status
+from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.messages.membership import StatusReport
 from tandem.protocol.network_keys import make_keys
@@ -78,7 +78,7 @@ def job(dashboard: str, command: str, *arguments: str) -> str:
 
 def status(port: int) -> StatusReport | None:
     try:
-        return asyncio.run(fetch_status(port))[0]
+        return asyncio.run(ClusterClient(port).status())[0]
     except TandemError:
         return None
 

@@ -25,9 +25,16 @@ def demo(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_the_curl_line_gets_the_answer_that_is_shown(demo: Cluster) -> None:
+def test_the_curl_lines_get_the_answers_that_are_shown(demo: Cluster) -> None:
     page = (ROOT / "README.md").read_text()
-    line = next(line for line in page.splitlines() if line.startswith("curl"))
+    greeting, story = (line for line in page.splitlines() if line.startswith("curl"))
+    assert f"> {run_curl(demo, greeting)}\n" in page
+    for _ in range(3):  # sampled: another story each time, but a whole one
+        assert run_curl(demo, story).endswith("The end.")
+
+
+def run_curl(demo: Cluster, line: str) -> str:
+    """Runs the command against the cluster and returns the text of the stream."""
     done = subprocess.run(
         ["bash", "-c", line.replace(":8000", f":{demo.port}").replace("curl", "curl -sf", 1)],
         capture_output=True, text=True, timeout=30,
@@ -37,8 +44,8 @@ def test_the_curl_line_gets_the_answer_that_is_shown(demo: Cluster) -> None:
     assert last == "[DONE]"
     choices = [choice for event in events for choice in json.loads(event)["choices"]]
     answer = "".join(choice["delta"].get("content") or "" for choice in choices)
-    assert answer and f"> {answer}\n" in page
     assert choices[-1]["finish_reason"] == "stop"
+    return answer
 
 
 def shown_chats() -> list[list[tuple[str, str]]]:

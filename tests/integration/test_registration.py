@@ -85,10 +85,10 @@ class WorkerByHand:
     def _register(self) -> RegisterWorker:
         return RegisterWorker(PROTOCOL_VERSION, self.info, 100, 100, "model", 64)
 
-    def _begin_epoch(self) -> None:
+    def _begin_epoch(self) -> RegisterWorker:
         self.info = msgspec.structs.replace(self.info, epoch=f"e{self.num_epochs}")
         self.num_epochs += 1
-        self.registration.begin_epoch(self._register())
+        return self._register()
 
 
 @asynccontextmanager
@@ -98,7 +98,6 @@ async def cluster(folder: Path, accepts: bool = True) -> AsyncIterator[tuple[Wor
     for proxy in proxies:
         proxy.accepts = accepts
     worker = WorkerByHand(context, [proxy.socket.endpoint for proxy in proxies])
-    worker.registration.start()
     try:
         yield worker, proxies
     finally:

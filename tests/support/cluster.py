@@ -17,7 +17,7 @@ import httpx
 
 from bench.noise_model import ensure_noise_model
 from bench.ports import free_port
-from tandem.deploy.commands.status import fetch_status
+from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import log_dir, runtime_dir
 from tandem.protocol.messages.membership import StatusReport, WorkerReport
 
@@ -117,7 +117,7 @@ class Cluster:
             return False
 
     def status(self) -> StatusReport:
-        return asyncio.run(fetch_status(self.port))[0]
+        return asyncio.run(ClusterClient(self.port).status())[0]
 
     def worker(self, worker_id: str) -> WorkerReport:
         return next(report for report in self.status().workers if report.worker.worker_id == worker_id)

@@ -102,7 +102,7 @@ class FakeWorkers:
         self._registrations: dict[str, Registration] = {}
         self._infos, self._draining = infos, dict.fromkeys(infos, False)
         for name in infos:
-            registration = Registration(
+            self._registrations[name] = Registration(
                 context,
                 self._controls,
                 self._register(name),
@@ -113,8 +113,6 @@ class FakeWorkers:
                 partial(self._begin_epoch, name),
                 lambda: None,
             )
-            registration.start()
-            self._registrations[name] = registration
         await self._stopped.wait()
         for thing in (*self._registrations.values(), *self._routers.values()):
             thing.close()
@@ -130,9 +128,9 @@ class FakeWorkers:
             name, info.epoch, WorkerLoad(), pairs if info.role == "prefill" else [], draining=self._draining[name]
         )
 
-    def _begin_epoch(self, name: str) -> None:
+    def _begin_epoch(self, name: str) -> RegisterWorker:
         self._infos[name] = msgspec.structs.replace(self._infos[name], epoch=f"{name}/{os.urandom(4).hex()}")
-        self._registrations[name].begin_epoch(self._register(name))
+        return self._register(name)
 
     def _on_view(self, view: list[WorkerInfo]) -> None:
         if {info.epoch for info in view} == self._epochs:  # and not those of an earlier test

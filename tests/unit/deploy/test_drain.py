@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -73,26 +75,30 @@ def test_draining_workers_are_not_chosen_but_still_there() -> None:
     assert registry.workers() == [prefill, second]
 
 
-@pytest.mark.parametrize("is_launched_here", [True, False])
-def test_the_command_waits_for_the_process_too(monkeypatch: pytest.MonkeyPatch, is_launched_here: bool) -> None:
-    """The launcher counts the worker until its process has ended, so a `tandem scale` before that would be wrong."""
-    process = LaunchedProcess("decode-0", pid=7, num_starts=1)
-    listed = iter([[process], [process], [process], []] if is_launched_here else [[]])
-    said: list[str] = []
+class LeavingWorker:
+    """A cluster whose worker has left the proxies, and whose launcher answers with `listed` in turn."""
 
-    async def processes(port: int, question: object) -> dict[str, LaunchedProcess]:
-        return {each.name: each for each in next(listed)}
+    def __init__(self, listed: list[list[LaunchedProcess]]) -> None:
+        self.listed = listed
 
-    async def reports(port: int) -> list[StatusReport]:
-        return []  # no proxy knows the worker any more
+    async def processes(self, question: object) -> dict[str, LaunchedProcess]:
+        return {each.name: each for each in self.listed.pop(0)}
 
-    async def ask(port: int, message: object, kind: object) -> list[DrainAnswer]:
+    async def status(self) -> list[StatusReport]:
+        return []
+
+    async def ask_proxies(self, message: object, kind: object) -> list[DrainAnswer]:
         return [DrainAnswer("decode-0")]
 
-    monkeypatch.setattr(draining, "_processes", processes)
-    monkeypatch.setattr(draining, "fetch_status", reports)
-    monkeypatch.setattr(draining, "ask_proxies", ask)
+
+@pytest.mark.parametrize("is_launched_here", [True, False])
+def test_the_command_waits_for_the_process_too(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_launched_here: bool
+) -> None:
+    """The launcher counts the worker until its process has ended, so a `tandem scale` before that would be wrong."""
+    process = LaunchedProcess("decode-0", pid=7, num_starts=1)
+    cluster = LeavingWorker([[process], [process], [process], []] if is_launched_here else [[]])
     monkeypatch.setattr(draining, "_POLL_S", 0.0)
-    draining.drain(8000, "decode-0", 10.0, said.append)
-    assert said == ["decode-0 is draining", "decode-0 has left"]
-    assert not list(listed)
+    asyncio.run(draining.drain(cluster, "decode-0", 10.0))  # type: ignore[arg-type]
+    assert capsys.readouterr().out == "decode-0 is draining\ndecode-0 has left\n"
+    assert not cluster.listed

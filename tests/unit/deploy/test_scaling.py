@@ -20,6 +20,7 @@ from tandem.deploy.processes.supervised import OnExit, Supervised
 from tandem.protocol.messages.membership import PairStatus, Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
 from tandem.protocol.proxy_endpoints import EndpointsFile, write_endpoints
+from tandem.protocol.sockets import new_context
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.process import EXIT_RETIRED
 
@@ -81,12 +82,13 @@ class FakeSite:
 
 def with_launcher(room: int, body: Callable[[Launcher, FakeSite], Awaitable[None]]) -> None:
     async def main() -> None:
-        launcher, site = Launcher(ClusterConfig(), "m", "m"), FakeSite(room)
-        launcher._site = site
-        launcher._start_all()
-        launcher._ready = True
-        await body(launcher, site)
-        await launcher._stop_children()
+        site = FakeSite(room)
+        with new_context() as context:
+            launcher = Launcher(ClusterConfig(), site, context, Path("/nowhere"))
+            launcher._start_all()
+            launcher._ready = True
+            await body(launcher, site)
+            await launcher._stop_children()
 
     asyncio.run(main())
 
@@ -148,8 +150,8 @@ def test_a_worker_that_was_told_to_leave_for_good_is_not_wanted_any_more() -> No
 
 
 def test_it_is_not_scaled_before_it_serves() -> None:
-    with pytest.raises(ConfigError, match="not up"):
-        Launcher(ClusterConfig(), "m", "m").scale({"prefill": 2})
+    with new_context() as context, pytest.raises(ConfigError, match="not up"):
+        Launcher(ClusterConfig(), FakeSite(9), context, Path("/nowhere")).scale({"prefill": 2})
 
 
 def test_counts_are_read_or_refused_by_name() -> None:
@@ -196,7 +198,7 @@ class Recorded:
 @pytest.mark.parametrize("acts", [False, True])
 def test_it_acts_only_where_it_may_and_says_what_it_would_do(acts: bool) -> None:
     cluster = Recorded()
-    autoscaler = Autoscaler(ClusterConfig(autoscale=acts, autoscale_prefill="1:4"), cluster)  # type: ignore[arg-type]
+    autoscaler = Autoscaler(ClusterConfig(autoscale=acts, autoscale_prefill="1:4"), cluster, boot_s=30.0)
     assert autoscaler.report() is None
     for second in range(6):
         tokens = 8000 * second

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 from tandem.engine.vision.media_tensors import open_tensors
-from tandem.media_cache.config import MediaCacheConfig, read_config
+from tandem.media_cache.config import MediaCacheConfig
 from tandem.media_cache.server import MediaCacheServer
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.media_segment import map_segment, write_segment
@@ -25,7 +25,7 @@ from tandem.protocol.messages.media import MediaItem, MediaTensor
 from tandem.protocol.messages.media_cache import HEADER_BYTES, CommittedMedia, GrantedMedia, MediaKey, WantedMedia
 from tandem.protocol.sockets import new_context
 from tandem.proxy.media.lease import MediaLease
-from tandem.runtime.errors import ConfigError, InternalError, InvalidRequest, Overloaded, WorkerLost
+from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, WorkerLost
 
 KEYS = [MediaKey(bytes([number]) * 32, "input") for number in range(200)]
 
@@ -308,11 +308,3 @@ def test_a_dead_clients_references_are_dropped(tmp_path: Path) -> None:
 
     with_cache(tmp_path, test)
     assert num_memfds() == 0
-
-
-def test_a_wrong_config_is_said_in_one_line(tmp_path: Path) -> None:
-    (tmp_path / "wrong.json").write_text('{"endpoint": "ipc://x", "capacity_bytes": 0}')
-    with pytest.raises(ConfigError, match="capacity_bytes"):
-        read_config(tmp_path / "wrong.json")
-    with pytest.raises(ConfigError, match="cannot read"):
-        read_config(tmp_path / "none.json")

@@ -11,7 +11,7 @@ from tandem.protocol.messages.membership import WorkerInfo, WorkerLoad
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.observe.scrape_targets import scrape_targets
 from tandem.runtime.errors import ConfigError
-from tandem.telemetry.worker_metrics import LOAD_FIELDS, WorkerMetrics, serve_metrics
+from tandem.telemetry.worker_metrics import LOAD_FIELDS, WorkerMetrics
 
 
 def test_what_is_told_is_what_workers_report() -> None:
@@ -20,7 +20,7 @@ def test_what_is_told_is_what_workers_report() -> None:
 
 def test_the_endpoint_tells_the_last_report_and_each_pair() -> None:
     metrics = WorkerMetrics()
-    address = serve_metrics(metrics, "127.0.0.1", 0)
+    address = metrics.serve("127.0.0.1")
     try:
         metrics.on_load(WorkerLoad(num_blocks=8, num_free_blocks=6, num_cached_tokens=3, num_prompt_tokens=12))
         metrics.on_load(WorkerLoad(num_blocks=8, num_free_blocks=2, num_cached_tokens=4, num_prompt_tokens=16))
@@ -29,7 +29,7 @@ def test_the_endpoint_tells_the_last_report_and_each_pair() -> None:
         metrics.step.observe(0.03)
         text = httpx.get(f"http://{address}/metrics").text
         with pytest.raises(ConfigError, match="choose another --admin-host"):
-            serve_metrics(WorkerMetrics(), "127.0.0.1", int(address.rpartition(":")[2]))
+            WorkerMetrics().serve("127.0.0.1", int(address.rpartition(":")[2]))
     finally:
         metrics.close()
     told = {
