@@ -32,13 +32,7 @@ def main(arguments: list[str]) -> int:
         from tandem.proxy.text.model_text import ModelText
 
         text = ModelText(config.model)
-        options = (config.served_model_name, config.trust_request_chat_template, config.tool_call_parser)
-        max_media = config.media.max_items if config.media_cache_endpoint else 0
-        readers = ReaderPool(
-            BodyReader(text, *options, max_media),
-            partial(BodyReader.load, config.model, *options, max_media),
-            config.tokenizer_threads,
-        )
+        readers = ReaderPool(BodyReader(text, config), partial(BodyReader.load, config), config.tokenizer_threads)
         readers.fork([fd for fd in (config.listen_fd, config.admin_listen_fd) if fd is not None])
         uvloop.run(serve(config, text, readers))
     except ConfigError as error:

@@ -12,6 +12,7 @@ import ssl
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -29,17 +30,14 @@ from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.dispatcher import Dispatcher
-from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.dispatch.worker_pool import WorkerPool
 from tandem.proxy.http.app import make_admin_app, make_app
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import RequestBodies
 from tandem.proxy.http.connections import ConnectionLimits, affordable_connections, connection_factory, track_requests
-from tandem.proxy.observe.metrics_page import MetricsPage
 from tandem.proxy.observe.serving_figures import serving_figures
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.observe.tracing import make_tracer
-from tandem.proxy.reading.media_messages import MediaSetup
 from tandem.proxy.reading.media_pool import MediaPool
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.model_text import ModelText
@@ -148,7 +146,7 @@ class ProxyServer:
         )
 
         self._context = new_context("proxy", config.network)
-        self._context.refusals.on_refused = self._on_refused_message
+        self._context.refusals.on_refused = lambda reason: self._metrics.refusals.labels(reason).inc()
         self._pool = WorkerPool(self._context, self._proxy_id)
         self._dispatcher = Dispatcher(
             self._proxy_id,
@@ -165,9 +163,9 @@ class ProxyServer:
         self._media: MediaPool | None = None
         if config.media_cache_endpoint:
             self._media_cache = MediaCacheClient(self._context, config.media_cache_endpoint)
-            self._media = MediaPool(_media_setup(config), self._media_cache, config.max_waiting_media, ttft_slo_s)
+            self._media = MediaPool(config, self._media_cache, ttft_slo_s)
 
-        services = GenerationServices(
+        state = AppState(
             text=text,
             token_text=TokenText(text.tokenizer),
             readers=readers,
@@ -178,12 +176,8 @@ class ProxyServer:
             requests=requests,
             request_timeout_s=config.request_timeout_s,
             ttft_slo_s=ttft_slo_s,
-        )
-        state = AppState(
-            generation=services,
             bodies=RequestBodies(config.max_body_bytes, config.client_timeout_s),
             readiness=self._readiness,
-            metrics_page=MetricsPage(self._metrics),
             timelines=self._timelines,
             media=self._media,
         )
@@ -270,22 +264,17 @@ class ProxyServer:
             self._metrics.waiting.set(self._admission.num_waiting)
             self._metrics.per_token.flush()
 
-    def _on_refused_message(self, reason: str) -> None:
-        self._metrics.refusals.labels(reason).inc()
-
     # ---- `ControlListener`
 
     def on_worker_joined(self, worker: WorkerInfo) -> None:
         self._metrics.on_joined(worker.worker_id, worker.role)
-        self._pool.open(worker, self._dispatcher.on_message, self._on_connection_broken)
+        on_broken = partial(self._dispatcher.on_worker_lost, reason="a connection to it broke")
+        self._pool.open(worker, self._dispatcher.on_message, on_broken)
 
     def on_worker_lost(self, worker: WorkerInfo, reason: str) -> None:
         self._metrics.on_lost(worker.role)
         self._dispatcher.on_worker_lost(worker, reason)
         self._pool.close(worker)
-
-    def _on_connection_broken(self, worker: WorkerInfo) -> None:
-        self._dispatcher.on_worker_lost(worker, "a connection to it broke")
 
     def on_cluster_changed(self) -> None:
         self._readiness.on_cluster_changed()
@@ -314,18 +303,3 @@ def _listen_socket(fd: int | None, host: str, port: int) -> socket.socket:
         return bind(host, port)
     os.set_inheritable(fd, False)  # children must not keep the port
     return socket.socket(fileno=fd)
-
-
-def _media_setup(config: ProxyConfig) -> MediaSetup:
-    return MediaSetup(
-        name=f"{config.proxy_id}-media",
-        log_level=config.log_level,
-        model=config.model,
-        served_model_name=config.served_model_name,
-        trust_chat_template=config.trust_request_chat_template,
-        tool_call_parser=config.tool_call_parser,
-        trust_remote_code=config.trust_remote_code,
-        cache_endpoint=config.media_cache_endpoint,
-        limits=config.media,
-        num_threads=config.media_threads,
-    )

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from tandem.proxy.admission.queue_delay import QueueDelayController
 from tandem.runtime.errors import InvalidRequest, Overloaded
@@ -85,19 +84,6 @@ class Ticket:
             self._admission._forget(self)
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """Sequences that wait, and their prompt tokens."""
-
-    num_sequences: int = 0
-    num_tokens: int = 0
-
-    def add(self, num_sequences: int, num_tokens: int) -> None:
-        self.num_sequences += num_sequences
-        self.num_tokens += num_tokens
-        assert self.num_sequences >= 0 and self.num_tokens >= 0
-
-
 class Admission:
     """Admits requests within the limits.
 
@@ -123,19 +109,19 @@ class Admission:
         self._clock = clock
         self._running: Counter[str] = Counter()  # sequences in flight, by client
         self._open: dict[Ticket, None] = {}  # in order of admission
-        self._levels: Counter[int] = Counter()  # waiting sequences, by priority
+        self._waiting: Counter[int] = Counter()  # sequences that wait, by priority
+        self._waiting_tokens: Counter[int] = Counter()  # their prompt tokens, by priority
         self._served: deque[tuple[float, int]] = deque()  # (time, prompt tokens) within the speed window
         self._duration_s = 0.0  # moving average, from admission to end
         self._low_priority_share = low_priority_share
-        self._waiting, self._waiting_later = _Waiting(), _Waiting()
 
     @property
     def num_waiting(self) -> int:
-        return self._waiting.num_sequences
+        return self._waiting.total()
 
     @property
     def num_waiting_tokens(self) -> int:
-        return self._waiting.num_tokens
+        return self._waiting_tokens.total()
 
     def check(self, client: str, num_sequences: int = 1, num_tokens: int = 0, priority: int = DEFAULT_PRIORITY) -> None:
         """Raises as `admit` does, but admits nothing."""
@@ -155,7 +141,8 @@ class Admission:
         for ticket in self._to_displace(client, len(prompt_tokens), sum(prompt_tokens), priority):
             ticket.give_up_waiting()
             ticket.on_displaced(self._full("Requests of a sooner priority came"))
-        self._count_waiting(priority, len(prompt_tokens), sum(prompt_tokens))
+        self._waiting[priority] += len(prompt_tokens)
+        self._waiting_tokens[priority] += sum(prompt_tokens)
         self._running[client] += len(prompt_tokens)
         ticket = Ticket(self, client, prompt_tokens, priority, self._clock(), on_displaced)
         self._open[ticket] = None
@@ -189,35 +176,35 @@ class Admission:
                 self._client_retry_after_s(client),
             )
         displaced: list[Ticket] = []
-        freed = _Waiting()
         later: list[Ticket] | None = None  # the next to be displaced comes last
-        while (reason := self._why_full(num_sequences, num_tokens, priority, freed)) is not None:
+        while (reason := self._why_full(num_sequences, num_tokens, priority, displaced)) is not None:
             if later is None:
                 later = self._later_than(priority)
             if not later:
                 raise self._full(reason)
-            ticket = later.pop()
-            displaced.append(ticket)
-            freed.add(ticket.num_sequences, sum(ticket.waiting.values()))
+            displaced.append(later.pop())
         return displaced
 
-    def _why_full(self, num_sequences: int, num_tokens: int, priority: int, freed: _Waiting) -> str | None:
-        """The limit that these sequences exceed, as a sentence, or None. freed: what displaced requests give back."""
+    def _why_full(self, num_sequences: int, num_tokens: int, priority: int, displaced: list[Ticket]) -> str | None:
+        """The limit that these sequences exceed, as a sentence, or None. displaced: requests that no longer count."""
         standing_limit = self._queue_delay.max_waiting(self.num_waiting) if self._queue_delay is not None else None
         max_waiting = self._max_waiting if standing_limit is None else min(standing_limit, self._max_waiting)
-        limits = [(self._waiting, max_waiting, self._max_waiting_tokens, "")]
+        limits = [("", list(self._waiting), max_waiting, self._max_waiting_tokens)]
         if self._is_low(priority):
-            scope = f" with a priority over {DEFAULT_PRIORITY}"
+            scope, levels = f" with a priority over {DEFAULT_PRIORITY}", [p for p in self._waiting if self._is_low(p)]
             low_tokens = self._low_share_of(self._max_waiting_tokens)
-            limits.append((self._waiting_later, self._low_share_of(max_waiting), low_tokens, scope))
-        for waiting, max_sequences, max_tokens, scope in limits:
-            num_others = waiting.num_sequences - freed.num_sequences
+            limits.append((scope, levels, self._low_share_of(max_waiting), low_tokens))
+        for scope, levels, max_sequences, max_tokens in limits:
+            num_waiting = sum(self._waiting[level] for level in levels)
+            num_waiting_tokens = sum(self._waiting_tokens[level] for level in levels)
+            num_others = num_waiting - sum(ticket.num_sequences for ticket in displaced)
+            num_other_tokens = num_waiting_tokens - sum(sum(ticket.waiting.values()) for ticket in displaced)
             if num_others + num_sequences > max_sequences:
-                reason = f"{waiting.num_sequences} requests{scope} are waiting already; the limit is {max_sequences}"
+                reason = f"{num_waiting} requests{scope} are waiting already; the limit is {max_sequences}"
                 return reason if standing_limit is None else f"{reason} at present, so that first tokens come in time"
             # A prompt that exceeds the limit by itself is admitted when nothing else waits.
-            if max_tokens and num_others and waiting.num_tokens - freed.num_tokens + num_tokens > max_tokens:
-                return f"{waiting.num_tokens} prompt tokens{scope} are waiting already; the limit is {max_tokens}"
+            if max_tokens and num_others and num_other_tokens + num_tokens > max_tokens:
+                return f"{num_waiting_tokens} prompt tokens{scope} are waiting already; the limit is {max_tokens}"
         return None
 
     def _is_low(self, priority: int) -> bool:
@@ -227,17 +214,9 @@ class Admission:
         """The low-priority share of a limit, at least 1; 0 where there is no limit."""
         return max(1, round(self._low_priority_share * limit)) if limit else 0
 
-    def _count_waiting(self, priority: int, num_sequences: int, num_tokens: int) -> None:
-        self._waiting.add(num_sequences, num_tokens)
-        if priority > DEFAULT_PRIORITY:
-            self._waiting_later.add(num_sequences, num_tokens)
-        self._levels[priority] += num_sequences
-        if not self._levels[priority]:
-            del self._levels[priority]
-
     def _later_than(self, priority: int) -> list[Ticket]:
         """Requests that may be displaced, sorted so that the newest of the latest priority comes last."""
-        if not any(level > priority for level in self._levels):
+        if not any(level > priority and number for level, number in self._waiting.items()):
             return []  # the usual case, without looking at every request
         later = [ticket for ticket in self._open if ticket.priority > priority and ticket.can_be_displaced]
         return sorted(later, key=lambda ticket: ticket.priority)
@@ -251,7 +230,9 @@ class Admission:
         return _whole_seconds(oldest + self._duration_s - self._clock())
 
     def _stop_waiting(self, ticket: Ticket, num_tokens: int, is_served: bool) -> None:
-        self._count_waiting(ticket.priority, -1, -num_tokens)
+        self._waiting[ticket.priority] -= 1
+        self._waiting_tokens[ticket.priority] -= num_tokens
+        assert self._waiting[ticket.priority] >= 0 and self._waiting_tokens[ticket.priority] >= 0
         if not is_served:
             return
         if self._queue_delay is not None:

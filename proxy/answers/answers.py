@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import ClassVar
 
@@ -10,12 +12,19 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tandem.protocol.messages.generation import SampledToken
+from tandem.proxy.answers.errors import error_body
 from tandem.proxy.answers.logprobs import prompt_logprobs
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import PromptLogprobs, PromptTokensDetails, Usage
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import PromptTokens, TextDelta
 from tandem.proxy.text.token_text import TokensAsIds
+from tandem.runtime.errors import InternalError, TandemError
+
+log = logging.getLogger("proxy")
+
+DONE = b"data: [DONE]\n\n"
+"""Ends the last event of a stream that is complete."""
 
 encode = msgspec.json.Encoder().encode
 
@@ -35,13 +44,37 @@ class Answers(ABC):
         self._request = request
         self._model = model
         self._id = f"{self._ID_PREFIX}-{request_id}"
-        self._token_text = TokensAsIds(generation.token_text) if request.tokens_as_ids else generation.token_text
+        self._token_text = (
+            TokensAsIds(generation.token_text) if request.return_tokens_as_token_ids else generation.token_text
+        )
         self._num_top = request.base_sampling.logprobs
         self._shows_tokens = request.return_token_ids or self._num_top is not None
 
     async def whole(self) -> bytes:
         """Returns the body of an answer that is not streamed."""
         return encode(self._whole(await self._collect()))
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """Yields the server-sent events of a streamed answer, none of them empty, up to `[DONE]`.
+
+        An error before the first event is raised, so that it becomes an HTTP status. A later one is the last event.
+        """
+        has_begun = False
+        try:
+            async with aclosing(self._generation.deltas()) as deltas:
+                async for delta in deltas:
+                    if event := self.chunk(delta):
+                        has_begun = True
+                        yield event
+        except Exception as error:
+            if not has_begun:
+                raise
+            if not isinstance(error, TandemError):
+                log.exception("a stream failed")
+                error = InternalError("the server failed in mid-stream")
+            yield b"data: " + error_body(error) + b"\n\n"
+            return
+        yield (self.usage_chunk() + DONE) if self._request.include_usage else DONE
 
     @abstractmethod
     def chunk(self, delta: TextDelta) -> bytes:

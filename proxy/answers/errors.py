@@ -30,6 +30,7 @@ from tandem.runtime.errors import (
 log = logging.getLogger("proxy")
 
 RETRY_AFTER_S = "1"
+_JSON = "application/json"
 
 
 class InvalidApiKey(InvalidRequest):
@@ -115,7 +116,7 @@ def tandem_error_response(request: Request, error: Exception) -> Response:
     headers = id_header(request)
     if status in (429, 503):
         headers["retry-after"] = str(error.retry_after_s) if isinstance(error, Overloaded) else RETRY_AFTER_S
-    return _response(status, error_body(error), headers)
+    return Response(error_body(error), status, headers, _JSON)
 
 
 def http_exception_response(request: Request, error: Exception) -> Response:
@@ -127,12 +128,12 @@ def http_exception_response(request: Request, error: Exception) -> Response:
     elif error.status_code == 405:
         message, code = f"{request.method} is not allowed for {request.url.path}.", "method_not_allowed"
     body = _body(error.status_code, message, None, code)
-    return _response(error.status_code, body, id_header(request) | dict(error.headers or {}))
+    return Response(body, error.status_code, id_header(request) | dict(error.headers or {}), _JSON)
 
 
 def unexpected_error_response(request: Request, error: Exception) -> Response:
     log.error("a request failed", exc_info=error)
-    return _response(500, error_body(InternalError("The server failed; see its log.")), id_header(request))
+    return Response(error_body(InternalError("The server failed; see its log.")), 500, id_header(request), _JSON)
 
 
 def _body(status: int, message: str, param: str | None, code: str) -> bytes:
@@ -143,7 +144,3 @@ def _body(status: int, message: str, param: str | None, code: str) -> bytes:
     else:
         kind = "invalid_request_error" if status < 500 else "server_error"
     return msgspec.json.encode(ErrorResponse(ErrorDetail(message, kind, param, code)))
-
-
-def _response(status: int, body: bytes, headers: dict[str, str]) -> Response:
-    return Response(body, status, headers, "application/json")

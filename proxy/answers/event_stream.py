@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from tandem.proxy.answers.answers import DONE
 from tandem.proxy.answers.errors import ClientDisconnected
 from tandem.proxy.answers.request_id import HEADER
 
 T = TypeVar("T")
-DONE = b"data: [DONE]\n\n"
-"""Ends the last event of a stream that is complete."""
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -55,11 +54,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": last, "more_body": False})
 
 
-async def first_of(events: AsyncGenerator[bytes, None]) -> bytes:
-    return await anext(events)
-
-
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def unless_disconnected(receive: Receive, work: Awaitable[T]) -> T:
     """Returns the result of `work`. Cancels it and raises ClientDisconnected when the client disconnects first."""
     worker = asyncio.ensure_future(work)
     watcher = asyncio.ensure_future(_disconnect(receive))

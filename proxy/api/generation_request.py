@@ -14,7 +14,7 @@ from tandem.proxy.text.prompt import AnyPrompt, ContextLengthExceeded
 from tandem.runtime.errors import InvalidRequest
 
 
-class GenerationRequest(msgspec.Struct, frozen=True):
+class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     """A validated completion or chat.
 
     max_tokens: None means `default_max_tokens`, or as many as fit if that is None too.
@@ -25,7 +25,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     num_prompt_logprobs: number of top tokens to request from prefill; an echo with logprobs needs them too.
     is_prompt_only: nothing is to be generated. max_tokens is 1 then, because workers generate at least one token.
     priority: lower values are served first. request_id: "" if the client sent none.
-    timeout_s: from arrival to the last token; None means the server's limit.
+    timeout: seconds from arrival to the last token; None means the server's limit.
     grammar_param: the field that base_sampling.grammar comes from, for errors.
     tool_format: how the answer writes tool calls; None if it may contain none.
     media_lease: keeps the prompt's media in the cache. The owner of the request releases it.
@@ -35,33 +35,35 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     max_tokens: int | None
     default_max_tokens: int | None
     max_tokens_param: str
-    n: int
     base_sampling: SamplingParams
-    seed: int | None
     stop: list[str]
-    stop_token_ids: frozenset[int]
-    min_tokens: int
     ignore_eos: bool
     num_prompt_logprobs: int | None
-    prompt_logprobs: int | None
-    echo: bool
     is_prompt_only: bool
-    bad_words: list[str]
-    priority: int
-    request_id: str
-    timeout_s: float | None
-    tokens_as_ids: bool
     grammar_param: str
     tool_format: ToolFormat | None
     skip_special_tokens: bool
-    include_stop_string: bool
-    truncate_prompt_tokens: int | None
-    cache_salt: str
-    stream: bool
     include_usage: bool
     continuous_usage: bool
-    return_token_ids: bool
     media_lease: MediaLease | None = None
+
+    # As in the body of the request, where null means these defaults:
+    n: int = 1
+    seed: int | None = None
+    stop_token_ids: list[int] = []
+    min_tokens: int = 0
+    prompt_logprobs: int | None = None
+    echo: bool = False
+    bad_words: list[str] = []
+    priority: int = 0
+    request_id: str = ""
+    timeout: float | None = None
+    return_tokens_as_token_ids: bool = False
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    cache_salt: str = ""
+    stream: bool = False
+    return_token_ids: bool = False
 
     def samplings(self) -> list[SamplingParams]:
         """Returns the sampling parameters of the n sequences of one prompt, with seeds in [0, 2**63)."""
@@ -97,7 +99,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
                 self.max_tokens_param,
             )
         max_tokens = self.max_tokens or min(room, self.default_max_tokens or room)
-        stop_token_ids = self.stop_token_ids | (frozenset() if self.ignore_eos else eos_token_ids)
+        stop_token_ids = frozenset(self.stop_token_ids) | (frozenset() if self.ignore_eos else eos_token_ids)
         if self.base_sampling.grammar is not None and not stop_token_ids:
             raise InvalidRequest(
                 f"{self.grammar_param} needs a token that ends the answer, but this model has no end-of-sequence "

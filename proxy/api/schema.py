@@ -6,20 +6,12 @@ known but not supported are declared too, so that validation refuses them instea
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 from msgspec import Meta
 
 from tandem.proxy.api.chat_messages import ChatMessage, JsonObject
-from tandem.proxy.api.output_schema import (
-    Choices,
-    GrammarText,
-    NamedToolChoice,
-    ResponseFormat,
-    StructuredOutputs,
-    Tool,
-)
 
 
 def doc(description: str) -> Meta:
@@ -57,6 +49,8 @@ Seconds = Annotated[float, Meta(gt=0)]
 RequestId = Annotated[str, Meta(pattern=REQUEST_ID_PATTERN)]
 CacheSalt = Annotated[str, Meta(max_length=1024)]
 Template = Annotated[str, Meta(min_length=1, max_length=65536)]
+GrammarText = Annotated[str, Meta(min_length=1, max_length=131072)]
+Choices = Annotated[list[Annotated[str, Meta(min_length=1, max_length=65536)]], Meta(min_length=1, max_length=10000)]
 
 _ONE_PROMPT = {"type": "string", "minLength": 1}
 _TOKEN_IDS = {"type": "array", "minItems": 1, "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1}}
@@ -75,54 +69,99 @@ class StreamOptions(msgspec.Struct):
     continuous_usage_stats: Annotated[OptionalBool, doc("the usage so far in every chunk")] = False
 
 
+# ---- structured output and tools
+
+
+class JsonSchemaFormat(msgspec.Struct):
+    """strict: null and true refuse schema keywords that cannot be enforced; false ignores them."""
+
+    name: str = ""
+    description: str | None = None
+    schema: JsonObject | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct):
+    """json_schema: required if the type is json_schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(msgspec.Struct):
+    """vLLM's field; exactly one member is set. grammar: Lark or GBNF."""
+
+    json: str | JsonObject | None = None
+    regex: GrammarText | None = None
+    choice: Choices | None = None
+    grammar: GrammarText | None = None
+    json_object: bool | None = None
+
+
+class FunctionDefinition(msgspec.Struct):
+    """parameters: JSON schema of the arguments. strict: true refuses schema keywords that cannot be enforced."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    function: FunctionDefinition
+    type: Literal["function"] = "function"
+
+
+class NamedFunction(msgspec.Struct):
+    name: str
+
+
+class NamedToolChoice(msgspec.Struct):
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+# ---- requests
+
+
+def accepts(*neutral: Any) -> Meta:
+    """neutral: accepted values of a field that is not supported, besides null: they request nothing."""
+    description = "not supported: other values are refused"
+    return Meta(description=description, extra_json_schema={"enum": [None, *neutral]})
+
+
 class NotServed(msgspec.Struct):
-    """Fields that are not supported. Only null and `NEUTRAL_VALUES` are accepted."""
+    """Fields that are not supported. Only null and their neutral values are accepted."""
 
-    suffix: Any = None
-    use_beam_search: Any = None
-    length_penalty: Any = None
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    web_search_options: Any = None
-    prompt_embeds: Any = None
-    logits_processors: Any = None
-    mm_processor_kwargs: Any = None
-    kv_transfer_params: Any = None
-    vllm_xargs: Any = None
-    store: Any = None
-    service_tier: Any = None
-    verbosity: Any = None
-    truncation_side: Any = None
-    logprob_token_ids: Any = None
-    thinking_token_budget: Any = None
-    repetition_detection: Any = None
-    watermarking: Any = None
-    media_io_kwargs: Any = None
-    return_prompt_text: Any = None
+    suffix: Annotated[Any, accepts("")] = None
+    use_beam_search: Annotated[Any, accepts(False)] = None
+    length_penalty: Annotated[Any, accepts(1)] = None
+    functions: Annotated[Any, accepts([])] = None
+    function_call: Annotated[Any, accepts("none", "auto")] = None
+    modalities: Annotated[Any, accepts(["text"])] = None
+    audio: Annotated[Any, accepts()] = None
+    web_search_options: Annotated[Any, accepts()] = None
+    prompt_embeds: Annotated[Any, accepts()] = None
+    logits_processors: Annotated[Any, accepts([])] = None
+    mm_processor_kwargs: Annotated[Any, accepts({})] = None
+    kv_transfer_params: Annotated[Any, accepts({})] = None
+    vllm_xargs: Annotated[Any, accepts({})] = None
+    store: Annotated[Any, accepts(False)] = None
+    service_tier: Annotated[Any, accepts("auto", "default")] = None
+    verbosity: Annotated[Any, accepts("medium")] = None
+    truncation_side: Annotated[Any, accepts("left")] = None
+    logprob_token_ids: Annotated[Any, accepts()] = None
+    thinking_token_budget: Annotated[Any, accepts()] = None
+    repetition_detection: Annotated[Any, accepts()] = None
+    watermarking: Annotated[Any, accepts(False)] = None
+    media_io_kwargs: Annotated[Any, accepts({})] = None
+    return_prompt_text: Annotated[Any, accepts(False)] = None
 
 
-NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
-    "kv_transfer_params": ({},),
-    "vllm_xargs": ({},),
-    "store": (False,),
-    "service_tier": ("auto", "default"),
-    "verbosity": ("medium",),
-    "truncation_side": ("left",),
-    "watermarking": (False,),
-    "media_io_kwargs": ({},),
-    "return_prompt_text": (False,),
+NEUTRAL_VALUES: dict[str, list[Any]] = {
+    name: hint.__metadata__[0].extra_json_schema["enum"]
+    for name, hint in get_type_hints(NotServed, include_extras=True).items()
 }
-"""Accepted values of fields that are not supported, besides null: they request nothing."""
 
 
 class GenerationFields(NotServed):
@@ -184,10 +223,6 @@ class GenerationFields(NotServed):
     user: Annotated[str | None, doc("accepted and ignored")] = None
 
 
-AddSpecialTokens = Annotated[OptionalBool, doc("the tokeniser adds its own tokens, such as a BOS token")]
-ReturnTokenStrs = Annotated[OptionalBool, doc("adds token_strs to the answer")]
-
-
 class CompletionRequest(GenerationFields, kw_only=True):
     prompt: Annotated[
         msgspec.Raw,
@@ -202,7 +237,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
     best_of: Annotated[Count | None, doc("accepted if equal to n; all choices are returned")] = None
     logprobs: Annotated[NumTop | bool | None, doc("number of most likely tokens to return per token")] = None
     echo: Annotated[OptionalBool, doc("the text and logprobs begin with the prompt")] = False
-    add_special_tokens: AddSpecialTokens = True
+    add_special_tokens: Annotated[OptionalBool, doc("the tokeniser adds its own tokens, such as a BOS token")] = True
 
 
 Messages = Annotated[
@@ -221,7 +256,6 @@ ChatTemplate = Annotated[
 ChatTemplateKwargs = Annotated[JsonObject | None, doc("variables for the template")]
 Documents = Annotated[list[JsonObject] | None, doc("template variable of this name, for RAG templates")]
 ReasoningEffort = Annotated[str | None, doc("template variable of this name, for templates that use it")]
-AddSpecialTokensToChat = Annotated[OptionalBool, doc("the tokeniser adds its own tokens to those of the template")]
 
 
 class ChatCompletionRequest(GenerationFields, kw_only=True):
@@ -243,22 +277,16 @@ class ChatCompletionRequest(GenerationFields, kw_only=True):
     documents: Documents = None
     reasoning_effort: ReasoningEffort = None
     echo: Annotated[OptionalBool, doc("not supported: true is refused")] = False
-    add_special_tokens: AddSpecialTokensToChat = False
+    add_special_tokens: Annotated[OptionalBool, doc("the tokeniser adds its own tokens to those of the template")] = (
+        False
+    )
 
 
-class TokenizeTextRequest(msgspec.Struct, kw_only=True):
-    """vLLM's `/tokenize` of a prompt."""
+class TokenizeRequest(msgspec.Struct, kw_only=True):
+    """vLLM's `/tokenize`: of a prompt, or of a chat, whose prompt tokens are those that a completion would have."""
 
-    prompt: str
-    model: str | None = None
-    add_special_tokens: AddSpecialTokens = True
-    return_token_strs: ReturnTokenStrs = False
-
-
-class TokenizeChatRequest(msgspec.Struct, kw_only=True):
-    """vLLM's `/tokenize` of a chat: the prompt tokens that a chat completion would have."""
-
-    messages: Messages
+    prompt: Annotated[str | None, doc("a text; either this or messages")] = None
+    messages: Messages | None = None
     model: str | None = None
     tools: Tools = None
     add_generation_prompt: AddGenerationPrompt = None
@@ -267,8 +295,10 @@ class TokenizeChatRequest(msgspec.Struct, kw_only=True):
     chat_template_kwargs: ChatTemplateKwargs = None
     documents: Documents = None
     reasoning_effort: ReasoningEffort = None
-    add_special_tokens: AddSpecialTokensToChat = False
-    return_token_strs: ReturnTokenStrs = False
+    add_special_tokens: Annotated[
+        OptionalBool, doc("the tokeniser adds its own tokens; by default true for a prompt, false for a chat")
+    ] = None
+    return_token_strs: Annotated[OptionalBool, doc("adds token_strs to the answer")] = False
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):

@@ -11,8 +11,14 @@ from llguidance import regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
 from tandem.protocol.messages.grammar import check_grammar, one_line
-from tandem.proxy.api.output_schema import NamedToolChoice, ResponseFormat, StructuredOutputs, Tool
-from tandem.proxy.api.schema import ChatCompletionRequest, GenerationFields
+from tandem.proxy.api.schema import (
+    ChatCompletionRequest,
+    GenerationFields,
+    NamedToolChoice,
+    ResponseFormat,
+    StructuredOutputs,
+    Tool,
+)
 from tandem.proxy.api.tool_formats import CalledTool, ToolFormat
 from tandem.runtime.errors import InvalidRequest
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from tandem.proxy.text.stop_strings import num_held_back
+
 
 @dataclass(frozen=True, slots=True)
 class Content:
@@ -73,15 +75,15 @@ class ToolParser:
 
     def push(self, text: str) -> list[Piece]:
         self._held += text
-        pieces: list[Piece] = []
-        while self._read(pieces, False):
-            pass
-        return pieces
+        return self._parse(is_end=False)
 
     def flush(self) -> list[Piece]:
         """Parses what is held as the end of the text."""
+        return self._parse(is_end=True)
+
+    def _parse(self, is_end: bool) -> list[Piece]:
         pieces: list[Piece] = []
-        while self._read(pieces, True):
+        while self._read(pieces, is_end):
             pass
         return pieces
 
@@ -99,7 +101,7 @@ class ToolParser:
             return True
         num_certain = len(self._held)
         if not is_end:
-            num_certain -= _num_held(self._held, self._opening)
+            num_certain -= num_held_back(self._held, [self._opening])
             num_certain = len(self._held[:num_certain].rstrip(_SPACE))
         self._emit(pieces, self._held[:num_certain])
         self._held = self._held[num_certain:]
@@ -151,7 +153,7 @@ class ToolParser:
         """Skips the rest of the call's object, up to and including the closing marker."""
         end = self._held.find(self._closing)
         if end < 0:
-            kept = 0 if is_end else _num_held(self._held, self._closing)
+            kept = 0 if is_end else num_held_back(self._held, [self._closing])
             self._held = self._held[len(self._held) - kept :]
             return False
         self._held = self._held[end + len(self._closing) :]
@@ -171,11 +173,3 @@ class ToolParser:
     def _emit_arguments(self, pieces: list[Piece], text: str) -> None:
         if text:
             pieces.append(Arguments(self.num_calls - 1, text))
-
-
-def _num_held(text: str, marker: str) -> int:
-    """Returns how many characters at the end of `text` may be the beginning of `marker`."""
-    for length in range(min(len(marker) - 1, len(text)), 0, -1):
-        if marker.startswith(text[-length:]):
-            return length
-    return 0

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.proxy.api.chat_messages import template_message
@@ -18,8 +18,7 @@ from tandem.proxy.api.schema import (
     DetokenizeRequest,
     GenerationFields,
     NotServed,
-    TokenizeChatRequest,
-    TokenizeTextRequest,
+    TokenizeRequest,
 )
 from tandem.proxy.api.structured_output import plan_output, template_tool
 from tandem.proxy.api.tool_formats import ToolFormat
@@ -33,6 +32,14 @@ COMPLETION_DEFAULT_MAX_TOKENS = 16
 _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$(?:\.([^`]*?))?(?:\[\.\.\.\])?`$")
 _MISSING_FIELD = re.compile(r"required field `(\w+)`")
 
+_SAME_IN_SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_SAME_IN_REQUEST = (
+    "n", "seed", "stop_token_ids", "min_tokens", "prompt_logprobs", "echo", "bad_words", "priority", "request_id",
+    "timeout", "return_tokens_as_token_ids", "include_stop_str_in_output", "truncate_prompt_tokens", "cache_salt",
+    "stream", "return_token_ids",
+)  # fmt: skip
+"""Fields of a body that `SamplingParams` and `GenerationRequest` have too. Null means their default."""
+
 R = TypeVar("R")
 
 
@@ -40,17 +47,6 @@ class ModelNotFound(InvalidRequest):
     """The request names a model that this server does not serve."""
 
     code = "model_not_found"
-
-
-class TokenizeRequest(msgspec.Struct, frozen=True):
-    prompt: str | ChatPrompt
-    add_special_tokens: bool
-    return_token_strs: bool
-
-
-class _TokenizeKind(msgspec.Struct):
-    prompt: msgspec.Raw | UnsetType = UNSET
-    messages: msgspec.Raw | UnsetType = UNSET
 
 
 class BodyDecoder:
@@ -75,9 +71,7 @@ class BodyDecoder:
         self._tool_format = tool_format or ToolFormat()
         self._completion = msgspec.json.Decoder(CompletionRequest)
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
-        self._tokenize_kind = msgspec.json.Decoder(_TokenizeKind)
-        self._tokenize_text = msgspec.json.Decoder(TokenizeTextRequest)
-        self._tokenize_chat = msgspec.json.Decoder(TokenizeChatRequest)
+        self._tokenize = msgspec.json.Decoder(TokenizeRequest)
         self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
     def completion(self, body: bytes) -> GenerationRequest:
@@ -103,23 +97,21 @@ class BodyDecoder:
             return self._check(request, prompt, request.max_completion_tokens, "max_completion_tokens", None)
         return self._check(request, prompt, request.max_tokens, "max_tokens", None)
 
-    def tokenize(self, body: bytes) -> TokenizeRequest:
-        kind = _decode(self._tokenize_kind, body)
-        if (kind.prompt is UNSET) == (kind.messages is UNSET):
+    def tokenize(self, body: bytes) -> tuple[str | ChatPrompt, bool, bool]:
+        """Returns the prompt, whether the tokeniser adds its own tokens, and whether the answer has strings."""
+        request = _decode(self._tokenize, body)
+        self._check_model(request.model)
+        if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("Send either prompt (a string) or messages (a list).", "prompt")
-        if kind.messages is UNSET:
-            text = _decode(self._tokenize_text, body)
-            self._check_model(text.model)
-            return TokenizeRequest(text.prompt, text.add_special_tokens is not False, bool(text.return_token_strs))
-        chat = _decode(self._tokenize_chat, body)
-        self._check_model(chat.model)
-        prompt = self._chat_prompt(chat)
+        if request.prompt is not None:
+            return request.prompt, request.add_special_tokens is not False, bool(request.return_token_strs)
+        prompt = self._chat_prompt(request)
         if prompt.media:
             raise InvalidMedia(
                 "/tokenize supports text only; the usage of a chat completion shows how many tokens its media have.",
                 prompt.media[0].param,
             )
-        return TokenizeRequest(prompt, bool(chat.add_special_tokens), bool(chat.return_token_strs))
+        return prompt, prompt.add_special_tokens, bool(request.return_token_strs)
 
     def detokenize(self, body: bytes) -> list[int]:
         """Returns the token ids."""
@@ -133,7 +125,7 @@ class BodyDecoder:
                 f"The model {model!r} does not exist; this server serves {self._served_model_name!r}.", "model"
             )
 
-    def _chat_prompt(self, request: ChatCompletionRequest | TokenizeChatRequest) -> ChatPrompt:
+    def _chat_prompt(self, request: ChatCompletionRequest | TokenizeRequest) -> ChatPrompt:
         if request.chat_template is not None and not self._trust_chat_template:
             raise InvalidRequest(
                 "chat_template is not enabled on this server; leave it out, or start the server with "
@@ -155,7 +147,7 @@ class BodyDecoder:
         if request.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", request.reasoning_effort)
         media: list[MediaSource] | None = [] if self._max_media else None
-        messages = [template_message(index, message, media) for index, message in enumerate(request.messages)]
+        messages = [template_message(index, message, media) for index, message in enumerate(request.messages or ())]
         if media is not None and len(media) > self._max_media:
             raise media[self._max_media].refused(
                 f"the limit is {self._max_media} images and videos per request, but this one has {len(media)}"
@@ -207,47 +199,32 @@ class BodyDecoder:
             max_tokens=max_tokens,
             default_max_tokens=default_max_tokens,
             max_tokens_param=max_tokens_param,
-            n=1 if request.n is None else request.n,
             base_sampling=sampling,
-            seed=request.seed,
             stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
-            stop_token_ids=frozenset(request.stop_token_ids or ()),
-            min_tokens=min_tokens,
             # A completed grammar allows no token but the end of the sequence.
             ignore_eos=bool(request.ignore_eos) and output.grammar is None,
             num_prompt_logprobs=_num_prompt_logprobs(request, sampling.logprobs),
-            prompt_logprobs=request.prompt_logprobs,
-            echo=isinstance(request, CompletionRequest) and bool(request.echo),
             is_prompt_only=is_prompt_only,
-            bad_words=request.bad_words or [],
-            priority=request.priority or 0,
-            request_id=request.request_id or "",
-            timeout_s=request.timeout,
-            tokens_as_ids=bool(request.return_tokens_as_token_ids),
             grammar_param=output.param or "",
             tool_format=self._tool_format if output.may_call else None,
             skip_special_tokens=request.skip_special_tokens is not False
             and not (output.may_call and self._tool_format.has_special_markers),
-            include_stop_string=bool(request.include_stop_str_in_output),
-            truncate_prompt_tokens=request.truncate_prompt_tokens,
-            cache_salt=request.cache_salt or "",
-            stream=bool(request.stream),
             include_usage=options is not None and bool(options.include_usage),
             continuous_usage=options is not None and bool(options.continuous_usage_stats),
-            return_token_ids=bool(request.return_token_ids),
+            **_given(request, _SAME_IN_REQUEST),
         )
+
+
+def _given(request: GenerationFields, names: Iterable[str]) -> dict[str, Any]:
+    """Returns the fields that are not null."""
+    return {name: value for name in names if (value := getattr(request, name, None)) is not None}
 
 
 def _sampling_params(request: GenerationFields, grammar: str | None) -> SamplingParams:
     """Returns all but the seed and the bad words, which are tokenised later."""
     return SamplingParams(
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
+        **_given(request, _SAME_IN_SAMPLING),
         top_k=max(request.top_k or 0, 0),  # -1 also means all
-        min_p=request.min_p or 0.0,
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
         logit_bias=tuple((int(token_id), bias) for token_id, bias in (request.logit_bias or {}).items()),
         allowed_token_ids=tuple(sorted(set(request.allowed_token_ids or ()))),
         logprobs=_num_logprobs(request),
@@ -291,11 +268,10 @@ def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
 
 
 def _refuse_unsupported_fields(request: NotServed) -> None:
-    for field in NotServed.__struct_fields__:
+    for field, neutral in NEUTRAL_VALUES.items():
         value = getattr(request, field)
         if value is None:
             continue
         # In Python `0 == False`, but 0 is not a neutral value of a boolean field.
-        neutral = NEUTRAL_VALUES.get(field, ())
         if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
             raise InvalidRequest(f"{field} is not supported with this value; leave it out.", field)

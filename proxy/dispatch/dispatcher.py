@@ -20,7 +20,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -251,48 +251,35 @@ class Dispatcher:
         for sequence, attempt in zip(sequences, attempts, strict=True):
             self._running[attempt.attempt_id] = attempt
             sequence.begin(attempt)
-        attempt_ids = [attempt.attempt_id for attempt in attempts]
-        transfer_id = f"{self._proxy_id}-{numbers[0]}"
-        token_ids = prompt.token_ids + pack_token_ids(generated)
-        seeds = [sequence.sampling.seed for sequence in sequences]
-        deadline_s = first.deadline - asyncio.get_running_loop().time()
         prefill, decode = route.prefill, route.decode
+        shared_fields: dict[str, Any] = {
+            "proxy_id": self._proxy_id,
+            "attempt_ids": [attempt.attempt_id for attempt in attempts],
+            "transfer_id": f"{self._proxy_id}-{numbers[0]}",
+            "token_ids": prompt.token_ids + pack_token_ids(generated),
+            "sampling": first.sampling,
+            "seeds": [sequence.sampling.seed for sequence in sequences],
+            "stop": stop,
+            "deadline_s": first.deadline - asyncio.get_running_loop().time(),
+            "num_generated": len(generated),
+            "cache_salt": prompt.cache_salt,
+            "priority": prompt.priority,
+            "media": prompt.media,
+        }
         if decode is not None:
             prepare = PrepareDecode(
-                proxy_id=self._proxy_id,
-                attempt_ids=attempt_ids,
-                transfer_id=transfer_id,
-                token_ids=token_ids,
-                sampling=first.sampling,
-                seeds=seeds,
-                stop=stop,
+                **shared_fields,
                 prefill_worker_id=prefill.worker_id if prefill is not None else None,
                 prefill_epoch=prefill.epoch if prefill is not None else None,
-                deadline_s=deadline_s,
                 num_prompt_logprobs=num_prompt_logprobs if prefill is None else None,
-                num_generated=len(generated),
-                cache_salt=prompt.cache_salt,
-                priority=prompt.priority,
-                media=prompt.media,
             )
             self._send(decode, attempts, prepare)
         if prefill is not None:
             start = StartPrefill(
-                proxy_id=self._proxy_id,
-                attempt_ids=attempt_ids,
-                transfer_id=transfer_id,
-                token_ids=token_ids,
-                sampling=first.sampling,
-                seeds=seeds,
-                stop=stop,
+                **shared_fields,
                 decode_worker_id=decode.worker_id if decode is not None else None,
                 decode_epoch=decode.epoch if decode is not None else None,
-                deadline_s=deadline_s,
                 num_prompt_logprobs=num_prompt_logprobs,
-                num_generated=len(generated),
-                cache_salt=prompt.cache_salt,
-                priority=prompt.priority,
-                media=prompt.media,
                 media_cache=self._media_cache if prompt.media and is_elsewhere(prefill.host_id) else "",
             )
             self._send(prefill, attempts, start)

@@ -70,7 +70,7 @@ class Generation:
         client: whose limits the request counts towards. timeout_s: the client's, from arrival; the server's and the
         request's own hold as well.
         """
-        limits_s = (services.request_timeout_s, timeout_s, request.timeout_s)
+        limits_s = (services.request_timeout_s, timeout_s, request.timeout)
         self._timeout_s = min(limit_s for limit_s in limits_s if limit_s is not None)
         self.token_text = services.token_text
         self._services = services
@@ -178,7 +178,7 @@ class Generation:
             texts[sequence] = SequenceText(
                 len(texts),
                 Detokenizer(services.text.tokenizer, prompt.token_ids, request.skip_special_tokens),
-                StopStrings(request.stop, request.include_stop_string),
+                StopStrings(request.stop, request.include_stop_str_in_output),
                 timer,
             )
 

@@ -16,7 +16,7 @@ from tandem.protocol.messages.membership import WorkerReport
 from tandem.proxy.answers.errors import UnknownRequest
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.app_state import AppState
-from tandem.proxy.http.routes import ApiRoute, answer, json_answer
+from tandem.proxy.http.routes import ApiRoute, answer, fixed_answer, json_answer
 from tandem.proxy.observe.scrape_targets import scrape_targets
 from tandem.telemetry.metrics import CONTENT_TYPE
 from tandem.telemetry.request_log import NUM_KEPT
@@ -38,12 +38,12 @@ class ClusterState(msgspec.Struct, frozen=True):
 
 
 def admin_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
-    page = Path(__file__).with_name("dashboard.html").read_bytes()
-    registry = state.generation.registry
+    page = Path(__file__).with_name("dashboard.html").read_text()
+    registry = state.registry
 
     async def metrics(request: Request) -> Response:
-        is_fresh = "no-cache" in request.headers.get("cache-control", "")
-        return answer(request, await state.metrics_page.render(is_fresh), CONTENT_TYPE)
+        text = await asyncio.to_thread(state.metrics.render)  # takes milliseconds
+        return answer(request, text, CONTENT_TYPE)
 
     async def service_discovery(request: Request) -> Response:
         return json_answer(request, scrape_targets(config, request.headers.get("host", ""), registry.workers()))
@@ -55,9 +55,6 @@ def admin_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
             raise UnknownRequest(f"No proxy knows a request {request_id!r}; each keeps its last {NUM_KEPT}.")
         return answer(request, found)
 
-    async def dashboard(request: Request) -> Response:
-        return answer(request, page, "text/html", headers=_PAGE_HEADERS)
-
     async def cluster(request: Request) -> Response:
         reason = registry.why_not_ready()
         workers = registry.report(asyncio.get_running_loop().time())
@@ -67,6 +64,6 @@ def admin_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
         ApiRoute("GET", "/metrics", metrics),
         ApiRoute("GET", "/sd", service_discovery),
         ApiRoute("GET", "/debug/requests/{request_id}", timeline),
-        ApiRoute("GET", "/dashboard", dashboard, is_open=True),
+        ApiRoute("GET", "/dashboard", fixed_answer(page, "text/html", _PAGE_HEADERS), is_open=True),
         ApiRoute("GET", "/dashboard/cluster", cluster),
     ]

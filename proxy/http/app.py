@@ -18,9 +18,8 @@ from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.completions import CompletionAnswers
-from tandem.proxy.answers.event_stream import EventStream, first_of, unless_disconnected
+from tandem.proxy.answers.event_stream import EventStream, unless_disconnected
 from tandem.proxy.answers.request_id import HEADER, check_request_id, request_id_of
-from tandem.proxy.answers.stream import stream_events
 from tandem.proxy.answers.tool_answers import ToolAnswers
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import HealthResponse, ModelCard, ModelList, VersionResponse
@@ -30,11 +29,10 @@ from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.http.admin_routes import admin_routes
-from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.openapi import docs_page, openapi_document
-from tandem.proxy.http.routes import ApiRoute, answer, client_of, json_answer, starlette_app
-from tandem.proxy.reading.body_reader import BodyKind, HasMedia
+from tandem.proxy.http.routes import ApiKeys, ApiRoute, answer, client_of, fixed_answer, json_answer, starlette_app
+from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
 from tandem.proxy.reading.spooled_body import SpooledBody, mentions_media
 from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TandemError
 from tandem.runtime.logs import serving
@@ -48,8 +46,7 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
     keys = [*config.api_keys, *([config.api_key] if config.api_key is not None else [])]
     card = ModelCard(config.served_model_name, int(time.time()), None)
     document = openapi_document(config.served_model_name, bool(keys))
-    page = docs_page(document)
-    registry, readers = state.generation.registry, state.generation.readers
+    registry, readers = state.registry, state.readers
 
     def model_card() -> ModelCard:
         try:
@@ -75,28 +72,18 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
         return json_answer(request, model_card())
 
     async def tokenize(request: Request) -> Response:
-        return await _transform(request, state, lambda body: readers.tokenize(body, model_card().max_model_len))
+        return await _transform(
+            request, state, lambda body: readers.run(BodyReader.tokenize, body, model_card().max_model_len)
+        )
 
     async def detokenize(request: Request) -> Response:
-        return await _transform(request, state, readers.detokenize)
+        return await _transform(request, state, lambda body: readers.run(BodyReader.detokenize, body))
 
     async def health(request: Request) -> Response:
         reason = registry.why_not_ready()
         if reason is None:
             return json_answer(request, HealthResponse("ok"))
         return json_answer(request, HealthResponse("unavailable", reason), status=503)
-
-    async def live(request: Request) -> Response:
-        return json_answer(request, HealthResponse("ok"))
-
-    async def tandem_version(request: Request) -> Response:
-        return json_answer(request, VersionResponse(version("tandem-serve")))
-
-    async def openapi(request: Request) -> Response:
-        return json_answer(request, document)
-
-    async def docs(request: Request) -> Response:
-        return answer(request, page, "text/html")
 
     routes = [
         ApiRoute("POST", "/v1/completions", completions),
@@ -106,10 +93,10 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
         ApiRoute("POST", "/tokenize", tokenize),
         ApiRoute("POST", "/detokenize", detokenize),
         ApiRoute("GET", "/health", health, is_open=True),
-        ApiRoute("GET", "/live", live, is_open=True),
-        ApiRoute("GET", "/version", tandem_version),
-        ApiRoute("GET", "/openapi.json", openapi, is_open=True),
-        ApiRoute("GET", "/docs", docs, is_open=True),
+        ApiRoute("GET", "/live", fixed_answer(HealthResponse("ok")), is_open=True),
+        ApiRoute("GET", "/version", fixed_answer(VersionResponse(version("tandem-serve")))),
+        ApiRoute("GET", "/openapi.json", fixed_answer(document), is_open=True),
+        ApiRoute("GET", "/docs", fixed_answer(docs_page(document), "text/html"), is_open=True),
     ]
     if not config.admin_port:
         routes += admin_routes(config, state)
@@ -124,49 +111,42 @@ def make_admin_app(config: ProxyConfig, state: AppState) -> ASGIApp:
 async def _generate(
     request: Request, state: AppState, kind: BodyKind, make_answers: MakeAnswers, model: str
 ) -> Response:
-    services = state.generation
-    record = services.requests.begin(request_id_of(request), kind, request.headers.get("traceparent", ""))
+    record = state.requests.begin(request_id_of(request), kind, request.headers.get("traceparent", ""))
     serving(record.request_id)
     client = client_of(request)
     try:
         check_request_id(request)
         timeout_s = _request_timeout_s(request)
         async with state.bodies.receive(request.receive, request.headers) as body:
-            reading = _read(state, kind, body, client, min(services.request_timeout_s, timeout_s or math.inf))
+            reading = _read(state, kind, body, client, min(state.request_timeout_s, timeout_s or math.inf))
             is_long = not isinstance(body, bytes) or (state.media is not None and mentions_media(body))
             asked = await (unless_disconnected(request.receive, reading) if is_long else reading)
     except TandemError as error:
         is_refused = rejection_reason(error) is not None and not isinstance(error, NoWorkerReady)
-        services.requests.end(record, error.code, is_refused)
+        state.requests.end(record, error.code, is_refused)
         raise
     except Exception:
-        services.requests.end(record, InternalError.code)
+        state.requests.end(record, InternalError.code)
         raise
     record.read_at = time.monotonic()
     # The header wins over the body: proxies and gateways around the client know the request by it.
     if HEADER not in request.headers and asked.request_id:
-        services.requests.rename(record, asked.request_id)
+        state.requests.rename(record, asked.request_id)
         serving(record.request_id)
-    generation = Generation(services, asked, record, client, timeout_s)
+    generation = Generation(state, asked, record, client, timeout_s)
     try:
         answers = make_answers(generation, asked, model, record.request_id)
-        return await _answer(request, generation, asked, answers, record.request_id)
+        if not asked.stream:
+            whole = await unless_disconnected(request.receive, answers.whole())
+            return answer(request, whole, headers={HEADER: record.request_id})
+        events = answers.events()
+        # The first event decides between an error's status and a stream, so nothing is sent before.
+        first = await unless_disconnected(request.receive, anext(events))
+        return EventStream(first, events, record.request_id)
     except BaseException:
         if asked.media_lease is not None:  # the client may have disconnected before the generation began
             asked.media_lease.release()
         raise
-
-
-async def _answer(
-    request: Request, generation: Generation, asked: GenerationRequest, answers: Answers, request_id: str
-) -> Response:
-    if not asked.stream:
-        whole = await unless_disconnected(request.receive, answers.whole())
-        return answer(request, whole, headers={HEADER: request_id})
-    events = stream_events(generation, asked, answers)
-    # The first event decides between an error's status and a stream, so nothing is sent before.
-    first = await unless_disconnected(request.receive, first_of(events))
-    return EventStream(first, events, request_id)
 
 
 async def _transform(
@@ -176,7 +156,7 @@ async def _transform(
     check_request_id(request)
     async with state.bodies.receive(request.receive, request.headers) as body:
         try:
-            async with asyncio.timeout(state.generation.request_timeout_s):
+            async with asyncio.timeout(state.request_timeout_s):
                 return answer(request, await unless_disconnected(request.receive, work(body)))
         except TimeoutError as error:
             raise DeadlineExceeded("the request was not finished in time") from error
@@ -191,18 +171,17 @@ async def _read(
     state: AppState, kind: BodyKind, body: bytes | SpooledBody, client: str, timeout_s: float
 ) -> GenerationRequest:
     """Returns the request with its prompts as tokens. Counts errors, as `Generation` does for what follows."""
-    services = state.generation
     try:
-        services.admission.check(client, priority=_soonest_priority(body))  # before the work of tokenising
+        state.admission.check(client, priority=_soonest_priority(body))  # before the work of tokenising
         try:
             async with asyncio.timeout(timeout_s):
                 return await _read_body(state, kind, body)
         except TimeoutError as error:
             raise DeadlineExceeded(f"the request was not finished within its {timeout_s:.3g} s") from error
     except TandemError as error:
-        services.metrics.requests.labels(error.code).inc()
+        state.metrics.requests.labels(error.code).inc()
         if (reason := rejection_reason(error)) is not None:
-            services.metrics.rejected.labels(reason).inc()
+            state.metrics.rejected.labels(reason).inc()
         raise
 
 
@@ -210,11 +189,11 @@ async def _read_body(state: AppState, kind: BodyKind, body: bytes | SpooledBody)
     """Requests with media are read by the media process, all others by the tokeniser processes."""
     limits = await state.readiness.limits()
     if state.media is None:
-        return await state.generation.readers.read(kind, body, limits)
+        return await state.readers.read(kind, body, limits)
     if kind == "chat" and mentions_media(body):
         return await state.media.read(kind, body, limits)
     try:
-        return await state.generation.readers.read(kind, body, limits)
+        return await state.readers.read(kind, body, limits)
     except HasMedia:
         return await state.media.read(kind, body, limits)
 

@@ -7,18 +7,15 @@ from dataclasses import dataclass
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.http.bodies import RequestBodies
-from tandem.proxy.observe.metrics_page import MetricsPage
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.reading.media_pool import MediaPool
 
 
 @dataclass(frozen=True, slots=True)
-class AppState:
+class AppState(GenerationServices):
     """media: None where the model takes text only."""
 
-    generation: GenerationServices
     bodies: RequestBodies
     readiness: WorkerReadiness
-    metrics_page: MetricsPage
     timelines: Timelines
-    media: MediaPool | None = None
+    media: MediaPool | None

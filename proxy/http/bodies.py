@@ -7,9 +7,8 @@ without a copy through a pipe.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import TypeVar
 
 from starlette.datastructures import Headers
 from starlette.types import Receive
@@ -17,8 +16,6 @@ from starlette.types import Receive
 from tandem.proxy.answers.errors import BodyTooLarge, ClientDisconnected, ClientTooSlow
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.runtime.errors import Overloaded
-
-T = TypeVar("T")
 
 _PROGRESS_BYTES = 16 * 1024
 MAX_UNSPOOLED_BYTES = 16 * 1024
@@ -47,13 +44,22 @@ class RequestBodies:
         small = b""
         try:
             more = True
-            progress = _Progress(self._timeout_s)
+            now = asyncio.get_running_loop().time
+            deadline, num_timed_bytes = now() + self._timeout_s, 0
             while more:
-                message = await progress.wait_for(receive())
+                try:
+                    async with asyncio.timeout_at(deadline):
+                        message = await receive()
+                except TimeoutError as error:
+                    raise ClientTooSlow(
+                        f"The body arrived too slowly: less than {_PROGRESS_BYTES} bytes in {self._timeout_s:g} s."
+                    ) from error
                 if message["type"] == "http.disconnect":
                     raise ClientDisconnected("the client disconnected before its body was complete")
                 piece, more = message.get("body", b""), message.get("more_body", False)
-                progress.on_bytes(len(piece))
+                num_timed_bytes += len(piece)
+                if num_timed_bytes >= _PROGRESS_BYTES:
+                    deadline, num_timed_bytes = now() + self._timeout_s, 0
                 if spooled is None:
                     small += piece
                     if len(small) <= MAX_UNSPOOLED_BYTES:
@@ -73,28 +79,3 @@ class RequestBodies:
     def _check_size(self, num_bytes: int) -> None:
         if num_bytes > self._max_bytes:
             raise BodyTooLarge(f"The body is larger than this server's limit of {self._max_bytes} bytes.")
-
-
-class _Progress:
-    """A deadline that is extended with every 16 KiB."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._num_bytes = 0
-        self._deadline = asyncio.get_running_loop().time() + timeout_s
-
-    async def wait_for(self, message: Awaitable[T]) -> T:
-        """Raises ClientTooSlow."""
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                return await message
-        except TimeoutError as error:
-            raise ClientTooSlow(
-                f"The body arrived too slowly: less than {_PROGRESS_BYTES} bytes in {self._timeout_s:g} s."
-            ) from error
-
-    def on_bytes(self, num_bytes: int) -> None:
-        self._num_bytes += num_bytes
-        if self._num_bytes >= _PROGRESS_BYTES:
-            self._num_bytes = 0
-            self._deadline = asyncio.get_running_loop().time() + self._timeout_s

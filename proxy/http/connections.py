@@ -24,7 +24,7 @@ import socket
 import termios
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextvars import ContextVar
 from http import HTTPStatus
 from typing import Any, cast
@@ -118,8 +118,10 @@ def affordable_connections(wanted: int) -> int:
     return min(wanted, affordable)
 
 
-class ClientConnection(asyncio.Protocol):
+class ClientConnection(asyncio.Protocol, asyncio.Transport):
     """One client's connection: applies the limits and passes everything else on to uvicorn's protocol.
+
+    It is a protocol to asyncio's transport, and the transport of uvicorn's protocol.
 
     A connection is in one of these states:
     - it waits for a head: `_awaits_head`, with a timer from the first byte (from the start for its first request);
@@ -130,6 +132,7 @@ class ClientConnection(asyncio.Protocol):
 
     def __init__(self, http: asyncio.Protocol, limits: ConnectionLimits, timeout_s: float) -> None:
         """http: uvicorn's protocol. timeout_s: for a head to arrive, and for 16 KiB of an answer to be read."""
+        super().__init__()
         self._http = http
         self._limits = limits
         self._timeout_s = timeout_s
@@ -161,7 +164,7 @@ class ClientConnection(asyncio.Protocol):
             transport.close()
             return
         self._client = address
-        self._http.connection_made(_UvicornTransport(transport, self))
+        self._http.connection_made(self)
         self._start_head_timer()
 
     def data_received(self, data: bytes) -> None:
@@ -273,13 +276,21 @@ class ClientConnection(asyncio.Protocol):
         elif self._num_head_bytes:
             self._start_head_timer()
 
-    # ---- uvicorn's side, by way of its transport
+    # ---- uvicorn's side: the methods of a transport that it calls
 
-    @property
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
     def is_closing(self) -> bool:
         return self._is_closing or self._transport.is_closing()
 
-    def write(self, data: bytes) -> None:
+    def write(self, data: bytes | bytearray | memoryview) -> None:
         if self._is_parsing:  # uvicorn writes to its transport while it parses only to refuse what it cannot parse
             self._refuse(InvalidRequest("The request is not valid HTTP/1.1."))
         elif not self._is_closing:
@@ -335,42 +346,6 @@ class ClientConnection(asyncio.Protocol):
         in_kernel = array.array("i", [0])
         fcntl.ioctl(self._transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, in_kernel)
         return self._transport.get_write_buffer_size() + in_kernel[0]
-
-
-class _UvicornTransport(asyncio.Transport):
-    """The transport that uvicorn's protocol sees: writing and closing go through the `ClientConnection`."""
-
-    def __init__(self, transport: asyncio.Transport, connection: ClientConnection) -> None:
-        super().__init__()
-        self._transport = transport
-        self._connection = connection
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        self._connection.write(bytes(data))
-
-    def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview]) -> None:
-        self.write(b"".join(list_of_data))
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def is_closing(self) -> bool:
-        return self._connection.is_closing
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def get_extra_info(self, name: str, default: Any = None) -> Any:
-        return self._transport.get_extra_info(name, default)
-
-    def get_write_buffer_size(self) -> int:
-        return self._transport.get_write_buffer_size()
-
-    def pause_reading(self) -> None:
-        self._transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        self._transport.resume_reading()
 
 
 class _Timer:

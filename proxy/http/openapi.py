@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import re
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -22,13 +23,10 @@ from tandem.proxy.api.responses import (
     VersionResponse,
 )
 from tandem.proxy.api.schema import (
-    NEUTRAL_VALUES,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
-    NotServed,
-    TokenizeChatRequest,
-    TokenizeTextRequest,
+    TokenizeRequest,
 )
 
 Json = dict[str, Any]
@@ -59,43 +57,54 @@ _REQUIRED_TOGETHER: dict[str, Json] = {
             {"required": ["tool_calls"], "properties": {"tool_calls": {"type": "array", "minItems": 1}}},
         ]
     },
+    "TokenizeRequest": {
+        "oneOf": [
+            {"required": [field], "properties": {field: {"type": kind}, other: {"type": "null"}}}
+            for field, kind, other in (("prompt", "string", "messages"), ("messages", "array", "prompt"))
+        ]
+    },
 }
 """Conditions between fields that msgspec types cannot express."""
 _RETRY_STATUSES = (429, 503)
-_BODY_ERRORS = (400, 401, 404, 405, 408, 413, 431, 500, 504)
 
 
 @dataclass(frozen=True)
 class RouteDoc:
-    """answer: type of a 200, or its media type. chunk: type of a stream's events. is_open: needs no API key."""
+    """answer: type of a 200, or its media type. chunk: type of a stream's events. is_open: needs no API key.
+
+    more_errors: statuses besides those that every route may answer with, and every route with a body.
+    """
 
     method: str
     path: str
     summary: str
     answer: type | str
-    body: tuple[type, ...] = ()
+    body: type | None = None
     chunk: type | None = None
-    errors: tuple[int, ...] = (401, 405, 431, 500)
+    more_errors: tuple[int, ...] = ()
     is_open: bool = False
+
+    @property
+    def errors(self) -> list[int]:
+        of_key = () if self.is_open else (401,)
+        of_body = () if self.body is None else (400, 404, 408, 413, 503, 504)
+        return sorted({405, 431, 500, *of_key, *of_body, *self.more_errors})
 
 
 ROUTES = [
-    RouteDoc("post", "/v1/completions", "Continue a prompt.", CompletionResponse, (CompletionRequest,),
-          CompletionResponse, (*_BODY_ERRORS, *_RETRY_STATUSES)),
-    RouteDoc("post", "/v1/chat/completions", "Answer a chat.", ChatCompletionResponse, (ChatCompletionRequest,),
-          ChatCompletionChunk, (*_BODY_ERRORS, *_RETRY_STATUSES)),
+    RouteDoc("post", "/v1/completions", "Continue a prompt.", CompletionResponse, CompletionRequest,
+          CompletionResponse, (429,)),
+    RouteDoc("post", "/v1/chat/completions", "Answer a chat.", ChatCompletionResponse, ChatCompletionRequest,
+          ChatCompletionChunk, (429,)),
     RouteDoc("get", "/v1/models", "The model that is served.", ModelList),
-    RouteDoc("get", "/v1/models/{model}", "The same, by its name.", ModelCard, errors=(401, 404, 405, 431, 500)),
-    RouteDoc("post", "/tokenize", "The tokens of a prompt or of a chat.", TokenizeResponse,
-          (TokenizeTextRequest, TokenizeChatRequest), errors=(*_BODY_ERRORS, 503)),
-    RouteDoc("post", "/detokenize", "The text of tokens.", DetokenizeResponse, (DetokenizeRequest,),
-          errors=(*_BODY_ERRORS, 503)),
-    RouteDoc("get", "/health", "200 while requests can be served.", HealthResponse, errors=(405, 431, 500, 503),
-          is_open=True),
-    RouteDoc("get", "/live", "200 while the process runs.", HealthResponse, errors=(405, 431, 500), is_open=True),
+    RouteDoc("get", "/v1/models/{model}", "The same, by its name.", ModelCard, more_errors=(404,)),
+    RouteDoc("post", "/tokenize", "The tokens of a prompt or of a chat.", TokenizeResponse, TokenizeRequest),
+    RouteDoc("post", "/detokenize", "The text of tokens.", DetokenizeResponse, DetokenizeRequest),
+    RouteDoc("get", "/health", "200 while requests can be served.", HealthResponse, more_errors=(503,), is_open=True),
+    RouteDoc("get", "/live", "200 while the process runs.", HealthResponse, is_open=True),
     RouteDoc("get", "/version", "Tandem's version.", VersionResponse),
-    RouteDoc("get", "/openapi.json", "This description.", "application/json", errors=(405, 431, 500), is_open=True),
-    RouteDoc("get", "/docs", "This description as a page.", "text/html", errors=(405, 431, 500), is_open=True),
+    RouteDoc("get", "/openapi.json", "This description.", "application/json", is_open=True),
+    RouteDoc("get", "/docs", "This description as a page.", "text/html", is_open=True),
 ]  # fmt: skip
 
 
@@ -104,7 +113,7 @@ def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
     types = {
         kind
         for route in ROUTES
-        for kind in (route.answer, route.chunk, *route.body, ErrorResponse)
+        for kind in (route.answer, route.chunk, route.body, ErrorResponse)
         if isinstance(kind, type)
     }
     ordered = sorted(types, key=lambda kind: kind.__name__)
@@ -112,7 +121,9 @@ def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
     schema_of = dict(zip(ordered, references, strict=True))
     for name, component in components.items():
         component.update(_REQUIRED_TOGETHER.get(name, {}))
-        _describe_unsupported_fields(component.get("properties", {}), served_model_name)
+        model = component.get("properties", {}).get("model", {})
+        if {"type": "null"} in model.pop("anyOf", ()):  # of a request
+            model["enum"] = [None, served_model_name]
     paths: Json = {}
     for route in ROUTES:
         paths.setdefault(route.path, {})[route.method] = _operation(route, schema_of, has_api_key)
@@ -125,16 +136,6 @@ def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
     if has_api_key:
         document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     return document
-
-
-def _describe_unsupported_fields(properties: Json, served_model_name: str) -> None:
-    for field in properties.keys() & NotServed.__struct_fields__:
-        accepted = NEUTRAL_VALUES.get(field, ())
-        properties[field] = {"enum": [None, *accepted], "description": "not supported: other values are refused"}
-    if {"type": "null"} in properties.get("model", {}).get("anyOf", ()):  # of a request
-        properties["model"] = {"enum": [None, served_model_name], "default": None} | {
-            key: value for key, value in properties["model"].items() if key == "description"
-        }
 
 
 def _operation(route: RouteDoc, schema_of: dict[type, Json], has_api_key: bool) -> Json:
@@ -161,10 +162,8 @@ def _operation(route: RouteDoc, schema_of: dict[type, Json], has_api_key: bool) 
     if "{" in route.path:
         name = route.path.partition("{")[2].rstrip("}")
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
-    if route.body:
-        schemas = [schema_of[kind] for kind in route.body]
-        schema = schemas[0] if len(schemas) == 1 else {"anyOf": schemas}
-        operation["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
+    if route.body is not None:
+        operation["requestBody"] = {"required": True, "content": _content(route.body, schema_of)}
     if has_api_key and not route.is_open:
         operation["security"] = [{"key": []}]
     return operation
@@ -177,6 +176,22 @@ def _content(answer: type | str, schema_of: dict[type, Json]) -> Json:
 
 
 # ---- the page at /docs
+
+
+_LIMITS = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "below {}",
+    "minItems": "at least {} items",
+    "maxItems": "at most {} items",
+    "minProperties": "at least {} entries",
+    "maxProperties": "at most {} entries",
+    "minLength": "at least {} characters",
+    "maxLength": "at most {} characters",
+    "pattern": "matching {}",
+}
+"""JSON schema's keywords in words."""
 
 
 @dataclass(frozen=True)
@@ -210,56 +225,15 @@ def _in_words(schema: Json) -> str:
         return " or ".join(_in_words(s) for s in schema["anyOf"] if s.get("type") != "null")
     if "enum" in schema:
         return " or ".join(msgspec.json.encode(value).decode() for value in schema["enum"])
-    match schema.get("type"):
+    match schema.get("type", "anything"):
         case "array":
-            return f"list of {_in_words(schema.get('items', {}))}" + _range(schema, "minItems", "maxItems", "items")
-        case "object":
-            if "additionalProperties" not in schema:
-                return "object"
-            return f"object of {_in_words(schema['additionalProperties'] or {})}" + _range(
-                schema, "minProperties", "maxProperties", "entries"
-            )
-        case "string":
-            pattern = f" matching {schema['pattern']}" if "pattern" in schema else ""
-            return "string" + _range(schema, "minLength", "maxLength", "characters") + pattern
-        case "integer" | "number" as kind:
-            return str(kind) + _number_range(schema)
-        case None:
-            return "anything"
+            words = f"list of {_in_words(schema.get('items', {}))}"
+        case "object" if "additionalProperties" in schema:
+            words = f"object of {_in_words(schema['additionalProperties'] or {})}"
         case kind:
-            return str(kind)
-
-
-def _range(schema: Json, least: str, most: str, what: str) -> str:
-    match schema.get(least), schema.get(most):
-        case None, None:
-            return ""
-        case low, None:
-            return f" (at least {low} {what})"
-        case None, high:
-            return f" (at most {high} {what})"
-        case low, high:
-            return f" ({low} to {high} {what})"
-
-
-def _number_range(schema: Json) -> str:
-    low = f"above {schema['exclusiveMinimum']}" if "exclusiveMinimum" in schema else _least(schema)
-    if "exclusiveMaximum" in schema:
-        high = f"below {_large(schema['exclusiveMaximum'])}"
-    else:
-        high = f"at most {_large(schema['maximum'])}" if "maximum" in schema else ""
-    both = ", ".join(limit for limit in (low, high) if limit)
-    return f" ({both})" if both else ""
-
-
-def _least(schema: Json) -> str:
-    return f"at least {_large(schema['minimum'])}" if "minimum" in schema else ""
-
-
-def _large(number: float) -> str:
-    return {2**31: "2^31", 2**31 - 1: "2^31 - 1", -(2**63): "-2^63", 2**63 - 1: "2^63 - 1"}.get(
-        int(number), f"{number:g}"
-    )
+            words = str(kind)
+    limits = ", ".join(limit.format(schema[key]) for key, limit in _LIMITS.items() if key in schema)
+    return f"{words} ({limits})" if limits else words
 
 
 _STYLE = (
@@ -269,6 +243,12 @@ _STYLE = (
 
 
 def docs_page(document: Json) -> str:
+    schemas = document["components"]["schemas"]
+
+    def linked(words: str) -> str:
+        link = lambda word: f'<a href="#{word[0]}">{word[0]}</a>' if word[0] in schemas else word[0]  # noqa: E731
+        return re.sub(r"\w+", link, html.escape(words))
+
     parts = [
         f"<!doctype html><html lang=en><meta charset=utf-8><title>Tandem</title><style>{_STYLE}</style>",
         f"<h1>Tandem {html.escape(document['info']['version'])}</h1>",
@@ -276,33 +256,16 @@ def docs_page(document: Json) -> str:
     ]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2>")
-            parts.append(f"<p>{html.escape(operation['summary'])}</p><ul>")
-            for status, response in operation["responses"].items():
-                kinds = ", ".join(_in_words(c["schema"]) for c in response["content"].values())
-                parts.append(f"<li>{status}: {html.escape(response['description'])} ({_linked(document, kinds)})")
+            parts.append(f"<h2><code>{method.upper()} {html.escape(path)}</code></h2><p>{operation['summary']}</p><ul>")
+            body = {"body": operation["requestBody"]} if "requestBody" in operation else {}
+            for name, message in (body | operation["responses"]).items():
+                kinds = ", ".join(_in_words(content["schema"]) for content in message["content"].values())
+                parts.append(f"<li>{name}: {html.escape(message.get('description', ''))} ({linked(kinds)})")
             parts.append("</ul>")
-            if "requestBody" in operation:
-                body = _in_words(operation["requestBody"]["content"]["application/json"]["schema"])
-                parts.append(f"<p>Body: {_linked(document, body)}</p>")
-    parts.append("<h1>Bodies</h1>")
-    for name in document["components"]["schemas"]:
-        parts.append(f'<h2 id="{name}">{name}</h2>{_table(document, field_rows(document, name))}')
+    for name in schemas:
+        parts.append(f'<h2 id="{name}">{name}</h2><table><tr><th>field<th>values<th>default<th>meaning')
+        for row in field_rows(document, name):
+            meaning = html.escape(row.description)
+            parts.append(f"<tr><td><code>{row.name}</code><td>{linked(row.values)}<td>{row.default}<td>{meaning}")
+        parts.append("</table>")
     return "\n".join(parts)
-
-
-def _table(document: Json, rows: list[FieldRow]) -> str:
-    cells = "".join(
-        f"<tr><td><code>{html.escape(row.name)}</code><td>{_linked(document, row.values)}"
-        f"<td>{html.escape(row.default)}<td>{html.escape(row.description)}"
-        for row in rows
-    )
-    return f"<table><tr><th>field<th>values<th>default<th>meaning{cells}</table>"
-
-
-def _linked(document: Json, words: str) -> str:
-    names = document["components"]["schemas"]
-    return " ".join(
-        f'<a href="#{name}">{html.escape(word)}</a>' if (name := word.strip("(),")) in names else html.escape(word)
-        for word in words.split(" ")
-    )

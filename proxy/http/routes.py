@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,7 +23,6 @@ from tandem.proxy.answers.errors import (
     unexpected_error_response,
 )
 from tandem.proxy.answers.request_id import id_header
-from tandem.proxy.http.api_keys import ApiKeys
 from tandem.runtime.errors import TandemError
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -36,6 +36,22 @@ class ApiRoute:
     path: str
     handler: Handler
     is_open: bool = False
+
+
+class ApiKeys:
+    """Compares a key in constant time with every valid one, so that the time of an answer reveals nothing."""
+
+    def __init__(self, keys: Sequence[str]) -> None:
+        self._expected = [f"Bearer {key}".encode() for key in keys]
+
+    def client_of(self, authorization: str) -> str | None:
+        """Returns a name for the key in this header that does not contain the key, or None for a wrong one."""
+        given = authorization.encode("utf-8", "surrogateescape")
+        found = None
+        for number, expected in enumerate(self._expected):
+            if hmac.compare_digest(given, expected):
+                found = f"key {number}"
+        return found
 
 
 def starlette_app(routes: Sequence[ApiRoute], keys: ApiKeys | None) -> ASGIApp:
@@ -93,3 +109,13 @@ def answer(
 
 def json_answer(request: Request, body: Any, status: int = 200) -> Response:
     return answer(request, msgspec.json.encode(body), status=status)
+
+
+def fixed_answer(body: Any, media_type: str = "application/json", headers: Mapping[str, str] | None = None) -> Handler:
+    """Returns a handler that always answers with this text, or with this object as JSON."""
+    content = msgspec.json.encode(body) if media_type == "application/json" else body
+
+    async def handler(request: Request) -> Response:
+        return answer(request, content, media_type, headers=headers)
+
+    return handler

@@ -5,8 +5,9 @@ from __future__ import annotations
 import io
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import av
 import av.error
@@ -16,8 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from tandem.proxy.media.source import InvalidMedia, MediaLimits, MediaSource
-
-T = TypeVar("T")
+from tandem.runtime.errors import first_line
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 VIDEO_FORMATS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
@@ -57,7 +57,7 @@ def decode_image(source: MediaSource, data: bytes, limits: MediaLimits) -> Image
                 image.load()
                 upright = ImageOps.exif_transpose(image)
         except (OSError, ValueError, SyntaxError, EOFError, MemoryError) as error:
-            raise source.refused(f"it is damaged or cut short: {_one_line(error)}") from error
+            raise source.refused(f"it is damaged or cut short: {first_line(error)[:160]}") from error
     if upright.has_transparency_data:
         layers = upright.convert("RGBA")
         white = Image.new("RGBA", layers.size, (255, 255, 255, 255))
@@ -75,7 +75,7 @@ def _open(source: MediaSource, data: bytes) -> Image.Image:
     except UnidentifiedImageError as error:
         raise source.refused(f"it is not an image of a supported type ({', '.join(IMAGE_FORMATS)})") from error
     except (OSError, ValueError, SyntaxError, EOFError, MemoryError) as error:
-        raise source.refused(f"it is damaged or cut short: {_one_line(error)}") from error
+        raise source.refused(f"it is damaged or cut short: {first_line(error)[:160]}") from error
 
 
 def _checked_size(source: MediaSource, size: tuple[int, int], limits: MediaLimits) -> tuple[int, int]:
@@ -89,14 +89,64 @@ def _checked_size(source: MediaSource, size: tuple[int, int], limits: MediaLimit
 
 def video_info(source: MediaSource, data: bytes, limits: MediaLimits) -> VideoInfo:
     """Counts the frames without decoding them. Raises InvalidMedia."""
-    return _with_video(source, data, lambda container: _info(source, container, limits))
+    with _opened_video(source, data) as container:
+        stream = container.streams.video[0]
+        size = stream.codec_context.width, stream.codec_context.height
+        if size == (0, 0):  # unknown without a frame
+            raise source.refused("it has no frames")
+        width, height = _checked_size(source, size, limits)
+        max_frames = limits.max_video_pixels // (width * height)
+        rate = stream.average_rate or stream.guessed_rate
+        fps = float(rate) if rate else 24.0
+        num_frames, end_s = 0, 0.0
+        for packet in container.demux():  # including sound, which may be longer than the video
+            if packet.pts is not None:
+                end_s = max(end_s, float(packet.pts * packet.time_base) + 1 / fps)
+            num_frames += packet.size > 0 and packet.stream is stream
+            if num_frames > max_frames:
+                raise source.refused(
+                    f"it has more than {max_frames} frames of {width} x {height}; "
+                    f"the limit is {limits.max_video_pixels} pixels"
+                )
+        if not num_frames:
+            raise source.refused("it has no frames")
+        declared_s = (container.duration or 0) / av.time_base
+        if end_s - (container.start_time or 0) / av.time_base < _MIN_COMPLETE_SHARE * declared_s:
+            raise source.refused(
+                f"it is cut short: its declared duration is {declared_s:.3g} s, but it ends after {end_s:.3g} s"
+            )
+        return VideoInfo(num_frames, fps, width, height)
 
 
 def decode_video(
     source: MediaSource, data: bytes, info: VideoInfo, indices: Sequence[int], limits: MediaLimits
 ) -> NDArray[np.uint8]:
     """Returns the frames of these ascending indices: uint8 [num_frames, height, width, 3]. Raises InvalidMedia."""
-    return _with_video(source, data, lambda container: _frames(source, container, info, indices, limits))
+    with _opened_video(source, data) as container:
+        wanted, number = set(indices), -1
+        found: dict[int, NDArray[np.uint8]] = {}
+        deadline = time.monotonic() + limits.decode_timeout_s
+        for number, frame in enumerate(container.decode(container.streams.video[0])):
+            if time.monotonic() > deadline:
+                raise source.refused(f"it takes more than {limits.decode_timeout_s:g} s to decode")
+            if (frame.width, frame.height) != (info.width, info.height):
+                raise source.refused("its frames have different sizes")
+            if number in wanted:
+                found[number] = frame.to_ndarray(format="rgb24")
+                if len(found) == len(wanted):
+                    break
+        if not found:
+            raise source.refused("none of its frames can be decoded")
+        if number + 1 < _MIN_COMPLETE_SHARE * info.num_frames and len(found) < len(wanted):
+            raise source.refused(
+                f"it is damaged or cut short: only {number + 1} of its {info.num_frames} frames can be decoded"
+            )
+        # Some packets contain no frame: repeats the previous frame, so that the number of frames is as requested.
+        frames, last = [], found[min(found)]
+        for index in indices:
+            last = found.get(index, last)
+            frames.append(last)
+        return np.stack(frames)
 
 
 def sampled(num_frames: int, max_frames: int) -> list[int]:
@@ -106,7 +156,9 @@ def sampled(num_frames: int, max_frames: int) -> list[int]:
     return [int(index) for index in np.linspace(0, num_frames - 1, max_frames).astype(int)]
 
 
-def _with_video(source: MediaSource, data: bytes, use: Callable[[Any], T]) -> T:
+@contextmanager
+def _opened_video(source: MediaSource, data: bytes) -> Iterator[Any]:
+    """Yields PyAV's container. Raises InvalidMedia, also for errors of PyAV in the body of the `with`."""
     if not data:
         raise source.refused("it is empty")
     try:
@@ -123,70 +175,8 @@ def _with_video(source: MediaSource, data: bytes, use: Callable[[Any], T]) -> T:
                 raise source.refused("it is not an MP4 or WebM video")
             if not container.streams.video:
                 raise source.refused("it has no video stream")
-            return use(container)
+            yield container
     except InvalidMedia:
         raise
     except (av.error.FFmpegError, ValueError, OverflowError, MemoryError) as error:
-        raise source.refused(f"it is not an MP4 or WebM video, or it is damaged: {_one_line(error)}") from error
-
-
-def _info(source: MediaSource, container: Any, limits: MediaLimits) -> VideoInfo:
-    stream = container.streams.video[0]
-    size = stream.codec_context.width, stream.codec_context.height
-    if size == (0, 0):  # unknown without a frame
-        raise source.refused("it has no frames")
-    width, height = _checked_size(source, size, limits)
-    max_frames = limits.max_video_pixels // (width * height)
-    rate = stream.average_rate or stream.guessed_rate
-    fps = float(rate) if rate else 24.0
-    num_frames, end_s = 0, 0.0
-    for packet in container.demux():  # including sound, which may be longer than the video
-        if packet.pts is not None:
-            end_s = max(end_s, float(packet.pts * packet.time_base) + 1 / fps)
-        num_frames += packet.size > 0 and packet.stream is stream
-        if num_frames > max_frames:
-            raise source.refused(
-                f"it has more than {max_frames} frames of {width} x {height}; "
-                f"the limit is {limits.max_video_pixels} pixels"
-            )
-    if not num_frames:
-        raise source.refused("it has no frames")
-    declared_s = (container.duration or 0) / av.time_base
-    if end_s - (container.start_time or 0) / av.time_base < _MIN_COMPLETE_SHARE * declared_s:
-        raise source.refused(
-            f"it is cut short: its declared duration is {declared_s:.3g} s, but it ends after {end_s:.3g} s"
-        )
-    return VideoInfo(num_frames, fps, width, height)
-
-
-def _frames(
-    source: MediaSource, container: Any, info: VideoInfo, indices: Sequence[int], limits: MediaLimits
-) -> NDArray[np.uint8]:
-    wanted, number = set(indices), -1
-    found: dict[int, NDArray[np.uint8]] = {}
-    deadline = time.monotonic() + limits.decode_timeout_s
-    for number, frame in enumerate(container.decode(container.streams.video[0])):
-        if time.monotonic() > deadline:
-            raise source.refused(f"it takes more than {limits.decode_timeout_s:g} s to decode")
-        if (frame.width, frame.height) != (info.width, info.height):
-            raise source.refused("its frames have different sizes")
-        if number in wanted:
-            found[number] = frame.to_ndarray(format="rgb24")
-            if len(found) == len(wanted):
-                break
-    if not found:
-        raise source.refused("none of its frames can be decoded")
-    if number + 1 < _MIN_COMPLETE_SHARE * info.num_frames and len(found) < len(wanted):
-        raise source.refused(
-            f"it is damaged or cut short: only {number + 1} of its {info.num_frames} frames can be decoded"
-        )
-    # Some packets contain no frame: repeats the previous frame, so that the number of frames is as requested.
-    frames, last = [], found[min(found)]
-    for index in indices:
-        last = found.get(index, last)
-        frames.append(last)
-    return np.stack(frames)
-
-
-def _one_line(error: BaseException) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:160]
+        raise source.refused(f"it is not an MP4 or WebM video, or it is damaged: {first_line(error)[:160]}") from error

@@ -22,7 +22,7 @@ from urllib.parse import quote, unquote_to_bytes, urljoin, urlsplit
 import httpcore
 
 from tandem.proxy.media.source import InvalidMedia, MediaLimits, MediaSource
-from tandem.runtime.errors import Overloaded
+from tandem.runtime.errors import Overloaded, first_line
 
 _MAX_REDIRECTS = 4
 _REDIRECTS = (301, 302, 303, 307, 308)
@@ -143,8 +143,7 @@ class FetchedMedia:
         except _RefusedAddress as error:
             raise source.refused(f"{error}; this server fetches from public addresses only") from error
         except (httpcore.NetworkError, httpcore.ProtocolError, ssl.SSLError, OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:_MAX_SHOWN] or type(error).__name__
-            raise source.refused(f"its URL cannot be fetched: {reason}") from error
+            raise source.refused(f"its URL cannot be fetched: {first_line(error)[:_MAX_SHOWN]}") from error
 
     async def _fetch(self, source: MediaSource) -> bytes:
         url = source.url

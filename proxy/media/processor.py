@@ -26,7 +26,7 @@ from tandem.protocol.media_segment import offsets_of
 from tandem.protocol.messages.media import BYTES_PER_ELEMENT, MediaKind, MediaTensor
 from tandem.proxy.media.decode import decode_image, decode_video, image_size, sampled, video_info
 from tandem.proxy.media.source import MediaLimits, MediaSource
-from tandem.runtime.errors import ConfigError, InvalidRequest
+from tandem.runtime.errors import ConfigError, InvalidRequest, first_line
 
 _IDENTITY_FILES = ("config.json", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json")
 _TEXT_FEATURES = ("input_ids", "attention_mask", "mm_token_type_ids", "token_type_ids", "text_replacement_offsets")
@@ -101,8 +101,9 @@ class MediaProcessor:
                     str(self._folder), trust_remote_code=self._trust_remote_code, local_files_only=True
                 )
             except Exception as error:
-                line = (str(error).splitlines() or [type(error).__name__])[0]
-                raise ConfigError(f"cannot read the processor of model {str(self._folder)!r}: {line}") from error
+                raise ConfigError(
+                    f"cannot read the processor of model {str(self._folder)!r}: {first_line(error)}"
+                ) from error
             self._local.processor = processor
         return processor
 
@@ -208,8 +209,7 @@ def _processor_errors(source: MediaSource) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, RuntimeError, IndexError, ZeroDivisionError) as error:
-        line = (str(error).splitlines() or [type(error).__name__])[0]
-        raise source.refused(f"the model's processor cannot process it: {line[:160]}") from error
+        raise source.refused(f"the model's processor cannot process it: {first_line(error)[:160]}") from error
 
 
 def _with_slack(num_bytes: float) -> int:

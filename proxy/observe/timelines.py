@@ -29,7 +29,7 @@ class Timelines:
         self._requests = requests
         self._peer_endpoints = peer_endpoints
         self._peers: list[DealerSocket[FromProxyControl]] = []
-        self._lookups: dict[str, _Lookup] = {}
+        self._lookups: list[tuple[str, asyncio.Queue[bytes]]] = []  # (request_id, the peers' answers)
 
     def own(self, request_id: str) -> bytes:
         """Returns JSON, empty for an unknown or forgotten request."""
@@ -46,37 +46,27 @@ class Timelines:
                 DealerSocket(self._context, endpoint, codec, self._on_answer, peer="proxy")
                 for endpoint in self._peer_endpoints
             ]
-        lookup = self._lookups.get(request_id)
-        if lookup is None:
-            lookup = self._lookups[request_id] = _Lookup(len(self._peers))
-            for peer in self._peers:
-                peer.send(GetTimeline(request_id))
+        lookup = request_id, asyncio.Queue[bytes]()
+        self._lookups.append(lookup)
+        for peer in self._peers:
+            peer.send(GetTimeline(request_id))
         try:
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                return await asyncio.shield(lookup.answer)
+                for _ in self._peers:
+                    if timeline := await lookup[1].get():
+                        return timeline
         except TimeoutError:
             log.warning("not every proxy answered for request %s", request_id)
-            return b""
         finally:
-            self._lookups.pop(request_id, None)
+            self._lookups.remove(lookup)
+        return b""
 
     def _on_answer(self, message: FromProxyControl) -> None:
-        if isinstance(message, TimelineReport) and (lookup := self._lookups.get(message.request_id)) is not None:
-            lookup.on_answer(message.timeline)
+        if isinstance(message, TimelineReport):
+            for request_id, answers in self._lookups:
+                if request_id == message.request_id:
+                    answers.put_nowait(message.timeline)
 
     def close(self) -> None:
         for peer in self._peers:
             peer.close()
-
-
-class _Lookup:
-    """Resolved by the first proxy that knows the request, or by the last one that does not."""
-
-    def __init__(self, num_asked: int) -> None:
-        self.answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
-        self._num_open = num_asked
-
-    def on_answer(self, timeline: bytes) -> None:
-        self._num_open -= 1
-        if not self.answer.done() and (timeline or not self._num_open):
-            self.answer.set_result(timeline)

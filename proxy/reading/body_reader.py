@@ -9,11 +9,12 @@ import msgspec
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import DetokenizeResponse, TokenizeResponse
 from tandem.proxy.api.structured_output import checked_grammar
-from tandem.proxy.api.tool_formats import ToolFormat, ToolFormatName
+from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.config import ProxyConfig
 from tandem.proxy.text.model_text import ModelText
-from tandem.proxy.text.prompt import ChatPrompt, RenderedPrompts, has_media
+from tandem.proxy.text.prompt import RenderedPrompts, has_media
 from tandem.proxy.text.rendering import Renderer
 from tandem.runtime.errors import TandemError
 
@@ -25,26 +26,20 @@ class HasMedia(TandemError):
 
 
 class BodyReader:
-    """max_media: images and videos per chat; 0 if the model takes text only."""
-
-    def __init__(
-        self,
-        text: ModelText,
-        served_model_name: str,
-        trust_chat_template: bool = False,
-        tool_call_parser: ToolFormatName = "hermes",
-        max_media: int = 0,
-    ) -> None:
-        tool_format = ToolFormat.of(tool_call_parser, text.tokenizer)
+    def __init__(self, text: ModelText, config: ProxyConfig) -> None:
         self._decoder = BodyDecoder(
-            served_model_name, trust_chat_template, tool_format, max_media, text.sampling_defaults
+            config.served_model_name,
+            config.trust_request_chat_template,
+            ToolFormat.of(config.tool_call_parser, text.tokenizer),
+            config.media.max_items if config.media_cache_endpoint else 0,
+            text.sampling_defaults,
         )
-        self._renderer = Renderer(text)
+        self.renderer = Renderer(text)
 
     @classmethod
-    def load(cls, model: str, *options: Any) -> BodyReader:
-        """Loads the model's text files; options: as the constructor's. Raises ConfigError."""
-        return cls(ModelText(model), *options)
+    def load(cls, config: ProxyConfig) -> BodyReader:
+        """Loads the model's text files. Raises ConfigError."""
+        return cls(ModelText(config.model), config)
 
     def decode(self, body: bytes, kind: BodyKind) -> GenerationRequest:
         """Validates everything except what depends on the prompt's tokens. Raises InvalidRequest."""
@@ -62,33 +57,28 @@ class BodyReader:
         if request.base_sampling.grammar is not None:
             grammar = checked_grammar(request.base_sampling.grammar, request.grammar_param)
             request = _with_sampling(request, grammar=grammar)
-        prompts = self._renderer.render(request.prompt, limits, request.max_prompt_tokens(limits), request.cache_salt)
+        prompts = self.renderer.render(request.prompt, limits, request.max_prompt_tokens(limits), request.cache_salt)
         request = msgspec.structs.replace(request, prompt=RenderedPrompts(prompts))
         if request.bad_words:
-            request = _with_sampling(request, bad_words=self._renderer.bad_words(request.bad_words))
+            request = _with_sampling(request, bad_words=self.renderer.bad_words(request.bad_words))
         return request
-
-    def chat_text(self, request: GenerationRequest) -> str:
-        """Renders the template of a chat, with one placeholder per image or video. Raises InvalidRequest."""
-        assert isinstance(request.prompt, ChatPrompt)
-        return self._renderer.chat_text(request.prompt)
 
     def tokenize(self, body: bytes, max_model_len: int | None) -> bytes:
         """Returns the JSON answer of `/tokenize`. Raises InvalidRequest."""
-        request = self._decoder.tokenize(body)
-        text = request.prompt if isinstance(request.prompt, str) else self._renderer.chat_text(request.prompt)
-        token_ids = self._renderer.tokens_of(text, request.add_special_tokens)
-        strings = self._renderer.token_strings(token_ids) if request.return_token_strs else None
+        prompt, add_special_tokens, with_strings = self._decoder.tokenize(body)
+        text = prompt if isinstance(prompt, str) else self.renderer.chat_text(prompt)
+        token_ids = self.renderer.tokens_of(text, add_special_tokens)
+        strings = self.renderer.token_strings(token_ids) if with_strings else None
         return msgspec.json.encode(TokenizeResponse(len(token_ids), max_model_len, token_ids, strings))
 
     def detokenize(self, body: bytes) -> bytes:
         """Returns the JSON answer of `/detokenize`. Raises InvalidRequest."""
-        text = self._renderer.text_with_specials(self._decoder.detokenize(body))
+        text = self.renderer.text_with_specials(self._decoder.detokenize(body))
         return msgspec.json.encode(DetokenizeResponse(text))
 
     def text_of(self, token_ids: list[int]) -> str:
         """Returns the text of a prompt without special tokens."""
-        return self._renderer.text_of(token_ids)
+        return self.renderer.text_of(token_ids)
 
 
 def _with_sampling(request: GenerationRequest, **changes: Any) -> GenerationRequest:

@@ -9,10 +9,10 @@ import msgspec
 
 from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.api.tool_formats import ToolFormatName
 from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.cluster.registry import ModelLimits
-from tandem.proxy.media.source import InvalidMedia, MediaLimits
+from tandem.proxy.config import ProxyConfig
+from tandem.proxy.media.source import InvalidMedia
 from tandem.proxy.reading.body_reader import BodyKind
 from tandem.proxy.text.prompt import ContextLengthExceeded
 from tandem.runtime.errors import ErrorInfo, ProtocolError, TandemError
@@ -29,18 +29,9 @@ _PROXY_ERRORS: dict[str, type[TandemError]] = {
 
 
 class MediaSetup(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The first message: the configuration of the process. num_threads: that decode and process media."""
+    """The first message: the configuration of the proxy."""
 
-    name: str
-    log_level: str
-    model: str
-    served_model_name: str
-    trust_chat_template: bool
-    tool_call_parser: ToolFormatName
-    trust_remote_code: bool
-    cache_endpoint: str
-    limits: MediaLimits
-    num_threads: int
+    config: ProxyConfig
 
 
 class MediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -67,12 +58,6 @@ class MediaProcessAlive(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fi
     """The answer to PingMediaProcess."""
 
 
-class MediaJobStarted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """The job has left the queue. A job may also be answered without this message."""
-
-    lease_id: str
-
-
 class MediaJobDone(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """The answer to a MediaJob. After it the process no longer uses the lease."""
 
@@ -97,7 +82,7 @@ class MediaJobFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
 
 
 ToMediaProcess = MediaSetup | MediaJob | CancelMediaJob | PingMediaProcess
-FromMediaProcess = MediaProcessAlive | MediaJobStarted | MediaJobDone | MediaJobFailed
+FromMediaProcess = MediaProcessAlive | MediaJobDone | MediaJobFailed
 
 TO_PROCESS: Codec[ToMediaProcess] = Codec(ToMediaProcess)
 FROM_PROCESS: Codec[FromMediaProcess] = Codec(FromMediaProcess)

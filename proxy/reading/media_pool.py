@@ -20,8 +20,8 @@ from tandem.proxy.admission.admission import QueueFull
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.registry import ModelLimits
 from tandem.proxy.cluster.router import SLOUnreachable
+from tandem.proxy.config import ProxyConfig
 from tandem.proxy.media.lease import MediaLease
-from tandem.proxy.media.queue import MediaQueue
 from tandem.proxy.reading.body_reader import BodyKind
 from tandem.proxy.reading.media_messages import (
     EXIT_BAD_CONFIG,
@@ -30,7 +30,6 @@ from tandem.proxy.reading.media_messages import (
     MediaJob,
     MediaJobDone,
     MediaJobFailed,
-    MediaJobStarted,
     MediaProcessAlive,
     MediaSetup,
     PingMediaProcess,
@@ -55,19 +54,15 @@ _CANCEL_GRACE_S = 10.0
 class MediaPool:
     """Belongs to the proxy's loop.
 
-    max_waiting: requests that may wait or be read at the same time; others are refused. ttft_slo_s: a request is
-    refused at once if its turn is predicted after half of this time, and when this time has passed.
+    At most `max_waiting_media` requests wait or are read at the same time; others are refused. So is one that is not
+    read within ttft_slo_s.
     """
 
-    def __init__(
-        self, setup: MediaSetup, cache: MediaCacheClient, max_waiting: int, ttft_slo_s: float | None = None
-    ) -> None:
-        self._setup = setup
+    def __init__(self, config: ProxyConfig, cache: MediaCacheClient, ttft_slo_s: float | None = None) -> None:
+        self._config = config
         self._cache = cache
-        self._max_waiting = max_waiting
         self._ttft_slo_s = ttft_slo_s
-        self._cancel_timeout_s = 2 * setup.limits.decode_timeout_s + _CANCEL_GRACE_S
-        self._queue = MediaQueue()
+        self._cancel_timeout_s = 2 * config.media.decode_timeout_s + _CANCEL_GRACE_S
         self._jobs: dict[str, asyncio.Future[GenerationRequest]] = {}  # by lease, until the process has answered
         self._starting = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
@@ -105,7 +100,7 @@ class MediaPool:
                 if (overloaded := out_of_descriptors(error, "the media process")) is not None:
                     raise overloaded from error
                 raise InternalError(f"the media process cannot be started: {error}") from error
-            write_message(self._writer, self._setup)
+            write_message(self._writer, MediaSetup(self._config))
             self._watching = asyncio.create_task(self._watch(reader, self._writer, self._process))
 
     async def read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
@@ -124,14 +119,18 @@ class MediaPool:
         if self._config_error is not None:
             raise InternalError(self._config_error)
         await self.start()
-        self._check_queue()
+        if len(self._jobs) >= self._config.max_waiting_media:
+            raise QueueFull(
+                f"{len(self._jobs)} requests with images or video are waiting already; the limit is "
+                f"{self._config.max_waiting_media}. Try again later.",
+                _RETRY_AFTER_S,
+            )
         assert self._writer is not None
         lease_id = self._cache.new_id()
         done: asyncio.Future[GenerationRequest] = asyncio.get_running_loop().create_future()
         self._jobs[lease_id] = done
         content, path = (body, "") if isinstance(body, bytes) else (b"", body.path)
         write_message(self._writer, MediaJob(lease_id, kind, content, limits, path))
-        self._queue.add(lease_id, asyncio.get_running_loop().time())
         try:
             async with asyncio.timeout(self._ttft_slo_s):
                 await done
@@ -145,19 +144,8 @@ class MediaPool:
             raise
         return done.result()
 
-    def _check_queue(self) -> None:
-        if len(self._jobs) >= self._max_waiting:
-            raise QueueFull(
-                f"{len(self._jobs)} requests with images or video are waiting already; the limit is "
-                f"{self._max_waiting}. Try again later.",
-                _RETRY_AFTER_S,
-            )
-        if self._ttft_slo_s is not None and self._queue.wait_s > self._ttft_slo_s / 2:
-            raise SLOUnreachable(self._queue.wait_s, self._ttft_slo_s / 2)
-
     def _cancel(self, lease_id: str) -> None:
         """Cancels a job. The process is killed if it does not answer in time, as when a decoder hangs."""
-        self._queue.remove(lease_id)
         if self._writer is not None:
             write_message(self._writer, CancelMediaJob(lease_id))
             asyncio.get_running_loop().call_later(self._cancel_timeout_s, self._expect_answer, lease_id)
@@ -177,13 +165,8 @@ class MediaPool:
             while True:
                 message = await read_message(reader, FROM_PROCESS)
                 self._unanswered_pings = 0
-                match message:
-                    case MediaProcessAlive():
-                        pass
-                    case MediaJobStarted():
-                        self._queue.begin(message.lease_id, asyncio.get_running_loop().time())
-                    case MediaJobDone() | MediaJobFailed():
-                        self._on_answer(message)
+                if not isinstance(message, MediaProcessAlive):
+                    self._on_answer(message)
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
         except ProtocolError as error:
@@ -214,7 +197,6 @@ class MediaPool:
             write_message(writer, PingMediaProcess())
 
     def _on_answer(self, message: MediaJobDone | MediaJobFailed) -> None:
-        self._queue.remove(message.lease_id)
         done = self._jobs.pop(message.lease_id, None)
         if done is None:
             return

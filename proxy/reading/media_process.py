@@ -26,6 +26,7 @@ from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.messages.media_cache import GrantedMedia, MediaKey, WantedMedia
 from tandem.protocol.sockets import new_context
 from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.config import ProxyConfig
 from tandem.proxy.media.fetch import FetchedMedia, MediaFetcher, is_remote
 from tandem.proxy.reading.media_messages import (
     EXIT_BAD_CONFIG,
@@ -35,7 +36,6 @@ from tandem.proxy.reading.media_messages import (
     MediaJob,
     MediaJobDone,
     MediaJobFailed,
-    MediaJobStarted,
     MediaProcessAlive,
     MediaSetup,
     PingMediaProcess,
@@ -61,16 +61,16 @@ _LOAD_TIMEOUT_S = 600.0
 class MediaProcess:
     """send: sends a message to the proxy. client_pid: of the proxy, which owns the leases."""
 
-    def __init__(self, setup: MediaSetup, send: Callable[[FromMediaProcess], None], client_pid: int) -> None:
+    def __init__(self, config: ProxyConfig, send: Callable[[FromMediaProcess], None], client_pid: int) -> None:
         self._send = send
-        self._num_threads = setup.num_threads
-        self._threads = ThreadPoolExecutor(setup.num_threads, "media")
-        self._reader = asyncio.get_running_loop().run_in_executor(self._threads, MediaReader, setup)
-        self._fetcher = MediaFetcher(setup.limits)
+        self._num_threads = config.media_threads
+        self._threads = ThreadPoolExecutor(self._num_threads, "media")
+        self._reader = asyncio.get_running_loop().run_in_executor(self._threads, MediaReader, config)
+        self._fetcher = MediaFetcher(config.media)
         self._context = new_context()
-        self._cache = MediaCacheClient(self._context, setup.cache_endpoint, client_pid)
+        self._cache = MediaCacheClient(self._context, config.media_cache_endpoint, client_pid)
         # One request per thread, so that the first request is done before the last one has begun.
-        self._turns = asyncio.Semaphore(setup.num_threads)
+        self._turns = asyncio.Semaphore(self._num_threads)
         self._running: dict[str, asyncio.Task[GenerationRequest]] = {}
 
     async def load(self) -> None:
@@ -119,7 +119,6 @@ class MediaProcess:
     async def _read(self, job: MediaJob) -> GenerationRequest:
         reader = await asyncio.shield(self._reader)
         async with self._turns:
-            self._send(MediaJobStarted(job.lease_id))
             request = await self._on_thread(reader.decode, job)
             assert isinstance(request.prompt, ChatPrompt)
             remote = [source for source in request.prompt.media if is_remote(source)]
@@ -198,8 +197,8 @@ async def serve(channel: socket.socket) -> int:
     reader, writer = await asyncio.open_connection(sock=channel)
     setup = await read_message(reader, TO_PROCESS)
     assert isinstance(setup, MediaSetup)
-    setup_logging(setup.name, setup.log_level)
-    process = MediaProcess(setup, partial(write_message, writer), os.getppid())
+    setup_logging(f"{setup.config.proxy_id}-media", setup.config.log_level)
+    process = MediaProcess(setup.config, partial(write_message, writer), os.getppid())
     loading = asyncio.create_task(process.load())
     receiving = asyncio.create_task(_receive(reader, process))
     await asyncio.wait([loading, receiving], return_when=asyncio.FIRST_COMPLETED)

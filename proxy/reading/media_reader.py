@@ -11,11 +11,12 @@ from tandem.protocol.messages.media import MediaKind
 from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.config import ProxyConfig
 from tandem.proxy.media.fetch import read_local
 from tandem.proxy.media.processor import MediaProcessor, MediaSize, PreparedMedia
 from tandem.proxy.media.source import MediaSource
 from tandem.proxy.reading.body_reader import BodyReader
-from tandem.proxy.reading.media_messages import MediaJob, MediaSetup
+from tandem.proxy.reading.media_messages import MediaJob
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import CachedMedia, ChatPrompt, MediaPrompt, has_own_template
 from tandem.runtime.errors import InvalidRequest
@@ -33,13 +34,11 @@ class MediaContent(msgspec.Struct, frozen=True):
 class MediaReader:
     """Loads the tokeniser and the processor. Raises ConfigError."""
 
-    def __init__(self, setup: MediaSetup) -> None:
-        text = ModelText(setup.model)
-        self._limits = setup.limits
-        self._bodies = BodyReader(
-            text, setup.served_model_name, setup.trust_chat_template, setup.tool_call_parser, setup.limits.max_items
-        )
-        self.processor = MediaProcessor(text.folder, setup.limits, setup.trust_remote_code)
+    def __init__(self, config: ProxyConfig) -> None:
+        text = ModelText(config.model)
+        self._limits = config.media
+        self._bodies = BodyReader(text, config)
+        self.processor = MediaProcessor(text.folder, config.media, config.trust_remote_code)
         self._description: msgspec.msgpack.Decoder[PreparedMedia] = msgspec.msgpack.Decoder(PreparedMedia)
 
     def decode(self, job: MediaJob) -> GenerationRequest:
@@ -80,6 +79,6 @@ class MediaReader:
             kind = content.source.kind
             replacements.setdefault(kind, []).append(prepared.replacement)
             media.append(CachedMedia(kind, content.key.digest, segment, prepared.tensors, prepared.num_tokens))
-        text = self.processor.expand(self._bodies.chat_text(request), replacements)
+        text = self.processor.expand(self._bodies.renderer.chat_text(request.prompt), replacements)
         prompt = MediaPrompt(text, media, self.processor.token_ids, request.prompt.add_special_tokens)
         return self._bodies.render(msgspec.structs.replace(request, prompt=prompt), limits)

@@ -74,24 +74,19 @@ class ReaderPool:
             # The client decides how long its own template or grammar takes.
             if is_short and not has_own_template(request.prompt) and request.base_sampling.grammar is None:
                 return self._reader.render(request, limits)
-        return await self._run(BodyReader.read, body, kind, limits)
-
-    async def tokenize(self, body: bytes | SpooledBody, max_model_len: int | None) -> bytes:
-        """Returns the JSON answer of `/tokenize`. Raises as `read` does."""
-        return await self._run(BodyReader.tokenize, body, max_model_len)
-
-    async def detokenize(self, body: bytes | SpooledBody) -> bytes:
-        """Returns the JSON answer of `/detokenize`. Raises as `read` does."""
-        return await self._run(BodyReader.detokenize, body)
+        return await self.run(BodyReader.read, body, kind, limits)
 
     async def text_of(self, token_ids: list[int]) -> str:
         """Returns the text of a prompt without special tokens."""
         if len(token_ids) <= MAX_INLINE_TOKENS:
             return self._reader.text_of(token_ids)
-        return await self._run(BodyReader.text_of, token_ids)
+        return await self.run(BodyReader.text_of, token_ids)
 
-    async def _run(self, method: Callable[..., T], data: bytes | SpooledBody | list[int], *arguments: object) -> T:
-        """Calls a method of a process's reader; a spooled body is passed as the path of its file."""
+    async def run(self, method: Callable[..., T], data: bytes | SpooledBody | list[int], *arguments: object) -> T:
+        """Calls a method of a process's reader; a spooled body is passed as the path of its file.
+
+        Raises as the method does, Overloaded, InternalError.
+        """
         if self._num_pending >= MAX_PENDING_JOBS:
             raise Overloaded("too many requests are waiting to be read; try again later")
         if self._executor is None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tandem.runtime.errors import ConfigError
+from tandem.runtime.errors import ConfigError, first_line
 
 _TEXT_FILES = [
     "config.json",
@@ -40,9 +40,8 @@ def find_model(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=_TEXT_FILES))
     except Exception as error:
-        first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ConfigError(
-            f"there is no folder {model!r}, and it cannot be downloaded from the hub: {first_line}"
+            f"there is no folder {model!r}, and it cannot be downloaded from the hub: {first_line(error)}"
         ) from error
 
 

@@ -17,7 +17,7 @@ from transformers.tokenization_utils_tokenizers import TokenizersBackend
 from tandem.proxy.text.model_files import find_model
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
-from tandem.runtime.errors import ConfigError, InvalidRequest
+from tandem.runtime.errors import ConfigError, InvalidRequest, first_line
 
 log = logging.getLogger(__name__)
 
@@ -41,8 +41,9 @@ class ModelText:
         try:
             self._backend: Any = TokenizersBackend.from_pretrained(str(folder))
         except Exception as error:
-            first_line = (str(error).splitlines() or [type(error).__name__])[0]
-            raise ConfigError(f"cannot read the tokeniser of model {model!r} (tokenizer.json): {first_line}") from error
+            raise ConfigError(
+                f"cannot read the tokeniser of model {model!r} (tokenizer.json): {first_line(error)}"
+            ) from error
         self.tokenizer: Tokenizer = self._backend.backend_tokenizer
         self._needs_parts: bool | None = None  # found out with the first chat
         self.eos_token_ids = _eos_token_ids(folder, self._backend.eos_token_id)

@@ -5,23 +5,27 @@ The state of the tokeniser is never changed. A prompt that cannot fit is refused
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import nullcontext
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from itertools import islice
+from types import FrameType
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 from tokenizers import Encoding
 
-from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.media import MediaItem, MediaKind
+from tandem.protocol.messages.token_ids import pack_token_ids, unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
 from tandem.proxy.cluster.registry import ModelLimits
-from tandem.proxy.text.cpu_time import cpu_time_limit
 from tandem.proxy.text.model_text import ModelText
-from tandem.proxy.text.placeholders import place_media
 from tandem.proxy.text.prompt import (
     AnyPrompt,
+    CachedMedia,
     ChatPrompt,
     CompletionPrompt,
     ContextLengthExceeded,
@@ -32,6 +36,9 @@ from tandem.proxy.text.prompt import (
 from tandem.runtime.errors import InvalidRequest
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+
+Spans = tuple[tuple[int, int], ...]
+"""(start, length) of runs of placeholder tokens, ascending."""
 
 TEMPLATE_CPU_S = 2.0
 """CPU time for a client's own template; a model's template takes milliseconds."""
@@ -208,3 +215,61 @@ def split_prompt(raw: msgspec.Raw) -> Sequence[str | list[int]]:
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
         raise InvalidRequest("The prompt is empty.", "prompt")
     return prompts
+
+
+def place_media(
+    packed_token_ids: bytes, media: Sequence[CachedMedia], placeholder_ids: dict[MediaKind, int]
+) -> tuple[MediaItem, ...]:
+    """Returns the items with the positions of their placeholders.
+
+    Raises InvalidRequest if the prompt has more or fewer placeholders than the items need.
+    """
+    token_ids = unpack_token_ids(packed_token_ids)
+    spans: dict[MediaKind, Iterator[Spans]] = {}
+    for kind, placeholder_id in placeholder_ids.items():
+        lengths = [item.num_tokens for item in media if item.kind == kind]
+        spans[kind] = iter(_spans(token_ids, placeholder_id, lengths))
+    return tuple(MediaItem(i.digest, i.kind, next(spans[i.kind]), i.segment, i.tensors) for i in media)
+
+
+def _spans(token_ids: list[int], placeholder_id: int, lengths: list[int]) -> list[Spans]:
+    """Assigns the placeholders to items of these numbers of tokens, in order."""
+    positions = [position for position, token_id in enumerate(token_ids) if token_id == placeholder_id]
+    if len(positions) != sum(lengths):
+        raise InvalidRequest(
+            f"The prompt has {len(positions)} placeholder tokens, but its images and videos need {sum(lengths)}; "
+            "remove placeholder tokens from the text.",
+            "messages",
+        )
+    rest, spans = iter(positions), []
+    for length in lengths:
+        runs: list[tuple[int, int]] = []
+        for position in islice(rest, length):
+            if runs and sum(runs[-1]) == position:
+                runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+            else:
+                runs.append((position, 1))
+        spans.append(tuple(runs))
+    return spans
+
+
+@contextmanager
+def cpu_time_limit(seconds: float) -> Iterator[None]:
+    """Raises InvalidRequest in the body of the `with` when it has used this much CPU time. Main thread only.
+
+    Limits CPU time and not elapsed time, so that a busy machine causes no errors.
+    """
+    assert threading.current_thread() is threading.main_thread()
+
+    def on_timer(_number: int, _frame: FrameType | None) -> None:
+        raise InvalidRequest(
+            f"Rendering chat_template takes more than {seconds:g} s; send a simpler template.", "chat_template"
+        )
+
+    before = signal.signal(signal.SIGVTALRM, on_timer)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)

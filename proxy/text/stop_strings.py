@@ -14,7 +14,6 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], is_shown: bool = False) -> None:
         assert all(stops), "validation refuses empty stop strings"
         self._stops = tuple(stops)
-        self._longest = max(map(len, stops), default=0)
         self._is_shown = is_shown
         self._held = ""
 
@@ -28,7 +27,7 @@ class StopStrings:
             self._held = ""
             end, start = min(matches)
             return text[: end if self._is_shown else start], True
-        num_held = self._num_held(text)
+        num_held = num_held_back(text, self._stops)
         self._held = text[len(text) - num_held :]
         return text[: len(text) - num_held], False
 
@@ -37,9 +36,11 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _num_held(self, text: str) -> int:
-        for length in range(min(self._longest - 1, len(text)), 0, -1):
-            tail = text[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
-                return length
-        return 0
+
+def num_held_back(text: str, markers: Sequence[str]) -> int:
+    """Returns how many characters at the end of `text` may be the beginning of a marker that is not complete."""
+    for length in range(min(max(map(len, markers)) - 1, len(text)), 0, -1):
+        tail = text[-length:]
+        if any(marker.startswith(tail) for marker in markers):
+            return length
+    return 0

@@ -21,6 +21,7 @@ from tandem.protocol.messages.media_cache import MediaCacheStatus, MediaKey
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.protocol.sockets import new_context
 from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.config import ProxyConfig
 from tandem.proxy.media.source import MediaLimits
 from tandem.proxy.reading.media_messages import (
     FROM_PROCESS,
@@ -28,7 +29,6 @@ from tandem.proxy.reading.media_messages import (
     MediaJob,
     MediaJobDone,
     MediaJobFailed,
-    MediaSetup,
 )
 from tandem.proxy.reading.media_process import MediaProcess
 from tandem.proxy.text.prompt import RenderedPrompts
@@ -60,8 +60,8 @@ class MediaReader:
         self._context = new_context()
         self.client = MediaCacheClient(self._context, endpoint)
         self.done: asyncio.Queue[MediaJobDone | MediaJobFailed] = asyncio.Queue()
-        setup = MediaSetup(
-            "media", "info", str(self.folder), "m", False, "hermes", False, endpoint, self.limits, num_threads=2
+        config = ProxyConfig(
+            "proxy-0", "", str(self.folder), "m", media_cache_endpoint=endpoint, media=self.limits, media_threads=2
         )
 
         def on_message(message: FromMediaProcess) -> None:
@@ -69,7 +69,7 @@ class MediaReader:
             if isinstance(message, MediaJobDone | MediaJobFailed):
                 self.done.put_nowait(message)
 
-        self.process = MediaProcess(setup, on_message, os.getpid())
+        self.process = MediaProcess(config, on_message, os.getpid())
         await self.process.load()
 
     def close(self) -> None:

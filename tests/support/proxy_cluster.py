@@ -35,6 +35,7 @@ from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.admission.admission import Admission
 from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import Router
+from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
@@ -100,7 +101,7 @@ class Cluster:
         self.text = FakeText()
         text = cast(ModelText, self.text)
         self.admission = Admission(8, time.monotonic)
-        self.reader = BodyReader(text, "m")
+        self.reader = BodyReader(text, ProxyConfig("proxy-0", "", "m", "m"))
         readers = ReaderPool(self.reader, lambda: self.reader, 1)  # what is small starts no process
         self.services = GenerationServices(
             text,

@@ -15,6 +15,7 @@ from tandem.engine.sampling.grammar import compile_grammar, read_tokenizer
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.model_text import ModelText
@@ -36,7 +37,7 @@ def text(noise_model: Path) -> ModelText:
 
 @pytest.fixture(scope="module")
 def reader(text: ModelText) -> BodyReader:
-    return BodyReader(text, "m")
+    return BodyReader(text, ProxyConfig("proxy-0", "", "m", "m"))
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +160,7 @@ class _NoRendering(BodyReader):
 
 
 def test_grammars_are_compiled_off_the_loop(text: ModelText, reader: BodyReader) -> None:
-    here = _NoRendering(text, "m")
+    here = _NoRendering(text, ProxyConfig("proxy-0", "", "m", "m"))
     pool = ReaderPool(here, lambda: reader, 1)
     ran: list[str] = []
 
@@ -167,7 +168,7 @@ def test_grammars_are_compiled_off_the_loop(text: ModelText, reader: BodyReader)
         ran.append(job.__name__)
         return pickle.loads(pickle.dumps(reader.read(*arguments)))  # noqa: S301 - as what comes back from a process
 
-    pool._run = run  # type: ignore[method-assign]
+    pool.run = run  # type: ignore[method-assign]
     body = msgspec.json.encode(CHAT | {"tools": [TOOL]})
     request = asyncio.run(pool.read("chat", body, LIMITS))
     assert ran == ["read"] and request == reader.read(body, "chat", LIMITS)

@@ -23,7 +23,6 @@ from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.errors import ClientDisconnected
 from tandem.proxy.answers.event_stream import unless_disconnected
-from tandem.proxy.answers.stream import stream_events
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.dispatch import sequence
 from tandem.proxy.dispatch.generation import Generation
@@ -359,7 +358,7 @@ def test_an_error_before_the_first_event_is_raised_and_after_it_is_the_last_even
         request = cluster.reader.read(body, "completion", cluster.registry.limits())
         for has_begun in (False, True):
             made = Generation(cluster.services, request, RequestRecord("r", "completion"))
-            events = stream_events(made, request, CompletionAnswers(made, request, "m", "id"))
+            events = CompletionAnswers(made, request, "m", "id").events()
             waiting = asyncio.ensure_future(anext(events))
             attempt_id = (await prefills(cluster, 1 + has_begun))[-1]
             if has_begun:

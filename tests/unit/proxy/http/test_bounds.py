@@ -13,6 +13,7 @@ from tandem.proxy.cluster import prefix_index, registry
 from tandem.proxy.cluster.prefix_index import PrefixIndex
 from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.reading import reader_pool
+from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.runtime.errors import Overloaded, ProtocolError
 
@@ -37,14 +38,14 @@ def test_jobs_that_wait_for_a_reader_process(monkeypatch: MonkeyPatch) -> None:
     async def run() -> None:
         pool, executor = ReaderPool(cast(Any, None), cast(Any, None), 1), HeldExecutor()
         pool._executor = cast(Any, executor)
-        waiting = [asyncio.create_task(pool.detokenize(b"{}")) for _ in range(3)]
+        waiting = [asyncio.create_task(pool.run(BodyReader.detokenize, b"{}")) for _ in range(3)]
         await asyncio.sleep(0)
         with pytest.raises(Overloaded):
-            await pool.detokenize(b"{}")
+            await pool.run(BodyReader.detokenize, b"{}")
         for future in executor.futures:
             future.set_result(b"done")
         assert await asyncio.gather(*waiting) == [b"done"] * 3
-        again = asyncio.create_task(pool.detokenize(b"{}"))
+        again = asyncio.create_task(pool.run(BodyReader.detokenize, b"{}"))
         await asyncio.sleep(0)
         executor.futures[-1].set_result(b"room again")
         assert await again == b"room again"

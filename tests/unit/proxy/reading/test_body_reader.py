@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded, RenderedPrompts, has_token_ids
@@ -70,7 +71,7 @@ TOKENIZER = byte_level()
 
 def reader_and_tokenizer(tokenizer: Tokenizer = TOKENIZER) -> tuple[BodyReader, CountingTokenizer]:
     text = FakeText(tokenizer)
-    return BodyReader(cast(ModelText, text), "m"), text.tokenizer
+    return BodyReader(cast(ModelText, text), ProxyConfig("proxy-0", "", "m", "m")), text.tokenizer
 
 
 def read(reader: BodyReader, kind: Any = "completion", **fields: Any) -> list[list[int]]:

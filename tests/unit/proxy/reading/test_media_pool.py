@@ -16,21 +16,20 @@ from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.registry import ModelLimits
 from tandem.proxy.cluster.router import SLOUnreachable
-from tandem.proxy.media.source import MediaLimits
+from tandem.proxy.config import ProxyConfig
 from tandem.proxy.reading.media_messages import (
     TO_PROCESS,
     CancelMediaJob,
     MediaJob,
     MediaJobDone,
     MediaJobFailed,
-    MediaSetup,
 )
 from tandem.proxy.reading.media_pool import MediaPool
 from tandem.proxy.text.prompt import Prompt, RenderedPrompts
 from tandem.runtime.errors import InternalError, InvalidRequest, WorkerLost
 
 LIMITS = ModelLimits(4096, 320, "m", 64)
-SETUP = MediaSetup("media", "info", "m", "m", False, "hermes", False, "", MediaLimits(), 1)
+CONFIG = ProxyConfig("proxy-0", "", "m", "m", max_waiting_media=8)
 
 
 class Process:
@@ -58,7 +57,7 @@ class Cache(MediaCacheClient):
 
 class Pool(MediaPool):
     def __init__(self, cache: Cache, ttft_slo_s: float | None = None) -> None:
-        super().__init__(SETUP, cache, 8, ttft_slo_s)
+        super().__init__(CONFIG, cache, ttft_slo_s)
         self.cache = cache
         self.process = Process()
 

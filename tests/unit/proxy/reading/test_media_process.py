@@ -19,8 +19,8 @@ import pytest
 from transformers import AutoProcessor
 
 from tandem.proxy.cluster.registry import ModelLimits
-from tandem.proxy.media.source import MediaLimits
-from tandem.proxy.reading.media_messages import CancelMediaJob, MediaJob, MediaJobDone, MediaJobFailed, MediaSetup
+from tandem.proxy.config import ProxyConfig
+from tandem.proxy.reading.media_messages import CancelMediaJob, MediaJob, MediaJobDone, MediaJobFailed
 from tandem.proxy.reading.media_reader import MediaReader as ThreadsReader
 from tandem.runtime.errors import InvalidRequest, RequestAborted
 from tests.support.media_proxy import data_url, image_part, video_part
@@ -29,14 +29,14 @@ from tests.support.vision_model import clip, encoded, picture, save_processor
 
 
 def test_a_chat_template_of_the_client_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
-    setup = MediaSetup(
-        "media", "info", str(save_processor(tmp_path_factory.mktemp("own"))), "m", True, "hermes", False, "",
-        MediaLimits(), 1,
-    )  # fmt: skip
+    folder = str(save_processor(tmp_path_factory.mktemp("own")))
+    config = ProxyConfig(
+        "proxy-0", "", folder, "m", trust_request_chat_template=True, media_cache_endpoint="ipc://none"
+    )
     part = image_part(data_url(encoded(picture())))
     body = {"messages": [{"role": "user", "content": [part]}], "chat_template": "x"}
     with pytest.raises(InvalidRequest, match="cannot be combined with images"):
-        ThreadsReader(setup).decode(MediaJob("lease", "chat", msgspec.json.encode(body), ModelLimits(64, 300)))
+        ThreadsReader(config).decode(MediaJob("lease", "chat", msgspec.json.encode(body), ModelLimits(64, 300)))
 
 
 @contextmanager

@@ -14,8 +14,8 @@ from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.media.source import InvalidMedia, MediaSource
 from tandem.proxy.reading.spooled_body import SpooledBody, mentions_media
-from tandem.proxy.text.placeholders import place_media
 from tandem.proxy.text.prompt import CachedMedia, ChatPrompt, has_media
+from tandem.proxy.text.rendering import place_media
 from tandem.runtime.errors import InvalidRequest
 
 IMAGE, VIDEO = 1000, 1001
