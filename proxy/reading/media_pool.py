@@ -59,7 +59,8 @@ class MediaPool:
     """
 
     def __init__(self, config: ProxyConfig, cache: MediaCacheClient, ttft_slo_s: float | None = None) -> None:
-        self._config = config
+        # The media process decodes untrusted files, so it gets no secrets.
+        self._config = msgspec.structs.replace(config, api_key=None, api_keys=[])
         self._cache = cache
         self._ttft_slo_s = ttft_slo_s
         self._cancel_timeout_s = 2 * config.media.decode_timeout_s + _CANCEL_GRACE_S
