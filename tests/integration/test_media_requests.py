@@ -73,7 +73,7 @@ def test_a_lost_media_process_fails_its_jobs_and_is_replaced(served: MediaProxy)
 
 
 def test_a_media_process_that_does_not_answer_a_cancelled_job_is_replaced(tmp_path: Path) -> None:
-    """As when a decoder hangs. It is replaced before the limit on silence."""
+    """Simulates a decoder that hangs. The process is replaced before it counts as silent."""
     with media_proxy(tmp_path, media={"decode_timeout_s": 0.5}) as served:
         assert served.chat(an_image(30)).status_code == 200
         pid = media_process(served)

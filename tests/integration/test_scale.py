@@ -1,4 +1,4 @@
-"""`tandem scale` on a running cluster: workers come and go while it serves, and its planner says what it thinks."""
+"""`tandem scale` on a running cluster: workers join and leave while it serves, and the planner logs proposals."""
 
 from __future__ import annotations
 

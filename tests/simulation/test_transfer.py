@@ -144,7 +144,7 @@ def test_ten_thousand_schedules(part: int, one_sided: bool) -> None:
 
 
 @pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
-def test_after_hours_of_idleness_requests_are_served(one_sided: bool) -> None:
+def test_requests_are_served_after_hours_of_idleness(one_sided: bool) -> None:
     """No lease, deadline or pair expires while idle."""
     world = World(3, one_sided)
     world.run_to_rest()

@@ -136,7 +136,7 @@ def test_a_fault_in_each_state(fault: str, state: str, one_sided: bool) -> None:
     if "stands still" not in fault and "messages" not in fault:
         assert (case.victim.ended == "aborted") == (fault == "its client goes")
     if fault not in LOSE_DECODE:
-        assert list(neighbour.senders) == [path_id], "the other pair was made anew"
+        assert list(neighbour.senders) == [path_id], "the other pair was reopened"
     serves(world)
 
 
@@ -154,7 +154,7 @@ def serves(world: World) -> None:
 
 
 @SIDES
-def test_a_transfer_that_stops_on_its_way_costs_its_pair_alone(one_sided: bool) -> None:
+def test_a_stalled_transfer_fails_only_its_pair(one_sided: bool) -> None:
     case = begin(one_sided)
     world, neighbour = case.world, case.world.prefills[1]
     (path_id,) = neighbour.senders
@@ -169,7 +169,7 @@ def test_a_transfer_that_stops_on_its_way_costs_its_pair_alone(one_sided: bool) 
 
 
 @SIDES
-def test_a_block_that_changes_on_its_way_costs_its_transfer_alone(one_sided: bool) -> None:
+def test_a_corrupt_block_fails_only_its_transfer(one_sided: bool) -> None:
     case = begin(one_sided)
     world = case.world
     paths = [list(prefill.senders) for prefill in world.prefills]
@@ -178,12 +178,12 @@ def test_a_block_that_changes_on_its_way_costs_its_transfer_alone(one_sided: boo
     world.network.faults = Faults()
     world.settle()
     assert (case.victim.ended, world.num_found_corrupt) == ("kv_transfer_failed", 1)
-    assert [list(prefill.senders) for prefill in world.prefills] == paths, "the pairs go on"
+    assert [list(prefill.senders) for prefill in world.prefills] == paths, "the pairs stay ready"
     serves(world)
 
 
 @SIDES
-def test_a_lease_that_runs_out_costs_its_transfer_alone(one_sided: bool) -> None:
+def test_an_expired_lease_fails_only_its_transfer(one_sided: bool) -> None:
     """Decode is stalled for longer than its leases, but not declared lost."""
     case = begin(one_sided)
     world = case.world
@@ -195,11 +195,11 @@ def test_a_lease_that_runs_out_costs_its_transfer_alone(one_sided: bool) -> None
     assert blocks.num_free == blocks.num_blocks, "prefill has its blocks back before decode wakes"
     world.settle()
     assert case.victim.ended == "kv_transfer_failed"
-    assert [list(prefill.senders) for prefill in world.prefills] == paths, "the pairs go on"
+    assert [list(prefill.senders) for prefill in world.prefills] == paths, "the pairs stay ready"
     serves(world)
 
 
-def test_what_a_sleeper_writes_after_its_request_has_gone_reaches_no_block_in_other_use() -> None:
+def test_late_writes_of_a_resumed_worker_hit_no_reused_block() -> None:
     """A prefill worker is frozen during a shipment; decode then fills all its blocks, and the prefill worker
     continues."""
     case = begin(one_sided=True)
@@ -215,7 +215,7 @@ def test_what_a_sleeper_writes_after_its_request_has_gone_reaches_no_block_in_ot
     assert NUM_BLOCKS - world.decode.scheduler.blocks.num_free == len(case.transfer.own_block_ids) > 0
     world.thaw(case.prefill)
     world.settle()
-    assert world.num_late_writes > 0, "it wrote nothing, so nothing is shown"
+    assert world.num_late_writes > 0, "the resumed worker wrote nothing, so the test proves nothing"
     assert [each.ended for each in beside] == ["length"] * 4
     serves(world)
 
@@ -240,7 +240,7 @@ def test_decode_without_blocks_makes_prompts_wait(one_sided: bool) -> None:
 
 
 @SIDES
-def test_another_layout_is_refused_by_name_and_the_other_pair_serves(one_sided: bool) -> None:
+def test_a_layout_mismatch_is_refused_and_the_other_pair_serves(one_sided: bool) -> None:
     world = World(1, one_sided)
     other = msgspec.structs.replace(LAYOUT, num_kv_heads=4)
     world.visible.discard(world.prefills[0].epoch)

@@ -168,7 +168,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("mutation", "one_sided"), CASES)
-def test_a_broken_rule_is_noticed(mutation: Mutation, one_sided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_rule_is_detected(mutation: Mutation, one_sided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     mutation(monkeypatch)
     for seed in range(MAX_SEEDS):
         try:

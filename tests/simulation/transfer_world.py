@@ -317,7 +317,7 @@ class World:
             queue.rotate(-number)
             if self.rng.random() < 0.5:
                 self.num_duplicated += 1
-                queue.append(queue[0])  # again, when others have been heard
+                queue.append(queue[0])  # repeat it after the others
         process.on_message(connection, queue.popleft())  # type: ignore[attr-defined]
 
     def duplicate(self, process: Process, connection: str) -> None:
@@ -367,7 +367,7 @@ class World:
             return  # the memory of a process that is gone
         transfer_id = self.ships[pair_id][0].transfer_id
         transfer = self.decode.scheduler._transfers.get(transfer_id)
-        assert transfer is not None and block_id in transfer.own_block_ids, "a write to a block in other use"
+        assert transfer is not None and block_id in transfer.own_block_ids, "a write to a block of another owner"
         self.num_late_writes += transfer_id not in self.decode.scheduler._by_transfer
 
     # ---- steps
@@ -413,7 +413,7 @@ class World:
     def _check_memory(memory: Memory, token_ids: list[int], block_table: list[int], num_computed: int) -> None:
         for number in range(-(-num_computed // BLOCK_SIZE)):
             expected = block_content(token_ids, number, num_computed)
-            assert memory[block_table[number]] == expected, f"block {number} holds what is not its own"
+            assert memory[block_table[number]] == expected, f"block {number} holds KV of another sequence"
 
     @staticmethod
     def _compute(memory: Memory, token_ids: list[int], block_table: list[int], start: int, end: int) -> None:
@@ -431,7 +431,7 @@ class World:
         for transfer in self.decode.scheduler._transfers.values():
             owners.update(transfer.own_block_ids)
         in_tables = {block_id for s in self.decode.scheduler._running.sequences for block_id in s.block_table}
-        assert all(count == 1 for count in owners.values()), "a block in two hands"
+        assert all(count == 1 for count in owners.values()), "a block has two owners"
         assert not in_tables & owners.keys(), "a block of a running sequence may still be written by a peer"
 
     def settle(self) -> None:

@@ -1,6 +1,6 @@
 """A real proxy process with fake workers on a thread of the test, which echo the prompt's tokens.
 
-What the fake workers hand each other in memory stands for the KV transfer.
+They exchange the prompt in memory instead of a KV transfer.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class FakeWorkers:
         return self._infos[name].epoch
 
     def hold_breath(self, name: str) -> None:
-        """It says nothing, and hears nothing, until it may breathe again."""
+        """Stops sending and receiving until it is resumed."""
         registration = self._registrations[name]
         self._loop.call_soon_threadsafe(lambda: setattr(registration, "tell", lambda message: None))
 
@@ -278,7 +278,7 @@ class Proxy:
 
     def wait_for(self, status: int) -> None:
         def answered() -> bool:
-            assert self.process.poll() is None, "the proxy ended"
+            assert self.process.poll() is None, "the proxy exited"
             try:
                 return httpx.get(f"{self.url}/health").status_code == status
             except httpx.TransportError:

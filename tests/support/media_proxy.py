@@ -24,7 +24,7 @@ from tests.support.vision_model import save_processor
 T = TypeVar("T")
 
 LOAD_TIMEOUT_S = 300.0
-"""Of the processor: torch and transformers on a slow machine."""
+"""Time to load the processor with torch and transformers on a slow machine."""
 
 
 class MediaProxy:
@@ -37,13 +37,13 @@ class MediaProxy:
         self.url = proxy.url
 
     def chat(self, *parts: dict[str, Any] | str, **fields: Any) -> httpx.Response:
-        """One message of these parts; strings are text."""
+        """Sends one message with these parts; strings are text."""
         content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, **fields}
         return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=LOAD_TIMEOUT_S)
 
     def dispatched(self) -> StartPrefill:
-        """The last prompt."""
+        """Returns the last dispatched prompt."""
         return self.workers._started[self.workers.seen[-1]]
 
     def cache_status(self) -> MediaCacheStatus:
@@ -54,7 +54,7 @@ class MediaProxy:
 
 
 def ask_cache(endpoint: str, call: Callable[[MediaCacheClient], Awaitable[T]]) -> T:
-    """One call of the media cache there."""
+    """Makes one call to the proxy's media cache."""
 
     async def ask() -> T:
         context = new_context()

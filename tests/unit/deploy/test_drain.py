@@ -1,4 +1,4 @@
-"""Leaving: no new work, what is under way may end, and nothing is waited for longer than the limit."""
+"""Draining: a worker gets no new work and may finish its requests within the time limit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_drain_ends_when_idle_and_settled_or_at_its_limit(steps: list[tuple[fl
     assert drain.is_over(100.0 + limit_s + 0.001, is_idle=False)
 
 
-def test_leaving_for_good_may_be_asked_for_later() -> None:
+def test_a_restart_drain_may_become_permanent() -> None:
     drain = Drain(30)
     drain.begin(0.0)
     assert not drain.for_good
@@ -56,7 +56,7 @@ def _registry() -> tuple[Registry, list[WorkerInfo]]:
     return registry, workers
 
 
-def test_draining_workers_are_not_chosen_but_still_there() -> None:
+def test_draining_workers_get_no_requests_but_stay_registered() -> None:
     registry, (prefill, first, second) = _registry()
     changes = registry.num_changes
     registry.on_status(0.1, WorkerStatus(first.worker_id, first.epoch, WorkerLoad(), draining=True))
@@ -74,11 +74,13 @@ def test_draining_workers_are_not_chosen_but_still_there() -> None:
 
 
 @pytest.mark.parametrize("is_launched_here", [True, False])
-def test_the_command_waits_for_the_process_too(monkeypatch: pytest.MonkeyPatch, is_launched_here: bool) -> None:
+def test_the_drain_command_waits_for_the_process_to_end(
+    monkeypatch: pytest.MonkeyPatch, is_launched_here: bool
+) -> None:
     """The launcher counts the worker until its process has ended, so a `tandem scale` before that would be wrong."""
     process = LaunchedProcess("decode-0", pid=7, num_starts=1)
     listed = iter([[process], [process], [process], []] if is_launched_here else [[]])
-    said: list[str] = []
+    lines: list[str] = []
 
     async def processes(port: int, question: object) -> dict[str, LaunchedProcess]:
         return {each.name: each for each in next(listed)}
@@ -93,6 +95,6 @@ def test_the_command_waits_for_the_process_too(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(draining, "fetch_status", reports)
     monkeypatch.setattr(draining, "ask_proxies", ask)
     monkeypatch.setattr(draining, "_POLL_S", 0.0)
-    draining.drain(8000, "decode-0", 10.0, said.append)
-    assert said == ["decode-0 is draining", "decode-0 has left"]
+    draining.drain(8000, "decode-0", 10.0, lines.append)
+    assert lines == ["decode-0 is draining", "decode-0 has left"]
     assert not list(listed)

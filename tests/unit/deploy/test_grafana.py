@@ -1,4 +1,4 @@
-"""The dashboards that lie in the repository are those of the code, and ask for metrics that there are."""
+"""The committed dashboards match the code and use existing metrics."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tandem.telemetry.worker_metrics import WorkerMetrics
 
 
 @pytest.mark.parametrize("dashboard", DASHBOARDS, ids=lambda dashboard: dashboard.uid)
-def test_the_files_are_those_of_the_code(dashboard: Dashboard) -> None:
+def test_dashboard_files_match_the_code(dashboard: Dashboard) -> None:
     found = (FOLDER / f"{dashboard.uid}.json").read_text()
     assert found == rendered(dashboard), "run: python -m tandem.deploy.grafana.dashboards"
     ids = [panel["id"] for panel in json.loads(found)["panels"]]
     assert len(set(ids)) == len(ids) == len(dashboard.panels())
 
 
-def test_the_metrics_that_are_asked_for_exist() -> None:
+def test_metrics_in_dashboards_exist() -> None:
     worker = WorkerMetrics()
     worker.on_load(WorkerLoad(num_blocks=1))
     text = (generate_latest(ProxyMetrics().registry) + generate_latest(worker.registry)).decode()
@@ -42,7 +42,7 @@ def test_the_metrics_that_are_asked_for_exist() -> None:
     assert len(asked) > 30
 
 
-def test_the_slos_to_choose_from_are_bounds_of_buckets() -> None:
+def test_selectable_slos_are_bucket_limits() -> None:
     text = generate_latest(ProxyMetrics().registry).decode()
     for variable, metric in (
         ("ttft_slo", "tandem_time_to_first_token_seconds"),

@@ -1,4 +1,4 @@
-"""Models that take images and video against transformers' own generate: float32, greedy, through prefill and decode."""
+"""Models with images and video equal transformers' `generate` in float32, through prefill and decode."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def assert_as_expected(got: Generated, expected: Generated) -> None:
     assert got[1] == pytest.approx(expected[1], abs=1e-3)
 
 
-def test_all_at_once_then_again_from_the_prefix_cache(
+def test_one_batch_then_again_from_the_prefix_cache(
     family: str, pair: VisionPair, expected: dict[str, Generated]
 ) -> None:
     prompts = prompts_of(family)
@@ -79,7 +79,7 @@ def test_all_at_once_then_again_from_the_prefix_cache(
     assert pair.cache.num_encoded == num_encoded == 3  # each medium once, however many prompts have it
 
 
-def test_another_picture_in_the_same_place_is_another_prompt(family: str, folder: Path, pair: VisionPair) -> None:
+def test_different_images_do_not_share_cached_blocks(family: str, folder: Path, pair: VisionPair) -> None:
     size = (16, 16) if family == "llava_onevision" else (4, 4)
     words = [11, 10]
     pictures = [make_medium(family, "image", *size, frames=1, seed=seed) for seed in (21, 22)]
@@ -107,7 +107,7 @@ def test_preempted_sequences_keep_their_positions(family: str, folder: Path, exp
     pair.close()
 
 
-def test_bad_media_fail_their_own_prompt_alone(family: str, pair: VisionPair) -> None:
+def test_bad_media_fail_only_their_prompt(family: str, pair: VisionPair) -> None:
     prompts = prompts_of(family)
     good, image = prompts["text"], prompts["image"].media[0]
     num_tokens = image.num_tokens[0]

@@ -87,8 +87,8 @@ def test_an_idle_cluster_has_no_standing_queue() -> None:
     load.admission.admit("a", [100] * 64)
 
 
-def test_a_queue_that_decode_takes_a_batch_at_a_time_is_a_standing_queue() -> None:
-    """For a moment nothing waits, whenever a batch has ended."""
+def test_a_queue_that_decode_drains_in_batches_is_standing() -> None:
+    """The queue is empty for a moment after each batch."""
     load = load_with()
     for number in range(6000):  # 200 arrive in a second and 64 are served
         load.clock.now += 0.005
@@ -111,8 +111,8 @@ def test_a_burst_waits() -> None:
 
 
 @pytest.mark.parametrize(("num_clients", "served_per_s"), [(MIN_WAITING, 10), (60, 60)])
-def test_clients_that_wait_for_their_answers_are_no_overload(num_clients: int, served_per_s: int) -> None:
-    """Each client always has one request in flight; together as many as are served in half of the SLO."""
+def test_closed_loop_clients_are_no_overload(num_clients: int, served_per_s: int) -> None:
+    """Each client has one request in flight; together they are as many as are served in half of the SLO."""
     load = load_with()
     load.arrive(num_clients)
     for _ in range(3000):

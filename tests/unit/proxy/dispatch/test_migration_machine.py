@@ -222,7 +222,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: len(self.cluster.registry.workers()) > 1)
     @rule(pick=PICK)
     def replace(self, pick: int) -> None:
-        """The usual case: work, a loss, and a new worker of that role."""
+        """Plays the usual case: work, a loss, and a new worker of that role."""
         self.work(1 + pick % 3)
         self.lose(pick)
         self.join(self.gone[-1].role)
@@ -238,7 +238,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.cluster.registry.workers())
     @rule(pick=PICK)
     def lose_sight_of(self, pick: int) -> None:
-        """A worker is lost and registers again under the same epoch."""
+        """Loses a worker, which registers again under the same epoch."""
         workers = self.cluster.registry.workers()
         worker = workers[pick % len(workers)]
         self.do(lambda: self.cluster.lose(worker))

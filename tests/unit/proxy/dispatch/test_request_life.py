@@ -53,7 +53,7 @@ def test_both_workers_get_their_commands_at_once() -> None:
     play(test)
 
 
-def test_first_token_waits_for_room_on_decode() -> None:
+def test_the_first_token_waits_for_blocks_on_decode() -> None:
     async def test(cluster: Cluster) -> None:
         stream = cluster.generate()
         async with aclosing(stream):
@@ -157,7 +157,7 @@ def test_tokens_before_a_failure_are_delivered() -> None:
     play(test)
 
 
-def test_losing_prefill_does_no_harm_once_decode_runs() -> None:
+def test_losing_prefill_is_harmless_once_decode_runs() -> None:
     async def test(cluster: Cluster) -> None:
         reader = asyncio.create_task(collect(cluster.generate()))
         await turn()
@@ -210,7 +210,7 @@ def test_the_deadline_ends_a_request_without_an_answer() -> None:
     play(test)
 
 
-def test_a_worker_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_does_not_read_fails_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence, "MAX_LOST_ATTEMPTS", 2)
 
     async def test(cluster: Cluster) -> None:
@@ -221,7 +221,7 @@ def test_a_worker_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     play(test)
 
 
-def test_no_pair_is_refused_before_anything_is_sent() -> None:
+def test_a_request_without_a_pair_is_refused_before_dispatch() -> None:
     async def test(cluster: Cluster) -> None:
         cluster.registry.on_exited("decode-0", 2)
         with pytest.raises(Overloaded, match="no decode worker is ready"):
@@ -318,7 +318,7 @@ def test_several_prompts_and_n_are_numbered_as_openai_does() -> None:
     play(test)
 
 
-def test_a_preempted_sequence_is_dispatched_again_with_what_it_has() -> None:
+def test_a_preempted_sequence_is_dispatched_again_with_its_tokens() -> None:
     async def test(cluster: Cluster) -> None:
         reader = asyncio.create_task(collect(cluster.generate(max_tokens=6)))
         await turn()
@@ -377,7 +377,7 @@ def test_an_error_before_the_first_event_is_raised_and_after_it_is_the_last_even
     play(test)
 
 
-def test_a_client_that_goes_away_while_queued_aborts_at_once() -> None:
+def test_a_disconnect_while_queued_aborts_at_once() -> None:
     async def test(cluster: Cluster) -> None:
         gone = asyncio.Event()
 
@@ -452,7 +452,7 @@ def test_decode_alone_computes_a_short_prompt() -> None:
     play(test, threshold=3)
 
 
-def test_a_short_prompt_may_end_with_its_first_token_or_with_its_worker() -> None:
+def test_a_short_prompt_may_end_at_its_first_token_or_lose_its_worker() -> None:
     async def test(cluster: Cluster) -> None:
         ended = asyncio.create_task(collect(cluster.generate()))
         lost = asyncio.create_task(collect(cluster.generate()))
@@ -475,7 +475,7 @@ def test_a_short_prompt_may_end_with_its_first_token_or_with_its_worker() -> Non
     play(test, threshold=3)
 
 
-def test_prompts_go_on_without_prefill_workers() -> None:
+def test_prompts_are_served_without_prefill_workers() -> None:
     async def test(cluster: Cluster) -> None:
         cluster.registry.on_exited(PREFILL.worker_id, PREFILL.pid)
         reader = asyncio.create_task(collect(cluster.generate(max_tokens=1)))

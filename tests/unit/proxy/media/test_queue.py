@@ -39,7 +39,7 @@ def test_one_slow_request_does_not_refuse_later_ones() -> None:
     queue.begin("r20", 100.0)
     assert queue.wait_s > 10.0
     queue.begin("r21", 100.1)
-    assert queue.wait_s == 0.0, "nobody waits"
+    assert queue.wait_s == 0.0, "no request waits"
 
 
 def test_cancelled_requests_do_not_count() -> None:

@@ -37,7 +37,7 @@ class FakeMetrics:
         return b"%d" % self.num_rendered
 
 
-def test_the_text_is_kept_for_a_second_unless_it_must_be_fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_are_cached_for_a_second_unless_no_cache_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, metrics = Clock(), FakeMetrics()
     monkeypatch.setattr(module, "time", clock)
 

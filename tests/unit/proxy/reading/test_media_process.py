@@ -1,4 +1,4 @@
-"""Requests with images and video, as the media process reads them: against transformers' own processor, and bad ones.
+"""The media process reads requests with images and video like transformers' processor, and refuses invalid ones.
 
 The process's loop and threads run here, beside a real media cache.
 """
@@ -28,7 +28,7 @@ from tests.support.media_reader import MediaReader, prompt_of
 from tests.support.vision_model import clip, encoded, picture, save_processor
 
 
-def test_a_chat_template_of_the_client_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_clients_chat_template_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
     setup = MediaSetup(
         "media", "info", str(save_processor(tmp_path_factory.mktemp("own"))), "m", True, "hermes", False, "",
         MediaLimits(), 1,
@@ -64,7 +64,7 @@ def processor(reader: MediaReader) -> Any:
 
 
 def expected_inputs(processor: Any, parts: list[dict[str, Any]], images: list[Any], video: bytes) -> Any:
-    """By transformers alone."""
+    """Returns the inputs computed by transformers alone."""
     text = processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
     with av.open(io.BytesIO(video)) as container:
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
@@ -136,12 +136,12 @@ def test_image_formats(reader: MediaReader, kind: str) -> None:
     assert item.kind == "image" and tensors["pixel_values"].shape[1] == 1176
 
 
-def test_files_webm_the_short_form_and_many_frames(reader: MediaReader) -> None:
+def test_files_webm_url_strings_and_many_frames(reader: MediaReader) -> None:
     file = reader.folder / "files" / "clip.webm"
     file.write_bytes(clip(40, kind="webm"))
     _, [item], [tensors] = reader.prompt({"type": "video_url", "video_url": file.as_uri()})
     assert item.kind == "video"
-    assert tensors["video_grid_thw"][0][0] == reader.limits.max_video_frames // 2, "sampled"
+    assert tensors["video_grid_thw"][0][0] == reader.limits.max_video_frames // 2, "frames are sampled"
 
 
 def test_invalid_items_are_refused_with_index_and_reason(reader: MediaReader) -> None:
