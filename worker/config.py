@@ -16,7 +16,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     kv_checksums: verify every transferred block (debugging). max_num_batched_tokens: prompt tokens per step, which is
     the chunk size. max_num_seqs: concurrent prompts on a prefill worker, sequences per step on a decode worker.
-    drain_timeout_s: time that requests in flight get when the worker is told to leave. metrics_host, metrics_port:
+    drain_timeout_s: time that requests in flight get when the worker is drained. metrics_host, metrics_port:
     address of /metrics; port 0 takes any free port.
     """
 

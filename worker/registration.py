@@ -72,7 +72,7 @@ class Registration:
     status: returns the current status. on_view: called with all workers that any proxy knows, when that changes.
     on_proxy_lost: called with the id of a proxy whose requests must be aborted. on_restart_prefixes: called when a
     proxy has missed a prefix cache update. on_epoch_over: called when all proxies have declared this worker lost; must
-    call `begin_epoch`. on_leave: called when the worker is told to leave for good. proxies_file: see
+    call `begin_epoch`. on_leave: called when the worker is drained for good. proxies_file: see
     `protocol.proxy_endpoints`; empty if endpoints never change.
     """
 

@@ -438,7 +438,7 @@ class Handover(RuleBasedStateMachine):
         for sequence in self.wanted:
             assert sequence.ended or sequence.aborted, f"{sequence} never ended"
             sequence.check()
-        # Reservations that were overtaken by their request's end wait for nobody; they have a deadline of their own.
+        # Reservations that were overtaken by their request's end have no reader; they end at their own deadline.
         self.now += UNCLAIMED_TIMEOUT_S
         self._perform(self.decode.on_tick(self.now))
         for _ in range(3):

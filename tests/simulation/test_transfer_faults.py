@@ -67,7 +67,7 @@ def notice(world: World, process: Process) -> None:
     world.thaw(process)
 
 
-def stand_still(world: World, process: Process, seconds: float) -> None:
+def stall(world: World, process: Process, seconds: float) -> None:
     """Too short to be declared lost, but perhaps longer than a lease or a path's time-out."""
     world.freeze(process)
     world.run_to_rest()
@@ -101,8 +101,8 @@ FAULTS: dict[str, Callable[[Case], None]] = {
     "decode exits": lambda case: case.world.restart(case.world.decode),
     "prefill is frozen, missed and wakes": lambda case: notice(case.world, case.prefill),
     "decode is frozen, missed and wakes": lambda case: notice(case.world, case.world.decode),
-    "prefill stands still": lambda case: stand_still(case.world, case.prefill, LEASE_S * 1.5),
-    "decode stands still": lambda case: stand_still(case.world, case.world.decode, LEASE_S * 1.5),
+    "prefill stalls": lambda case: stall(case.world, case.prefill, LEASE_S * 1.5),
+    "decode stalls": lambda case: stall(case.world, case.world.decode, LEASE_S * 1.5),
     "its client goes": lose_client,
     "prefill gives the pair up": lambda case: case.prefill.perform_pairs(
         case.prefill.table.fail(case.world.now, next(iter(case.prefill.senders)), "clogged")
@@ -113,7 +113,7 @@ FAULTS: dict[str, Callable[[Case], None]] = {
     "messages come twice and out of order": disorder,
 }
 LOSE_DECODE = ("decode exits", "decode is frozen, missed and wakes")
-STOP_DECODE = (*LOSE_DECODE, "decode stands still")
+STOP_DECODE = (*LOSE_DECODE, "decode stalls")
 """Affects the other pair too: its messages may be lost, or its leases may expire."""
 ENDS = {"length", "aborted", "worker_lost", "kv_transfer_failed"}
 
@@ -133,7 +133,7 @@ def test_a_fault_in_each_state(fault: str, state: str, one_sided: bool) -> None:
         assert beside.ended == "length", "the other pair noticed"
     world.settle()
     assert case.victim.ended in ENDS
-    if "stands still" not in fault and "messages" not in fault:
+    if "stalls" not in fault and "messages" not in fault:
         assert (case.victim.ended == "aborted") == (fault == "its client goes")
     if fault not in LOSE_DECODE:
         assert list(neighbour.senders) == [path_id], "the other pair was reopened"
@@ -189,7 +189,7 @@ def test_an_expired_lease_fails_only_its_transfer(one_sided: bool) -> None:
     world = case.world
     paths = [list(prefill.senders) for prefill in world.prefills]
     world.advance(lambda: case.waits(world.decode, ReserveKV))
-    stand_still(world, world.decode, LEASE_S * 1.5)
+    stall(world, world.decode, LEASE_S * 1.5)
     assert world.num_expired_leases == 1
     blocks = case.prefill.scheduler.blocks
     assert blocks.num_free == blocks.num_blocks, "prefill has its blocks back before decode wakes"

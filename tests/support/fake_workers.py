@@ -85,7 +85,7 @@ class FakeWorkers:
         self._ready = threading.Event()
         self._thread.start()
         if not self._ready.wait(180):
-            self.stop()  # or it would go on to register, under the names of the next test's
+            self.stop()  # otherwise it would register under the names of the next test's workers
             raise AssertionError("the workers were not seen by every proxy")
 
     async def _run(self) -> None:

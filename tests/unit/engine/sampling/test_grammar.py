@@ -149,7 +149,7 @@ def test_end_tokens_are_allowed_only_where_the_grammar_may_end() -> None:
     assert {END, OTHER_END}.isdisjoint(allowed(state_of(text), [a]))
     assert allowed(state_of(text), [a, b]) == {c, END, OTHER_END}
     assert allowed(state_of(text, frozenset({OTHER_END})), [a, b]) == {c, OTHER_END}
-    # min_tokens holds off the end while there is another way to go on, and no longer
+    # min_tokens delays the end only while another token is allowed
     ends = frozenset({END, OTHER_END})
     assert allowed(state_of(text), [a, b], banned=ends) == {c}
     assert allowed(state_of(text), [a, b, c], banned=ends) == ends

@@ -100,7 +100,7 @@ def test_a_proxy_stopped_for_long_fails_its_requests() -> None:
     registry.on_register(0.0, register(info))
     registry.check(0.25)
     [gone] = registry.check(0.25 + PROXY_SILENCE_S).lost
-    assert gone.worker == info and "this proxy stood still for 5.0 s" in gone.reason
+    assert gone.worker == info and "this proxy was stopped for 5.0 s" in gone.reason
     assert registry.on_register(5.5, register(info)).joined == [info]
     assert not registry.check(5.75)
 
