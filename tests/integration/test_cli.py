@@ -96,7 +96,7 @@ def test_options_reach_the_cluster(tmp_path: Path) -> None:
         command = tandem("status", "--json", "--port", str(cluster.port))
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as unread:
             assert unread.stdout is not None and unread.stderr is not None
-            unread.stdout.close()  # as `head` does when it has enough
+            unread.stdout.close()  # as `head` does
             assert (unread.stderr.read(), unread.wait(90)) == ("", 1)
         done = run("status", "--port", str(cluster.port))
         assert done.returncode == 0 and "decode-0" in done.stdout and "2 proxies" in done.stdout

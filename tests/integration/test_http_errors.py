@@ -81,11 +81,11 @@ def test_a_failed_sequence_fails_its_request(
             answer = client.post(path, json={**fields, "max_tokens": 40, "stream": stream, "n": num_sequences})
         finally:
             workers.fail_at = None
-        if answer.status_code == 200:  # only a stream that had begun
+        if answer.status_code == 200:  # only a stream that had started
             assert stream and (where == "decode" or num_sequences == 2)
             *chunks, last = events(answer.text)
             assert last["error"]["code"] == error.code
-            assert last["error"]["message"].startswith(error.message)  # and how often it was tried
+            assert last["error"]["message"].startswith(error.message)  # followed by the number of attempts
             assert "[DONE]" not in chunks
             ended = {c["choices"][0]["index"] for c in chunks if c["choices"][0]["finish_reason"]}
             assert 0 not in ended, "the failed sequence has no finish_reason"

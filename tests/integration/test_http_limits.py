@@ -96,7 +96,7 @@ def test_a_connection_answered_before_its_body_is_closed_when_idle(folder: Path)
 
 
 def test_garbage_after_a_request_does_not_affect_its_answer(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with Proxy(folder, name="proxy-2", worker_wait_s=0.4) as proxy:  # without workers it waits so long
+    with Proxy(folder, name="proxy-2", worker_wait_s=0.4) as proxy:  # without workers the request waits this long
         proxy.wait_for(503)
         body = b'{"model": "echo", "prompt": "hello"}'
         with socket.create_connection(("127.0.0.1", proxy.port), timeout=20) as client:
@@ -115,7 +115,7 @@ def test_a_second_request_on_a_connection_gets_the_full_timeout(proxy: Proxy) ->
     with socket.create_connection(("127.0.0.1", proxy.port), timeout=20) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         answer = b""
-        while not answer.endswith(b'{"status":"ok"}'):  # head and body may come apart
+        while not answer.endswith(b'{"status":"ok"}'):  # head and body may arrive separately
             answer += client.recv(65536)
         assert b" 200 " in answer
         client.sendall(b"GET /health HTTP/1.1\r\n")

@@ -46,7 +46,7 @@ def test_text_is_served_while_images_wait_and_a_full_queue_refuses(served: Media
         os.kill(pid, signal.SIGSTOP)
         try:
             sent = [clients.submit(served.chat, an_image(2 + i)) for i in range(3)]
-            [refused] = wait(sent, PATIENCE_S, return_when=FIRST_COMPLETED).done  # whichever came last
+            [refused] = wait(sent, PATIENCE_S, return_when=FIRST_COMPLETED).done  # the one that came last
             answer = refused.result()
             assert answer.status_code == 503 and "retry-after" in answer.headers
             assert "2 requests with images or video are waiting already" in answer.text

@@ -291,10 +291,10 @@ def test_low_priorities_may_use_only_their_share_of_the_queue(tmp_path: Path) ->
 def test_a_worker_declared_lost_registers_under_a_new_epoch(proxy: Proxy, workers: FakeWorkers) -> None:
     """The worker is silent, as if frozen, and then reports again; its old epoch is no longer known."""
     before = workers.epoch("decode-0")
-    workers.hold_breath("decode-0")
+    workers.stop_responding("decode-0")
     proxy.wait_for(503)
     assert workers.epoch("decode-0") == before
-    workers.breathe("decode-0")
+    workers.resume("decode-0")
     proxy.wait_for(200)
     assert workers.epoch("decode-0") != before
     assert post(proxy, prompt="abc", max_tokens=3).json()["choices"][0]["text"] == "abc"

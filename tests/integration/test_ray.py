@@ -50,7 +50,9 @@ def node_options() -> dict[str, Any]:
 @contextmanager
 def ray_cluster() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields the job address, and a function that removes a worker node by its address. Proxies run on the head."""
-    cluster = pytest.importorskip("ray.cluster_utils").Cluster()  # here: it reads the environment when it is imported
+    cluster = pytest.importorskip(
+        "ray.cluster_utils"
+    ).Cluster()  # imported here, because it reads the environment on import
     try:
         where = {"include_dashboard": True, "dashboard_host": HEAD, "dashboard_port": free_port()}
         cluster.add_node(num_cpus=1, resources={"tandem_proxy": 1}, node_ip_address=HEAD, **where, **node_options())
@@ -129,7 +131,7 @@ def test_a_ray_cluster_serves_survives_a_lost_node_and_scales(tmp_path: Path, mo
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     for limit, value in (("raylet_start_wait_time_s", "300"), ("agent_register_timeout_ms", "300000")):
-        monkeypatch.setenv(f"RAY_{limit}", value)  # its own limits are too short for a machine that is busy
+        monkeypatch.setenv(f"RAY_{limit}", value)  # Ray's default is too short for a busy machine
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     keys = tmp_path / "keys"
@@ -150,7 +152,7 @@ def test_a_ray_cluster_serves_survives_a_lost_node_and_scales(tmp_path: Path, mo
             first = answers(url, image)
             for secret in keys.glob("*.key_secret"):
                 if secret.stem != "operator":
-                    secret.unlink()  # from now on nodes could not read them
+                    secret.unlink()  # from here on, nodes cannot read the files
             [media_cache] = media_caches()
             os.kill(media_cache, signal.SIGKILL)
             assert answers(url, encoded(picture(seed=2))) != first  # processed for the next cache

@@ -147,7 +147,7 @@ def test_requests_of_all_kinds_leave_no_resources(tmp_path: Path) -> None:
             mapped = [f"process {pid} maps {count} media segments" for pid, count in media_mappings(cluster).items()]
             return mapped + Footprint.of(cluster, shared_before).leaked_since(before)
 
-        run()  # opens what stays open: connections, threads, libraries
+        run()  # opens everything that stays open: connections, threads, libraries
         before = Footprint.of(cluster, shared_before)
         run()
         deadline = time.monotonic() + 30.0

@@ -65,18 +65,18 @@ def test_prefill_starts_a_prompt_once_its_grammar_is_compiled() -> None:
     scheduler.on_start(0.0, start(1, SAMPLING, num_sequences=2, num_generated=2), None, shared)
     scheduler.on_start(0.0, start(2, SamplingParams()), None, None)
     batch, _ = scheduler.schedule(0.0)
-    assert [item.samples[0].grammar for item in batch.items] == [None]  # the other passes by
+    assert [item.samples[0].grammar for item in batch.items] == [None]  # the other prompt overtakes it
     scheduler.on_step(0.0, [ItemOutput([SampledToken(5)])])
     assert not scheduler.schedule(0.0)[0].items
     compiled.set_result(None)
     [item] = scheduler.schedule(0.0)[0].items
     assert item.samples[0].grammar is item.samples[1].grammar is not None
-    assert list(item.samples[0].output_token_ids) == TOKENS[-2:]  # from these its state is built
+    assert list(item.samples[0].output_token_ids) == TOKENS[-2:]  # the grammar's state is built from these tokens
     actions = scheduler.on_step(0.0, [ItemOutput(ERROR.tokens * 2, error=ERROR.error)])
     messages = [action.message for action in actions if isinstance(action, SendToProxy)]
     assert [type(message) for message in messages] == [AttemptFailed, AttemptFailed]
     assert not any(isinstance(message, FirstToken) for message in messages)
-    assert not scheduler.schedule(0.0)[0].items and scheduler.num_running == 1  # the one that needed none
+    assert not scheduler.schedule(0.0)[0].items and scheduler.num_running == 1  # the prompt without a grammar
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_decode_schedules_a_sequence_once_its_grammar_is_compiled(decode: Decode
     compiled.set_result(None)
     batch, _ = decode.schedule(0.0)
     states = [item.samples[0].grammar for item in batch.items]
-    assert states[0] is not states[1] and states[2] is None  # each sequence goes its own way
+    assert states[0] is not states[1] and states[2] is None  # each sequence has its own state
     assert list(batch.items[0].samples[0].output_token_ids) == [*TOKENS[-3:], 7]
 
 

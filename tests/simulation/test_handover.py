@@ -402,7 +402,7 @@ class Handover(RuleBasedStateMachine):
         self._perform(self.prefill.on_tick(self.now))
         self._perform(self.decode.on_tick(self.now))
 
-    # ---- what must hold
+    # ---- invariants
 
     @invariant()
     def blocks_are_conserved(self) -> None:
@@ -517,6 +517,6 @@ def test_two_thousand_random_schedules() -> None:
         num_preempted += machine.num_preempted
         num_local += machine.num_local
         num_cached += min(machine.prefill.num_cached_tokens, machine.decode.num_cached_tokens)
-    # The schedules must reach all of it, or the test would show nothing.
+    # The schedules must reach every case, or the test proves nothing.
     assert min(finished[reason] for reason in ("stop", "length", "worker_lost", "internal_error")) > 100, finished
     assert num_preempted > 1000 and num_cached > 10_000 and num_local > 1000

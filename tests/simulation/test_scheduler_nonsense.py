@@ -130,7 +130,7 @@ def test_prefill(events: list[Any]) -> None:
     assert scheduler.blocks.num_free == NUM_BLOCKS and not scheduler._by_request and not scheduler._by_transfer
 
 
-# ---- what was found, by reading and by fuzzing
+# ---- errors found by review and by fuzzing
 
 
 def reserved() -> DecodeScheduler:

@@ -42,7 +42,7 @@ class Case:
         """Whether a message of this kind is in flight to the process."""
         return any(isinstance(message, kind) for queue in process.inbox.values() for message in queue)
 
-    def is_under_way(self) -> bool:
+    def is_in_flight(self) -> bool:
         """Whether a shipment has begun and is not complete."""
         path = self.world.network._paths[next(iter(self.prefill.senders))]
         return path.transfer is not None and bool(path.transfer.arrivals)
@@ -52,7 +52,7 @@ STATES: dict[str, Callable[[Case], bool]] = {
     "dispatched": lambda case: True,
     "reserving": lambda case: case.waits(case.world.decode, ReserveKV),
     "reserved": lambda case: case.waits(case.prefill, KVReserved),
-    "shipping": lambda case: case.is_under_way(),
+    "shipping": lambda case: case.is_in_flight(),
     "shipped in part": lambda case: case.transfer is not None and case.transfer.num_arrived_blocks > 0,
     "finishing": lambda case: case.waits(case.world.decode, FinishTransfer),
     "decoding": lambda case: len(case.victim.tokens) >= 3,
@@ -99,20 +99,20 @@ def disorder(case: Case) -> None:
 FAULTS: dict[str, Callable[[Case], None]] = {
     "prefill exits": lambda case: case.world.restart(case.prefill),
     "decode exits": lambda case: case.world.restart(case.world.decode),
-    "prefill is frozen, missed and wakes": lambda case: notice(case.world, case.prefill),
-    "decode is frozen, missed and wakes": lambda case: notice(case.world, case.world.decode),
+    "prefill freezes, is declared lost and resumes": lambda case: notice(case.world, case.prefill),
+    "decode freezes, is declared lost and resumes": lambda case: notice(case.world, case.world.decode),
     "prefill stalls": lambda case: stall(case.world, case.prefill, LEASE_S * 1.5),
     "decode stalls": lambda case: stall(case.world, case.world.decode, LEASE_S * 1.5),
-    "its client goes": lose_client,
-    "prefill gives the pair up": lambda case: case.prefill.perform_pairs(
+    "its client disconnects": lose_client,
+    "prefill closes the pair": lambda case: case.prefill.perform_pairs(
         case.prefill.table.fail(case.world.now, next(iter(case.prefill.senders)), "clogged")
     ),
-    "decode gives the pair up": lambda case: case.world.decode.perform_pairs(
+    "decode closes the pair": lambda case: case.world.decode.perform_pairs(
         case.world.decode.table.fail(next(iter(case.prefill.senders)), "broke the rules")
     ),
-    "messages come twice and out of order": disorder,
+    "messages are duplicated and reordered": disorder,
 }
-LOSE_DECODE = ("decode exits", "decode is frozen, missed and wakes")
+LOSE_DECODE = ("decode exits", "decode freezes, is declared lost and resumes")
 STOP_DECODE = (*LOSE_DECODE, "decode stalls")
 """Affects the other pair too: its messages may be lost, or its leases may expire."""
 ENDS = {"length", "aborted", "worker_lost", "kv_transfer_failed"}
@@ -128,13 +128,13 @@ def test_a_fault_in_each_state(fault: str, state: str, one_sided: bool) -> None:
     case.world.advance(lambda: STATES[state](case))
     beside = world.ask(OTHER_PROMPT, 6, neighbour)
     FAULTS[fault](case)
-    if fault not in STOP_DECODE:  # without a second of time
+    if fault not in STOP_DECODE:  # no time passes
         world.advance(lambda: beside.ended is not None)
         assert beside.ended == "length", "the other pair noticed"
     world.settle()
     assert case.victim.ended in ENDS
     if "stalls" not in fault and "messages" not in fault:
-        assert (case.victim.ended == "aborted") == (fault == "its client goes")
+        assert (case.victim.ended == "aborted") == (fault == "its client disconnects")
     if fault not in LOSE_DECODE:
         assert list(neighbour.senders) == [path_id], "the other pair was reopened"
     serves(world)
@@ -204,7 +204,7 @@ def test_late_writes_of_a_resumed_worker_hit_no_reused_block() -> None:
     continues."""
     case = begin(one_sided=True)
     world, neighbour = case.world, case.world.prefills[1]
-    world.advance(case.is_under_way)
+    world.advance(case.is_in_flight)
     world.freeze(case.prefill)
     world.abort(case.victim)
     world.notice_silence(case.prefill)

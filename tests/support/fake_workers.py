@@ -207,12 +207,12 @@ class FakeWorkers:
     def epoch(self, name: str) -> str:
         return self._infos[name].epoch
 
-    def hold_breath(self, name: str) -> None:
+    def stop_responding(self, name: str) -> None:
         """Stops sending and receiving until it is resumed."""
         registration = self._registrations[name]
         self._loop.call_soon_threadsafe(lambda: setattr(registration, "tell", lambda message: None))
 
-    def breathe(self, name: str) -> None:
+    def resume(self, name: str) -> None:
         self._loop.call_soon_threadsafe(lambda: delattr(self._registrations[name], "tell"))
 
     def tell(self, name: str, draining: bool) -> None:

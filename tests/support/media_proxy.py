@@ -83,7 +83,7 @@ def media_proxy(folder: Path, capacity_bytes: int = 256 << 20, **config: Any) ->
     try:
         with Proxy(folder, **options) as proxy:
             proxy.wait_for(503)
-            workers = FakeWorkers(folder, [proxy.control], [-1], [-1], max_model_len=4096)  # holds nothing back
+            workers = FakeWorkers(folder, [proxy.control], [-1], [-1], max_model_len=4096)  # -1: nothing is held
             try:
                 proxy.wait_for(200)
                 yield MediaProxy(folder, proxy, workers)

@@ -101,7 +101,7 @@ class Cluster:
         text = cast(ModelText, self.text)
         self.admission = Admission(8, time.monotonic)
         self.reader = BodyReader(text, "m")
-        readers = ReaderPool(self.reader, lambda: self.reader, 1)  # what is small starts no process
+        readers = ReaderPool(self.reader, lambda: self.reader, 1)  # small bodies start no process
         self.services = GenerationServices(
             text,
             TokenText(self.text.tokenizer),

@@ -47,7 +47,7 @@ def test_a_full_batch_delays_reservations() -> None:
     scheduler = new_scheduler()
     assert ask(scheduler, "a") == ["a"]
     assert ask(scheduler, "b") == ["b"]
-    begin(scheduler, "a", 0)  # a runs, b has its blocks, and both count
+    begin(scheduler, "a", 0)  # a is running and b has reserved; both count
     assert ask(scheduler, "c") == [] and ask(scheduler, "d") == []
     begin(scheduler, "b", 1)
     for _ in range(2):

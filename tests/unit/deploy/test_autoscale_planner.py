@@ -117,7 +117,7 @@ def as_dict(demand: Demand) -> dict[str, object]:
     return {name: getattr(demand, name) for name in demand.__struct_fields__}
 
 
-# ---- steadiness
+# ---- stability
 
 
 def test_scaling_up_is_fast_and_scaling_down_slow() -> None:
@@ -168,7 +168,7 @@ def test_proposals_stay_within_the_limits(course: list[tuple[Demand, int]]) -> N
         assert 2 <= prefill <= 6 and 1 <= decode <= 7 and prefill + decode <= 9
 
 
-# ---- over traces
+# ---- simulated traces
 
 SPEEDS = Speeds(boot_s=10.0)
 
@@ -234,7 +234,7 @@ def test_traces_are_read_in_both_public_formats(tmp_path: Path) -> None:
         read_trace(odd)
 
 
-# ---- what is seen early
+# ---- early detection
 
 
 def test_bursts_are_detected_within_seconds_and_noise_is_ignored() -> None:
@@ -269,18 +269,18 @@ def test_growing_batches_add_decode_workers_early() -> None:
         prefill = WorkerLoad(num_prompt_tokens=1000 * second, num_finished=10 * second, prompt_tokens_per_s=9000)
         decode = WorkerLoad(num_running=20, num_finished=9 * second, step_time_s=0.02)
         demand = steady.observe(second, [(worker("prefill"), prefill), (worker("decode"), decode)])
-    assert demand.growth_per_s == 0.0  # 80 came and 72 ended: that may be chance
+    assert demand.growth_per_s == 0.0  # 80 arrived and 72 ended, which may be chance
 
 
 def test_a_shared_maximum_is_split_by_arriving_demand() -> None:
     config = PlannerConfig(max_prefill=9, max_decode=9, max_workers=10, up_after_s=3)
     waiting = {**as_dict(BUSY), "waiting_tokens": 2_000_000, "waiting_prompts": 1000, "mean_output_tokens": 400.0}
-    for most_sequences, decode in ((1000, 5), (200, 4)):  # the latter are content with less than their part
+    for most_sequences, decode in ((1000, 5), (200, 4)):  # decode needs less than its share
         planner = Planner(config)
         for second in range(6):
             proposal = planner.propose(second, Demand(**{**waiting, "most_sequences": most_sequences}), 2, 2)
         assert proposal.prefill_need.num_workers > 9, "the backlog adds demand"
-        # 2.5 workers for what comes, and 250 s of work that waits.
+        # 2.5 workers for arriving requests, and a backlog of 250 s of work.
         assert proposal.prefill_need.work == pytest.approx((2.5 + 250 / config.foresee_s) / 0.8)
         assert (proposal.prefill, proposal.decode) == (10 - decode, decode)
 

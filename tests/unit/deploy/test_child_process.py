@@ -57,7 +57,7 @@ def test_a_process_stopped_during_its_start_ends(tmp_path: Path) -> None:
     async def run() -> None:
         child = sleeper(tmp_path, tmp_path / "pid")
         running = asyncio.create_task(child.run())
-        for _ in range(3):  # no more than it takes to begin
+        for _ in range(3):  # just enough time to start
             if not child.num_starts:
                 await asyncio.sleep(0)
         assert child.num_starts == 1 and child.pid is None, "the process is starting"

@@ -60,7 +60,7 @@ def command_lines() -> list[list[str]]:
     found = []
     for line in lines:
         for part in line.split(";"):
-            # systemd takes no quotes away from within a word, and JSON needs them
+            # systemd keeps quotes inside a word, and JSON needs them
             words = part.split() if "={" in part else shlex.split(part)
             words = words[words.index("--") + 1 :] if words[:3] == ["ray", "job", "submit"] else words
             if words and Path(words[0]).name in ("tandem", "ray"):
@@ -126,7 +126,7 @@ def test_manifests_are_consistent(file: Path) -> None:
         assert document["apiVersion"] == "ray.io/v1"
         assert spec["rayVersion"] == locked[1], "the image and KubeRay must have the same Ray"
         head = spec["headGroupSpec"]
-        # KubeRay writes it into a shell's command line: quotes for the shell, and in them escaped ones.
+        # KubeRay puts it into a shell command line, so it needs shell quotes around escaped quotes.
         (resources,) = shlex.split(head["rayStartParams"]["resources"])
         assert json.loads(resources) == {"tandem_proxy": 1}
         for group in [head, *spec["workerGroupSpecs"]]:

@@ -86,7 +86,7 @@ def test_the_drain_command_waits_for_the_process_to_end(
         return {each.name: each for each in next(listed)}
 
     async def reports(port: int) -> list[StatusReport]:
-        return []  # no proxy knows the worker any more
+        return []  # no proxy lists the worker any more
 
     async def ask(port: int, message: object, kind: object) -> list[DrainAnswer]:
         return [DrainAnswer("decode-0")]

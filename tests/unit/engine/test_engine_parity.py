@@ -73,7 +73,7 @@ MODELS = {
         Qwen3MoeConfig,
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
     ),
-    "deepseek_v3": (  # latent attention: keys wider than values, more of them than the config's heads say
+    "deepseek_v3": (  # latent attention: keys are wider than values, and there are more key heads than in the config
         DeepseekV3ForCausalLM,
         DeepseekV3Config,
         {

@@ -127,7 +127,7 @@ def test_a_peer_that_exits_fails_the_transfer(pool_file: tuple[int, torch.Tensor
 @pytest.mark.parametrize("connector", ["ipc", "gloo"])
 def test_preparing_allocates_pages_and_changes_no_content(connector: str, pool_file: tuple[int, torch.Tensor]) -> None:
     sender, receiver, source, destination = open_pair(connector, pool_file)
-    destination[5] = 7  # its page is there already
+    destination[5] = 7  # its page is already mapped
     num_before = os.fstat(pool_file[0]).st_blocks
     sender.prepare([4, 5, 6, 20])
     sent, received = Outcomes(), Outcomes()

@@ -175,7 +175,7 @@ def test_a_dead_rank_fails_its_jobs() -> None:
         sender = prefill.pools.open_sender("ipc", "pair", decode.pools.params, ready)
         assert ready.next() is None
         with socket.socket(fileno=os.dup(prefill.follower_ends[0].fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)  # so its process's death looks from here
+            end.shutdown(socket.SHUT_RDWR)  # this is how the death of its process appears here
         sender.send([1], [1], sent)
         error = sent.next()
         assert error is not None and "rank" in error.message

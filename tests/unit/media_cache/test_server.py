@@ -106,7 +106,7 @@ def test_without_descriptors_images_are_refused(tmp_path: Path) -> None:
         item = MediaItem(KEYS[0].digest, "image", ((0, 1),), granted.segment, ())
         read = msgspec.structs.replace(item, tensors=(MediaTensor("pixel_values", "uint8", (6,), HEADER_BYTES, 6),))
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        free = os.dup(0)  # the next that there is
+        free = os.dup(0)  # its successor
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
         try:

@@ -94,7 +94,7 @@ def test_the_least_recently_used_item_is_evicted_first() -> None:
 
 def test_hits_are_not_evicted_for_the_misses_of_their_own_request() -> None:
     store = MediaStore(30, 10)
-    fill(store, 1, 2, 3)  # 1 would be the first to go
+    fill(store, 1, 2, 3)  # 1 would be evicted first
     entries = granted(store.acquire("p", "a", want(4, 1)), "a")
     assert entries[1] is not None and entries[1].is_ready
     assert cached(store, 1, 2, 3) == [True, False, True]

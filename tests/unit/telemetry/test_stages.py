@@ -43,7 +43,7 @@ def test_one_attempt_has_every_stage() -> None:
     times = stage_times(1.0, [attempt], 12.0, detokenize_s=0.25)
     assert times == {
         "tokenize": 0.5,
-        "dispatch": 0.75,  # 0.5 on the way and a quarter until it was the reader's turn
+        "dispatch": 0.75,  # 0.5 in transit and 0.25 until the reader ran
         "queue": 1.0,
         "prefill": 2.5,
         "reserve": 0.5,

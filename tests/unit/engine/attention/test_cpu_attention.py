@@ -40,7 +40,7 @@ def make_pool(dtype: torch.dtype, num_kv_heads: int, head_dim: int, block_size: 
     return KVPool(loaded, EngineConfig("m", kv_cache_bytes=1 << 23))
 
 
-# As wide as one reading of a key can serve, parts of groups with and without a rest, odd sizes.
+# Group sizes up to the kernel's limit, groups that are split with and without a rest, odd sizes.
 @pytest.fixture(params=[(4, 3, 64, 16), (1, 7, 40, 4), (2, 1, 16, 8)], ids=str)
 def sizes(request: pytest.FixtureRequest) -> tuple[int, int, int, int]:
     size: tuple[int, int, int, int] = request.param

@@ -25,5 +25,5 @@ def test_loading_reports_progress_to_the_end(tmp_path: Path) -> None:
     assert fraction_loaded(files) == 0.5
     files[1].write_text("0.25")
     assert fraction_loaded(files) == 0.625
-    files[1].write_text("")  # just being written
+    files[1].write_text("")  # a download in progress
     assert fraction_loaded(files) == 0.5

@@ -33,7 +33,7 @@ from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, check_grammar
 from tandem.runtime.errors import InvalidRequest
 from tests.support.garbage import frames_in, kept_garbage
 
-VOCAB_SIZE = 333  # no multiple of 8 or 32
+VOCAB_SIZE = 333  # not a multiple of 8 or 32
 END, OTHER_END = 0, 1
 SCHEMA = {
     "type": "object",

@@ -120,7 +120,7 @@ def test_every_prompt_is_computed_within_the_budget(prompts: list[list[tuple[int
         batch, _ = scheduler.schedule(float(step))
         if not batch.items and not batch.encodes:
             break
-        # One unit may be larger than a step; it has the step to itself, but for what fits the rest.
+        # A unit larger than a step gets its own step; other work uses the tokens that are left.
         largest = max((task.unit.num_tokens for task in batch.encodes), default=0)
         assert cost_of(batch) <= max(BUDGET, largest)
         for action in scheduler.on_step(float(step), run_step(batch)):

@@ -76,7 +76,7 @@ def test_one_batch_then_again_from_the_prefix_cache(
     for name, number in again.items():
         assert_as_expected(pair.generated(number), expected[name])
         assert pair.num_cached_tokens[number] >= (len(prompts[name].token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
-    assert pair.cache.num_encoded == num_encoded == 3  # each medium once, however many prompts have it
+    assert pair.cache.num_encoded == num_encoded == 3  # each medium is encoded once for all prompts
 
 
 def test_different_images_do_not_share_cached_blocks(family: str, folder: Path, pair: VisionPair) -> None:
@@ -111,7 +111,7 @@ def test_bad_media_fail_only_their_prompt(family: str, pair: VisionPair) -> None
     prompts = prompts_of(family)
     good, image = prompts["text"], prompts["image"].media[0]
     num_tokens = image.num_tokens[0]
-    # Its embedding would be found, were it only for the digest.
+    # By its digest alone, the embedding would be found.
     short = VisionPrompt.of([4, Medium("image", image.tensors, [num_tokens - 1]), 4], 8)
     misfit = f"media item 0: this image has {num_tokens - 1} placeholder tokens in the prompt, .* to {num_tokens}"
     number = pair.start(good.token_ids, (), NUM_NEW)

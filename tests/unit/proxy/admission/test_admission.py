@@ -89,7 +89,7 @@ def test_sooner_priorities_displace_the_newest_of_the_latest() -> None:
     admit("soon", 0, 10, 10)
     assert displaced == ["new"]
     new.close()
-    admit("large", -1, 75)  # the tokens of `old` and of `sooner` make room, and those of `soon` may stay
+    admit("large", -1, 75)  # displacing `old` and `sooner` frees enough tokens, so `soon` stays
     assert displaced == ["new", "old", "sooner"]
     with pytest.raises(QueueFull, match="95 prompt tokens"):
         admit("too large", 0, 30)

@@ -60,7 +60,7 @@ def load_with(ttft_slo_s: float | None = SLO_S) -> Load:
 @pytest.mark.parametrize("overload", [1.2, 3.0])
 def test_past_capacity_first_tokens_meet_the_slo(served_per_s: float, overload: float) -> None:
     load = load_with()
-    load.run(120, overload * served_per_s, served_per_s)  # until the queue of the beginning is served
+    load.run(120, overload * served_per_s, served_per_s)  # until the initial queue is served
     load.run(60, overload * served_per_s, served_per_s)
     longest_s = max(SLO_S / 2, MIN_WAITING / served_per_s)
     assert 0.7 * longest_s < min(load.waits_s) <= max(load.waits_s) < 1.2 * longest_s

@@ -113,7 +113,7 @@ def test_splitting_any_text_does_not_change_the_result(tool_format: ToolFormat, 
     assert parse(tool_format.parser(), cut_up(text, places)) == whole
     assert parse(tool_format.parser(), list(text)) == whole
     if not whole[1]:
-        assert whole[0] == text  # nothing is lost of what is no call
+        assert whole[0] == text  # text outside calls is kept
 
 
 @pytest.mark.parametrize(
@@ -220,7 +220,7 @@ def test_grammars_accept_only_valid_calls(name: ToolFormatName, kind: str) -> No
         assert takes(text_of(name, [F], "Let me see.\n")) and not takes(text_of(name, [WRONG], "Let me see.\n"))
         assert takes(text_of(name, [F], "<think>hm</think>"))
     else:
-        assert takes('{"nam": 1}')  # JSON that is no call
+        assert takes('{"nam": 1}')  # JSON that is not a call
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json"])

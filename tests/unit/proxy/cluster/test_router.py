@@ -279,7 +279,7 @@ def test_ended_requests_leave_no_load(events: list[tuple[str, int]]) -> None:
             world.report(info, waiting_tokens=[(0, number)], running=number)
         elif event == "lose" and number < 2:
             world.registry.on_exited(f"decode-{number}", 1)
-        elif event == "return":  # lost from sight, and back under the same epoch: what was owed stays with the past
+        elif event == "return":  # lost and back under the same epoch: load from before does not count
             info = (world.prefills + world.decodes)[number % 4]
             world.registry.on_left(info.epoch)
             world.join(info)

@@ -70,7 +70,7 @@ def test_a_stream_continues_after_its_last_token() -> None:
         for token_id in (6, 7):
             cluster.token(old, token_id, worker=decode)
         cluster.lose(decode)
-        cluster.token(old, 8, worker=decode)  # it was only frozen, and this message is late
+        cluster.token(old, 8, worker=decode)  # the worker was only frozen, and its message is late
         await turn()
         new, prepare, start = attempt(cluster, 1)
         for message in (prepare, start):

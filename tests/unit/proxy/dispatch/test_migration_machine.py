@@ -149,7 +149,7 @@ class Requests(RuleBasedStateMachine):
     def running(self) -> list[PlayedAttempt]:
         return [self.attempts[attempt_id] for attempt_id in self.cluster.dispatcher._running]
 
-    # ---- what may happen
+    # ---- events
 
     @precondition(lambda self: len(self.readers) < 12)
     @rule(seeds=st.integers(1, 3), num_tokens=st.integers(2, 12))
@@ -257,7 +257,7 @@ class Requests(RuleBasedStateMachine):
             self.loop.now = min(end, self.loop.now + 0.25)
             self.do(lambda: None)
 
-    # ---- what always holds
+    # ---- invariants
 
     @invariant()
     def tokens_come_once_and_in_order(self) -> None:

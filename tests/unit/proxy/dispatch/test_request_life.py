@@ -330,7 +330,7 @@ def test_a_preempted_sequence_is_dispatched_again_with_its_tokens() -> None:
         for message in (start, prepare):
             assert unpack_token_ids(message.token_ids) == [1, 2, 3, 5, 6] and message.num_generated == 2
         assert start.transfer_id == prepare.transfer_id != cluster.pool.of(StartPrefill)[0][1].transfer_id
-        cluster.token(cluster.started(), 99)  # late, of the attempt that is over
+        cluster.token(cluster.started(), 99)  # a late token of the previous attempt
         cluster.first(cluster.started(1), 7)
         cluster.token(cluster.started(1), 8, "stop")
         assert await reader == ([5, 6, 7, 8], "stop")
@@ -441,7 +441,7 @@ def test_decode_alone_computes_a_short_prompt() -> None:
         [(decode_id, prepare)] = cluster.pool.of(PrepareDecode)
         assert (decode_id, prepare.prefill_worker_id, prepare.prefill_epoch) == ("decode-0", None, None)
         [attempt_id] = prepare.attempt_ids
-        cluster.first(attempt_id, 5)  # prefill has no part in it, so this is nothing
+        cluster.first(attempt_id, 5)  # prefill does not take part, so its loss has no effect
         cluster.dispatcher.on_message(DECODE, FirstToken(attempt_id, SampledToken(4), None, 0.1, 0.2))
         await turn()
         assert not reader.done()
@@ -465,7 +465,7 @@ def test_a_short_prompt_may_end_at_its_first_token_or_lose_its_worker() -> None:
         dropped.cancel()
         await turn()
         assert cluster.aborted() == ["decode-0"]
-        cluster.dispatcher.on_worker_lost(PREFILL, "gone")  # not theirs
+        cluster.dispatcher.on_worker_lost(PREFILL, "gone")  # these requests do not use it
         await turn()
         assert not lost.done()
         cluster.lose(DECODE)

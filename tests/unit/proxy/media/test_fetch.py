@@ -37,7 +37,7 @@ def fetch(reply: Reply, path: str = "/a.png", limits: MediaLimits = LIMITS, host
                 head = await reader.readuntil(b"\r\n\r\n")
                 await reply(head.split()[1].decode(), writer)
             except (ConnectionError, asyncio.IncompleteReadError):
-                pass  # the client is done with us
+                pass  # the client has closed the connection
             finally:
                 writer.close()
 

@@ -27,7 +27,7 @@ def test_predicted_wait_grows_with_the_queue() -> None:
 
 def test_idle_time_does_not_count_as_an_interval() -> None:
     queue = MediaQueue()
-    for number in range(5):  # one a minute, each begun at once
+    for number in range(5):  # one per minute, each started at once
         queue.add(f"r{number}", 60.0 * number)
         queue.begin(f"r{number}", 60.0 * number + 0.01)
     queue.add("next", 300.0)
