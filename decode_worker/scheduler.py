@@ -209,7 +209,7 @@ class DecodeScheduler:
         return self._advance(transfer)
 
     def on_close_transfer(self, transfer_id: str) -> list[Action]:
-        """Handles a peer that gave up. Unless the request was aborted, the peer has told the proxy why."""
+        """Handles a transfer that the peer has ended. The peer reports the reason to the proxy, except for aborts."""
         transfer = self._transfers.get(transfer_id)
         if transfer is None:
             self._transfers.close(transfer_id)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 _HALF_LIFE_TOKENS = 4096
-"""A measurement's weight halves every so many prompt tokens."""
+"""A measurement's weight halves after this many prompt tokens."""
 _MAX_SLOWDOWN = 2.0
 """A step counts for at most this multiple of the expected time, so that one stall does not make a worker look slow."""
 _MIN_TIME_SHARE = 0.25

@@ -13,7 +13,7 @@ SETTLE_S = 0.5
 
 
 class Retired(TandemError):
-    """The worker was told to leave for good and must not be restarted. Never sent over a socket."""
+    """The worker was drained for good and must not be restarted. Never sent over a socket."""
 
     code = "retired"
 

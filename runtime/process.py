@@ -20,7 +20,7 @@ from tandem.runtime.logs import LogFormat, setup_logging
 
 EXIT_BAD_CONFIG = 2
 EXIT_RETIRED = 3
-"""Exit code of a worker that was told to leave for good."""
+"""Exit code of a worker that was drained for good and must not be restarted."""
 
 
 class Service(Protocol):

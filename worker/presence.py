@@ -119,7 +119,7 @@ class Presence:
     async def serve(self, context: Context, stopping: asyncio.Event, on_tick: Callable[[float], None]) -> None:
         """Serves until `stopping` is set or a drain is over.
 
-        Raises ConfigError if no proxy accepts this worker, Retired if it was told to leave for good.
+        Raises ConfigError if no proxy accepts this worker, Retired if it was drained for good.
         """
         freeze_loaded_objects()
         registration = self._registration = Registration(
@@ -154,7 +154,7 @@ class Presence:
             registration.send_to_all(WorkerLeft(self.info.worker_id, self.info.epoch))
             registration.close()
         if self._drain.for_good:
-            raise Retired("the worker was told to leave for good")
+            raise Retired("the worker was drained for good")
 
     def drain(self, for_good: bool = False) -> bool:
         """Begins a drain: takes no new work, exits when requests in flight have finished. False if not serving."""

@@ -14,7 +14,7 @@ from bench.demo_model.stories import story
 from bench.demo_model.texts import TEXTS
 
 _EXAM_SHARE = 16
-"""One in so many exercises is reserved for the exam."""
+"""One in this many exercises is reserved for the exam."""
 
 
 class Chat(NamedTuple):

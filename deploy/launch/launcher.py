@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 600.0
 STOP_GRACE_S = 2.5
 DRAIN_GRACE_S = 10.0
-"""A removed worker is killed so many seconds after its drain timeout."""
+"""Seconds after its drain timeout at which a removed worker is killed."""
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 OnProgress = Callable[[str, float | None], None]

@@ -154,7 +154,7 @@ class DrainWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=T
 
 
 class DrainAnswer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to `tandem drain`. error: "" if the worker was told."""
+    """Proxy to `tandem drain`. error: "" if the worker has the order to drain."""
 
     worker_id: str
     error: str = ""

@@ -31,7 +31,7 @@ MAX_WORKERS = 1024
 _UNKNOWN_SPEED = 5000.0
 """Prompt tokens per second assumed for a worker while no worker has measured its speed."""
 _STALL_S = 1.0
-"""A check that comes this much after the last one shows that this process stood still, not that workers are silent."""
+"""A check that comes this much after the last one shows that this process was stopped, not that workers are silent."""
 _GIVEN_UP_S = PROXY_SILENCE_S - 1.0
 """Stall after which workers may have given up this proxy's requests: their limit minus the age of the last message."""
 
@@ -176,7 +176,7 @@ class Registry:
         self._checked_at = now
         if stalled_s > _GIVEN_UP_S:
             # The workers register again, and this proxy's sequences are dispatched again.
-            reason = f"this proxy stood still for {stalled_s:.1f} s, so workers may have dropped its requests"
+            reason = f"this proxy was stopped for {stalled_s:.1f} s, so workers may have dropped its requests"
             return self._remove([LostWorker(record.worker, reason) for record in self._by_epoch.values()])
         if stalled_s > _STALL_S:
             # This process was frozen or starved, and the workers' messages are still unread.

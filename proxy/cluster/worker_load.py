@@ -77,7 +77,7 @@ class WorkerUse:
     _num_promised: int = 0
 
     def decode_cost(self, num_new_blocks: int) -> float:
-        """Load after a sequence with so many new blocks, in sequences. Only differences between workers matter."""
+        """Returns the load in sequences after `num_new_blocks` more blocks; only differences matter."""
         return self.num_sequences - _POOL_WEIGHT * (self.num_free_blocks - num_new_blocks) / self._num_blocks
 
     def on_report(self, load: WorkerLoad) -> None:

@@ -344,7 +344,7 @@ def _why_not_whole(report: StatusReport) -> str:
     if states != ["ready"] * 4:
         return f"pairs are {states}"
     if report.num_requests:
-        return f"{report.num_requests} requests are under way"
+        return f"{report.num_requests} requests are in flight"
     for worker in report.workers:
         load = worker.load
         if load.num_free_blocks != load.num_blocks or load.num_running or load.num_waiting:

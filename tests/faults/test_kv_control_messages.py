@@ -118,13 +118,13 @@ async def play(endpoint: str, layout: KVLayout, epoch: str) -> None:
     for _ in range(2):
         prefill.send(CloseTransfer("twice"))  # long over
 
-    # A reservation that comes after its own end is refused, so nothing is set aside for it.
+    # A reservation that comes after its own end is refused, so no blocks are reserved for it.
     prefill.send(CloseTransfer("late"))
     prefill.send(ReserveKV(PAIR, "late", NUM_PROMPT_TOKENS))
     refused = await peers.next()
     assert refused.transfer_id == "late" and refused.error.code == "request_aborted"
 
-    # Blocks 1 before blocks 0: one message is missing, and the pair cannot go on.
+    # Blocks 1 before blocks 0: one message is missing, and the pair fails.
     peers.prepare("gap", epoch)
     prefill.send(ReserveKV(PAIR, "gap", NUM_PROMPT_TOKENS))
     assert (await peers.both()).keys() == {KVReserved, DecodeReserved}

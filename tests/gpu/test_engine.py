@@ -1,4 +1,4 @@
-"""What only a GPU can tell of the engine. Each assumption about torch's kernels is a test of its own."""
+"""The engine on a GPU. Each assumption about torch's kernels has its own test."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def prompts() -> list[list[int]]:
 
 
 def greedy(runner: ModelRunner, num_new: int) -> list[list[int]]:
-    """In chunks of 100, mixed with single tokens."""
+    """Generates greedily, in chunks of 100 mixed with single tokens."""
     tokens = [list(prompt) for prompt in prompts()]
     ends = [len(t) + num_new for t in tokens]
     done = [0] * len(tokens)
@@ -89,13 +89,13 @@ def test_greedy_equals_generate_in_float32(folder: Path) -> None:
 
 
 def test_torch_has_varlen_attn_with_block_tables() -> None:
-    assert find_varlen_attn() is not None, f"torch {torch.__version__} has not; plain attention is used"
+    assert find_varlen_attn() is not None, f"torch {torch.__version__} lacks it; plain attention is used"
 
 
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 @pytest.mark.parametrize("window", [0, 100])
-def test_varlen_attn_takes_our_pages(folder: Path, block_size: int, window: int) -> None:
-    """Strided views of a block-major pool; which page sizes go depends on the backend of this torch."""
+def test_varlen_attn_accepts_our_block_layout(folder: Path, block_size: int, window: int) -> None:
+    """Uses strided views of a block-major pool; the supported block sizes depend on torch's backend."""
     config = EngineConfig(
         str(folder), dtype="bfloat16", device="cuda", kv_cache_bytes=1 << 28, block_size=block_size, load_format="dummy"
     )
@@ -103,7 +103,7 @@ def test_varlen_attn_takes_our_pages(folder: Path, block_size: int, window: int)
     assert varlen_problem(pool, find_varlen_attn(), 8, [window]) is None
 
 
-def test_decode_steps_come_from_graphs_and_equal_eager(bfloat16: tuple[ModelRunner, KVPool]) -> None:
+def test_decode_steps_run_from_graphs_and_equal_eager(bfloat16: tuple[ModelRunner, KVPool]) -> None:
     runner, _ = bfloat16
     assert runner._graphs is not None, "no graphs were captured; the log says why"
     with_graphs = greedy(runner, 24)
@@ -113,7 +113,7 @@ def test_decode_steps_come_from_graphs_and_equal_eager(bfloat16: tuple[ModelRunn
     finally:
         runner._graphs = graphs
     same = sum(a == b for x, y in zip(with_graphs, eager, strict=True) for a, b in zip(x, y, strict=True))
-    assert same >= 0.9 * 24 * len(eager), "bfloat16 may tip the balance once in a while, not often"
+    assert same >= 0.9 * 24 * len(eager), "bfloat16 rounding may change a few choices only"
 
 
 def test_a_greedy_decode_step_waits_for_the_device_once(bfloat16: tuple[ModelRunner, KVPool]) -> None:
@@ -130,7 +130,7 @@ def test_a_greedy_decode_step_waits_for_the_device_once(bfloat16: tuple[ModelRun
     assert len(syncs) <= 1, syncs
 
 
-def test_the_sampler_chooses_as_on_cpu() -> None:
+def test_the_sampler_chooses_the_same_as_on_cpu() -> None:
     logits = (torch.randn(64, 5000, generator=torch.Generator().manual_seed(2)) * 3).round(decimals=2)
     samples = [
         Sample(SamplingParams(temperature=0.8, top_p=0.9 if i % 2 else 1.0, top_k=i % 50, min_p=0.02 * (i % 3), seed=i))

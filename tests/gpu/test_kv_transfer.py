@@ -1,4 +1,4 @@
-"""KV transfer between two processes on one GPU: CUDA IPC, and NCCL where it lets two ranks share a device."""
+"""KV transfer between two processes on one GPU: CUDA IPC, and NCCL if it lets two ranks share a device."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Outcomes:
 
 
 def decode_side(peer: Connection, connector: str) -> None:
-    """Says where its pool is, takes what it is told to take, and shows the pool; until it is told to end."""
+    """Announces its pool, receives blocks on command, returns the pool, and ends on command."""
     blocks = torch.zeros(NUM_BLOCKS, BLOCK_BYTES, dtype=torch.uint8, device="cuda")
     pool = RankPool(0, LAYOUT, blocks, HOST)
     outcomes, server = Outcomes(), None
@@ -68,7 +68,7 @@ def decode_process(connector: str) -> Iterator[tuple[Connection, ConnectorParams
     process.start()
     theirs.close()
     try:
-        assert ours.poll(60), "the decode process does not come up"
+        assert ours.poll(60), "the decode process did not start"
         yield ours, ours.recv()
         ours.send(None)
         process.join(20)
@@ -136,7 +136,7 @@ def test_a_second_pair_maps_the_same_pool_again() -> None:
             closed.next()
 
 
-def test_a_handle_that_is_none_is_refused() -> None:
+def test_an_invalid_handle_is_refused() -> None:
     handle = CudaPoolHandle(b"c" + bytes(64), NUM_BLOCKS * BLOCK_BYTES, 0, b"", 0, b"", False)
     params = ConnectorParams(1, 0, NUM_BLOCKS * BLOCK_BYTES, NUM_BLOCKS, "GPU-x", handle)
     with pytest.raises(KVTransferFailed, match="cannot map"):

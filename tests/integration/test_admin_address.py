@@ -1,4 +1,4 @@
-"""A proxy process with an admin address, and idle connections. Needs no workers."""
+"""A proxy process without workers: its admin address, and idle connections."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ def proxy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Proxy]:
 
 
 @pytest.mark.parametrize("key", [KEY, None])
-def test_the_public_port_has_no_metrics(proxy: Proxy, key: str | None) -> None:
+def test_the_public_port_serves_no_metrics(proxy: Proxy, key: str | None) -> None:
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     answer = httpx.get(f"{proxy.url}/metrics", headers=headers)
     assert answer.status_code == 404 and answer.json()["error"]["code"] == "not_found"
     assert "/metrics" not in httpx.get(f"{proxy.url}/openapi.json").json()["paths"]
 
 
-def test_the_admin_address_has_them_and_nothing_else(proxy: Proxy) -> None:
+def test_the_admin_address_serves_admin_routes_only(proxy: Proxy) -> None:
     assert "tandem_num_requests_running" in httpx.get(f"{proxy.admin_url}/metrics").text
     assert httpx.get(f"{proxy.admin_url}/v1/models", headers={"Authorization": f"Bearer {KEY}"}).status_code == 404
 
 
-def test_a_connection_that_is_idle_for_long_is_closed_and_a_new_one_serves(proxy: Proxy) -> None:
-    """httpx finds its pooled connection closed, and takes another; a client that does not look sees the end."""
+def test_idle_connections_are_closed_and_clients_reconnect(proxy: Proxy) -> None:
+    """httpx reopens a pooled connection that was closed; a raw client reads the end of the stream."""
     with httpx.Client() as client, socket.create_connection(("127.0.0.1", proxy.port)) as bare:
         assert client.get(f"{proxy.url}/live").status_code == 200
         bare.sendall(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -1,4 +1,4 @@
-"""A dealer is told when its connection breaks, and not when it closes or has not connected yet. Real sockets, tcp."""
+"""A dealer socket reports broken connections, but not its own close or a failed first connection. Real TCP."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_what_was_on_its_way_is_lost_and_one_hears_of_it() -> None:
+def test_a_broken_connection_loses_messages_in_flight_and_is_reported() -> None:
     async def main() -> None:
         context = new_context("worker", NetworkConfig(insecure=True))
-        heard: list[str] = []
+        received: list[str] = []
         num_breaks = 0
 
         def on_message(_identity: bytes, message: GetTimeline) -> None:
-            heard.append(message.attempt_id)
+            received.append(message.attempt_id)
 
         def on_broken() -> None:
             nonlocal num_breaks
@@ -38,7 +38,7 @@ def test_what_was_on_its_way_is_lost_and_one_hears_of_it() -> None:
         dealer = DealerSocket(context, endpoint, CODEC, lambda message: None, b"dealer", on_broken=on_broken)
         try:
             dealer.send(GetTimeline("first"))
-            await until(lambda: heard == ["first"])
+            await until(lambda: received == ["first"])
             assert num_breaks == 0
             router.close()
             await until(lambda: num_breaks == 1)
@@ -46,14 +46,14 @@ def test_what_was_on_its_way_is_lost_and_one_hears_of_it() -> None:
             while router._closed:
                 try:
                     router = RouterSocket(context, endpoint, CODEC, on_message)
-                except Exception:  # the port is still being let go
+                except Exception:  # the port is not free yet
                     await asyncio.sleep(0.01)
-            await until(lambda: heard == ["first", "second"])
+            await until(lambda: received == ["first", "second"])
             assert num_breaks == 1
         finally:
             dealer.close()
             router.close()
             context.destroy(linger=0)
-        assert num_breaks == 1, "its own end is no break"
+        assert num_breaks == 1, "its own close is not reported"
 
     asyncio.run(asyncio.wait_for(main(), LIMIT_S))

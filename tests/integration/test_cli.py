@@ -1,4 +1,4 @@
-"""The `tandem` command: one line and exit code 2 for what the operator can mend, and options that reach the cluster."""
+"""The `tandem` command: operator errors print one line and exit with 2, and options reach the cluster."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def refused(*arguments: str) -> str:
-    """The one line that says why."""
+    """Returns the one line of the error message."""
     done = run("up", "--port", str(free_port()), *arguments)
     assert done.returncode == 2, done.stderr
     last = done.stderr.strip().splitlines()[-1]
@@ -60,7 +60,7 @@ def test_wrong_config_value(tmp_path: Path) -> None:
     assert "prefill" in refused("--config", str(file))
 
 
-def test_config_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_config_file(tmp_path: Path) -> None:
     assert "cannot read" in refused("--config", str(tmp_path / "none.toml"))
 
 
@@ -69,7 +69,7 @@ def test_nccl_needs_gpus() -> None:
     assert "nccl" in message and "cpu" in message
 
 
-def test_max_model_len_over_the_models_own() -> None:
+def test_max_model_len_above_the_models_limit() -> None:
     message = refused("--max-model-len", "99999")
     assert "99999" in message and "2048" in message
 
@@ -96,7 +96,7 @@ def test_options_reach_the_cluster(tmp_path: Path) -> None:
         command = tandem("status", "--json", "--port", str(cluster.port))
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as unread:
             assert unread.stdout is not None and unread.stderr is not None
-            unread.stdout.close()  # as `head` does when it has enough
+            unread.stdout.close()  # as `head` does
             assert (unread.stderr.read(), unread.wait(90)) == ("", 1)
         done = run("status", "--port", str(cluster.port))
         assert done.returncode == 0 and "decode-0" in done.stdout and "2 proxies" in done.stdout

@@ -33,7 +33,7 @@ def test_locust_reports_ttft_and_itl(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_locust_tables_agree_with_the_figures_of_the_same_run(cluster: Cluster, tmp_path: Path) -> None:
-    """Locust measures by itself; bench.support.latency has the definitions of `vllm bench serve`."""
+    """Locust measures independently; bench.support.latency uses the definitions of `vllm bench serve`."""
     file = tmp_path / "figures.json"
     command = [
         sys.executable, "-m", "locust", "-f", "bench/locustfile.py", "--headless", "--host", cluster.url,

@@ -1,4 +1,4 @@
-"""Prompts computed by the decode worker give the same answers as prefill workers, also after the last of these dies."""
+"""Decode workers answer prompts exactly as prefill workers do, also after the last prefill worker has died."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def logprobs(choices: list[dict[str, Any]]) -> list[float]:
 
 
 @pytest.mark.timeout(240)
-def test_both_routes_answer_alike_and_survive_the_last_prefill_worker(float32_cluster: Cluster) -> None:
+def test_decode_prefill_gives_equal_answers_and_survives_the_last_prefill_worker(float32_cluster: Cluster) -> None:
     options = ("--dtype", "float32", "--max-num-batched-tokens", "128")
     before = float32_cluster.worker("decode-0").load.num_transferred_bytes
     usual = [ask(float32_cluster, body) for body in BODIES]

@@ -1,4 +1,4 @@
-"""Answers when a worker fails at any step, and the small routes. A failure never looks like a complete answer."""
+"""Errors when a worker fails at any step, and the small routes. A failed answer never looks complete."""
 
 from __future__ import annotations
 
@@ -81,24 +81,24 @@ def test_a_failed_sequence_fails_its_request(
             answer = client.post(path, json={**fields, "max_tokens": 40, "stream": stream, "n": num_sequences})
         finally:
             workers.fail_at = None
-        if answer.status_code == 200:  # only a stream that had begun
+        if answer.status_code == 200:  # only a stream that had started
             assert stream and (where == "decode" or num_sequences == 2)
             *chunks, last = events(answer.text)
             assert last["error"]["code"] == error.code
-            assert last["error"]["message"].startswith(error.message)  # and how often it was tried
+            assert last["error"]["message"].startswith(error.message)  # followed by the number of attempts
             assert "[DONE]" not in chunks
             ended = {c["choices"][0]["index"] for c in chunks if c["choices"][0]["finish_reason"]}
-            assert 0 not in ended, "the sequence that failed does not look whole"
+            assert 0 not in ended, "the failed sequence has no finish_reason"
         else:
             assert answer.status_code == status
-            told = answer.json()["error"]
-            assert (told["code"], told["param"]) == (error.code, error.param)
-            assert told["message"].startswith(error.message)
+            body_error = answer.json()["error"]
+            assert (body_error["code"], body_error["param"]) == (error.code, error.param)
+            assert body_error["message"].startswith(error.message)
             assert ("retry-after" in answer.headers) == (status == 503)
     assert client.post("/v1/completions", json={**TEXT, "max_tokens": 6}).json()["choices"][0]["text"] == "abcdef"
 
 
-def test_the_openai_client_raises_in_mid_stream(proxy: Proxy, workers: FakeWorkers) -> None:
+def test_the_openai_client_raises_on_an_error_in_mid_stream(proxy: Proxy, workers: FakeWorkers) -> None:
     with openai.OpenAI(base_url=f"{proxy.url}/v1", api_key="secret", max_retries=0) as client:
         workers.fail_at = ("decode", KVTransferFailed("it did not arrive"))
         try:
@@ -109,14 +109,14 @@ def test_the_openai_client_raises_in_mid_stream(proxy: Proxy, workers: FakeWorke
             workers.fail_at = None
 
 
-def test_request_ids_are_taken_over(client: httpx.Client) -> None:
+def test_request_ids_of_clients_are_kept(client: httpx.Client) -> None:
     for path, fields, prefix in (("/v1/completions", TEXT, "cmpl-"), ("/v1/chat/completions", CHAT, "chatcmpl-")):
         for stream in (False, True):
             body = {**fields, "max_tokens": 2, "stream": stream, "request_id": "of-the-body"}
             answer = client.post(path, json=body, headers={"x-request-id": "mine-7"})
             assert answer.headers["x-request-id"] == "mine-7"
-            told = events(answer.text)[0]["id"] if stream else answer.json()["id"]
-            assert told == f"{prefix}mine-7"
+            answer_id = events(answer.text)[0]["id"] if stream else answer.json()["id"]
+            assert answer_id == f"{prefix}mine-7"
         assert client.post(path, json=body).headers["x-request-id"] == "of-the-body"
     for method, path in (("GET", "/health"), ("GET", "/nothing"), ("PUT", "/tokenize"), ("POST", "/v1/completions")):
         assert client.request(method, path, headers={"x-request-id": "abc"}).headers["x-request-id"] == "abc"
@@ -126,7 +126,7 @@ def test_request_ids_are_taken_over(client: httpx.Client) -> None:
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "x-request-id")
 
 
-def test_what_needs_no_key(proxy: Proxy, workers: FakeWorkers) -> None:
+def test_routes_without_a_key(proxy: Proxy, workers: FakeWorkers) -> None:
     for path, status in (("/live", 200), ("/health", 200), ("/openapi.json", 200), ("/docs", 200), ("/version", 401)):
         assert httpx.get(proxy.url + path).status_code == status
     assert httpx.get(f"{proxy.url}/version", headers=KEY).json() == {"version": version("tandem-serve")}
@@ -134,10 +134,10 @@ def test_what_needs_no_key(proxy: Proxy, workers: FakeWorkers) -> None:
         assert httpx.post(proxy.url + path, json={}).status_code == 401
     page = httpx.get(f"{proxy.url}/docs")
     assert page.headers["content-type"].startswith("text/html") and "src=" not in page.text
-    assert 'href="http' not in page.text, "it needs no network"
+    assert 'href="http' not in page.text, "the page loads nothing from the network"
 
 
-def test_one_model(client: httpx.Client) -> None:
+def test_the_served_model_is_found_by_its_name(client: httpx.Client) -> None:
     assert client.get("/v1/models/echo").json()["max_model_len"] == MAX_MODEL_LEN
     missing = client.get("/v1/models/org/other")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
@@ -151,7 +151,9 @@ def test_tokenize_and_detokenize(client: httpx.Client, folder: Path, padding: in
     answer = client.post("/tokenize", json={"prompt": text, "return_token_strs": True}).json()
     expected = tokenizer.encode(text)
     assert (answer["tokens"], answer["token_strs"]) == (expected.ids, expected.tokens)
-    assert (answer["count"], answer["max_model_len"]) == (len(expected), MAX_MODEL_LEN), "longer than the model takes"
+    assert (answer["count"], answer["max_model_len"]) == (len(expected), MAX_MODEL_LEN), (
+        "texts may be longer than the model's limit"
+    )
     assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
     assert client.post("/tokenize", json={"prompt": ""}).json() == {
         "count": 0, "max_model_len": MAX_MODEL_LEN, "tokens": [], "token_strs": None,
@@ -189,7 +191,7 @@ def tokenized(client: httpx.Client, messages: list[Any], template: str, **fields
     return text
 
 
-def test_what_templates_see(client: httpx.Client) -> None:
+def test_templates_get_the_requests_variables(client: httpx.Client) -> None:
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1, 2]}'}}
     messages = [
         {"role": "developer", "content": "be brief"},
@@ -236,7 +238,7 @@ def test_what_templates_see(client: httpx.Client) -> None:
     ],
     ids=str,
 )
-def test_templates_that_are_refused(client: httpx.Client, fields: dict[str, Any], param: str, words: str) -> None:
+def test_invalid_templates_are_refused(client: httpx.Client, fields: dict[str, Any], param: str, words: str) -> None:
     answer = client.post("/v1/chat/completions", json={**CHAT, **fields})
     assert answer.status_code == 400, answer.text
     error = answer.json()["error"]
@@ -244,7 +246,7 @@ def test_templates_that_are_refused(client: httpx.Client, fields: dict[str, Any]
     assert client.get("/live").status_code == 200
 
 
-def test_an_echo_alone_generates_nothing(client: httpx.Client) -> None:
+def test_echo_without_output_tokens(client: httpx.Client) -> None:
     for stream in (False, True):
         body = {"prompt": ["abc", "xy"], "echo": True, "max_tokens": 0, "stream": stream, "return_token_ids": True}
         answer = client.post(

@@ -1,4 +1,4 @@
-"""Limits on what one client may cost, over real sockets: heads, bodies, time, running sequences. And HTTPS."""
+"""Limits on each client's heads, bodies, time and running sequences, over real sockets; and HTTPS."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def proxy(folder: Path) -> Iterator[Proxy]:
 
 
 def send(proxy: Proxy, data: bytes) -> tuple[bytes, bytes]:
-    """The status line and the body of the answer, after which the server closes the connection."""
+    """Returns the status line and the body; expects the server to close the connection."""
     with socket.create_connection(("127.0.0.1", proxy.port), timeout=20) as client:
         client.sendall(data)
         answer = bytearray()
@@ -52,7 +52,7 @@ def error_code(body: bytes) -> str:
     return code
 
 
-def test_what_is_not_http_is_told_so_in_the_same_shape(proxy: Proxy) -> None:
+def test_invalid_http_gets_an_error_body(proxy: Proxy) -> None:
     status, body = send(proxy, b"nonsense\r\n\r\n")
     assert status.startswith(b"HTTP/1.1 400 ") and error_code(body) == "invalid_request"
 
@@ -70,14 +70,14 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
     ],
     ids=["endless", "one", "many", "path"],
 )
-def test_a_head_that_is_too_large(proxy: Proxy, data: bytes) -> None:
+def test_too_large_heads_are_refused(proxy: Proxy, data: bytes) -> None:
     status, body = send(proxy, data)
     assert b" 431 " in status and error_code(body) == "head_too_large"
     assert httpx.get(f"{proxy.url}/health", headers={"x": "a" * 20_000}).status_code == 200
 
 
-def test_a_head_or_body_that_does_not_come(proxy: Proxy) -> None:
-    assert send(proxy, b"") == (b"", b""), "closed without a word"
+def test_heads_and_bodies_that_do_not_arrive_time_out(proxy: Proxy) -> None:
+    assert send(proxy, b"") == (b"", b""), "the connection is closed without an answer"
     status, body = send(proxy, b"GET /health HTTP/1.1\r\nhost:")
     assert b" 408 " in status and error_code(body) == "client_too_slow"
     for num_sent in (0, 10, 20_000):
@@ -85,7 +85,7 @@ def test_a_head_or_body_that_does_not_come(proxy: Proxy) -> None:
         assert b" 408 " in status and error_code(body) == "client_too_slow"
 
 
-def test_a_connection_that_was_answered_before_its_body_came_is_closed_when_idle(folder: Path) -> None:
+def test_a_connection_answered_before_its_body_is_closed_when_idle(folder: Path) -> None:
     with Proxy(folder, name="proxy-1", client_timeout_s=30.0, keep_alive_s=0.5) as proxy:
         proxy.wait_for(503)
         for path in (b"/nowhere", b"/v1/models"):
@@ -95,8 +95,8 @@ def test_a_connection_that_was_answered_before_its_body_came_is_closed_when_idle
                 assert status.startswith(b"HTTP/1.1 40"), (path, size)
 
 
-def test_garbage_behind_a_request_does_not_damage_its_answer(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    with Proxy(folder, name="proxy-2", worker_wait_s=0.4) as proxy:  # without workers it waits so long
+def test_garbage_after_a_request_does_not_affect_its_answer(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with Proxy(folder, name="proxy-2", worker_wait_s=0.4) as proxy:  # without workers the request waits this long
         proxy.wait_for(503)
         body = b'{"model": "echo", "prompt": "hello"}'
         with socket.create_connection(("127.0.0.1", proxy.port), timeout=20) as client:
@@ -111,11 +111,11 @@ def test_garbage_behind_a_request_does_not_damage_its_answer(folder: Path, capfd
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_second_request_on_a_connection_has_its_time_too(proxy: Proxy) -> None:
+def test_a_second_request_on_a_connection_gets_the_full_timeout(proxy: Proxy) -> None:
     with socket.create_connection(("127.0.0.1", proxy.port), timeout=20) as client:
         client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
         answer = b""
-        while not answer.endswith(b'{"status":"ok"}'):  # head and body may come apart
+        while not answer.endswith(b'{"status":"ok"}'):  # head and body may arrive separately
             answer += client.recv(65536)
         assert b" 200 " in answer
         client.sendall(b"GET /health HTTP/1.1\r\n")
@@ -125,7 +125,7 @@ def test_a_second_request_on_a_connection_has_its_time_too(proxy: Proxy) -> None
         assert b" 408 " in answer
 
 
-def test_a_client_may_have_so_many_under_way(proxy: Proxy) -> None:
+def test_requests_in_flight_per_client_are_limited(proxy: Proxy) -> None:
     body = json.dumps({"prompt": "hold", "max_tokens": 5}).encode()
     held = HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
     with (
@@ -148,7 +148,7 @@ def test_a_client_may_have_so_many_under_way(proxy: Proxy) -> None:
     assert answer.json()["choices"][0]["text"] == "abc"
 
 
-def test_limits_are_for_each_key_where_there_are_keys(folder: Path) -> None:
+def test_limits_apply_per_api_key(folder: Path) -> None:
     config = {"api_key": "one", "api_keys": ["two"], "max_requests_per_client": 1}
     with Proxy(folder, name="keys", **config) as proxy, httpx.Client(base_url=proxy.url) as client:
         hold = make_tokenizer(folder).encode_batch_fast(["hold"])[0].ids
@@ -164,7 +164,7 @@ def test_limits_are_for_each_key_where_there_are_keys(folder: Path) -> None:
         with socket.create_connection(("127.0.0.1", proxy.port)) as held:
             held.sendall(HEAD + b"authorization: Bearer two\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
             wait_until(lambda: status("two") == 429)
-            assert status("one") == 200, "from the same address, and yet another client"
+            assert status("one") == 200, "another key at the same address is another client"
             assert status("three") == 401
         wait_until(lambda: status("two") == 200)
         workers.stop()
@@ -196,8 +196,8 @@ def test_https(folder: Path, tmp_path: Path) -> None:
             httpx.get(f"{url}/health")
 
 
-def test_connections_are_bounded_in_all_and_for_each_address(folder: Path) -> None:
-    """More than that are told so and closed; a place that becomes free is taken again."""
+def test_connections_are_limited_in_total_and_per_address(folder: Path) -> None:
+    """Excess connections get an error and are closed; a closed connection frees its place."""
     limits = {"max_connections": 6, "admin_port": free_port()}  # 3 from one address
     with Proxy(folder, **limits) as small:
         small.wait_for(503)  # it has no workers
@@ -206,7 +206,7 @@ def test_connections_are_bounded_in_all_and_for_each_address(folder: Path) -> No
             return socket.create_connection(("127.0.0.1", small.port), 20, source_address=(address, 0))
 
         def answer(connection: socket.socket) -> bytes:
-            """To a request on a connection that may have been refused before it was read."""
+            """Answers a request on a connection that may be refused before it is read."""
             with contextlib.suppress(ConnectionError):
                 connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             return connection.recv(65536)
@@ -218,10 +218,11 @@ def test_connections_are_bounded_in_all_and_for_each_address(folder: Path) -> No
         with contextlib.ExitStack() as open_ones:
             wait_until(lambda: is_let_in("127.0.0.2"), 60)
             held = [open_ones.enter_context(connect("127.0.0.2")) for _ in range(3)]
-            told = send_from(small, "127.0.0.2")
-            assert told.startswith(b"HTTP/1.1 429 ") and b"Your address has 3 connections" in told
+            answer_bytes = send_from(small, "127.0.0.2")
+            assert answer_bytes.startswith(b"HTTP/1.1 429 ") and b"Your address has 3 connections" in answer_bytes
             assert (
-                b"retry-after: 1\r\n" in told and error_code(told.partition(b"\r\n\r\n")[2]) == "too_many_connections"
+                b"retry-after: 1\r\n" in answer_bytes
+                and error_code(answer_bytes.partition(b"\r\n\r\n")[2]) == "too_many_connections"
             )
             held += [open_ones.enter_context(connect("127.0.0.3")) for _ in range(2)]
             held.append(open_ones.enter_context(connect("127.0.0.4")))
@@ -233,7 +234,7 @@ def test_connections_are_bounded_in_all_and_for_each_address(folder: Path) -> No
 
 
 def send_from(proxy: Proxy, address: str) -> bytes:
-    """What a connection gets that asks for nothing, until it is closed."""
+    """Returns what the server sends on a connection without a request."""
     with socket.create_connection(("127.0.0.1", proxy.port), 20, source_address=(address, 0)) as client:
         answer = bytearray()
         while piece := client.recv(65536):

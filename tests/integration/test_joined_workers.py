@@ -1,4 +1,4 @@
-"""Workers that join from elsewhere: two launchers, tcp with keys between them, gloo for the KV caches."""
+"""Workers of a second launcher join over TCP with keys; KV caches move by gloo."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def fetch(endpoint: str, network: NetworkConfig) -> StatusReport:
 
 
 def test_a_decode_worker_joins_with_keys(tmp_path: Path) -> None:
-    """The cluster itself has no decode worker: whatever is answered has gone through the one that has joined."""
+    """The cluster has no decode worker of its own, so every answer comes from the joined one."""
     keys = tmp_path / "keys"
     make_keys(keys)
     for_worker = tmp_path / "of-the-other-host"

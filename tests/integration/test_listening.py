@@ -74,7 +74,7 @@ class Served:
         return await asyncio.open_connection("127.0.0.1", self.port, ssl=self._tls)
 
     async def exchange(self, *sent: bytes) -> bytes:
-        """Returns all that arrives until the server closes. A piece is sent when its predecessor has had an answer."""
+        """Returns all bytes until the server closes. Each piece is sent after the answer to the previous one."""
         reader, writer = await self.connect()
         received = b""
         for number, piece in enumerate(sent):
@@ -123,7 +123,7 @@ def play(test: Callable[[], Awaitable[None]]) -> None:
     uvloop.run(run())
 
 
-def test_heads_and_bodies_come_in_order(tls: tuple[Path, Path] | None) -> None:
+def test_pipelined_requests_are_answered_in_order(tls: tuple[Path, Path] | None) -> None:
     async def test() -> None:
         async with served(echo, tls) as server:
             assert bodies(await server.exchange(GET + LAST_GET)) == [b"ok", b"ok"]
@@ -131,26 +131,26 @@ def test_heads_and_bodies_come_in_order(tls: tuple[Path, Path] | None) -> None:
             assert bodies(await server.exchange(GET.replace(b"GET", b"HEAD"), LAST_GET)) == [b"", b"ok"]
             post = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 70000\r\n\r\n" + b"a" * 70_000
             chunked = b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n0\r\n\r\n"
-            told = await server.exchange(post + chunked + post + LAST_GET)
-            assert bodies(told) == [b"a" * 70_000, b"abc", b"a" * 70_000, b"ok"]
+            received = await server.exchange(post + chunked + post + LAST_GET)
+            assert bodies(received) == [b"a" * 70_000, b"abc", b"a" * 70_000, b"ok"]
             expecting = LAST_GET[:-2].replace(b"GET", b"POST") + b"expect: 100-continue\r\ncontent-length: 4\r\n\r\n"
-            told = await server.exchange(expecting, b"body")
-            assert told.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
-            assert told.endswith(b"\r\n\r\nbody")
+            received = await server.exchange(expecting, b"body")
+            assert received.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
+            assert received.endswith(b"\r\n\r\nbody")
 
     play(test)
 
 
-def test_an_answer_before_the_body_ends_its_connection(tls: tuple[Path, Path] | None) -> None:
-    """The client gets the whole answer, whatever it still sends, and nothing after it."""
+def test_an_answer_before_the_body_closes_the_connection(tls: tuple[Path, Path] | None) -> None:
+    """The client gets the whole answer and nothing after it, even if it keeps sending."""
 
     async def test() -> None:
         async with served(ignore_body, tls) as server:
             for size in (10, 9_000, 3_000_000):
                 head = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % size
                 for sent in ((head + b" " * size,), (head, b" " * size), (head + b" " * size + GET,)):
-                    told = await server.exchange(*sent)
-                    assert b"connection: close" in told.lower() and bodies(told) == [b"ok"], (size, told)
+                    received = await server.exchange(*sent)
+                    assert b"connection: close" in received.lower() and bodies(received) == [b"ok"], (size, received)
             assert bodies(await server.exchange(GET, LAST_GET)) == [b"ok", b"ok"]
 
     play(test)
@@ -173,8 +173,8 @@ def test_the_rest_of_an_answered_request_has_a_deadline(tls: tuple[Path, Path] |
     play(test)
 
 
-def test_a_head_behind_another_request_is_limited_too() -> None:
-    """Pipelined behind a request that is still served: its answer is complete, then the next one is refused."""
+def test_heads_of_pipelined_requests_are_limited() -> None:
+    """The running request is answered completely; the pipelined one is then refused."""
     may_answer = asyncio.Event()
 
     async def slow(scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -214,8 +214,8 @@ def test_empty_lines_before_a_head_do_not_extend_its_time() -> None:
     play(test)
 
 
-def test_an_answer_that_nobody_reads_does_not_keep_its_connection() -> None:
-    """Also where uvicorn has closed the connection and only the transport's buffer is left."""
+def test_a_connection_whose_answer_is_not_read_is_closed() -> None:
+    """Covers connections that uvicorn has closed while the transport's buffer is not empty."""
 
     async def large(scope: dict[str, Any], receive: Any, send: Any) -> None:
         await respond(send, b"a" * 4_000_000)
@@ -246,12 +246,12 @@ def test_a_stopping_server_answers_a_request_that_is_arriving(
             await idle.readuntil(b"ok")
             await until(lambda: server.limits.num_open == 3)
             server.listener.stop()
-            assert await asyncio.wait_for(idle.read(), 2) == b"", "closed at once"
+            assert await asyncio.wait_for(idle.read(), 2) == b"", "the idle connection closes at once"
             with pytest.raises(OSError):
                 await server.connect()
             arriving_writer.write(GET)
-            told = await asyncio.wait_for(arriving.read(), LIMIT_S)
-            assert b"connection: close" in told.lower() and bodies(told) == [b"ok"]
+            received = await asyncio.wait_for(arriving.read(), LIMIT_S)
+            assert b"connection: close" in received.lower() and bodies(received) == [b"ok"]
             assert await asyncio.wait_for(silent.read(), LIMIT_S) == b""
             for writer in (arriving_writer, silent_writer, idle_writer):
                 writer.close()

@@ -1,4 +1,4 @@
-"""Three proxies share a port: each answers its own clients, metrics add up, and a crash loses one proxy only."""
+"""Three proxies share a port: each answers its own clients, metrics add up, and a crash affects one proxy only."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Front:
         return self.proxies[0].url
 
     def num_tokens_of(self, proxy: Proxy) -> float:
-        """Tokens generated through this proxy."""
+        """Returns the number of tokens generated through this proxy."""
         [file] = self.metrics.glob(f"counter_{proxy.process.pid}.db")
         families = MultiProcessCollector.merge([str(file)])
         return sum(s.value for f in families for s in f.samples if s.name == "tandem_generation_tokens_total")
@@ -63,7 +63,7 @@ def front(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Front]:
 
 
 def all_serve(url: str) -> bool:
-    """So many connections in a row meet all of them."""
+    """Opens enough connections to reach every proxy."""
     try:
         return all(httpx.get(f"{url}/health").status_code == 200 for _ in range(12 * NUM_PROXIES))
     except httpx.TransportError:
@@ -71,7 +71,7 @@ def all_serve(url: str) -> bool:
 
 
 def echo(url: str, seed: int) -> bool:
-    """One request on a connection of its own; True when the answer is this prompt's."""
+    """Sends one request on a new connection; returns whether the answer matches the prompt."""
     rng = random.Random(seed)
     prompt = [rng.randrange(1, 250) for _ in range(rng.randrange(4, 40))]
     body = {"prompt": prompt, "max_tokens": len(prompt), "return_token_ids": True, "stream": seed % 2 == 0}
@@ -84,11 +84,11 @@ def echo(url: str, seed: int) -> bool:
         return [i for line in lines for i in json.loads(line)["choices"][0]["token_ids"]] == prompt
 
 
-def test_answers_go_to_who_asked_and_figures_add_up(front: Front) -> None:
+def test_clients_get_their_own_answers_and_metrics_add_up(front: Front) -> None:
     with ThreadPoolExecutor(24) as clients:
         assert all(clients.map(lambda seed: echo(front.url, seed), range(NUM_REQUESTS)))
     shares = [front.num_tokens_of(proxy) for proxy in front.proxies]
-    assert all(shares), "every proxy has served some"
+    assert all(shares), "every proxy has served requests"
     scrapes = [front.scrape() for _ in range(4 * NUM_PROXIES)]
     for scrape in scrapes:
         assert scrape["tandem_generation_tokens_total"] == sum(shares)
@@ -96,7 +96,7 @@ def test_answers_go_to_who_asked_and_figures_add_up(front: Front) -> None:
         assert scrape["tandem_num_requests_running"] == 0
 
 
-def test_running_requests_add_up_and_a_proxy_that_dies_costs_no_more(front: Front) -> None:
+def test_running_requests_add_up_and_a_killed_proxy_loses_only_its_own(front: Front) -> None:
     before = front.scrape()["tandem_generation_tokens_total"]
     body = {"prompt": "stall", "max_tokens": 20, "stream": True}
     with httpx.Client(limits=httpx.Limits(max_keepalive_connections=0)) as client:
@@ -110,4 +110,4 @@ def test_running_requests_add_up_and_a_proxy_that_dies_costs_no_more(front: Fron
     lost.process.kill()
     lost.process.wait()
     assert all(echo(front.url, seed) for seed in range(20))
-    assert front.scrape()["tandem_generation_tokens_total"] > before, "what it had counted still counts"
+    assert front.scrape()["tandem_generation_tokens_total"] > before, "counters of the killed proxy are kept"

@@ -1,5 +1,4 @@
-"""A prefill worker that cannot map the proxy's memory: joined over tcp from another PID namespace, as from another
-host."""
+"""A prefill worker in another PID namespace, which stands for another host, fetches media over TCP."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ SMALL = ("--dtype", "float32", "--kv-cache-gib", "0.05", "--block-size", "16", "
 
 @contextmanager
 def joined_from_elsewhere(*arguments: str) -> Iterator[None]:
-    """`tandem worker prefill` in its own PID namespace."""
+    """Runs `tandem worker prefill` in its own PID namespace."""
     worker = subprocess.Popen(
         [*UNSHARE, *tandem("worker", "prefill", *arguments)],
         stdout=subprocess.PIPE,
@@ -51,7 +50,7 @@ def joined_from_elsewhere(*arguments: str) -> Iterator[None]:
 
 
 @pytest.mark.timeout(400)
-def test_media_are_fetched_and_answers_are_those_of_transformers_alone(tmp_path: Path) -> None:
+def test_media_are_fetched_from_the_proxys_host_and_answers_equal_those_of_transformers(tmp_path: Path) -> None:
     if subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode:
         pytest.skip("no PID namespace may be made here")
     model = save_served_model("qwen3_vl", tmp_path / "model")
@@ -69,14 +68,14 @@ def test_media_are_fetched_and_answers_are_those_of_transformers_alone(tmp_path:
     with joined_from_elsewhere(*served, *join), Cluster(*here, *served) as cluster:
 
         def answers() -> list[list[int]]:
-            told = []
+            outputs = []
             for prompt in prompts:
                 answer = httpx.post(
                     f"{cluster.url}/v1/chat/completions", json=body_of(prompt, NUM_NEW), timeout=TIMEOUT_S
                 )
                 assert answer.status_code == 200, answer.text
-                told.append(answer.json()["choices"][0]["token_ids"])
-            return told
+                outputs.append(answer.json()["choices"][0]["token_ids"])
+            return outputs
 
         def prefill() -> WorkerReport:
             return cluster.worker("prefill-0-elsewhere")
@@ -87,7 +86,7 @@ def test_media_are_fetched_and_answers_are_those_of_transformers_alone(tmp_path:
         assert prefill().worker.host_id not in ("", host_id())
         assert answers() == expected
         Cluster.wait_for(lambda: prefill().load.num_media_encoded == 3, TIMEOUT_S)
-        assert cache_status().num_items == 3, "what the tower made stays on the worker's own host"
+        assert cache_status().num_items == 3, "embeddings stay on the worker's host"
         num_fetched = prefill().load.num_media_fetched_bytes
         assert num_fetched > 50_000
         # Different text first, so that no cached KV is found but the embeddings are.
@@ -95,6 +94,6 @@ def test_media_are_fetched_and_answers_are_those_of_transformers_alone(tmp_path:
         assert answers() == generated_by_transformers(model, prompts, NUM_NEW)
         assert prefill().load.num_media_encoded == 3
         Cluster.wait_for(lambda: prefill().load.num_media_fetched_bytes > num_fetched, TIMEOUT_S)
-        assert prefill().load.num_media_fetched_bytes < num_fetched + 300, "sizes alone, no pixels"
+        assert prefill().load.num_media_fetched_bytes < num_fetched + 300, "only sizes are fetched, no pixels"
         Cluster.wait_for(lambda: cache_status().num_leases == 0, TIMEOUT_S)
         Cluster.wait_for(cluster.all_blocks_free, TIMEOUT_S)

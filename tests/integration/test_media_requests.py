@@ -46,7 +46,7 @@ def test_text_is_served_while_images_wait_and_a_full_queue_refuses(served: Media
         os.kill(pid, signal.SIGSTOP)
         try:
             sent = [clients.submit(served.chat, an_image(2 + i)) for i in range(3)]
-            [refused] = wait(sent, PATIENCE_S, return_when=FIRST_COMPLETED).done  # whichever came last
+            [refused] = wait(sent, PATIENCE_S, return_when=FIRST_COMPLETED).done  # the one that came last
             answer = refused.result()
             assert answer.status_code == 503 and "retry-after" in answer.headers
             assert "2 requests with images or video are waiting already" in answer.text
@@ -73,7 +73,7 @@ def test_a_lost_media_process_fails_its_jobs_and_is_replaced(served: MediaProxy)
 
 
 def test_a_media_process_that_does_not_answer_a_cancelled_job_is_replaced(tmp_path: Path) -> None:
-    """As when a decoder hangs. It is replaced before the limit on silence."""
+    """Simulates a decoder that hangs. The process is replaced before it counts as silent."""
     with media_proxy(tmp_path, media={"decode_timeout_s": 0.5}) as served:
         assert served.chat(an_image(30)).status_code == 200
         pid = media_process(served)

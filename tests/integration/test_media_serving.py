@@ -1,4 +1,4 @@
-"""Images and video through a whole cluster: answers equal those of transformers, and no lease is left."""
+"""Images and video in a whole cluster: answers equal those of transformers, and no lease remains."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def text(words: str) -> dict[str, str]:
 def transformers_alone(
     model: Path, prompts: list[tuple[list[dict[str, Any]], list[Any], list[bytes]]]
 ) -> list[list[int]]:
-    """The greedy continuation of each: (parts as the template takes them, images, videos)."""
+    """Returns transformers' greedy continuation of each (template parts, images, videos)."""
     import torch
     from transformers import AutoModelForImageTextToText, AutoProcessor
 
@@ -126,7 +126,7 @@ def test_invalid_media_are_refused_and_leave_no_lease(served: Cluster) -> None:
 
 
 def test_no_request_fails_when_the_media_cache_is_killed(served: Cluster) -> None:
-    """Also if the image is being read, waits in the cache for prefill, or arrives while there is no cache."""
+    """Kills it while images are read, wait for prefill, or arrive."""
     parts = [image_part(data_url(encoded(picture(seed=30 + number)))) for number in range(8)]
 
     def answer(number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""What operators see of a running cluster: stages, worker metrics, timelines, traces, log lines, the dashboard."""
+"""What operators see of a running cluster: stages, worker metrics, timelines, traces, log lines and the dashboard."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ SECRET = "xyzzy-the-prompt-is-nobodys-business"
 KEY = "sk-not-in-any-log"
 PROMETHEUS = "/usr/bin/prometheus"
 VARIABLES = {"$__rate_interval": "60s", "$ttft_slo": "1.0", "$tpot_slo": "0.1", "$worker": ".+"}
-"""What Grafana puts in their place."""
+"""Values that Grafana substitutes for its variables."""
 
 
 class OtlpReceiver:
-    """Takes traces as a collector does; `spans` are those that came."""
+    """OTLP collector that stores the received spans in `spans`."""
 
     def __init__(self) -> None:
         self.spans: list[Any] = []
@@ -82,7 +82,7 @@ def get(cluster: Cluster, path: str) -> httpx.Response:
 
 
 def ask(cluster: Cluster, request_id: str, **fields: Any) -> float:
-    """One streamed chat; the seconds that it took the client."""
+    """Sends one streamed chat and returns its duration in seconds."""
     body = {
         "model": MODEL, "messages": [{"role": "user", "content": SECRET * 8}], "max_tokens": 16, "ignore_eos": True,
         "stream": True, **fields,
@@ -97,7 +97,7 @@ def ask(cluster: Cluster, request_id: str, **fields: Any) -> float:
 
 
 def samples(text: str) -> dict[tuple[str, str], float]:
-    """By name and labels as they are written."""
+    """Returns the samples by (name, labels as text)."""
     return {
         (sample.name, json.dumps(sample.labels, sort_keys=True)): sample.value
         for family in text_string_to_metric_families(text)
@@ -105,7 +105,7 @@ def samples(text: str) -> dict[tuple[str, str], float]:
     }
 
 
-def test_the_stages_add_up_to_what_the_client_saw(cluster: Cluster) -> None:
+def test_stages_add_up_to_the_clients_latency(cluster: Cluster) -> None:
     told_s = sum(ask(cluster, f"a{number}", max_tokens=1 + 8 * number) for number in range(4))
     values = {name: value for (name, labels), value in samples(get(cluster, "/metrics").text).items() if labels == "{}"}
     stages = {name: values[f"tandem_request_{name}_time_seconds_sum"] for name in STAGES}
@@ -119,7 +119,7 @@ def test_the_stages_add_up_to_what_the_client_saw(cluster: Cluster) -> None:
     assert {values[f"tandem_request_{name}_time_seconds_count"] for name in STAGES} == {4.0}
 
 
-def test_prometheus_is_led_to_every_worker(cluster: Cluster) -> None:
+def test_service_discovery_lists_every_worker(cluster: Cluster) -> None:
     ask(cluster, "b0")
     groups = get(cluster, "/sd").json()
     assert [group["labels"] for group in groups] == [
@@ -131,34 +131,36 @@ def test_prometheus_is_led_to_every_worker(cluster: Cluster) -> None:
     assert proxy == cluster.admin_url.removeprefix("http://")
     pair = '{"connector": "ipc", "decode_worker": "decode-0", "prefill_worker": "prefill-0"}'
 
-    def told(address: str) -> dict[tuple[str, str], float]:
+    def metrics_of(address: str) -> dict[tuple[str, str], float]:
         return samples(httpx.get(f"http://{address}/metrics").text)
 
-    assert told(prefill)["tandem_kv_transfer_bytes_total", pair] > 0
-    assert told(prefill)["tandem_kv_transfer_seconds_count", pair] >= 1
-    assert told(prefill)["tandem_worker_request_prefill_time_seconds_count", "{}"] >= 1
-    assert told(decode)["tandem_worker_step_seconds_count", "{}"] >= 15
-    assert told(decode)["tandem_worker_decode_wait_seconds_count", "{}"] >= 1
-    wait_until(lambda: told(decode)["tandem_worker_kv_transfer_bytes_total", "{}"] > 0, 20)  # told by heartbeats
-    assert told(decode)["tandem_worker_kv_blocks", "{}"] > 0
+    assert metrics_of(prefill)["tandem_kv_transfer_bytes_total", pair] > 0
+    assert metrics_of(prefill)["tandem_kv_transfer_seconds_count", pair] >= 1
+    assert metrics_of(prefill)["tandem_worker_request_prefill_time_seconds_count", "{}"] >= 1
+    assert metrics_of(decode)["tandem_worker_step_seconds_count", "{}"] >= 15
+    assert metrics_of(decode)["tandem_worker_decode_wait_seconds_count", "{}"] >= 1
+    wait_until(
+        lambda: metrics_of(decode)["tandem_worker_kv_transfer_bytes_total", "{}"] > 0, 20
+    )  # heartbeats report it
+    assert metrics_of(decode)["tandem_worker_kv_blocks", "{}"] > 0
 
 
-def test_any_proxy_tells_a_requests_timeline(cluster: Cluster) -> None:
+def test_any_proxy_returns_a_requests_timeline(cluster: Cluster) -> None:
     ask(cluster, "c0")
     for _ in range(8):  # connections go to either proxy
-        told = get(cluster, "/debug/requests/c0").json()
-        assert told["outcome"] == "length" and told["completion_tokens"] == 16
-        names = [event["event"] for event in told["events"]]
+        timeline = get(cluster, "/debug/requests/c0").json()
+        assert timeline["outcome"] == "length" and timeline["completion_tokens"] == 16
+        names = [event["event"] for event in timeline["events"]]
         assert names[:3] == ["arrived", "tokenized", "dispatched"] and names[-1] == "ended"
         assert {"first token computed", "decode reserved", "first token delivered", "decode began"} <= set(names)
-        moments = [event["at_s"] for event in told["events"]]
+        moments = [event["at_s"] for event in timeline["events"]]
         assert moments == sorted(moments) and moments[0] == 0
-        assert list(told["stages_s"]) == list(STAGES)
+        assert list(timeline["stages_s"]) == list(STAGES)
     unknown = get(cluster, "/debug/requests/never-seen")
     assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "unknown_request"
 
 
-def test_each_request_has_one_line_that_tells_no_secrets(cluster: Cluster) -> None:
+def test_each_request_logs_one_line_without_secrets(cluster: Cluster) -> None:
     ask(cluster, "d0")
     refused = httpx.post(
         f"{cluster.url}/v1/completions",
@@ -179,7 +181,7 @@ def test_each_request_has_one_line_that_tells_no_secrets(cluster: Cluster) -> No
     assert SECRET not in cluster.logs() and KEY not in cluster.logs()
 
 
-def test_spans_take_the_clients_trace_over(cluster: Cluster, receiver: OtlpReceiver) -> None:
+def test_spans_continue_the_clients_trace(cluster: Cluster, receiver: OtlpReceiver) -> None:
     ask(cluster, "e0")
     trace_id = int("e0", 16).to_bytes(16, "big")
 
@@ -201,7 +203,7 @@ def test_spans_take_the_clients_trace_over(cluster: Cluster, receiver: OtlpRecei
 
 
 def test_every_panel_has_data_in_a_real_prometheus(cluster: Cluster, tmp_path: Path) -> None:
-    """The repository's own configuration, but for the address and how often it scrapes."""
+    """Uses the repository's configuration with another address and scrape interval."""
     if not Path(PROMETHEUS).exists():
         pytest.skip(f"no {PROMETHEUS}; on Debian: apt-get install prometheus")
     port = free_port()
@@ -226,7 +228,7 @@ def test_every_panel_has_data_in_a_real_prometheus(cluster: Cluster, tmp_path: P
         return any(series["value"][1] != "NaN" for series in result)
 
     def all_have_data() -> bool:
-        assert process.poll() is None, "prometheus ended"
+        assert process.poll() is None, "prometheus exited"
         ask(cluster, "ab", max_tokens=4)
         with contextlib.suppress(httpx.TransportError):
             missing[:] = [each for each in missing if not has_data(each[2])]
@@ -241,7 +243,7 @@ def test_every_panel_has_data_in_a_real_prometheus(cluster: Cluster, tmp_path: P
         process.wait(30)
 
 
-def test_the_page_shows_the_cluster(cluster: Cluster) -> None:
+def test_the_dashboard_shows_the_cluster(cluster: Cluster) -> None:
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with playwright.sync_playwright() as started:
         try:

@@ -1,4 +1,4 @@
-"""Every field of the OpenAI surface through the real client and a real cluster."""
+"""Every field of OpenAI's API, sent by the openai client to a real cluster."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_prompts_of_every_shape(client: openai.OpenAI, prompt: Any) -> None:
     assert all(len(choice.token_ids) == 8 for choice in answer.choices)
 
 
-def test_content_as_string_or_parts_is_the_same(client: openai.OpenAI) -> None:
+def test_content_as_string_or_parts_is_equivalent(client: openai.OpenAI) -> None:
     parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
     joined = chat(client, messages=[{"role": "user", "content": parts}])
     assert (
@@ -116,8 +116,8 @@ def test_n_best_of_and_seed(client: openai.OpenAI) -> None:
     texts = [choice.text for choice in answer.choices]
     assert texts == [choice.text for choice in again.choices] and len(set(texts)) == 3
     assert texts[1] == complete(client, seed=6, temperature=1, max_tokens=16).choices[0].text
-    told = chat(client, n=2, temperature=1, seed=5)
-    assert [choice.index for choice in told.choices] == [0, 1]
+    chat_answer = chat(client, n=2, temperature=1, seed=5)
+    assert [choice.index for choice in chat_answer.choices] == [0, 1]
     streamed: dict[int, str] = {0: "", 1: "", 2: ""}
     for chunk in complete(client, **wanted, stream=True):
         streamed[chunk.choices[0].index] += chunk.choices[0].text
@@ -126,13 +126,13 @@ def test_n_best_of_and_seed(client: openai.OpenAI) -> None:
         complete(client, n=1, best_of=2)
 
 
-def test_logprobs_in_both_shapes(client: openai.OpenAI) -> None:
+def test_logprobs_of_completions_and_chats(client: openai.OpenAI) -> None:
     of_completion = complete(client, logprobs=3).choices[0]
-    told = of_completion.logprobs
-    assert "".join(told.tokens) == of_completion.text and told.text_offset[0] == 0
+    logprobs = of_completion.logprobs
+    assert "".join(logprobs.tokens) == of_completion.text and logprobs.text_offset[0] == 0
     assert all(
         len(top) == 3 and max(top.values()) == own
-        for top, own in zip(told.top_logprobs, told.token_logprobs, strict=True)
+        for top, own in zip(logprobs.top_logprobs, logprobs.token_logprobs, strict=True)
     )
     of_chat = chat(client, logprobs=True, top_logprobs=2, extra={"skip_special_tokens": False}).choices[0]
     assert [len(token.top_logprobs) for token in of_chat.logprobs.content] == [2] * 8
@@ -146,7 +146,7 @@ def test_logprobs_in_both_shapes(client: openai.OpenAI) -> None:
     assert prompt[0] is None and all(prompt[1:])
 
 
-def test_echo_alone_tells_the_prompt_and_its_logprobs(client: openai.OpenAI) -> None:
+def test_echo_returns_the_prompt_and_its_logprobs(client: openai.OpenAI) -> None:
     alone = complete(client, echo=True, max_tokens=0, logprobs=2)
     [choice] = alone.choices
     assert (choice.text, choice.finish_reason, choice.token_ids) == ("The quick", "length", [])
@@ -158,7 +158,7 @@ def test_echo_alone_tells_the_prompt_and_its_logprobs(client: openai.OpenAI) -> 
     assert "".join(chunk.choices[0].text for chunk in streamed) == "The quick"
 
 
-def test_what_may_be_chosen(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_fields_that_restrict_tokens(client: openai.OpenAI, http: httpx.Client) -> None:
     free = complete(client, max_tokens=24).choices[0]
     assert set(complete(client, extra={"allowed_token_ids": [300, 301]}).choices[0].token_ids) <= {300, 301}
     assert complete(client, logit_bias={"300": 100}).choices[0].token_ids == [300] * 8
@@ -193,7 +193,7 @@ def test_a_bad_word_of_several_tokens(client: openai.OpenAI, http: httpx.Client)
     assert pair not in list(itertools.pairwise(without))
 
 
-def test_where_the_text_ends(client: openai.OpenAI) -> None:
+def test_fields_that_end_the_text(client: openai.OpenAI) -> None:
     free = complete(client, max_tokens=32).choices[0]
     stop = free.text[8:11]
     cut = complete(client, max_tokens=32, stop=[stop]).choices[0]
@@ -221,7 +221,7 @@ def test_templates(client: openai.OpenAI, http: httpx.Client) -> None:
     assert num_tokens(http, prompt="Higladdoc") == answer.usage.prompt_tokens
 
 
-def test_fields_that_change_nothing_here_are_taken(client: openai.OpenAI) -> None:
+def test_ignored_fields_are_accepted(client: openai.OpenAI) -> None:
     plain = complete(client)
     extra = {"priority": -3, "cache_salt": "me", "spaces_between_special_tokens": False, "metadata": {"a": "b"}}
     assert complete(client, user="me", extra=extra).choices[0].text == plain.choices[0].text
@@ -254,8 +254,8 @@ async def _ask_mixed(cluster: Cluster, bodies: list[dict[str, Any]]) -> list[int
         return list(await asyncio.gather(*map(ask, bodies)))
 
 
-def test_mixed_truncation_at_once_never_fails(cluster: Cluster, http: httpx.Client) -> None:
-    """The tokeniser's own truncation is state that all its users share; nothing here may touch it."""
+def test_concurrent_requests_with_mixed_truncation_never_fail(cluster: Cluster, http: httpx.Client) -> None:
+    """The tokeniser's own truncation is shared state, so no request may set it."""
     long, short = "word and " * 3000, "word and " * 20
     lengths = {text: num_tokens(http, prompt=text) for text in (long, short)}
     assert lengths[long] > MAX_MODEL_LEN > lengths[short] > 17
@@ -273,7 +273,7 @@ def test_mixed_truncation_at_once_never_fails(cluster: Cluster, http: httpx.Clie
     assert asyncio.run(_ask_mixed(cluster, bodies)) == expected
 
 
-def test_errors_are_the_clients_own_classes(cluster: Cluster, client: openai.OpenAI) -> None:
+def test_errors_raise_the_clients_exception_classes(cluster: Cluster, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
         complete(client, temperature=3)
     assert (bad.value.param, bad.value.code, bad.value.type) == (

@@ -40,7 +40,7 @@ def expected(noise_model: Path, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def complete_all(cluster: Cluster, prompts: list[list[int]]) -> list[list[int]]:
-    """Token ids of the greedy continuations, asked for 16 at once."""
+    """Returns the token ids of greedy continuations, 16 requests at a time."""
 
     def complete(prompt: list[int]) -> list[int]:
         body = {
@@ -101,4 +101,4 @@ def test_other_topologies_match_transformers(
         cluster.wait_for(cluster.all_blocks_free)
         if "--decode" in arguments:
             transferred = [report.load.num_transferred_bytes for report in cluster.status().workers]
-            assert all(transferred), "every worker took part"
+            assert all(transferred), "every worker served requests"

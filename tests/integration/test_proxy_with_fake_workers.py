@@ -1,5 +1,4 @@
-"""A real proxy process, HTTP clients and sockets; the workers echo the prompt's tokens, see
-`tests.support.fake_workers`."""
+"""A real proxy process with fake workers that echo the prompt's tokens (`tests.support.fake_workers`)."""
 
 from __future__ import annotations
 
@@ -155,9 +154,7 @@ def test_bad_input(
 
 @pytest.mark.parametrize("prompt", ["hold", "stall"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_goes_away_aborts_on_both_workers(
-    proxy: Proxy, workers: FakeWorkers, prompt: str, stream: bool
-) -> None:
+def test_a_disconnect_aborts_on_both_workers(proxy: Proxy, workers: FakeWorkers, prompt: str, stream: bool) -> None:
     body = json.dumps({"prompt": prompt, "max_tokens": 20, "stream": stream}).encode()
     with socket.create_connection(("127.0.0.1", proxy.port)) as client:
         head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -169,7 +166,7 @@ def test_a_client_that_goes_away_aborts_on_both_workers(
     assert time.monotonic() - left_at < 2
 
 
-def test_nobody_waits_long_for_a_worker_that_falls_silent(proxy: Proxy, workers: FakeWorkers) -> None:
+def test_requests_of_a_silent_worker_fail_soon(proxy: Proxy, workers: FakeWorkers) -> None:
     answers: list[httpx.Response] = []
     threads = [
         threading.Thread(
@@ -205,7 +202,7 @@ def test_metrics(proxy: Proxy, workers: FakeWorkers) -> None:
         assert f"tandem_{name}_seconds_bucket" in text
 
 
-def test_key_and_bounded_stop(tmp_path: Path) -> None:
+def test_api_key_and_stop_within_the_grace_period(tmp_path: Path) -> None:
     tokenizer = make_tokenizer(tmp_path)
     proxy = Proxy(tmp_path, api_key="secret", shutdown_grace_s=0.5)
     try:
@@ -243,11 +240,11 @@ def test_sigterm_lets_running_streams_end(tmp_path: Path) -> None:
         body = {"prompt": "abc", "max_tokens": 60, "stream": True, "return_token_ids": True}
         with httpx.stream("POST", f"{proxy.url}/v1/completions", json=body, timeout=30) as response:
             stream = events(response)
-            told = [next(stream)]
+            received = [next(stream)]
             proxy.process.send_signal(signal.SIGTERM)
-            told += stream
-        assert told[-1] == "[DONE]"
-        assert sum(len(event["choices"][0]["token_ids"]) for event in told[:-1]) == 60
+            received += stream
+        assert received[-1] == "[DONE]"
+        assert sum(len(event["choices"][0]["token_ids"]) for event in received[:-1]) == 60
         assert proxy.process.wait(30) == 0
     finally:
         workers.stop()
@@ -255,7 +252,7 @@ def test_sigterm_lets_running_streams_end(tmp_path: Path) -> None:
         proxy.process.wait()
 
 
-def test_a_request_has_as_long_as_its_client_gives_it(proxy: Proxy, workers: FakeWorkers) -> None:
+def test_the_clients_timeout_ends_a_request(proxy: Proxy, workers: FakeWorkers) -> None:
     url = f"{proxy.url}/v1/completions"
     by_field = httpx.post(url, json={"prompt": "hold", "timeout": 0.2}, timeout=20)
     by_header = httpx.post(
@@ -270,7 +267,7 @@ def test_a_request_has_as_long_as_its_client_gives_it(proxy: Proxy, workers: Fak
         assert refused.status_code == 400 and "X-Request-Timeout" in refused.json()["error"]["message"]
 
 
-def test_what_is_later_than_the_default_priority_takes_a_part_of_the_queue(tmp_path: Path) -> None:
+def test_low_priorities_may_use_only_their_share_of_the_queue(tmp_path: Path) -> None:
     hold = make_tokenizer(tmp_path).encode_batch_fast(["hold"])[0].ids
     proxy = Proxy(tmp_path, max_waiting_requests=4, low_priority_share=0.25)
     workers = FakeWorkers(tmp_path, [proxy.control], hold, [-1])
@@ -291,19 +288,19 @@ def test_what_is_later_than_the_default_priority_takes_a_part_of_the_queue(tmp_p
         proxy.process.wait()
 
 
-def test_a_worker_that_was_counted_as_lost_begins_another_epoch(proxy: Proxy, workers: FakeWorkers) -> None:
-    """It is silent, as if frozen, and speaks again: under its old epoch nobody knows it any more."""
+def test_a_worker_declared_lost_registers_under_a_new_epoch(proxy: Proxy, workers: FakeWorkers) -> None:
+    """The worker is silent, as if frozen, and then reports again; its old epoch is no longer known."""
     before = workers.epoch("decode-0")
-    workers.hold_breath("decode-0")
+    workers.stop_responding("decode-0")
     proxy.wait_for(503)
     assert workers.epoch("decode-0") == before
-    workers.breathe("decode-0")
+    workers.resume("decode-0")
     proxy.wait_for(200)
     assert workers.epoch("decode-0") != before
     assert post(proxy, prompt="abc", max_tokens=3).json()["choices"][0]["text"] == "abc"
 
 
-def test_draining_workers_get_no_new_work_and_those_that_leave_are_gone_at_once(
+def test_draining_workers_get_no_new_work_and_leaving_workers_are_removed_at_once(
     proxy: Proxy, workers: FakeWorkers
 ) -> None:
     workers.tell("decode-0", draining=True)
@@ -313,7 +310,7 @@ def test_draining_workers_get_no_new_work_and_those_that_leave_are_gone_at_once(
     left_at = time.monotonic()
     workers.leave("decode-0")
     proxy.wait_for(503)
-    assert time.monotonic() - left_at < 2.5, "sooner than by its silence"
+    assert time.monotonic() - left_at < 2.5, "the loss is detected before the silence limit"
 
 
 @pytest.mark.parametrize(
@@ -326,7 +323,7 @@ def test_draining_workers_get_no_new_work_and_those_that_leave_are_gone_at_once(
         ({"control_endpoint": "ipc:///no/such/folder/x"}, "cannot bind the control endpoint"),
     ],
 )
-def test_what_the_operator_can_mend_is_one_line_and_exit_code_2(
+def test_configuration_errors_print_one_line_and_exit_with_2(
     tmp_path: Path, change: dict[str, Any], message: str
 ) -> None:
     make_tokenizer(tmp_path)
@@ -338,18 +335,20 @@ def test_what_the_operator_can_mend_is_one_line_and_exit_code_2(
     assert message in done.stderr and done.stderr.startswith("error: ") and len(done.stderr.splitlines()) == 1
 
 
-def test_large_bodies_are_read_in_processes_that_may_be_lost(proxy: Proxy, workers: FakeWorkers) -> None:
-    """Kept large by what is ignored, so that small and large are the same prompt."""
+def test_large_bodies_are_read_in_processes_and_a_lost_process_is_replaced(proxy: Proxy, workers: FakeWorkers) -> None:
+    """An ignored field makes the body large, so that small and large bodies have the same prompt."""
     fields = {"prompt": TEXT, "max_tokens": NUM_TOKENS, "user": "x" * 30_000}
     large = post(proxy, **fields).json()
     assert large["choices"][0]["text"] == TEXT
     children = Path(f"/proc/{proxy.process.pid}/task/{proxy.process.pid}/children")
     readers = children.read_text().split()
-    assert len(readers) == 2, "as many as tokenizer_threads"
+    assert len(readers) == 2, "one reader process per tokeniser thread"
     for reader in readers:
         os.kill(int(reader), signal.SIGKILL)
     wait_until(lambda: not set(readers) & set(children.read_text().split()))
-    assert post(proxy, prompt="abc", max_tokens=3).json()["choices"][0]["text"] == "abc", "small ones need none"
+    assert post(proxy, prompt="abc", max_tokens=3).json()["choices"][0]["text"] == "abc", (
+        "small bodies need no reader process"
+    )
     lost = post(proxy, **fields)
     if lost.status_code != 200:  # whether the loss is noticed before the request or by it
         assert lost.json()["error"]["code"] == "internal_error"

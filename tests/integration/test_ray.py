@@ -1,4 +1,4 @@
-"""`tandem up --ray` as a job on a real Ray cluster of three nodes on this host: it serves, outlives a node, is scaled.
+"""`tandem up --ray` as a job on a real Ray cluster of three nodes on this host: serving, loss of a node, scaling.
 
 Its model takes images. Traffic between its processes is protected by keys, which only the job reads from files.
 """
@@ -36,21 +36,23 @@ pytestmark = [
 
 LIMIT_S = 240.0
 HEAD = "127.0.0.4"
-"""Not 127.0.0.1, which Ray takes for the address of this host on its network."""
+"""Not 127.0.0.1, which Ray treats as local."""
 NODES = ("127.0.0.2", "127.0.0.3")
-"""Loopback addresses, so that each node has its own and workers tell it."""
+"""A loopback address for each node, which its workers report."""
 
 
 def node_options() -> dict[str, Any]:
-    """Small. Raylets wait half a minute for agents that choose their ports, too short on a machine that is busy."""
+    """Options of a small node. Fixed agent ports avoid a start-up time-out of raylets on a busy machine."""
     ports = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
     return {"object_store_memory": 80 << 20, **{name: free_port() for name in ports}}
 
 
 @contextmanager
 def ray_cluster() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Where jobs are submitted, and how to remove a node for workers, by its address. The proxy's is the head."""
-    cluster = pytest.importorskip("ray.cluster_utils").Cluster()  # here: it reads the environment when it is imported
+    """Yields the job address, and a function that removes a worker node by its address. Proxies run on the head."""
+    cluster = pytest.importorskip(
+        "ray.cluster_utils"
+    ).Cluster()  # imported here, because it reads the environment on import
     try:
         where = {"include_dashboard": True, "dashboard_host": HEAD, "dashboard_port": free_port()}
         cluster.add_node(num_cpus=1, resources={"tandem_proxy": 1}, node_ip_address=HEAD, **where, **node_options())
@@ -67,7 +69,7 @@ def ray_cluster() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def job(dashboard: str, command: str, *arguments: str) -> str:
-    """What `ray job COMMAND` prints."""
+    """Returns the output of `ray job COMMAND`."""
     ray = str(Path(sys.executable).with_name("ray"))
     done = subprocess.run(
         [ray, "job", command, "--address", dashboard, *arguments], capture_output=True, text=True, timeout=LIMIT_S
@@ -84,7 +86,7 @@ def status(port: int) -> StatusReport | None:
 
 
 def workers(port: int) -> dict[str, tuple[str, int]]:
-    """Address and pid by worker, of a cluster whose pairs are all open; empty before."""
+    """Returns the (address, pid) of each worker; empty until all pairs are ready."""
     report = status(port)
     if report is None or not all(pair.state == "ready" for worker in report.workers for pair in worker.pairs):
         return {}
@@ -93,27 +95,27 @@ def workers(port: int) -> dict[str, tuple[str, int]]:
 
 
 def is_elsewhere(found: dict[str, tuple[str, int]], host: str) -> bool:
-    """Both workers serve, and none of them on this host."""
+    """Returns whether both workers serve and neither runs on this node."""
     return set(found) == {"prefill-0", "decode-0"} and not any(host in endpoint for endpoint, _ in found.values())
 
 
 def answers(url: str, image: bytes) -> list[list[int]]:
-    """Token ids, of a prompt of text and of one with the image."""
+    """Returns the token ids of a text prompt and of a prompt with the image."""
     fields = {"model": "m", "max_tokens": 8, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     parts = [image_part(data_url(image)), {"type": "text", "text": "what is it?"}]
-    told = []
+    outputs = []
     for path, body in (
         ("completions", {"prompt": "Once upon a time"}),
         ("chat/completions", {"messages": [{"role": "user", "content": parts}]}),
     ):
         answer = httpx.post(f"{url}/v1/{path}", json=fields | body, timeout=LIMIT_S)
         assert answer.status_code == 200, answer.text
-        told.append(answer.json()["choices"][0]["token_ids"])
-    return told
+        outputs.append(answer.json()["choices"][0]["token_ids"])
+    return outputs
 
 
 def media_caches() -> list[int]:
-    """Processes beside Ray's actors: their configuration is no file."""
+    """Returns the media cache processes, whose configuration is not a file."""
     found = []
     for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
         try:
@@ -125,11 +127,11 @@ def media_caches() -> list[int]:
     return found
 
 
-def test_it_serves_outlives_a_node_and_is_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ray_cluster_serves_survives_a_lost_node_and_scales(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     for limit, value in (("raylet_start_wait_time_s", "300"), ("agent_register_timeout_ms", "300000")):
-        monkeypatch.setenv(f"RAY_{limit}", value)  # its own limits are too short for a machine that is busy
+        monkeypatch.setenv(f"RAY_{limit}", value)  # Ray's default is too short for a busy machine
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     keys = tmp_path / "keys"
@@ -150,14 +152,14 @@ def test_it_serves_outlives_a_node_and_is_scaled(tmp_path: Path, monkeypatch: py
             first = answers(url, image)
             for secret in keys.glob("*.key_secret"):
                 if secret.stem != "operator":
-                    secret.unlink()  # from now on nodes could not read them
+                    secret.unlink()  # from here on, nodes cannot read the files
             [media_cache] = media_caches()
             os.kill(media_cache, signal.SIGKILL)
             assert answers(url, encoded(picture(seed=2))) != first  # processed for the next cache
             before = workers(port)
             endpoint, pid = before["decode-0"]
             host = endpoint.removeprefix("tcp://").rpartition(":")[0]
-            assert host in NODES, "the worker tells its own node's address"
+            assert host in NODES, "the worker reports its own node's address"
 
             remove[host]()
             Cluster.wait_for(lambda: is_elsewhere(workers(port), host), LIMIT_S)
@@ -186,7 +188,7 @@ def test_it_serves_outlives_a_node_and_is_scaled(tmp_path: Path, monkeypatch: py
             job(dashboard, "stop", "serve")
             Cluster.wait_for(lambda: not any(is_alive(pid) for pid in pids), 30)
             Cluster.wait_for(lambda: not runtime_dir(port).exists(), 30)
-            assert "Stopped." in job(dashboard, "logs", "serve"), "it was given the time to end in order"
+            assert "Stopped." in job(dashboard, "logs", "serve"), "the job was stopped within its grace period"
         except BaseException:
             print(job(dashboard, "logs", "serve"))
             raise

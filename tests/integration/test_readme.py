@@ -1,4 +1,4 @@
-"""What the README and the docs show of the built-in model is what a cluster answers that is started without a model."""
+"""A cluster started without a model answers as the README and the docs show."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def run_curl(demo: Cluster, line: str) -> str:
 
 
 def shown_chats() -> list[list[tuple[str, str]]]:
-    """Of docs/demo_model.md: role and content of each message."""
+    """Returns the chats in docs/demo_model.md as (role, content) of each message."""
     page = (ROOT / "docs" / "demo_model.md").read_text()
     blocks = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
     return [[(role, text) for role, text in re.findall(r"^(\w+): (.*)$", block, re.MULTILINE)] for block in blocks]
 
 
-def test_the_docs_show_its_real_answers(demo: Cluster) -> None:
+def test_the_docs_show_the_demo_models_answers(demo: Cluster) -> None:
     chats = shown_chats()
     assert len(chats) >= 8
     for chat in chats:

@@ -113,7 +113,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_one_of_two_proxies_loses_sight_and_the_requests_of_the_other_go_on(tmp_path: Path) -> None:
+def test_a_worker_lost_to_one_proxy_still_serves_the_other(tmp_path: Path) -> None:
     async def main() -> None:
         async with cluster(tmp_path) as (worker, [a, b]):
             await until(lambda: a.num_statuses > 1 and b.num_statuses > 1)
@@ -127,7 +127,7 @@ def test_one_of_two_proxies_loses_sight_and_the_requests_of_the_other_go_on(tmp_
     asyncio.run(main())
 
 
-def test_when_all_have_lost_sight_the_worker_begins_a_new_epoch(tmp_path: Path) -> None:
+def test_a_worker_lost_to_every_proxy_starts_a_new_epoch(tmp_path: Path) -> None:
     async def main() -> None:
         async with cluster(tmp_path) as (worker, [a, b]):
             await until(lambda: a.num_statuses > 1 and b.num_statuses > 1)
@@ -142,7 +142,7 @@ def test_when_all_have_lost_sight_the_worker_begins_a_new_epoch(tmp_path: Path) 
     asyncio.run(main())
 
 
-def test_a_worker_that_is_refused_says_so_and_one_that_served_waits(
+def test_a_refused_worker_exits_unless_it_has_served(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tandem.worker.registration, "REFUSAL_PATIENCE_S", 0.5)
@@ -156,7 +156,7 @@ def test_a_worker_that_is_refused_says_so_and_one_that_served_waits(
                         await asyncio.sleep(0.01)
             assert len(a.registered) >= 2
             lines = [r.message for r in caplog.records if "refused this worker" in r.message]
-            assert len(lines) == 2, "one for each proxy, however often it asks"
+            assert len(lines) == 2, "one line per proxy, for any number of attempts"
             a.accepts = True
             await until(lambda: bool(a.known) and a.num_statuses > 0)
             num_statuses = a.num_statuses

@@ -37,7 +37,7 @@ OPTIONS = (
 
 
 class Requests:
-    """Requests of all kinds. Prompts and images are new each time."""
+    """Sends requests of all kinds, with new prompts and images each time."""
 
     def __init__(self, cluster: Cluster, http: httpx.Client) -> None:
         self._cluster = cluster
@@ -115,7 +115,7 @@ def pid_of(cluster: Cluster, name: str) -> int:
 
 
 def media_mappings(cluster: Cluster) -> Counter[int]:
-    """How many media segments each process has mapped. The memory of a deleted memfd lives as long as a mapping."""
+    """Returns the number of media segments that each process has mapped. Mappings keep a deleted memfd alive."""
     counts: Counter[int] = Counter()
     for pid in descendants(pid_of(cluster, "launcher")):
         try:
@@ -126,7 +126,7 @@ def media_mappings(cluster: Cluster) -> Counter[int]:
 
 
 @pytest.mark.timeout(600)
-def test_nothing_is_left_after_requests_of_all_kinds(tmp_path: Path) -> None:
+def test_requests_of_all_kinds_leave_no_resources(tmp_path: Path) -> None:
     shared_before = shared_memory()
     env = {"PYTHONPATH": os.pathsep.join([str(WITHOUT_GC), os.environ.get("PYTHONPATH", ""), str(REPOSITORY)])}
     options = ("--model", str(save_model(tmp_path, 4)), *OPTIONS)
@@ -147,7 +147,7 @@ def test_nothing_is_left_after_requests_of_all_kinds(tmp_path: Path) -> None:
             mapped = [f"process {pid} maps {count} media segments" for pid, count in media_mappings(cluster).items()]
             return mapped + Footprint.of(cluster, shared_before).leaked_since(before)
 
-        run()  # opens what stays open: connections, threads, libraries
+        run()  # opens everything that stays open: connections, threads, libraries
         before = Footprint.of(cluster, shared_before)
         run()
         deadline = time.monotonic() + 30.0

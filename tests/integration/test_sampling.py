@@ -155,7 +155,7 @@ def test_penalties_bias_and_minimum(client: openai.OpenAI, model: Any) -> None:
 
 
 def test_truncated_prompts(client: openai.OpenAI) -> None:
-    """A truncated prompt answers like its tail, and leaves later requests alone."""
+    """A truncated prompt is answered like its tail and does not affect later requests."""
     prompt = random_prompt(4, 60)
     cut = complete(client, prompt, truncate_prompt_tokens=20)
     assert cut.usage.prompt_tokens == 20

@@ -1,4 +1,4 @@
-"""`tandem scale` on a running cluster: workers come and go while it serves, and its planner says what it thinks."""
+"""`tandem scale` on a running cluster: workers join and leave while it serves, and the planner logs proposals."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_roles_are_scaled_up_and_down_while_it_serves() -> None:
         drain = tandem("drain", "--port", str(cluster.port), "decode-0")
         left = subprocess.run(drain, capture_output=True, text=True, timeout=90)
         assert left.returncode == 0, left.stderr
-        again = scale(cluster, "prefill=1")  # which leaves decode as it is: with one that left for good, and no other
+        again = scale(cluster, "prefill=1")  # decode keeps its count, so the drained worker is not replaced
         assert again.returncode == 0 and again.stdout == "prefill=1 decode=1\n", again.stderr
         again = scale(cluster, "decode=2")
         assert again.returncode == 0, again.stderr

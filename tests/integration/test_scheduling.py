@@ -1,4 +1,4 @@
-"""Prefix cache, preemption and shared prompts in real clusters: outputs stay the same, less is computed or shipped."""
+"""Prefix cache, preemption and shared prompts in real clusters: equal outputs for less computation and transfer."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def random_prompt(seed: int, length: int) -> list[int]:
 
 
 @pytest.mark.timeout(180)
-def test_preempted_sequences_come_back_unseen(small: Small) -> None:
+def test_preemption_does_not_change_outputs(small: Small) -> None:
     """Eight sequences of up to 300 tokens where 768 fit, greedy and seeded, compared with runs alone."""
     wanted: list[tuple[list[int], dict[str, Any]]] = [
         (random_prompt(i, 20 + 10 * i), {"temperature": 1.0 if i % 2 else 0, "seed": i}) for i in range(8)
@@ -86,7 +86,7 @@ def test_preempted_sequences_come_back_unseen(small: Small) -> None:
     assert small.load("decode-0").num_preempted > 0
 
 
-def test_a_second_turn_ships_only_what_is_new(small: Small, block_bytes: int) -> None:
+def test_a_second_turn_ships_only_new_blocks(small: Small, block_bytes: int) -> None:
     prompt = random_prompt(100, 160)
     [first_answer] = small.complete(prompt, 50)
     before = small.load()
@@ -101,7 +101,7 @@ def test_a_second_turn_ships_only_what_is_new(small: Small, block_bytes: int) ->
 
 @pytest.mark.parametrize("length", [32, 41])
 def test_n_sequences_are_prefilled_and_shipped_once(small: Small, block_bytes: int, length: int) -> None:
-    """Also if the prompt ends within a block, which each sequence then needs a copy of."""
+    """The prompt may end within a block, which each sequence then copies."""
     prompt = random_prompt(200 + length, length)
     before = small.load()
     together = small.complete(prompt, 40, n=4, temperature=1.0, seed=7)

@@ -1,4 +1,4 @@
-"""Requests that match `/openapi.json`, or nearly do, get answers that match it: no 5xx, no hang."""
+"""Requests that match or nearly match `/openapi.json` get answers that match it: no 5xx, no hang."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ HANG_S = 120.0
 CONSTRAINTS = (
     "response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "tools",
 )  # fmt: skip
-"""Of the answer's text. They exclude each other, which a schema of the body does not say."""
+"""Fields that exclude each other, which the schema cannot express."""
 DOCUMENT = openapi_document(MODEL, has_api_key=False)
 OPERATIONS = [result.ok() for result in schemathesis.openapi.from_dict(DOCUMENT).get_all_operations()]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Short sequences, because what is asked for may be as long as the model allows."""
+    """Sequences are short, because a request may ask for the longest output."""
     with Cluster("--max-model-len", "64", "--trust-request-chat-template") as running:
         yield running
 
 
-def test_the_document_is_what_is_served(cluster: Cluster) -> None:
+def test_the_server_returns_the_openapi_document(cluster: Cluster) -> None:
     assert httpx.get(f"{cluster.url}/openapi.json").json() == json.loads(json.dumps(DOCUMENT))
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode), ids=lambda mode: mode.value)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.label)
-def test_answers_are_as_described(cluster: Cluster, operation: Any, mode: GenerationMode) -> None:
+def test_answers_match_the_openapi_document(cluster: Cluster, operation: Any, mode: GenerationMode) -> None:
     has_body = bool(operation.body)
     if mode is GenerationMode.NEGATIVE and not has_body:
         pytest.skip("there is nothing to get wrong")
@@ -72,10 +72,12 @@ def test_answers_are_as_described(cluster: Cluster, operation: Any, mode: Genera
         response = case.call(base_url=cluster.url, timeout=HANG_S)
         statuses[response.status_code] += 1
         if response.status_code == 504 and isinstance(case.body, dict) and "timeout" in case.body:
-            assert response.json()["error"]["code"] == "deadline_exceeded"  # its own deadline, which may be of no time
+            assert (
+                response.json()["error"]["code"] == "deadline_exceeded"
+            )  # the request's own timeout may be almost zero
             return
         case.validate_response(response, checks=CHECKS)
 
     ask()
     if mode is GenerationMode.POSITIVE and operation.path != "/v1/models/{model}":
-        assert statuses[200] > 0, "so none of this tried more than refusals"
+        assert statuses[200] > 0, "every request was refused, so no answer was checked"

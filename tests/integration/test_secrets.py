@@ -1,4 +1,4 @@
-"""What a client says, and the key it says it with, is found in no log, metric or status, at whatever log level."""
+"""Prompts, answers and API keys appear in no log, metric or status, at any log level."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SALT = "zq-salt-11bc"
 SECRETS = (KEY, WRONG_KEY, PROMPT, URL, SALT)
 
 
-def test_nothing_that_a_client_says_is_kept(tmp_path: Path) -> None:
+def test_logs_metrics_and_status_contain_no_client_data(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(f"{KEY}\n")
     flags = ("--api-keys-file", str(keys), "--log-level", "debug", "--kv-cache-gib", "0.05", "--device", "cpu")
@@ -52,7 +52,7 @@ def test_nothing_that_a_client_says_is_kept(tmp_path: Path) -> None:
             "status": subprocess.check_output(tandem("status", "--json", "--port", str(cluster.port)), text=True),
             "command lines": "".join(_command_line(pid) for pid in cluster.pids()),
         }
-    assert " D " in kept["logs"] or " I " in kept["logs"], "there are log lines to search"
+    assert " D " in kept["logs"] or " I " in kept["logs"], "there are no log lines to search"
     assert {(where, secret) for where, text in kept.items() for secret in SECRETS if secret in text} == set()
 
 

@@ -1,4 +1,4 @@
-"""A cluster as its clients see it: openai library, streams, token counts, stop conditions, errors."""
+"""A cluster as clients see it: openai library, streams, token counts, stop conditions and errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two prefill workers of one host share embeddings: an image that one has encoded is not encoded again."""
+"""Two prefill workers of one host share embeddings, so each image is encoded once."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TIMEOUT_S = 240.0
 
 
 @pytest.mark.timeout(400)
-def test_the_second_worker_encodes_nothing_that_the_first_has(tmp_path: Path) -> None:
+def test_an_image_encoded_by_one_worker_is_not_encoded_by_the_other(tmp_path: Path) -> None:
     model = save_served_model("llava_onevision", tmp_path)
     one, two, video = picture(60, 40, seed=1), picture(30, 50, seed=2), clip(6)
     first: list[Part] = ["What is ", one, two, "that?", video]
@@ -36,7 +36,7 @@ def test_the_second_worker_encodes_nothing_that_the_first_has(tmp_path: Path) ->
             return found
 
         def counted() -> dict[str, tuple[int, int]]:
-            """(encoded here, found in the cache) of each prefill worker."""
+            """Returns (encoded here, found in the cache) of each prefill worker."""
             reports = [report for report in cluster.status().workers if report.worker.role == "prefill"]
             return {r.worker.worker_id: (r.load.num_media_encoded, r.load.num_media_found) for r in reports}
 

@@ -1,4 +1,4 @@
-"""Clients that read slowly or not at all, over real sockets: they cost a limited buffer and do not delay others."""
+"""Clients that read slowly or not at all, over real sockets, cost a limited buffer and do not delay others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def workers(proxy: Proxy, tmp_path: Path) -> Iterator[FakeWorkers]:
 
 
 def ask(proxy: Proxy) -> socket.socket:
-    """A client with a small buffer that has sent its request and read nothing."""
+    """Returns the socket of a client with a small buffer that has sent its request and read nothing."""
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     client.connect(("127.0.0.1", proxy.port))
@@ -54,7 +54,7 @@ def read_all(client: socket.socket) -> bytes:
 
 
 def pieces_of(answer: bytes) -> dict[int, list[str]]:
-    """By sequence."""
+    """Returns the pieces of text by sequence."""
     events = [line.removeprefix(b"data: ") for line in answer.split(b"\n") if line.startswith(b"data: {")]
     pieces: dict[int, list[str]] = {}
     for event in events:
@@ -63,17 +63,19 @@ def pieces_of(answer: bytes) -> dict[int, list[str]]:
     return pieces
 
 
-def test_a_client_that_does_not_read_is_cut_off_and_aborted(proxy: Proxy, workers: FakeWorkers) -> None:
+def test_a_client_that_does_not_read_is_disconnected_and_its_request_aborted(
+    proxy: Proxy, workers: FakeWorkers
+) -> None:
     with ask(proxy) as client:
         wait_until(lambda: bool(workers.seen), 20)
         fast = httpx.post(f"{proxy.url}/v1/completions", json={"prompt": PROMPT, "max_tokens": 50})
-        assert fast.json()["choices"][0]["text"] == (PROMPT * 7)[:50], "others are served meanwhile"
+        assert fast.json()["choices"][0]["text"] == (PROMPT * 7)[:50], "other clients are served meanwhile"
         wait_until(lambda: 'outcome="aborted"' in httpx.get(f"{proxy.url}/metrics", headers=NOW).text, 20)
         assert b"[DONE]" not in read_all(client)
     assert len(workers.aborted["decode"]) == N
 
 
-def test_a_slow_client_gets_everything_in_fewer_and_larger_pieces(proxy: Proxy, workers: FakeWorkers) -> None:
+def test_a_slow_client_gets_all_text_in_fewer_larger_events(proxy: Proxy, workers: FakeWorkers) -> None:
     with ask(proxy) as client:
         taken = bytearray()
 
@@ -82,9 +84,9 @@ def test_a_slow_client_gets_everything_in_fewer_and_larger_pieces(proxy: Proxy, 
             return workers.num_finished == N
 
         wait_until(read_a_little, 30)
-        told = pieces_of(bytes(taken) + read_all(client))
-    assert len(told) == N
-    for pieces in told.values():
+        by_sequence = pieces_of(bytes(taken) + read_all(client))
+    assert len(by_sequence) == N
+    for pieces in by_sequence.values():
         assert "".join(pieces) == (PROMPT * NUM_TOKENS)[:NUM_TOKENS]
         assert len(pieces) < NUM_TOKENS / 2
         assert max(map(len, pieces)) > 100

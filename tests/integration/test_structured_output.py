@@ -69,7 +69,7 @@ def chat(client: openai.OpenAI, **fields: Any) -> Any:
 
 
 def joined(stream: Any) -> dict[int, dict[str, Any]]:
-    """Content, tool calls and finish_reason of a stream, by choice."""
+    """Returns content, tool calls and finish_reason of a stream, by choice."""
     choices: dict[int, dict[str, Any]] = {}
     for chunk in stream:
         for choice in chunk.choices:
@@ -196,8 +196,8 @@ def test_required_tool_calls_are_made(client: openai.OpenAI, choice: Any) -> Non
         assert (streamed["name"], streamed["arguments"]) == (call.function.name, call.function.arguments)
 
 
-def test_tool_results_go_back_into_the_chat(client: openai.OpenAI) -> None:
-    """The call returns to the chat with its result. Random weights never call a tool unasked."""
+def test_tool_results_are_accepted_in_the_next_turn(client: openai.OpenAI) -> None:
+    """The call returns to the chat with its result. Random weights call a tool only if forced."""
     [first] = chat(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False, seed=1).choices
     call = first.message.tool_calls[0]
     messages = [*CHAT, first.message, {"role": "tool", "tool_call_id": call.id, "content": "12 degrees"}]

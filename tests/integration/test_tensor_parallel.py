@@ -76,7 +76,7 @@ def test_greedy_output_matches_transformers(
         followers = [pid for report in cluster.status().workers for pid in children_of(report.worker.pid)]
         assert len(followers) == prefill_size + decode_size - 2
         cluster.wait_for(cluster.all_blocks_free)
-    assert not [pid for pid in followers if is_alive(pid)], "a follower was left behind"
+    assert not [pid for pid in followers if is_alive(pid)], "a follower is still running"
 
 
 @pytest.mark.timeout(120)

@@ -38,7 +38,7 @@ TIMEOUT_S = 60.0
 
 @pytest.fixture(scope="module")
 def folder(noise_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A vision model with the tokeniser of the noise model, of which it knows the first 320 tokens."""
+    """A vision model that uses the first 320 tokens of the noise model's tokeniser."""
     path = tmp_path_factory.mktemp("vision")
     make_model(FAMILY, path)
     for name in ("tokenizer.json", "tokenizer_config.json"):

@@ -222,8 +222,8 @@ class Prefill(Process):
         if not self.world.one_sided:
             self.send(ship.pair_id, announcement)
         self.world.ships[ship.pair_id].append(ship)
-        told = announcement if self.world.one_sided else None
-        sender.send(ship.src_block_ids, ship.dst_block_ids, partial(self.on_sent, ship, told))
+        announced = announcement if self.world.one_sided else None
+        sender.send(ship.src_block_ids, ship.dst_block_ids, partial(self.on_sent, ship, announced))
 
     def on_sent(self, ship: Ship, announcement: ShipKV | None, error: KVTransferFailed | None) -> None:
         self.world.ships[ship.pair_id].popleft()

@@ -59,24 +59,24 @@ def prepare(number: int, sampling: SamplingParams, num_sequences: int = 1, num_g
     )  # fmt: skip
 
 
-def test_prefill_begins_a_prompt_when_its_grammar_is_compiled() -> None:
+def test_prefill_starts_a_prompt_once_its_grammar_is_compiled() -> None:
     scheduler = PrefillScheduler(BlockManager(20, 4), "model", 512, 8, 9.0)
     shared, compiled = grammar()
     scheduler.on_start(0.0, start(1, SAMPLING, num_sequences=2, num_generated=2), None, shared)
     scheduler.on_start(0.0, start(2, SamplingParams()), None, None)
     batch, _ = scheduler.schedule(0.0)
-    assert [item.samples[0].grammar for item in batch.items] == [None]  # the other passes by
+    assert [item.samples[0].grammar for item in batch.items] == [None]  # the other prompt overtakes it
     scheduler.on_step(0.0, [ItemOutput([SampledToken(5)])])
     assert not scheduler.schedule(0.0)[0].items
     compiled.set_result(None)
     [item] = scheduler.schedule(0.0)[0].items
     assert item.samples[0].grammar is item.samples[1].grammar is not None
-    assert list(item.samples[0].output_token_ids) == TOKENS[-2:]  # from these its state is built
+    assert list(item.samples[0].output_token_ids) == TOKENS[-2:]  # the grammar's state is built from these tokens
     actions = scheduler.on_step(0.0, [ItemOutput(ERROR.tokens * 2, error=ERROR.error)])
-    told = [action.message for action in actions if isinstance(action, SendToProxy)]
-    assert [type(message) for message in told] == [AttemptFailed, AttemptFailed]
-    assert not any(isinstance(message, FirstToken) for message in told)
-    assert not scheduler.schedule(0.0)[0].items and scheduler.num_running == 1  # the one that needed none
+    messages = [action.message for action in actions if isinstance(action, SendToProxy)]
+    assert [type(message) for message in messages] == [AttemptFailed, AttemptFailed]
+    assert not any(isinstance(message, FirstToken) for message in messages)
+    assert not scheduler.schedule(0.0)[0].items and scheduler.num_running == 1  # the prompt without a grammar
 
 
 @pytest.fixture
@@ -95,7 +95,7 @@ def begin(scheduler: DecodeScheduler, request: PrepareDecode, of: Grammar | None
     scheduler.on_finish_transfer(FinishTransfer(transfer_id, len(TOKENS), [7] * len(request.attempt_ids)))
 
 
-def test_decode_steps_a_sequence_when_its_grammar_is_compiled(decode: DecodeScheduler) -> None:
+def test_decode_schedules_a_sequence_once_its_grammar_is_compiled(decode: DecodeScheduler) -> None:
     shared, compiled = grammar()
     begin(decode, prepare(0, SAMPLING, num_sequences=2, num_generated=3), shared)
     begin(decode, prepare(1, SamplingParams()), None)
@@ -105,20 +105,20 @@ def test_decode_steps_a_sequence_when_its_grammar_is_compiled(decode: DecodeSche
     compiled.set_result(None)
     batch, _ = decode.schedule(0.0)
     states = [item.samples[0].grammar for item in batch.items]
-    assert states[0] is not states[1] and states[2] is None  # each sequence goes its own way
+    assert states[0] is not states[1] and states[2] is None  # each sequence has its own state
     assert list(batch.items[0].samples[0].output_token_ids) == [*TOKENS[-3:], 7]
 
 
-def test_one_that_leaves_its_grammar_ends_alone(decode: DecodeScheduler) -> None:
+def test_a_grammar_violation_fails_only_its_sequence(decode: DecodeScheduler) -> None:
     shared, compiled = grammar()
     compiled.set_result(None)
     begin(decode, prepare(0, SAMPLING), shared)
     begin(decode, prepare(1, SAMPLING), shared)
     assert len(decode.schedule(0.0)[0].items) == 2
     actions = decode.on_step(0.0, [ERROR, ItemOutput([SampledToken(5)])])
-    told = [action.message for action in actions if isinstance(action, SendToProxy)]
-    [failed] = [message for message in told if isinstance(message, AttemptFailed)]
-    [tokens] = [message for message in told if isinstance(message, TokenBatch)]
+    messages = [action.message for action in actions if isinstance(action, SendToProxy)]
+    [failed] = [message for message in messages if isinstance(message, AttemptFailed)]
+    [tokens] = [message for message in messages if isinstance(message, TokenBatch)]
     assert (failed.attempt_id, failed.error.code) == ("r0.0", "invalid_request")
     assert [token.attempt_id for token in tokens.tokens] == ["r1.0"]
     assert len(decode.schedule(0.0)[0].items) == 1
@@ -126,7 +126,7 @@ def test_one_that_leaves_its_grammar_ends_alone(decode: DecodeScheduler) -> None
     assert decode.blocks.num_free == 20
 
 
-def test_a_prompt_that_decode_computes_itself_waits_and_fails_alike(decode: DecodeScheduler) -> None:
+def test_local_prefill_waits_for_grammars_and_fails_alike(decode: DecodeScheduler) -> None:
     shared, compiled = grammar()
     request = replace(prepare(0, SAMPLING, num_sequences=2), prefill_worker_id=None, prefill_epoch=None)
     decode.on_prepare(0.0, request, shared)
@@ -135,6 +135,6 @@ def test_a_prompt_that_decode_computes_itself_waits_and_fails_alike(decode: Deco
     [item] = decode.schedule(0.0)[0].items
     assert item.samples[0].grammar is item.samples[1].grammar is not None
     actions = decode.on_step(0.0, [ItemOutput(ERROR.tokens * 2, error=ERROR.error)])
-    told = [action.message for action in actions if isinstance(action, SendToProxy)]
-    assert [type(message) for message in told] == [AttemptFailed, AttemptFailed]
+    messages = [action.message for action in actions if isinstance(action, SendToProxy)]
+    assert [type(message) for message in messages] == [AttemptFailed, AttemptFailed]
     assert decode.blocks.num_free == 20

@@ -1,4 +1,4 @@
-"""Both schedulers against each other, in memory, under random event orders.
+"""Both schedulers in one simulation, in memory, under random event orders.
 
 The simulated network delays every queue independently; copies take time and may fail; requests are aborted, deadlines
 pass, pairs break, decode runs out of blocks. Each slot of the simulated pools records from which tokens its KV was
@@ -100,7 +100,7 @@ class Memory:
     def check(self, token_ids: list[int], block_table: list[int], end: int) -> None:
         for position in range(end):
             slot = self.blocks[block_table[position // BLOCK_SIZE]][position % BLOCK_SIZE]
-            assert slot == content(token_ids[: position + 1]), f"computing on keys that are not its own, at {position}"
+            assert slot == content(token_ids[: position + 1]), f"computing on keys of another sequence, at {position}"
 
     def write(self, token_ids: list[int], block_table: list[int], start: int, end: int) -> None:
         for position in range(start, end):
@@ -226,7 +226,7 @@ class Handover(RuleBasedStateMachine):
         sequence = self.attempts[attempt_id]
         if sequence.aborted:
             return
-        assert sequence.ended is None, f"{attempt_id} goes on after its end"
+        assert sequence.ended is None, f"{attempt_id} continues after its end"
         assert self.current[id(sequence)] == attempt_id
         sequence.tokens.append(token.token_id)
         sequence.ended = reason
@@ -402,7 +402,7 @@ class Handover(RuleBasedStateMachine):
         self._perform(self.prefill.on_tick(self.now))
         self._perform(self.decode.on_tick(self.now))
 
-    # ---- what must hold
+    # ---- invariants
 
     @invariant()
     def blocks_are_conserved(self) -> None:
@@ -436,9 +436,9 @@ class Handover(RuleBasedStateMachine):
                 break
         self.deliver_all()
         for sequence in self.wanted:
-            assert sequence.ended or sequence.aborted, f"{sequence} hangs"
+            assert sequence.ended or sequence.aborted, f"{sequence} never ended"
             sequence.check()
-        # Reservations that were overtaken by their request's end wait for nobody; they have a deadline of their own.
+        # Reservations that were overtaken by their request's end have no reader; they end at their own deadline.
         self.now += UNCLAIMED_TIMEOUT_S
         self._perform(self.decode.on_tick(self.now))
         for _ in range(3):
@@ -517,6 +517,6 @@ def test_two_thousand_random_schedules() -> None:
         num_preempted += machine.num_preempted
         num_local += machine.num_local
         num_cached += min(machine.prefill.num_cached_tokens, machine.decode.num_cached_tokens)
-    # The schedules must reach all of it, or the test would show nothing.
+    # The schedules must reach every case, or the test proves nothing.
     assert min(finished[reason] for reason in ("stop", "length", "worker_lost", "internal_error")) > 100, finished
     assert num_preempted > 1000 and num_cached > 10_000 and num_local > 1000

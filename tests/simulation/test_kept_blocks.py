@@ -45,7 +45,7 @@ def arrive(decode: DecodeScheduler, name: str, number: int, first: int, count: i
 
 
 @pytest.mark.parametrize("is_gone", [True, False], ids=["gone", "frozen"])
-def test_the_next_attempt_gets_what_has_arrived(is_gone: bool) -> None:
+def test_the_next_attempt_reuses_arrived_blocks(is_gone: bool) -> None:
     decode = scheduler()
     first = begin(decode, "t1", "a")
     arrive(decode, "t1", 0, 0, 2)
@@ -56,7 +56,7 @@ def test_the_next_attempt_gets_what_has_arrived(is_gone: bool) -> None:
     assert decode.num_kept_blocks == 3
     second = begin(decode, "t2", "b")
     assert second.num_cached_blocks == 3 and len(second.block_ids) == 3
-    assert not set(second.block_ids) & set(first.block_ids), "these are still the old transfer's"
+    assert not set(second.block_ids) & set(first.block_ids), "these blocks still belong to the old transfer"
     decode.on_received("t1", KVTransferFailed("the pair is closed"))
     arrive(decode, "t2", 0, 3, 3, "b")
     decode.on_finish_transfer(FinishTransfer("t2", len(PROMPT), [7]))
@@ -69,7 +69,7 @@ def test_the_next_attempt_gets_what_has_arrived(is_gone: bool) -> None:
     assert decode.blocks.num_quarantined == 0 and decode.blocks.num_free == NUM_BLOCKS
 
 
-def test_a_frozen_peer_keeps_what_it_may_still_write_and_no_more() -> None:
+def test_only_blocks_that_a_frozen_peer_may_write_stay_quarantined() -> None:
     decode = scheduler()
     first = begin(decode, "t1", "a")
     arrive(decode, "t1", 0, 0, 2)
@@ -84,7 +84,7 @@ def test_a_frozen_peer_keeps_what_it_may_still_write_and_no_more() -> None:
     assert decode.blocks.num_quarantined == 0 and decode.blocks.num_free == NUM_BLOCKS
 
 
-def test_what_comes_after_a_corrupt_block_is_not_kept() -> None:
+def test_blocks_after_a_corrupt_one_are_not_kept() -> None:
     decode = scheduler()
     begin(decode, "t1", "a")
     arrive(decode, "t1", 0, 0, 1)
@@ -97,7 +97,7 @@ def test_what_comes_after_a_corrupt_block_is_not_kept() -> None:
     assert begin(decode, "t2", "b").num_cached_blocks == 1
 
 
-def test_the_last_block_is_not_kept_while_it_is_not_full() -> None:
+def test_a_partial_last_block_is_not_kept() -> None:
     """Everything has arrived except the first token."""
     decode = scheduler()
     begin(decode, "t1", "a")
@@ -107,7 +107,7 @@ def test_the_last_block_is_not_kept_while_it_is_not_full() -> None:
     assert begin(decode, "t2", "b").num_cached_blocks == 5
 
 
-def test_another_salt_finds_nothing() -> None:
+def test_kept_blocks_are_not_shared_across_salts() -> None:
     decode = scheduler()
     begin(decode, "t1", "a", salt="x")
     arrive(decode, "t1", 0, 0, 3)

@@ -1,4 +1,4 @@
-"""Checksums of KV blocks: equal for equal content however it is split over ranks; corruption is detected."""
+"""Checksums of KV blocks: equal for equal content on any number of ranks; corruption is detected."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ def checksums(blocks: torch.Tensor, block_ids: list[int], num_ranks: int = 1) ->
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 6])
-def test_the_number_of_ranks_does_not_matter(num_ranks: int) -> None:
+def test_checksums_do_not_depend_on_the_number_of_ranks(num_ranks: int) -> None:
     assert checksums(BLOCKS, [4, 1], num_ranks) == checksums(BLOCKS, [4, 1])
 
 
 @given(st.integers(0, NUM_BLOCKS - 1), st.integers(0, BLOCKS[0].numel() - 1), st.integers(1, 255))
-def test_one_changed_byte_is_seen(block_id: int, at: int, change: int) -> None:
+def test_one_changed_byte_changes_the_checksum(block_id: int, at: int, change: int) -> None:
     changed = BLOCKS.clone()
     changed[block_id].view(-1)[at] ^= change
     everything = list(range(NUM_BLOCKS))
     assert corrupt_blocks(everything, checksums(BLOCKS, everything), checksums(changed, everything)) == [block_id]
 
 
-def test_heads_in_another_place_are_seen() -> None:
+def test_swapped_heads_change_the_checksum() -> None:
     swapped = BLOCKS.clone()
     swapped[:, :, [0, 1]] = BLOCKS[:, :, [1, 0]]
     assert all(a != b for a, b in zip(checksums(BLOCKS, [0, 1]), checksums(swapped, [0, 1]), strict=True))
@@ -58,9 +58,7 @@ def test_heads_in_another_place_are_seen() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10_000), st.booleans(), st.permutations(range(NUM_BLOCKS)), st.permutations(range(NUM_BLOCKS)))
-def test_what_the_network_corrupts_is_found_and_nothing_else(
-    seed: int, one_sided: bool, src: list[int], dst: list[int]
-) -> None:
+def test_exactly_the_corrupted_blocks_are_detected(seed: int, one_sided: bool, src: list[int], dst: list[int]) -> None:
     network = FakeNetwork(lambda: 0.0, seed, one_sided, Faults(corruption=0.3))
     target = torch.zeros_like(BLOCKS)
     outcomes: list[object] = []
@@ -70,7 +68,7 @@ def test_what_the_network_corrupts_is_found_and_nothing_else(
         receiver.receive(dst, outcomes.append)
     sender.send(src, dst, outcomes.append)
     network.run_due()
-    assert not any(outcomes), "nobody is told of corruption"
+    assert not any(outcomes), "the connector reports no corruption"
     corrupt = corrupt_blocks(dst, checksums(BLOCKS, src), checksums(target, dst))
     assert corrupt == [d for s, d in zip(src, dst, strict=True) if not torch.equal(BLOCKS[s], target[d])]
     assert len(corrupt) == network.num_corrupted_blocks
@@ -85,22 +83,22 @@ def reserved(scheduler: DecodeScheduler) -> None:
     scheduler.on_reserve(0.0, ReserveKV("pair", "t", 14))
 
 
-def test_a_corrupt_block_fails_its_transfer_and_comes_back() -> None:
+def test_a_corrupt_block_fails_its_transfer_and_is_freed() -> None:
     scheduler = DecodeScheduler(BlockManager(8, 4), "model", max_num_seqs=2)
     reserved(scheduler)
     (receive,) = scheduler.on_ship(ShipKV("pair", 0, "t", 0, 2, [17, 18]))
     assert isinstance(receive, Receive) and receive.checksums == [17, 18]
     actions = scheduler.on_corrupt("t", KVTransferFailed("other bytes"))
-    told, refused = actions
-    assert isinstance(told, SendToProxy) and isinstance(told.message, AttemptFailed)
-    assert told.message.error.code == "kv_transfer_failed"
+    failed, refused = actions
+    assert isinstance(failed, SendToProxy) and isinstance(failed.message, AttemptFailed)
+    assert failed.message.error.code == "kv_transfer_failed"
     assert isinstance(refused, SendToPrefill) and isinstance(refused.message, KVRefused)
-    assert scheduler.blocks.num_quarantined == 4, "the peer has not said yet that it writes no more"
+    assert scheduler.blocks.num_quarantined == 4, "the peer has not confirmed yet that it stopped writing"
     scheduler.on_close_transfer("t")
     assert scheduler.blocks.num_free == 8 and scheduler.blocks.num_cached == 0
 
 
-def test_checksums_must_be_as_many_as_blocks() -> None:
+def test_the_number_of_checksums_must_match_the_blocks() -> None:
     scheduler = DecodeScheduler(BlockManager(8, 4), "model", max_num_seqs=2)
     reserved(scheduler)
     with pytest.raises(KVTransferFailed, match="1 checksums arrived for 2 blocks"):

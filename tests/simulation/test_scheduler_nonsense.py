@@ -1,4 +1,4 @@
-"""Messages in states where they make no sense: the schedulers raise nothing and leak no block."""
+"""Messages in unexpected states: the schedulers raise no error and leak no block."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_prefill(events: list[Any]) -> None:
     assert scheduler.blocks.num_free == NUM_BLOCKS and not scheduler._by_request and not scheduler._by_transfer
 
 
-# ---- what was found, by reading and by fuzzing
+# ---- errors found by review and by fuzzing
 
 
 def reserved() -> DecodeScheduler:
@@ -143,7 +143,7 @@ def reserved() -> DecodeScheduler:
 
 
 @pytest.mark.parametrize(("pair_id", "num_blocks"), [("pair-0", -1), ("pair-0", 0), ("pair-0", 3), ("pair-1", 2)])
-def test_shipped_blocks_that_cannot_be(pair_id: str, num_blocks: int) -> None:
+def test_invalid_shipments_are_refused(pair_id: str, num_blocks: int) -> None:
     scheduler = reserved()
     with pytest.raises(KVTransferFailed):
         scheduler.on_ship(ShipKV(pair_id, 0, "t0", 0, num_blocks))
@@ -162,7 +162,7 @@ def test_too_few_first_tokens_fail_the_request_and_free_its_blocks() -> None:
 
 
 @pytest.mark.parametrize("answer", [KVReserved("t0", 0, [1]), KVReserved("t0", 3, []), KVReserved("t0", 1, [1, 2])])
-def test_reserved_blocks_that_do_not_fit_the_prompt(answer: KVReserved) -> None:
+def test_reservations_that_do_not_fit_the_prompt_are_refused(answer: KVReserved) -> None:
     scheduler = PrefillScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "m", 50, 4, lease_s=10.0)
     sent = prepare("t0", 1)
     start = StartPrefill(

@@ -107,7 +107,7 @@ TestTransfers.settings = settings(
 
 def run(seed: int, one_sided: bool, num_events: int) -> World:
     world = World(seed, one_sided, loss=0.05, corruption=0.2)
-    world.run_to_rest()  # pairs are made before traffic
+    world.run_to_rest()  # pairs are opened before traffic
     rng = random.Random(seed)
     for index in range(num_events):
         world.random_event(rng)()
@@ -135,7 +135,7 @@ def test_ten_thousand_schedules(part: int, one_sided: bool) -> None:
         num_duplicated += world.num_duplicated
         num_expired += world.num_expired_leases
         num_kept += world.num_kept_blocks
-    # The schedules must reach all of it, or the test would show nothing.
+    # The schedules must reach every case, or the test proves nothing.
     reasons = ("length", "aborted", "worker_lost", "kv_transfer_failed", "deadline_exceeded")
     assert min(ended[reason] for reason in reasons) > 50, ended
     assert num_late > 50 and num_found > 10 and num_duplicated > 200 and num_expired > 50 and num_kept > 10, (
@@ -144,7 +144,7 @@ def test_ten_thousand_schedules(part: int, one_sided: bool) -> None:
 
 
 @pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
-def test_after_hours_of_idleness_requests_are_served(one_sided: bool) -> None:
+def test_requests_are_served_after_hours_of_idleness(one_sided: bool) -> None:
     """No lease, deadline or pair expires while idle."""
     world = World(3, one_sided)
     world.run_to_rest()

@@ -42,7 +42,7 @@ class Case:
         """Whether a message of this kind is in flight to the process."""
         return any(isinstance(message, kind) for queue in process.inbox.values() for message in queue)
 
-    def is_under_way(self) -> bool:
+    def is_in_flight(self) -> bool:
         """Whether a shipment has begun and is not complete."""
         path = self.world.network._paths[next(iter(self.prefill.senders))]
         return path.transfer is not None and bool(path.transfer.arrivals)
@@ -52,7 +52,7 @@ STATES: dict[str, Callable[[Case], bool]] = {
     "dispatched": lambda case: True,
     "reserving": lambda case: case.waits(case.world.decode, ReserveKV),
     "reserved": lambda case: case.waits(case.prefill, KVReserved),
-    "shipping": lambda case: case.is_under_way(),
+    "shipping": lambda case: case.is_in_flight(),
     "shipped in part": lambda case: case.transfer is not None and case.transfer.num_arrived_blocks > 0,
     "finishing": lambda case: case.waits(case.world.decode, FinishTransfer),
     "decoding": lambda case: len(case.victim.tokens) >= 3,
@@ -67,7 +67,7 @@ def notice(world: World, process: Process) -> None:
     world.thaw(process)
 
 
-def stand_still(world: World, process: Process, seconds: float) -> None:
+def stall(world: World, process: Process, seconds: float) -> None:
     """Too short to be declared lost, but perhaps longer than a lease or a path's time-out."""
     world.freeze(process)
     world.run_to_rest()
@@ -99,21 +99,21 @@ def disorder(case: Case) -> None:
 FAULTS: dict[str, Callable[[Case], None]] = {
     "prefill exits": lambda case: case.world.restart(case.prefill),
     "decode exits": lambda case: case.world.restart(case.world.decode),
-    "prefill is frozen, missed and wakes": lambda case: notice(case.world, case.prefill),
-    "decode is frozen, missed and wakes": lambda case: notice(case.world, case.world.decode),
-    "prefill stands still": lambda case: stand_still(case.world, case.prefill, LEASE_S * 1.5),
-    "decode stands still": lambda case: stand_still(case.world, case.world.decode, LEASE_S * 1.5),
-    "its client goes": lose_client,
-    "prefill gives the pair up": lambda case: case.prefill.perform_pairs(
+    "prefill freezes, is declared lost and resumes": lambda case: notice(case.world, case.prefill),
+    "decode freezes, is declared lost and resumes": lambda case: notice(case.world, case.world.decode),
+    "prefill stalls": lambda case: stall(case.world, case.prefill, LEASE_S * 1.5),
+    "decode stalls": lambda case: stall(case.world, case.world.decode, LEASE_S * 1.5),
+    "its client disconnects": lose_client,
+    "prefill closes the pair": lambda case: case.prefill.perform_pairs(
         case.prefill.table.fail(case.world.now, next(iter(case.prefill.senders)), "clogged")
     ),
-    "decode gives the pair up": lambda case: case.world.decode.perform_pairs(
+    "decode closes the pair": lambda case: case.world.decode.perform_pairs(
         case.world.decode.table.fail(next(iter(case.prefill.senders)), "broke the rules")
     ),
-    "messages come twice and out of order": disorder,
+    "messages are duplicated and reordered": disorder,
 }
-LOSE_DECODE = ("decode exits", "decode is frozen, missed and wakes")
-STOP_DECODE = (*LOSE_DECODE, "decode stands still")
+LOSE_DECODE = ("decode exits", "decode freezes, is declared lost and resumes")
+STOP_DECODE = (*LOSE_DECODE, "decode stalls")
 """Affects the other pair too: its messages may be lost, or its leases may expire."""
 ENDS = {"length", "aborted", "worker_lost", "kv_transfer_failed"}
 
@@ -128,15 +128,15 @@ def test_a_fault_in_each_state(fault: str, state: str, one_sided: bool) -> None:
     case.world.advance(lambda: STATES[state](case))
     beside = world.ask(OTHER_PROMPT, 6, neighbour)
     FAULTS[fault](case)
-    if fault not in STOP_DECODE:  # without a second of time
+    if fault not in STOP_DECODE:  # no time passes
         world.advance(lambda: beside.ended is not None)
         assert beside.ended == "length", "the other pair noticed"
     world.settle()
     assert case.victim.ended in ENDS
-    if "stands still" not in fault and "messages" not in fault:
-        assert (case.victim.ended == "aborted") == (fault == "its client goes")
+    if "stalls" not in fault and "messages" not in fault:
+        assert (case.victim.ended == "aborted") == (fault == "its client disconnects")
     if fault not in LOSE_DECODE:
-        assert list(neighbour.senders) == [path_id], "the other pair was made anew"
+        assert list(neighbour.senders) == [path_id], "the other pair was reopened"
     serves(world)
 
 
@@ -154,7 +154,7 @@ def serves(world: World) -> None:
 
 
 @SIDES
-def test_a_transfer_that_stops_on_its_way_costs_its_pair_alone(one_sided: bool) -> None:
+def test_a_stalled_transfer_fails_only_its_pair(one_sided: bool) -> None:
     case = begin(one_sided)
     world, neighbour = case.world, case.world.prefills[1]
     (path_id,) = neighbour.senders
@@ -169,7 +169,7 @@ def test_a_transfer_that_stops_on_its_way_costs_its_pair_alone(one_sided: bool) 
 
 
 @SIDES
-def test_a_block_that_changes_on_its_way_costs_its_transfer_alone(one_sided: bool) -> None:
+def test_a_corrupt_block_fails_only_its_transfer(one_sided: bool) -> None:
     case = begin(one_sided)
     world = case.world
     paths = [list(prefill.senders) for prefill in world.prefills]
@@ -178,33 +178,33 @@ def test_a_block_that_changes_on_its_way_costs_its_transfer_alone(one_sided: boo
     world.network.faults = Faults()
     world.settle()
     assert (case.victim.ended, world.num_found_corrupt) == ("kv_transfer_failed", 1)
-    assert [list(prefill.senders) for prefill in world.prefills] == paths, "the pairs go on"
+    assert [list(prefill.senders) for prefill in world.prefills] == paths, "the pairs stay ready"
     serves(world)
 
 
 @SIDES
-def test_a_lease_that_runs_out_costs_its_transfer_alone(one_sided: bool) -> None:
+def test_an_expired_lease_fails_only_its_transfer(one_sided: bool) -> None:
     """Decode is stalled for longer than its leases, but not declared lost."""
     case = begin(one_sided)
     world = case.world
     paths = [list(prefill.senders) for prefill in world.prefills]
     world.advance(lambda: case.waits(world.decode, ReserveKV))
-    stand_still(world, world.decode, LEASE_S * 1.5)
+    stall(world, world.decode, LEASE_S * 1.5)
     assert world.num_expired_leases == 1
     blocks = case.prefill.scheduler.blocks
     assert blocks.num_free == blocks.num_blocks, "prefill has its blocks back before decode wakes"
     world.settle()
     assert case.victim.ended == "kv_transfer_failed"
-    assert [list(prefill.senders) for prefill in world.prefills] == paths, "the pairs go on"
+    assert [list(prefill.senders) for prefill in world.prefills] == paths, "the pairs stay ready"
     serves(world)
 
 
-def test_what_a_sleeper_writes_after_its_request_has_gone_reaches_no_block_in_other_use() -> None:
+def test_late_writes_of_a_resumed_worker_hit_no_reused_block() -> None:
     """A prefill worker is frozen during a shipment; decode then fills all its blocks, and the prefill worker
     continues."""
     case = begin(one_sided=True)
     world, neighbour = case.world, case.world.prefills[1]
-    world.advance(case.is_under_way)
+    world.advance(case.is_in_flight)
     world.freeze(case.prefill)
     world.abort(case.victim)
     world.notice_silence(case.prefill)
@@ -215,7 +215,7 @@ def test_what_a_sleeper_writes_after_its_request_has_gone_reaches_no_block_in_ot
     assert NUM_BLOCKS - world.decode.scheduler.blocks.num_free == len(case.transfer.own_block_ids) > 0
     world.thaw(case.prefill)
     world.settle()
-    assert world.num_late_writes > 0, "it wrote nothing, so nothing is shown"
+    assert world.num_late_writes > 0, "the resumed worker wrote nothing, so the test proves nothing"
     assert [each.ended for each in beside] == ["length"] * 4
     serves(world)
 
@@ -240,7 +240,7 @@ def test_decode_without_blocks_makes_prompts_wait(one_sided: bool) -> None:
 
 
 @SIDES
-def test_another_layout_is_refused_by_name_and_the_other_pair_serves(one_sided: bool) -> None:
+def test_a_layout_mismatch_is_refused_and_the_other_pair_serves(one_sided: bool) -> None:
     world = World(1, one_sided)
     other = msgspec.structs.replace(LAYOUT, num_kv_heads=4)
     world.visible.discard(world.prefills[0].epoch)

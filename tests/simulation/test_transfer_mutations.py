@@ -31,7 +31,7 @@ def no_quarantine(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(IncomingTransfer, "may_still_be_written", property(lambda self: bool(self.receives)))
 
 
-def receives_under_way_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+def running_receives_are_forgotten(patch: pytest.MonkeyPatch) -> None:
     """Blocks are reused while the receiver still writes them."""
 
     def may_still_be_written(self: IncomingTransfer) -> bool:
@@ -147,14 +147,14 @@ def corrupt_blocks_are_used(patch: pytest.MonkeyPatch) -> None:
 EITHER, ONE_SIDED, TWO_SIDED = (True, False), (True,), (False,)
 MUTATIONS: list[tuple[Mutation, tuple[bool, ...]]] = [
     (no_quarantine, ONE_SIDED),
-    (receives_under_way_are_forgotten, TWO_SIDED),
+    (running_receives_are_forgotten, TWO_SIDED),
     (announced_counts_as_arrived, TWO_SIDED),
     (silence_is_proof, ONE_SIDED),
     (a_broken_path_is_proof, ONE_SIDED),
     (the_peer_is_told_before_the_sender_has_stopped, ONE_SIDED),
     (blocks_are_released_while_they_are_shipped, ONE_SIDED),
     (pair_ids_do_not_name_the_process, EITHER),
-    (pair_ids_are_used_again, ONE_SIDED),  # with two sides the pairs' numbers refuse it as well
+    (pair_ids_are_used_again, ONE_SIDED),  # with two-sided connectors the pairs' numbers refuse it too
     (announced_blocks_are_kept, TWO_SIDED),
     (blocks_behind_corrupt_ones_are_kept, EITHER),
     (kept_blocks_still_count_as_written, EITHER),
@@ -168,12 +168,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("mutation", "one_sided"), CASES)
-def test_a_broken_rule_is_noticed(mutation: Mutation, one_sided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_rule_is_detected(mutation: Mutation, one_sided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     mutation(monkeypatch)
     for seed in range(MAX_SEEDS):
         try:
             run(seed, one_sided, NUM_EVENTS)
-        except Exception as violation:  # an invariant, or the code that trips over what cannot be
+        except Exception as violation:  # an invariant, or code that fails on the impossible state
             print(f"noticed by seed {seed}: {type(violation).__name__}: {str(violation).splitlines()[:1]}")
             return
     pytest.fail(f"{MAX_SEEDS} schedules passed without this rule")

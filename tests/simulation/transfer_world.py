@@ -75,21 +75,21 @@ class World:
         self.connector = "ipc" if one_sided else "gloo"
         faults = Faults(self.rng.choice([0.0, 0.0, 0.0, 0.5]), loss, corruption)
         self.network = FakeNetwork(lambda: self.now, seed, one_sided, faults, self._check_write)
-        self.ships: dict[str, deque[Ship]] = defaultdict(deque)  # those handed to a path, by its id
+        self.ships: dict[str, deque[Ship]] = defaultdict(deque)  # shipments given to a path, by path id
         self.data_pace, self.message_pace = self.rng.choice([0.3, 3.0]), self.rng.choice([0.8, 4.0])
         self.disorder = self.rng.choice([0.02, 0.4])
         self.num_started = 0
         self.decode = self._new_decode()
         self.prefills = [self._new_prefill(i) for i in range(2)]
         self.visible = {process.epoch for process in self.processes()}
-        self.exits: deque[int] = deque()  # of processes that have ended, which the kernel has yet to report
+        self.exits: deque[int] = deque()  # exits that the kernel has not reported yet
         self.wanted: list[Wanted] = []
         self.lost_prompts: list[list[int]] = []
         self.attempts: dict[str, Wanted] = {}
         self.terminals: Counter[tuple[str, str]] = Counter()
         self.num_found_corrupt = self.num_late_writes = self.num_duplicated = 0
         self.num_expired_leases = self.num_kept_blocks = self.num_reordered = 0
-        self.disordered: set[str] = set()  # pairs whose control messages come late, out of order, and again
+        self.disordered: set[str] = set()  # pairs whose control messages are delayed, reordered and duplicated
 
     # ---- processes
 
@@ -239,14 +239,14 @@ class World:
             self._count_terminal(process, attempt_id)
         sequence = self.attempts[attempt_id]
         if sequence.ended is not None or sequence.attempt_id != attempt_id:
-            return  # the client has gone, or the proxy has given up the worker
+            return  # the client has disconnected, or the proxy has declared the worker lost
         assert token.token_id == next_token(sequence.prompt + sequence.tokens), "a token that is not the model's"
         sequence.tokens.append(token.token_id)
         if reason is not None:
             assert len(sequence.tokens) == sequence.stop.max_tokens
             sequence.ended = reason
 
-    # ---- what may happen next
+    # ---- events
 
     def events(self) -> list[Event]:
         """Returns all events that happen without further faults, except steps."""
@@ -317,7 +317,7 @@ class World:
             queue.rotate(-number)
             if self.rng.random() < 0.5:
                 self.num_duplicated += 1
-                queue.append(queue[0])  # again, when others have been heard
+                queue.append(queue[0])  # repeat it after the others
         process.on_message(connection, queue.popleft())  # type: ignore[attr-defined]
 
     def duplicate(self, process: Process, connection: str) -> None:
@@ -364,10 +364,10 @@ class World:
     def _check_write(self, pair_id: str, block_id: int) -> None:
         """Checks that the block belongs to the transfer that is first in the path's queue."""
         if pair_id not in self.decode.path_ids:
-            return  # the memory of a process that is gone
+            return  # the memory of a process that has exited
         transfer_id = self.ships[pair_id][0].transfer_id
         transfer = self.decode.scheduler._transfers.get(transfer_id)
-        assert transfer is not None and block_id in transfer.own_block_ids, "a write to a block in other use"
+        assert transfer is not None and block_id in transfer.own_block_ids, "a write to a block of another owner"
         self.num_late_writes += transfer_id not in self.decode.scheduler._by_transfer
 
     # ---- steps
@@ -413,14 +413,14 @@ class World:
     def _check_memory(memory: Memory, token_ids: list[int], block_table: list[int], num_computed: int) -> None:
         for number in range(-(-num_computed // BLOCK_SIZE)):
             expected = block_content(token_ids, number, num_computed)
-            assert memory[block_table[number]] == expected, f"block {number} holds what is not its own"
+            assert memory[block_table[number]] == expected, f"block {number} holds KV of another sequence"
 
     @staticmethod
     def _compute(memory: Memory, token_ids: list[int], block_table: list[int], start: int, end: int) -> None:
         for number in range(start // BLOCK_SIZE, -(-end // BLOCK_SIZE)):
             memory[block_table[number]] = block_content(token_ids, number, end)
 
-    # ---- what must hold
+    # ---- invariants
 
     def check(self) -> None:
         """Every block has one owner: a transfer or a sequence, not both."""
@@ -431,7 +431,7 @@ class World:
         for transfer in self.decode.scheduler._transfers.values():
             owners.update(transfer.own_block_ids)
         in_tables = {block_id for s in self.decode.scheduler._running.sequences for block_id in s.block_table}
-        assert all(count == 1 for count in owners.values()), "a block in two hands"
+        assert all(count == 1 for count in owners.values()), "a block has two owners"
         assert not in_tables & owners.keys(), "a block of a running sequence may still be written by a peer"
 
     def settle(self) -> None:

@@ -287,7 +287,7 @@ class FakeNetwork:
         delays = [self._random.uniform(0.0, self.faults.delay_s) for _ in range(num_blocks)]
         dst = send.dst_block_ids if take is None else take.block_ids
         path.transfer = _Transfer(jobs, dst, deque(accumulate(delays, initial=self.now())))
-        path.transfer.arrivals.popleft()  # the beginning itself
+        path.transfer.arrivals.popleft()  # the start itself
 
     def _write(self, path: _Path, transfer: _Transfer, src: torch.Tensor, dst: torch.Tensor) -> None:
         send, block_id = transfer.jobs[0], transfer.dst_block_ids[transfer.num_written]

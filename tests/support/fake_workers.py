@@ -1,6 +1,6 @@
 """A real proxy process with fake workers on a thread of the test, which echo the prompt's tokens.
 
-What the fake workers hand each other in memory stands for the KV transfer.
+They exchange the prompt in memory instead of a KV transfer.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class FakeWorkers:
         self._ready = threading.Event()
         self._thread.start()
         if not self._ready.wait(180):
-            self.stop()  # or it would go on to register, under the names of the next test's
+            self.stop()  # otherwise it would register under the names of the next test's workers
             raise AssertionError("the workers were not seen by every proxy")
 
     async def _run(self) -> None:
@@ -205,12 +205,12 @@ class FakeWorkers:
     def epoch(self, name: str) -> str:
         return self._infos[name].epoch
 
-    def hold_breath(self, name: str) -> None:
-        """It says nothing, and hears nothing, until it may breathe again."""
+    def stop_responding(self, name: str) -> None:
+        """Stops sending and receiving until it is resumed."""
         registration = self._registrations[name]
         self._loop.call_soon_threadsafe(lambda: setattr(registration, "tell", lambda message: None))
 
-    def breathe(self, name: str) -> None:
+    def resume(self, name: str) -> None:
         self._loop.call_soon_threadsafe(lambda: delattr(self._registrations[name], "tell"))
 
     def tell(self, name: str, draining: bool) -> None:
@@ -276,7 +276,7 @@ class Proxy:
 
     def wait_for(self, status: int) -> None:
         def answered() -> bool:
-            assert self.process.poll() is None, "the proxy ended"
+            assert self.process.poll() is None, "the proxy exited"
             try:
                 return httpx.get(f"{self.url}/health").status_code == status
             except httpx.TransportError:

@@ -1,4 +1,4 @@
-"""What only the collector would find: objects that refer to themselves, which live until all objects are looked at."""
+"""Finds objects in reference cycles, which only the cyclic garbage collector would free."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import FrameType
 
 @contextmanager
 def kept_garbage() -> Iterator[list[object]]:
-    """What only the collector would have found of what was made in this context; filled in at its end."""
+    """Yields a list that is filled at the end with the objects in cycles that the context created."""
     found: list[object] = []
     gc.collect()
     gc.disable()
@@ -26,7 +26,7 @@ def kept_garbage() -> Iterator[list[object]]:
 
 
 def frames_in(folder: str, garbage: list[object]) -> list[str]:
-    """Where each of the frames is that are kept; folder: of the code, as it is in the repository."""
+    """Returns the locations of frames among the objects. folder: of the code, relative to the repository."""
     frames = [each for each in garbage if isinstance(each, FrameType)]
     places = [f"{frame.f_code.co_filename}:{frame.f_lineno}" for frame in frames]
     return [place for place in places if f"/{folder}" in place]

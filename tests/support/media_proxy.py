@@ -24,7 +24,7 @@ from tests.support.vision_model import save_processor
 T = TypeVar("T")
 
 LOAD_TIMEOUT_S = 300.0
-"""Of the processor: torch and transformers on a slow machine."""
+"""Time to load the processor with torch and transformers on a slow machine."""
 
 
 class MediaProxy:
@@ -37,13 +37,13 @@ class MediaProxy:
         self.url = proxy.url
 
     def chat(self, *parts: dict[str, Any] | str, **fields: Any) -> httpx.Response:
-        """One message of these parts; strings are text."""
+        """Sends one message with these parts; strings are text."""
         content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, **fields}
         return httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=LOAD_TIMEOUT_S)
 
     def dispatched(self) -> StartPrefill:
-        """The last prompt."""
+        """Returns the last dispatched prompt."""
         return self.workers._started[self.workers.seen[-1]]
 
     def cache_status(self) -> MediaCacheStatus:
@@ -54,7 +54,7 @@ class MediaProxy:
 
 
 def ask_cache(endpoint: str, call: Callable[[MediaCacheClient], Awaitable[T]]) -> T:
-    """One call of the media cache there."""
+    """Makes one call to the proxy's media cache."""
 
     async def ask() -> T:
         context = new_context()
@@ -83,7 +83,7 @@ def media_proxy(folder: Path, capacity_bytes: int = 256 << 20, **config: Any) ->
     try:
         with Proxy(folder, **options) as proxy:
             proxy.wait_for(503)
-            workers = FakeWorkers(folder, [proxy.control], [-1], [-1], max_model_len=4096)  # holds nothing back
+            workers = FakeWorkers(folder, [proxy.control], [-1], [-1], max_model_len=4096)  # -1: nothing is held
             try:
                 proxy.wait_for(200)
                 yield MediaProxy(folder, proxy, workers)

@@ -1,4 +1,4 @@
-"""A media process and a media cache on a loop of the test's own."""
+"""A media process and a media cache on the test's event loop."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class MediaReader:
         return MediaJob(self.client.new_id(), "chat", body, LIMITS)
 
     def read_all(self, jobs: list[MediaJob]) -> list[MediaJobDone | MediaJobFailed]:
-        """At once; in their order."""
+        """Reads all bodies concurrently; returns the results in order."""
 
         async def read() -> list[MediaJobDone | MediaJobFailed]:
             for job in jobs:

@@ -1,4 +1,4 @@
-"""A dispatcher whose workers are played by a test. Nothing may be left in its tables at the end."""
+"""A dispatcher whose workers are played by the test. Its tables must be empty at the end."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ async def collect(stream: Any) -> tuple[list[int], FinishReason | None]:
     token_ids: list[int] = []
     finish_reason: FinishReason | None = None
     async for delta in stream:
-        assert finish_reason is None, "one terminal event"
+        assert finish_reason is None, "a sequence has exactly one terminal event"
         token_ids += [token.token_id for token in delta.tokens]
         finish_reason = delta.finish_reason
     return token_ids, finish_reason

@@ -34,7 +34,7 @@ _MEAN, _STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27
 
 
 def save_processor(folder: Path) -> Path:
-    """Tokeniser, chat template, image and video processor, as `save_pretrained` would write them."""
+    """Saves tokeniser, chat template, image and video processor as `save_pretrained` does."""
     folder.mkdir(parents=True, exist_ok=True)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))

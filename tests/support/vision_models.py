@@ -1,4 +1,4 @@
-"""Tiny random models that take images and video, and prompts for them as their processors would make them."""
+"""Tiny random models that take images and video, and prompts in the form that their processors make."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class VisionPrompt:
         return prompt
 
     def model_inputs(self) -> dict[str, torch.Tensor]:
-        """For transformers' own generate."""
+        """Returns the inputs of transformers' `generate`."""
         ids = torch.tensor([self.token_ids])
         inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         for medium in self.media:
@@ -165,12 +165,12 @@ class VisionPrompt:
         return inputs
 
     def items(self) -> tuple[MediaItem, ...]:
-        """On the wire, in memory of their own that lasts as long as this process."""
+        """Returns the media items, in shared memory that lasts as long as this process."""
         return tuple(make_item(m, spans) for m, spans in zip(self.media, self.spans, strict=True))
 
 
 def _padded(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """To as many tiles, as LLaVA's processor does; the model leaves them out again."""
+    """Pads to this number of tiles, as LLaVA's processor does; the model skips the padding."""
     if one.ndim < 5:
         return one, other
     most = max(one.shape[1], other.shape[1])
@@ -200,7 +200,7 @@ Generated = tuple[list[int], list[float]]
 
 
 def reference(folder: Path, prompts: Sequence[VisionPrompt], num_new: int) -> list[Generated]:
-    """What transformers' own generate gives, greedily, one by one."""
+    """Returns what transformers' `generate` gives greedily, one prompt at a time."""
     model: Any = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32)
     outputs = []
     for prompt in prompts:

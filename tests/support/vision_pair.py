@@ -1,4 +1,4 @@
-"""A prefill and a decode worker in one process: real schedulers and real models, messages handed over at once."""
+"""A prefill and a decode worker in one process: real schedulers and real models, messages delivered immediately."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GREEDY = SamplingParams(temperature=0.0, logprobs=0)
 
 
 class VisionPair:
-    """num_decode_blocks: few of them make preemptions. batches: what prefill ran."""
+    """num_decode_blocks: few blocks cause preemptions. batches: the batches that prefill ran."""
 
     def __init__(self, folder: Path, max_num_batched_tokens: int = 48, num_decode_blocks: int = 400) -> None:
         config = EngineConfig(
@@ -82,7 +82,7 @@ class VisionPair:
         return number
 
     def _dispatch(self, number: int) -> None:
-        """As the proxy does: what was generated before goes with the prompt."""
+        """Dispatches a prompt with the tokens generated so far, as the proxy does."""
         token_ids, items, num_new = self._prompts[number]
         generated = [token.token_id for token in self.tokens[number]]
         transfer_id = f"t{next(self._attempts)}"
@@ -102,7 +102,7 @@ class VisionPair:
         self._on_prefill(self.prefill.on_start(self._now, start, "pair", None, media))
 
     def run(self) -> None:
-        """Until nothing is left to do."""
+        """Runs until nothing is left to do."""
         for _ in range(2000):
             self._now += 0.001
             batch, actions = self.prefill.schedule(self._now)
@@ -111,11 +111,11 @@ class VisionPair:
                 self.batches.append(batch)
                 self._on_prefill(self.prefill.on_step(self._now, self.runners[0].run(batch)))
                 self.intake.share_encoded()
-            steps, told = self.decode.schedule(self._now)
-            self._on_decode(told)
+            steps, decode_actions = self.decode.schedule(self._now)
+            self._on_decode(decode_actions)
             if steps.items:
                 self._on_decode(self.decode.on_step(self._now, self.runners[1].run(steps)))
-            if not (batch.items or batch.encodes or steps.items or actions or told):
+            if not (batch.items or batch.encodes or steps.items or actions or decode_actions):
                 break
         else:
             raise AssertionError("it never ends")

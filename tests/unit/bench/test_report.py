@@ -25,7 +25,7 @@ def test_the_page_lists_aims_failures_dates_and_commits() -> None:
     assert "cores 2" in text and "python 3.11" in text
 
 
-def test_the_kept_results_make_a_page_with_plots(tmp_path: Path) -> None:
+def test_committed_results_make_a_page_with_plots(tmp_path: Path) -> None:
     reports = read_reports(RESULTS)
     assert all(report.measured_on and report.commit for report in reports.values())
     plots = draw({"engine": reports["engine"]}, tmp_path / "plots")
@@ -34,7 +34,7 @@ def test_the_kept_results_make_a_page_with_plots(tmp_path: Path) -> None:
     assert "![engine](plots/engine.png)" in page(reports, {}, plots, "Results")
 
 
-def test_a_file_of_another_form_is_named(tmp_path: Path) -> None:
+def test_an_unknown_result_file_is_named_in_the_error(tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text('{"figures": 3}')
     with pytest.raises(SystemExit, match=r"odd\.json is not a benchmark report"):
         read_reports(tmp_path)

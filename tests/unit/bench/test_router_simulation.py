@@ -27,7 +27,7 @@ def test_conversations_are_routed_to_their_prefixes() -> None:
     assert len(tandem.ttfts) == tandem.num_requests
 
 
-def test_load_is_balanced_where_nothing_is_cached() -> None:
+def test_load_is_balanced_without_cached_prefixes() -> None:
     trace = single_prompts(random.Random(2), 20.0, 150.0, 1000.0)  # 60 % of the capacity
     simulate = {name: Simulation(make, 64, 64, num_proxies=4).run(trace) for name, make in POLICIES.items()}
     assert simulate["tandem"].imbalance < 1.5
@@ -36,7 +36,7 @@ def test_load_is_balanced_where_nothing_is_cached() -> None:
     assert mean_ttft_s(simulate["tandem"]) <= min(mean_ttft_s(simulate[name]) for name in ("random", "round-robin"))
 
 
-def test_proxies_with_the_same_old_reports_do_not_overload_one_worker() -> None:
+def test_proxies_with_the_same_stale_reports_do_not_overload_one_worker() -> None:
     """Eight proxies send eight prompts each between two reports; an even spread is four per worker."""
     trace = single_prompts(random.Random(5), 60.0, 256.0, 200.0)
     outcome = Simulation(POLICIES["tandem"], 16, 16, num_proxies=8, speed=8000.0).run(trace)

@@ -1,5 +1,4 @@
-"""Decode reports once per sequence, with its first token, how long it waited for its step and how long the step
-took."""
+"""Decode reports each sequence's waiting time and step duration once, with its first token."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ TOKEN = ItemOutput([SampledToken(9)])
 
 
 def join(scheduler: DecodeScheduler, number: int) -> None:
-    """A prompt whose KV arrives at once."""
+    """Adds a prompt whose KV arrives at once."""
     transfer_id = f"t{number}"
     message = PrepareDecode(
         "p", [f"r{number}"], transfer_id, pack_token_ids(TOKENS), SamplingParams(), [0], StopConditions(10),
@@ -37,26 +36,26 @@ def batches(actions: list[Action]) -> list[TokenBatch]:
     return [a.message for a in actions if isinstance(a, SendToProxy) and isinstance(a.message, TokenBatch)]
 
 
-def test_a_sequence_that_joins_during_a_step_waits_for_its_end() -> None:
+def test_a_sequence_that_joins_during_a_step_waits_for_the_next() -> None:
     scheduler = DecodeScheduler(BlockManager(32, 8), "m", max_num_seqs=8)
     join(scheduler, 0)
     batch, _ = scheduler.schedule(1.0)
     assert len(batch.items) == 1
     join(scheduler, 1)
     scheduler.on_clock(1.25)  # the shell calls it after each event during a step
-    [told] = batches(scheduler.on_step(2.0, [TOKEN]))
-    assert told.began == [DecodeBegan("r0", 0.0, 1.0)]
+    [reported] = batches(scheduler.on_step(2.0, [TOKEN]))
+    assert reported.began == [DecodeBegan("r0", 0.0, 1.0)]
     batch, _ = scheduler.schedule(2.0)
     assert len(batch.items) == 2
-    [told] = batches(scheduler.on_step(2.5, [TOKEN, TOKEN]))
-    assert [token.attempt_id for token in told.tokens] == ["r0", "r1"]
-    assert told.began == [DecodeBegan("r1", 0.75, 0.5)]
+    [reported] = batches(scheduler.on_step(2.5, [TOKEN, TOKEN]))
+    assert [token.attempt_id for token in reported.tokens] == ["r0", "r1"]
+    assert reported.began == [DecodeBegan("r1", 0.75, 0.5)]
     scheduler.schedule(2.5)
-    [told] = batches(scheduler.on_step(3.0, [TOKEN, TOKEN]))
-    assert told.began == []
+    [reported] = batches(scheduler.on_step(3.0, [TOKEN, TOKEN]))
+    assert reported.began == []
 
 
-def test_it_costs_no_bytes_where_nobody_begins() -> None:
+def test_an_empty_began_list_is_not_encoded() -> None:
     codec: Codec[ToProxy] = Codec(ToProxy)
     tokens = [NewToken("r0", SampledToken(9))]
     assert b"began" not in codec.encode(TokenBatch(tokens))

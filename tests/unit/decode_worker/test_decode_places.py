@@ -43,33 +43,35 @@ def new_scheduler() -> DecodeScheduler:
     return DecodeScheduler(BlockManager(64, 8), "m", max_num_seqs=2)
 
 
-def test_who_finds_no_place_waits_until_one_ends() -> None:
+def test_a_full_batch_delays_reservations() -> None:
     scheduler = new_scheduler()
     assert ask(scheduler, "a") == ["a"]
     assert ask(scheduler, "b") == ["b"]
-    begin(scheduler, "a", 0)  # a runs, b has its blocks, and both count
+    begin(scheduler, "a", 0)  # a is running and b has reserved; both count
     assert ask(scheduler, "c") == [] and ask(scheduler, "d") == []
     begin(scheduler, "b", 1)
     for _ in range(2):
         batch, _actions = scheduler.schedule(1.0)
         assert len(batch.items) == 2
-        told = reserved(scheduler.on_step(1.5, [TOKEN, TOKEN]))
-    assert told == ["c", "d"], "as both end with their third token"
+        now_reserved = reserved(scheduler.on_step(1.5, [TOKEN, TOKEN]))
+    assert now_reserved == ["c", "d"], "both running sequences end with their third token"
 
 
-def test_a_place_is_free_when_its_transfer_is_given_up() -> None:
+def test_an_aborted_transfer_frees_its_place() -> None:
     scheduler = new_scheduler()
     assert ask(scheduler, "a", 2) == ["a"]
     assert ask(scheduler, "b") == []
     assert reserved(scheduler.on_abort("p", "a0")) == []
-    assert reserved(scheduler.on_abort("p", "a1")) == ["b"], "though its blocks may still be written"
+    assert reserved(scheduler.on_abort("p", "a1")) == ["b"], (
+        "its place is free although its blocks may still be written"
+    )
     scheduler.on_close_transfer(CloseTransfer("a").transfer_id)
     scheduler.on_abort("p", "b0")
     scheduler.on_close_transfer("b")
     assert scheduler.blocks.num_free == scheduler.blocks.num_blocks
 
 
-def test_more_than_a_step_takes_may_run_alone() -> None:
+def test_a_request_with_more_sequences_than_a_step_runs_alone() -> None:
     scheduler = new_scheduler()
     assert ask(scheduler, "a", 3) == ["a"]
     assert ask(scheduler, "b") == []
@@ -77,7 +79,7 @@ def test_more_than_a_step_takes_may_run_alone() -> None:
     assert len(scheduler.schedule(1.0)[0].items) == 2
 
 
-def test_prompts_that_are_computed_here_need_a_place_too() -> None:
+def test_local_prefill_needs_a_place() -> None:
     scheduler = new_scheduler()
     ask(scheduler, "a", prefill=None)
     ask(scheduler, "b", prefill=None)

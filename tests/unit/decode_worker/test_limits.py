@@ -22,11 +22,11 @@ from tests.unit.decode_worker.test_replaced_pairs import FIRST, open_first
 
 
 def messages(actions: list[Any], kind: type[Any]) -> list[Any]:
-    told = [getattr(action, "message", None) for action in actions]
-    return [message for message in told if isinstance(message, kind)]
+    sent = [getattr(action, "message", None) for action in actions]
+    return [message for message in sent if isinstance(message, kind)]
 
 
-def test_sequences_on_a_decode_worker(monkeypatch: MonkeyPatch) -> None:
+def test_sequences_on_a_decode_worker_are_limited(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(decode_scheduler, "MAX_HELD_SEQUENCES", 2)
     scheduler = DecodeScheduler(BlockManager(12, 4), "m", 4)
     assert not messages(scheduler.on_prepare(0.0, prepare("t0", 2)), AttemptFailed)
@@ -34,10 +34,10 @@ def test_sequences_on_a_decode_worker(monkeypatch: MonkeyPatch) -> None:
     assert failed.error.code == "overloaded" and "too many sequences" in failed.error.message
     for number in range(2):
         scheduler.on_abort("proxy", f"t0/{number}")
-    assert not messages(scheduler.on_prepare(0.0, prepare("t2", 1)), AttemptFailed), "there is room again"
+    assert not messages(scheduler.on_prepare(0.0, prepare("t2", 1)), AttemptFailed), "an ended entry frees its place"
 
 
-def test_sequences_on_a_prefill_worker(monkeypatch: MonkeyPatch) -> None:
+def test_sequences_on_a_prefill_worker_are_limited(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_scheduler, "MAX_HELD_SEQUENCES", 2)
     scheduler = PrefillScheduler(BlockManager(12, 4), "m", 5, 4, lease_s=10.0)
 
@@ -56,7 +56,7 @@ def test_sequences_on_a_prefill_worker(monkeypatch: MonkeyPatch) -> None:
     assert not start("t2", 1)
 
 
-def test_transfers_to_a_decode_worker(monkeypatch: MonkeyPatch) -> None:
+def test_transfers_to_a_decode_worker_are_limited(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(decode_scheduler, "MAX_HELD_SEQUENCES", 2)
     scheduler = DecodeScheduler(BlockManager(12, 4), "m", 4)
     for number in range(2):
@@ -67,7 +67,7 @@ def test_transfers_to_a_decode_worker(monkeypatch: MonkeyPatch) -> None:
     assert not messages(scheduler.on_reserve(0.0, ReserveKV("pair-0", "t3", 7)), KVRefused)
 
 
-def test_ended_transfers_that_are_remembered(monkeypatch: MonkeyPatch) -> None:
+def test_remembered_transfers_are_limited(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(decode_transfer, "_NUM_REMEMBERED_TRANSFERS", 3)
     scheduler = DecodeScheduler(BlockManager(12, 4), "m", 4)
     for number in range(10):
@@ -76,7 +76,7 @@ def test_ended_transfers_that_are_remembered(monkeypatch: MonkeyPatch) -> None:
     assert list(scheduler._transfers._closed) == ["t7", "t8", "t9"]
 
 
-def test_pairs_of_a_decode_worker(monkeypatch: MonkeyPatch) -> None:
+def test_pairs_of_a_decode_worker_are_limited(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(pair_table, "MAX_PAIRS", 2)
     table = open_first(peer_writes=False)
 
@@ -92,7 +92,7 @@ def test_pairs_of_a_decode_worker(monkeypatch: MonkeyPatch) -> None:
     assert isinstance(open_another(3), AcceptPair)
 
 
-def test_ended_pairs_that_are_remembered(monkeypatch: MonkeyPatch) -> None:
+def test_remembered_pairs_are_limited(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(pair_table, "_NUM_REMEMBERED_PAIRS", 3)
     table = open_first(peer_writes=False)
     for number in range(10):

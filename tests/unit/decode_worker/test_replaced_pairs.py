@@ -22,19 +22,19 @@ def open_first(peer_writes: bool) -> IncomingPairTable:
     return table
 
 
-def test_a_later_pair_ends_the_one_before() -> None:
+def test_a_new_pair_closes_the_previous_one() -> None:
     table = open_first(peer_writes=False)
     closed, lost, accepted = table.on_open(SECOND)
     assert closed == StopReceiver("pair-0")
     assert isinstance(lost, IncomingPairLost) and (lost.pair_id, lost.peer_stopped) == ("pair-0", True)
     assert isinstance(accepted, AcceptPair) and accepted.pair_id == "pair-1"
     table.on_opened("pair-1", False)
-    assert table.on_open(FIRST) == [], "it came late"
+    assert table.on_open(FIRST) == [], "a late message"
     assert table.on_close("pair-0", "late") == []
     assert [pair.pair_id for pair in table.pairs()] == ["pair-1"]
 
 
-def test_the_one_before_may_come_after_it() -> None:
+def test_a_late_message_cannot_reopen_the_previous_pair() -> None:
     table = IncomingPairTable(LAYOUT, "here", "cpu", ["gloo"], False, [])
     table.on_open(SECOND)
     table.on_opened("pair-1", False)
@@ -42,17 +42,17 @@ def test_the_one_before_may_come_after_it() -> None:
     assert [pair.pair_id for pair in table.pairs()] == ["pair-1"]
 
 
-def test_another_epoch_and_a_peer_that_writes_by_itself_replace_nothing() -> None:
+def test_other_epochs_and_one_sided_peers_replace_no_pair() -> None:
     table = open_first(peer_writes=False)
     assert len(table.on_open(msgspec.structs.replace(SECOND, prefill_epoch="f"))) == 1
     assert len(list(table.pairs())) == 2
     table = open_first(peer_writes=True)
-    assert len(table.on_open(SECOND)) == 1, "its word, or its end, is the proof that it has stopped"
+    assert len(table.on_open(SECOND)) == 1, "a one-sided peer must confirm that it has stopped, or exit"
     assert table.is_open("pair-0") and len(list(table.pairs())) == 2
 
 
 @pytest.mark.parametrize("number", [-1, 2**40])
-def test_numbers_of_any_size_are_only_compared(number: int) -> None:
+def test_pair_numbers_of_any_size_are_only_compared(number: int) -> None:
     table = open_first(peer_writes=False)
     actions = table.on_open(msgspec.structs.replace(SECOND, number=number))
     assert bool(actions) == (number > 0)

@@ -1,4 +1,4 @@
-"""The planner: its arithmetic, its steadiness and bounds, and what it earns over simulated traces."""
+"""The planner: its arithmetic, stability and limits, and its results on simulated traces."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def worker(role: Role, epoch: str = "e") -> WorkerInfo:
 # ---- arithmetic
 
 
-def test_erlang_c_is_that_of_the_tables() -> None:
+def test_erlang_c_matches_published_tables() -> None:
     assert wait_probability(1, 0.5) == pytest.approx(0.5)
     assert wait_probability(2, 1.0) == pytest.approx(1 / 3)
     assert wait_probability(10, 8.0) == pytest.approx(0.4092, abs=1e-4)
@@ -47,14 +47,14 @@ def test_erlang_c_is_that_of_the_tables() -> None:
 
 
 @given(st.floats(0, 60), st.floats(0.01, 5), st.floats(0, 5))
-def test_more_servers_make_fewer_late_and_the_fewest_are_chosen(load: float, service_s: float, wait_s: float) -> None:
+def test_the_fewest_servers_that_keep_the_wait_are_chosen(load: float, service_s: float, wait_s: float) -> None:
     count = servers_needed(load, service_s, wait_s, 0.05, 100)
     assert late_fraction(count, load, service_s, wait_s) <= 0.05
     if count > 1:
         assert late_fraction(count - 1, load, service_s, wait_s) > 0.05 or count - 1 < load
 
 
-def test_step_times_are_told_apart_by_batches_of_different_sizes() -> None:
+def test_step_times_are_fitted_from_batches_of_different_sizes() -> None:
     step = StepTime()
     for count in (5, 40, 10, 60):
         step.add(count, 0.01 + 0.0005 * count)
@@ -66,7 +66,7 @@ def test_step_times_are_told_apart_by_batches_of_different_sizes() -> None:
     assert StepTime().coefficients == (0.0, 0.0)
 
 
-def test_a_worker_that_starts_again_does_not_disturb_the_rates() -> None:
+def test_a_worker_restart_does_not_distort_rates() -> None:
     meter = DemandMeter(64)
     for second in range(5):
         load = WorkerLoad(num_prompt_tokens=1000 * second, num_finished=second, prompt_tokens_per_s=4000)
@@ -77,7 +77,7 @@ def test_a_worker_that_starts_again_does_not_disturb_the_rates() -> None:
     assert demand.mean_prompt_tokens == pytest.approx(1000)
 
 
-def test_cached_tokens_are_no_work_and_waiting_ones_have_arrived() -> None:
+def test_cached_tokens_are_not_demand_and_waiting_tokens_are() -> None:
     meter = DemandMeter(64)
     meter.observe(0, [(worker("prefill"), WorkerLoad())])
     load = WorkerLoad(
@@ -94,7 +94,7 @@ def test_refused_requests_are_demand() -> None:
     assert refusing.num_workers > prefill_needed(BUSY, config).num_workers
 
 
-def test_backlog_that_decode_causes_is_not_held_against_prefill() -> None:
+def test_a_backlog_caused_by_decode_adds_no_prefill_workers() -> None:
     config = PlannerConfig(max_prefill=50)
     waiting = {**as_dict(BUSY), "waiting_tokens": 1_000_000}
     full = Demand(**{**waiting, "decode_is_full": True})
@@ -102,12 +102,12 @@ def test_backlog_that_decode_causes_is_not_held_against_prefill() -> None:
     assert decode_needed(full, config).num_workers >= full.num_decode + 1
 
 
-def test_blocks_can_ask_for_more_decode_than_time_does() -> None:
+def test_a_lack_of_blocks_adds_decode_workers() -> None:
     demand = Demand(num_decode=2, most_sequences=4, most_used_blocks=1900, blocks_per_decode=1000)
     assert decode_needed(demand, PlannerConfig()).num_workers == 3
 
 
-def test_an_itl_that_no_batch_keeps_does_not_ask_for_ever_more() -> None:
+def test_an_unreachable_itl_does_not_add_workers_forever() -> None:
     slow = Demand(**{**as_dict(BUSY), "fixed_step_s": 0.2, "num_decode": 3})
     need = decode_needed(slow, PlannerConfig())
     assert need.num_workers == 3 and "whatever the number of workers" in need.reason
@@ -117,7 +117,7 @@ def as_dict(demand: Demand) -> dict[str, object]:
     return {name: getattr(demand, name) for name in demand.__struct_fields__}
 
 
-# ---- steadiness
+# ---- stability
 
 
 def test_it_goes_up_soon_and_down_late() -> None:
@@ -130,7 +130,7 @@ def test_it_goes_up_soon_and_down_late() -> None:
     assert down[:120] == [4] * 120 and down[121] == 1
 
 
-def test_one_busy_second_is_not_acted_upon() -> None:
+def test_one_busy_second_changes_nothing() -> None:
     planner = Planner(PlannerConfig())
     for second in range(100):
         proposal = planner.propose(second, BUSY if second % 3 == 0 else IDLE, 1, 1)
@@ -157,7 +157,7 @@ demands = st.builds(
 
 
 @given(st.lists(st.tuples(demands, st.integers(1, 30)), min_size=1, max_size=30))
-def test_bounds_and_the_sum_hold_whatever_is_seen(course: list[tuple[Demand, int]]) -> None:
+def test_proposals_stay_within_the_limits(course: list[tuple[Demand, int]]) -> None:
     config = PlannerConfig(min_prefill=2, max_prefill=6, min_decode=1, max_decode=7, max_workers=9)
     planner = Planner(config)
     prefill, decode, now = 2, 1, 0.0
@@ -168,12 +168,12 @@ def test_bounds_and_the_sum_hold_whatever_is_seen(course: list[tuple[Demand, int
         assert 2 <= prefill <= 6 and 1 <= decode <= 7 and prefill + decode <= 9
 
 
-# ---- over traces
+# ---- simulated traces
 
 SPEEDS = Speeds(boot_s=10.0)
 
 
-def test_over_a_day_it_keeps_the_slos_with_fewer_workers() -> None:
+def test_a_daily_cycle_needs_fewer_workers_at_the_same_slos() -> None:
     trace = diurnal(random.Random(2), 900.0)
     fixed = play(trace, SPEEDS, 5, 5, None)
     planned = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 10))
@@ -181,14 +181,14 @@ def test_over_a_day_it_keeps_the_slos_with_fewer_workers() -> None:
     assert planned["worker_hours"] < 0.85 * fixed["worker_hours"]
 
 
-def test_it_follows_a_ratio_that_turns_round() -> None:
+def test_it_follows_a_changing_prefill_decode_ratio() -> None:
     trace = shifting(random.Random(3), 900.0)
     planned = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 10))
     same_size = [play(trace, SPEEDS, p, 10 - p, None)["goodput"] for p in (4, 5, 6)]
     assert planned["goodput"] > max(same_size)
 
 
-def test_over_bursts_it_beats_as_many_fixed_worker_hours() -> None:
+def test_bursts_are_served_better_than_by_equal_fixed_worker_hours() -> None:
     trace = bursty(random.Random(4), 1500.0)
     planned = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 16))
     num_workers = int(planned["worker_hours"] * 3600 / trace[-1].at)
@@ -197,7 +197,7 @@ def test_over_bursts_it_beats_as_many_fixed_worker_hours() -> None:
     assert planned["goodput"] > fixed["goodput"]
 
 
-def test_late_requests_that_are_refused_leave_room_for_those_that_follow() -> None:
+def test_refusing_late_requests_leaves_room_for_later_ones() -> None:
     trace = bursty(random.Random(4), 1500.0)
     planned = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 16))
     refusing = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 16), ttft_slo_s=1.0)
@@ -205,7 +205,7 @@ def test_late_requests_that_are_refused_leave_room_for_those_that_follow() -> No
     assert refusing["goodput"] > planned["goodput"] and refusing["worker_hours"] < planned["worker_hours"]
 
 
-def test_nobody_does_better_than_who_knows_the_trace() -> None:
+def test_no_planner_beats_one_that_knows_the_trace() -> None:
     trace = shifting(random.Random(3), 900.0)
     planner = planner_for(SPEEDS, 10)
     foresight = Foresight(trace, SPEEDS, planner.config)
@@ -215,7 +215,7 @@ def test_nobody_does_better_than_who_knows_the_trace() -> None:
     assert foreseen["worker_hours"] < planned["worker_hours"]
 
 
-def test_traces_are_read_in_both_public_forms(tmp_path: Path) -> None:
+def test_traces_are_read_in_both_public_formats(tmp_path: Path) -> None:
     azure, mooncake, odd = (tmp_path / name for name in ("azure.csv", "mooncake.jsonl", "odd.jsonl"))
     azure.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -234,7 +234,7 @@ def test_traces_are_read_in_both_public_forms(tmp_path: Path) -> None:
         read_trace(odd)
 
 
-# ---- what is seen early
+# ---- early detection
 
 
 def test_sequences_that_come_and_do_not_end_ask_for_workers_before_they_are_there() -> None:
@@ -253,25 +253,25 @@ def test_sequences_that_come_and_do_not_end_ask_for_workers_before_they_are_ther
         prefill = WorkerLoad(num_prompt_tokens=1000 * second, num_finished=10 * second, prompt_tokens_per_s=9000)
         decode = WorkerLoad(num_running=20, num_finished=9 * second, step_time_s=0.02)
         demand = steady.observe(second, [(worker("prefill"), prefill), (worker("decode"), decode)])
-    assert demand.growth_per_s == 0.0  # 80 came and 72 ended: that may be chance
+    assert demand.growth_per_s == 0.0  # 80 arrived and 72 ended, which may be chance
 
 
 def test_where_both_want_all_workers_they_get_what_arrives_needs() -> None:
     config = PlannerConfig(max_prefill=9, max_decode=9, max_workers=10)
     waiting = {**as_dict(BUSY), "waiting_tokens": 2_000_000, "waiting_prompts": 1000, "mean_output_tokens": 400.0}
-    for most_sequences, decode in ((1000, 5), (200, 4)):  # the latter are content with less than their part
+    for most_sequences, decode in ((1000, 5), (200, 4)):  # decode needs less than its share
         planner = Planner(config)
         for second in range(6):
             proposal = planner.propose(second, Demand(**{**waiting, "most_sequences": most_sequences}), 2, 2)
-        assert proposal.prefill_need.num_workers > 9, "for the backlog's sake"
-        # 2.5 workers for what comes, and 250 s of work that waits.
+        assert proposal.prefill_need.num_workers > 9, "the backlog adds demand"
+        # 2.5 workers for arriving requests, and a backlog of 250 s of work.
         assert proposal.prefill_need.work == pytest.approx((2.5 + 250 / config.foresee_s) / 0.8)
         assert (proposal.prefill, proposal.decode) == (10 - decode, decode)
 
 
-def test_over_a_recording_it_waits_for_the_burst_and_then_asks_at_once() -> None:
-    """75 s of a real cluster of one and one: from the 5th 1.5 requests/s, from the 28th 14 more and longer ones; at the
-    end a backlog.
+def test_a_recorded_burst_triggers_one_immediate_proposal() -> None:
+    """75 s of a real cluster with one worker per role: 1.5 requests/s from second 5, 14 more and longer requests from
+    second 28, and a backlog at the end.
     """
     meter = DemandMeter(max_num_seqs=32)
     planner = Planner(PlannerConfig(ttft_s=0.5, max_workers=8, max_num_seqs=32, foresee_s=10))
@@ -286,4 +286,4 @@ def test_over_a_recording_it_waits_for_the_burst_and_then_asks_at_once() -> None
     assert all(sum(proposed) <= 8 for _, proposed, _ in course)
     at_most = max(course, key=lambda entry: entry[2].prompts_per_s)[2]
     assert at_most.prompts_per_s == pytest.approx(15.5, rel=0.25) and at_most.mean_prompt_tokens > 400
-    assert all(sum(proposed) == 8 for at, proposed, _ in course if at > 40), "the backlog is there to the end"
+    assert all(sum(proposed) == 8 for at, proposed, _ in course if at > 40), "the backlog lasts to the end"

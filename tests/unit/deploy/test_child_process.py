@@ -17,7 +17,7 @@ from tests.support.cluster import is_alive
 
 @pytest.fixture(autouse=True)
 def sigint_is_handled() -> Iterator[None]:
-    """As in a launcher, so that a child has it from its first moment; a background job of a shell would ignore it."""
+    """Handles SIGINT like a launcher, so that children inherit it; background jobs of a shell would ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -36,9 +36,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_what_cannot_be_started_is_tried_again_and_leaves_nothing_behind(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failed_start_is_retried_and_leaks_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def run() -> None:
         pid_file = tmp_path / "there is no such folder yet" / "pid"
         child = sleeper(tmp_path, pid_file)
@@ -55,14 +53,14 @@ def test_what_cannot_be_started_is_tried_again_and_leaves_nothing_behind(
     assert "cannot start sleeper, trying again" in caplog.text
 
 
-def test_a_process_that_is_stopped_while_it_starts_ends(tmp_path: Path) -> None:
+def test_a_process_stopped_during_its_start_ends(tmp_path: Path) -> None:
     async def run() -> None:
         child = sleeper(tmp_path, tmp_path / "pid")
         running = asyncio.create_task(child.run())
-        for _ in range(3):  # no more than it takes to begin
+        for _ in range(3):  # just enough time to start
             if not child.num_starts:
                 await asyncio.sleep(0)
-        assert child.num_starts == 1 and child.pid is None, "it is being started"
+        assert child.num_starts == 1 and child.pid is None, "the process is starting"
         child.stop()
         await asyncio.wait_for(running, 20)
         assert not is_alive(child.last_pid)
@@ -70,6 +68,6 @@ def test_a_process_that_is_stopped_while_it_starts_ends(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_a_log_that_is_gone_has_no_last_lines(tmp_path: Path) -> None:
+def test_a_missing_log_has_no_last_lines(tmp_path: Path) -> None:
     assert LogFile(tmp_path / "moved away").tail() == ""
     assert sleeper(tmp_path / "gone", tmp_path / "pid").last_error() is None

@@ -13,7 +13,7 @@ from tandem.deploy.removed_flags import REMOVED_FLAGS
 from tandem.runtime.errors import ConfigError
 
 
-def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+def test_flags_override_the_file(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text('prefill = 2\ndecode = 3\ndevice = "cpu"\n')
     config = load_config(file, {"decode": 4})
@@ -40,7 +40,7 @@ def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
         ("prefill = 0\nautoscale = true", "autoscale.*--prefill"),
     ],
 )
-def test_mistakes_are_explained(tmp_path: Path, content: str, words: str) -> None:
+def test_config_errors_name_the_mistake(tmp_path: Path, content: str, words: str) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text(content)
     with pytest.raises(ConfigError, match=words):
@@ -63,7 +63,7 @@ def test_every_field_is_a_flag_with_a_description_and_groups_are_not_interleaved
         0.5,
         True,
     )
-    assert "decode" not in arguments, "what was not given must not override the file"
+    assert "decode" not in arguments, "flags that were not given must not override the file"
 
 
 def test_tandem_up_takes_at_most_60_flags() -> None:
@@ -86,7 +86,7 @@ def test_removed_flags_and_keys_name_their_replacement(tmp_path: Path, command: 
         assert "was removed" in refused.value.message and REMOVED_FLAGS[key] in refused.value.message
 
 
-def test_replacements_exist() -> None:
+def test_replacements_of_removed_flags_exist() -> None:
     flags = {flag_name(setting.key) for setting in settings()}
     for text in REMOVED_FLAGS.values():
         for word in text.replace(";", " ").replace(",", " ").split():
@@ -110,5 +110,5 @@ def test_wrong_arguments_are_refused_in_one_line(arguments: list[str], words: st
     assert "\n" not in refused.value.message
 
 
-def test_the_page_of_settings_is_current() -> None:
+def test_the_configuration_page_is_current() -> None:
     assert PAGE.read_text() == page(), "run `python -m tandem.deploy.configuration_page`"

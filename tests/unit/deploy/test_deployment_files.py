@@ -1,4 +1,4 @@
-"""Files for Ray, Kubernetes, Docker and systemd: well formed, and every command line in them is one that exists."""
+"""Files for Ray, Kubernetes, Docker and systemd are well formed, and their command lines are accepted."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def documents(file: Path) -> list[dict[str, Any]]:
 
 
 def dockerfile() -> list[list[str]]:
-    """Instructions, with their continued lines in one."""
+    """Returns the instructions, with continued lines joined."""
     text = re.sub(r"\\\n\s*", " ", DOCKERFILE.read_text())
     return [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
 
 
 def command_lines() -> list[list[str]]:
-    """All that call `tandem` or `ray`."""
+    """Returns all command lines that call `tandem` or `ray`."""
     lines = [
         line
         for page in PAGES
@@ -60,7 +60,7 @@ def command_lines() -> list[list[str]]:
     found = []
     for line in lines:
         for part in line.split(";"):
-            # systemd takes no quotes away from within a word, and JSON needs them
+            # systemd keeps quotes inside a word, and JSON needs them
             words = part.split() if "={" in part else shlex.split(part)
             words = words[words.index("--") + 1 :] if words[:3] == ["ray", "job", "submit"] else words
             if words and Path(words[0]).name in ("tandem", "ray"):
@@ -105,7 +105,7 @@ def test_the_ray_cluster_file_is_valid_by_rays_schema() -> None:
     jsonschema_rs.validator_for(schema).validate(documents(RAY_CONFIG)[0])
 
 
-def test_the_configuration_for_ray_is_one() -> None:
+def test_the_configuration_for_ray_is_valid() -> None:
     config = load_config(DEPLOY / "ray" / "cluster.toml", {"ray": "auto"})
     assert config.ray == "auto"
     assert "tandem_proxy" in RAY_CONFIG.read_text()
@@ -113,7 +113,7 @@ def test_the_configuration_for_ray_is_one() -> None:
 
 
 @pytest.mark.parametrize("file", MANIFESTS, ids=lambda file: file.name)
-def test_manifests_hang_together(file: Path) -> None:
+def test_manifests_are_consistent(file: Path) -> None:
     locked = re.search(r"^ray==([\d.]+)", (ROOT / "requirements.lock").read_text(), re.M)
     assert locked
     ray_clusters = 0
@@ -126,7 +126,7 @@ def test_manifests_hang_together(file: Path) -> None:
         assert document["apiVersion"] == "ray.io/v1"
         assert spec["rayVersion"] == locked[1], "the image and KubeRay must have the same Ray"
         head = spec["headGroupSpec"]
-        # KubeRay writes it into a shell's command line: quotes for the shell, and in them escaped ones.
+        # KubeRay puts it into a shell command line, so it needs shell quotes around escaped quotes.
         (resources,) = shlex.split(head["rayStartParams"]["resources"])
         assert json.loads(resources) == {"tandem_proxy": 1}
         for group in [head, *spec["workerGroupSpecs"]]:
@@ -142,17 +142,17 @@ def test_manifests_hang_together(file: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd")
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
-def test_units_are_valid_by_systemd(unit: Path, tmp_path: Path) -> None:
+def test_systemd_units_are_valid(unit: Path, tmp_path: Path) -> None:
     copy = tmp_path / unit.name
     copy.write_text(re.sub(r"/opt/tandem/\.venv/bin/\w+", "/bin/true", unit.read_text()))
-    told = subprocess.run(
+    verified = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", str(copy)], capture_output=True, text=True, timeout=60
     )
-    mine = [line for line in told.stderr.splitlines() if unit.name in line]
-    assert told.returncode == 0 and not mine, told.stderr
+    mine = [line for line in verified.stderr.splitlines() if unit.name in line]
+    assert verified.returncode == 0 and not mine, verified.stderr
 
 
-def test_the_image_has_every_package() -> None:
+def test_the_image_contains_every_package() -> None:
     copied = {word.rstrip("/") for kind, text in dockerfile() if kind == "COPY" for word in text.split()[:-1]}
     assert all((ROOT / name).exists() for name in copied)
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
@@ -176,7 +176,7 @@ def test_the_compose_file_names_what_it_declares() -> None:
     assert keys == f"/run/secrets/{service['secrets'][0]}"
 
 
-def test_every_key_of_the_configuration_can_stand_in_a_file(tmp_path: Path) -> None:
+def test_every_setting_may_be_in_the_config_file(tmp_path: Path) -> None:
     from tandem.deploy.config import ClusterConfig
 
     file = tmp_path / "cluster.toml"

@@ -1,4 +1,4 @@
-"""Leaving: no new work, what is under way may end, and nothing is waited for longer than the limit."""
+"""Draining: a worker gets no new work and may finish its requests within the time limit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_drain_ends_when_idle_and_settled_or_at_its_limit(steps: list[tuple[fl
     assert drain.is_over(100.0 + limit_s + 0.001, is_idle=False)
 
 
-def test_leaving_for_good_may_be_asked_for_later() -> None:
+def test_a_restart_drain_may_become_permanent() -> None:
     drain = Drain(30)
     drain.begin(0.0)
     assert not drain.for_good
@@ -58,7 +58,7 @@ def _registry() -> tuple[Registry, list[WorkerInfo]]:
     return registry, workers
 
 
-def test_draining_workers_are_not_chosen_but_still_there() -> None:
+def test_draining_workers_get_no_requests_but_stay_registered() -> None:
     registry, (prefill, first, second) = _registry()
     changes = registry.num_changes
     registry.on_status(0.1, WorkerStatus(first.worker_id, first.epoch, WorkerLoad(), draining=True))

@@ -1,4 +1,4 @@
-"""GPUs are shared out in turn, a worker's ranks on different ones."""
+"""Assignment of GPUs: least used first, each rank of a worker on its own."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tandem.runtime.errors import ConfigError
 
 
 @given(st.integers(1, 9), st.lists(st.integers(1, 4), max_size=6))
-def test_each_rank_has_a_gpu_of_its_own_while_they_suffice(num_gpus: int, num_ranks: list[int]) -> None:
+def test_each_rank_gets_its_own_gpu_if_there_are_enough(num_gpus: int, num_ranks: list[int]) -> None:
     gpus = [f"GPU-{i}" for i in range(num_gpus)]
     used: Counter[str] = Counter()
     for count in num_ranks:
@@ -28,15 +28,15 @@ def test_each_rank_has_a_gpu_of_its_own_while_they_suffice(num_gpus: int, num_ra
     assert max(used.values(), default=0) == -(-used.total() // num_gpus)
 
 
-def test_a_worker_that_comes_later_gets_what_another_has_left() -> None:
+def test_a_new_worker_gets_the_least_used_gpu() -> None:
     assert least_used(["a", "b", "c"], {"a": 1, "b": 0, "c": 1}, 1) == ["b"]
 
 
-def test_without_gpus_nobody_gets_any() -> None:
+def test_without_gpus_none_are_assigned() -> None:
     assert least_used([], {}, 2) == []
 
 
-def test_cpu_sees_none_and_the_environment_has_the_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_visible_gpus_follow_the_device_and_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert visible_gpus("cpu", {"CUDA_VISIBLE_DEVICES": "0,1"}) == []
     assert visible_gpus("auto", {"CUDA_VISIBLE_DEVICES": "2, GPU-ab"}) == ["2", "GPU-ab"]
     assert visible_gpus("cuda", {"CUDA_VISIBLE_DEVICES": ""}) == []

@@ -19,7 +19,7 @@ def test_every_panel_has_an_id_of_its_own() -> None:
         assert ids and len(set(ids)) == len(ids)
 
 
-def test_the_metrics_that_are_asked_for_exist() -> None:
+def test_metrics_in_dashboards_exist() -> None:
     worker = WorkerMetrics()
     worker.on_load(WorkerLoad(num_blocks=1))
     text = (generate_latest(ProxyMetrics().registry) + generate_latest(worker.registry)).decode()
@@ -33,7 +33,7 @@ def test_the_metrics_that_are_asked_for_exist() -> None:
     assert len(asked) > 30
 
 
-def test_the_slos_to_choose_from_are_bounds_of_buckets() -> None:
+def test_selectable_slos_are_bucket_limits() -> None:
     text = generate_latest(ProxyMetrics().registry).decode()
     variables = dashboards()["tandem-overview"]["templating"]["list"]
     for variable, metric in (

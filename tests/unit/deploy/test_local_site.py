@@ -1,4 +1,4 @@
-"""What the launcher hands to the processes of one host."""
+"""Sockets and environment that the launcher gives to the processes of one host."""
 
 from __future__ import annotations
 

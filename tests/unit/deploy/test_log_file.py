@@ -12,7 +12,7 @@ import tandem.deploy.processes.log_file
 from tandem.deploy.processes.log_file import LogFile
 
 
-def test_a_full_file_moves_on_and_its_writer_goes_on_writing(tmp_path: Path) -> None:
+def test_a_full_log_is_rotated_while_it_is_written(tmp_path: Path) -> None:
     log = LogFile(tmp_path / "decode-0.log", 1000)
     log.clear()
     with log.open() as output:
@@ -30,9 +30,7 @@ def test_a_full_file_moves_on_and_its_writer_goes_on_writing(tmp_path: Path) -> 
     assert [file.name for file in tmp_path.iterdir()] == ["decode-0.log"]
 
 
-def test_a_process_that_never_stops_talking_is_kept_within_bounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_verbose_process_stays_within_the_size_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tandem.deploy.processes.log_file, "CHECK_INTERVAL_S", 0.001)
     log = LogFile(tmp_path / "log", 100_000)
     log.clear()

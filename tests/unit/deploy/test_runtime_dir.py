@@ -1,4 +1,4 @@
-"""The folder of the ipc sockets and of the processes' config files: its owner's alone."""
+"""The runtime folder of sockets and config files is private to its user."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("mask", [0o000, 0o022, 0o077])
-def test_it_is_private_whatever_the_umask(mask: int) -> None:
+def test_the_folder_is_private_for_any_umask(mask: int) -> None:
     before = os.umask(mask)
     try:
         folder = create_runtime_dir(PORT)
@@ -30,8 +30,8 @@ def test_it_is_private_whatever_the_umask(mask: int) -> None:
     assert folder.stat().st_uid == os.getuid()
 
 
-def test_a_folder_that_somebody_else_prepared_is_not_used(tmp_path: Path) -> None:
-    """In /tmp anyone can make it first, or a link in its place."""
+def test_a_folder_made_by_another_user_is_refused(tmp_path: Path) -> None:
+    """In /tmp, another user could create the folder or a link in its place."""
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     runtime_dir(PORT).symlink_to(elsewhere)
@@ -39,7 +39,7 @@ def test_a_folder_that_somebody_else_prepared_is_not_used(tmp_path: Path) -> Non
         create_runtime_dir(PORT)
 
 
-def test_one_launcher_lives_in_it_at_a_time() -> None:
+def test_a_runtime_folder_has_one_launcher() -> None:
     create_runtime_dir(PORT)  # by this process, which is alive
     with pytest.raises(ConfigError, match="--port"):
         create_runtime_dir(PORT)
@@ -50,4 +50,4 @@ def test_one_launcher_lives_in_it_at_a_time() -> None:
     old = runtime_dir(PORT) / "old.sock"
     old.touch()
     create_runtime_dir(PORT)
-    assert not old.exists(), "what a dead launcher left is cleared away"
+    assert not old.exists(), "files of a dead launcher are removed"

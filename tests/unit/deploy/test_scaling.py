@@ -1,4 +1,4 @@
-"""Scaling without processes: which workers come and go, what is said, and how proxies that move are followed."""
+"""Scaling without processes: which workers start and stop, the messages, and how moved proxies are followed."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class FakeProcess(Supervised):
 
 
 class FakeSite:
-    """Room for so many workers."""
+    """A site with room for `room` workers."""
 
     def __init__(self, room: int) -> None:
         self.room = room
@@ -99,7 +99,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-def test_the_highest_numbers_go_and_free_names_are_taken_again() -> None:
+def test_the_highest_numbers_are_removed_and_names_reused() -> None:
     async def body(launcher: Launcher, site: FakeSite) -> None:
         launcher.scale({"prefill": 3, "decode": 2})
         assert sorted(site.names) == ["decode-0", "decode-1", "prefill-0", "prefill-1", "prefill-2"]
@@ -113,7 +113,7 @@ def test_the_highest_numbers_go_and_free_names_are_taken_again() -> None:
     with_launcher(9, body)
 
 
-def test_what_is_on_its_way_out_is_not_restarted_and_the_others_are_listed() -> None:
+def test_leaving_processes_are_not_restarted_or_listed() -> None:
     async def body(launcher: Launcher, site: FakeSite) -> None:
         launcher.scale({"decode": 2})
         launcher.restart("decode-0")
@@ -129,7 +129,7 @@ def test_what_is_on_its_way_out_is_not_restarted_and_the_others_are_listed() -> 
     with_launcher(9, body)
 
 
-def test_what_has_no_room_changes_nothing() -> None:
+def test_scaling_beyond_the_resources_changes_nothing() -> None:
     async def body(launcher: Launcher, site: FakeSite) -> None:
         with pytest.raises(ConfigError, match="no room"):
             launcher.scale({"prefill": 2, "decode": 3})
@@ -139,7 +139,7 @@ def test_what_has_no_room_changes_nothing() -> None:
     with_launcher(4, body)
 
 
-def test_a_worker_that_was_told_to_leave_for_good_is_not_wanted_any_more() -> None:
+def test_a_drained_worker_is_not_replaced() -> None:
     async def body(launcher: Launcher, site: FakeSite) -> None:
         launcher.scale({"decode": 2})
         assert not launcher._on_exit("decode-0", 7, EXIT_RETIRED)
@@ -154,7 +154,7 @@ def test_it_is_not_scaled_before_it_serves() -> None:
         Launcher(ClusterConfig(), FakeSite(9), context, Path("/nowhere")).scale({"prefill": 2})
 
 
-def test_counts_are_read_or_refused_by_name() -> None:
+def test_worker_counts_are_parsed_or_refused_by_name() -> None:
     assert parse_counts(["decode=3", "prefill=2"]) == ScaleCluster(2, 3)
     assert parse_counts(["decode=3"]) == ScaleCluster(None, 3)
     for wrong in ("decode", "decode=", "decode=-1", "decode=x", "proxy=2", "=3", "decode=²"):
@@ -165,14 +165,14 @@ def test_counts_are_read_or_refused_by_name() -> None:
 
 
 def report(silence_s: float, *workers: tuple[str, Role, int], load: WorkerLoad | None = None) -> StatusReport:
-    told = []
+    reports = []
     for name, role, num_pairs in workers:
         pairs = [PairStatus(f"decode-{i}", "e", "ready") for i in range(num_pairs)]
-        told.append(WorkerReport(WorkerInfo(name, f"{name}/1", role, "", 1), load or WorkerLoad(), pairs, silence_s))
-    return StatusReport("p", "m", True, 0, told)
+        reports.append(WorkerReport(WorkerInfo(name, f"{name}/1", role, "", 1), load or WorkerLoad(), pairs, silence_s))
+    return StatusReport("p", "m", True, 0, reports)
 
 
-def test_scaled_means_that_all_are_paired_and_the_others_gone() -> None:
+def test_scaling_ends_when_new_workers_are_paired_and_removed_ones_gone() -> None:
     wanted = ClusterScaled(1, 2)
     prefill, first, second = ("prefill-0", "prefill", 2), ("decode-0", "decode", 0), ("decode-1", "decode", 0)
     assert is_scaled(report(0, prefill, first, second), wanted)
@@ -183,7 +183,7 @@ def test_scaled_means_that_all_are_paired_and_the_others_gone() -> None:
 
 
 class Recorded:
-    """A cluster that counts what it is told."""
+    """A cluster that records the calls that it gets."""
 
     def __init__(self) -> None:
         self.counts: dict[Role, int] = {"prefill": 1, "decode": 1}
@@ -196,7 +196,7 @@ class Recorded:
 
 
 @pytest.mark.parametrize("acts", [False, True])
-def test_it_acts_only_where_it_may_and_says_what_it_would_do(acts: bool) -> None:
+def test_the_planner_scales_only_if_allowed_and_logs_proposals(acts: bool) -> None:
     cluster = Recorded()
     autoscaler = Autoscaler(ClusterConfig(autoscale=acts, autoscale_prefill="1:4"), cluster, boot_s=30.0)
     assert autoscaler.report() is None
@@ -214,14 +214,14 @@ def test_it_acts_only_where_it_may_and_says_what_it_would_do(acts: bool) -> None
         assert f"tandem scale prefill={plan.proposed_prefill} decode=1" in plan_lines(plan)
 
 
-def test_a_worker_counts_once_and_as_it_was_heard_last() -> None:
+def test_the_latest_report_of_a_worker_counts() -> None:
     old = report(2.0, ("prefill-0", "prefill", 0), load=WorkerLoad(num_running=1))
     new = report(0.1, ("prefill-0", "prefill", 0), load=WorkerLoad(num_running=5))
     assert [load.num_running for _, load in freshest_loads([old, new])] == [5]
     assert [load.num_running for _, load in freshest_loads([new, old])] == [5]
 
 
-def test_endpoints_are_read_again_only_when_they_change(tmp_path: Path) -> None:
+def test_endpoints_are_reread_only_after_a_change(tmp_path: Path) -> None:
     file = tmp_path / "proxies"
     reader = EndpointsFile(file)
     assert reader.changed() is None
@@ -233,7 +233,7 @@ def test_endpoints_are_read_again_only_when_they_change(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["proxies"]
 
 
-def test_wrong_options_say_how_to_mend_them(tmp_path: Path) -> None:
+def test_invalid_ray_options_name_the_remedy(tmp_path: Path) -> None:
     file = tmp_path / "cluster.toml"
     file.write_text("prefil = 2\n")
     with pytest.raises(ConfigError, match=r"unknown key prefil; did you mean prefill\?"):
@@ -251,7 +251,7 @@ def test_wrong_options_say_how_to_mend_them(tmp_path: Path) -> None:
             load_config(None, wrong)
 
 
-def test_without_ray_it_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_error_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     monkeypatch.delitem(sys.modules, "tandem.deploy.sites.ray_site", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'tandem-serve\[ray\]'"):

@@ -1,4 +1,4 @@
-"""What `tandem status` makes of two moments: figures of all proxies together, and a table that fits a terminal."""
+"""`tandem status` computes rates from two samples of all proxies and prints tables that fit a terminal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def figures(fast: int, slow: int, tokens: int) -> ServingFigures:
     return ServingFigures(3, 10 * tokens, tokens, fast + slow, ttft, none, none, {"prefill": 0.5 * (fast + slow)})
 
 
-def report(proxy_id: str, told: ServingFigures, num_bytes: int = 0, seconds: float = 0.0) -> StatusReport:
+def report(proxy_id: str, serving: ServingFigures, num_bytes: int = 0, seconds: float = 0.0) -> StatusReport:
     traffic = [PairTraffic("decode-0", num_bytes, 1, seconds)]
     prefill = WorkerInfo("prefill-0", "p", "prefill", "ipc://p", 11)
     decode = WorkerInfo("decode-0", "d", "decode", "ipc://d", 12)
@@ -40,29 +40,29 @@ def report(proxy_id: str, told: ServingFigures, num_bytes: int = 0, seconds: flo
         ),
         WorkerReport(decode, WorkerLoad(num_blocks=8, num_free_blocks=6), [], 0.2),
     ]
-    return StatusReport(proxy_id, "m", True, 2, workers, told)
+    return StatusReport(proxy_id, "m", True, 2, workers, serving)
 
 
-def test_figures_of_all_proxies_add_up_between_two_moments() -> None:
+def test_rates_add_up_over_all_proxies() -> None:
     then = Sample(100.0, [report("a", figures(10, 0, 1000), 1_000_000, 1.0), report("b", figures(5, 5, 50))])
     now = Sample(110.0, [report("a", figures(10, 4, 1500), 5_000_000, 3.0), report("b", figures(9, 5, 150))])
-    told = rates(now, then)
-    assert (told.num_waiting, told.num_finished) == (6, 8)
-    assert told.ttft_s == pytest.approx([0.1, 0.82, 0.982])  # four within each bucket
-    assert told.itl_s == [None, None, None]
-    assert told.output_tokens_per_s == 60 and told.prompt_tokens_per_s == 600 and told.finished_per_s == 0.8
-    assert told.stages_s == {"prefill": pytest.approx(0.5)}
-    assert told.bandwidth == {("prefill-0", "decode-0"): pytest.approx(2e6)}
+    result = rates(now, then)
+    assert (result.num_waiting, result.num_finished) == (6, 8)
+    assert result.ttft_s == pytest.approx([0.1, 0.82, 0.982])  # four within each bucket
+    assert result.itl_s == [None, None, None]
+    assert result.output_tokens_per_s == 60 and result.prompt_tokens_per_s == 600 and result.finished_per_s == 0.8
+    assert result.stages_s == {"prefill": pytest.approx(0.5)}
+    assert result.bandwidth == {("prefill-0", "decode-0"): pytest.approx(2e6)}
 
 
-def test_since_the_start_there_are_percentiles_but_no_rates() -> None:
+def test_figures_since_the_start_have_percentiles_but_no_rates() -> None:
     restarted = Sample(110.0, [report("c", figures(4, 0, 100))])  # unknown to the sample before
     assert rates(restarted, Sample(100.0, [report("a", figures(9, 9, 900))])).num_finished == 4
-    told = rates(restarted, None)
-    assert told.output_tokens_per_s is None and told.ttft_s[0] == pytest.approx(0.05)
+    result = rates(restarted, None)
+    assert result.output_tokens_per_s is None and result.ttft_s[0] == pytest.approx(0.05)
 
 
-def test_what_a_proxy_tells_is_what_its_metrics_hold() -> None:
+def test_serving_figures_equal_the_metrics() -> None:
     metrics = ProxyMetrics()
     attempt = AttemptTimes(dispatched_at=10.25, first_token_at=10.5)
     timer = SequenceTimer(metrics, 10.0, [attempt])
@@ -72,12 +72,12 @@ def test_what_a_proxy_tells_is_what_its_metrics_hold() -> None:
     timer.on_finished(11.0)
     for reason in ("slo", "queue_full", "client_limit"):
         metrics.rejected.labels(reason).inc()
-    told = serving_figures(metrics, Admission(8, lambda: 0.0))
-    assert (told.num_output_tokens, told.num_finished, told.num_waiting) == (3, 1, 0)
-    assert [sum(each.counts) for each in (told.ttft, told.itl, told.e2e)] == [1, 2, 1]
-    assert len(told.ttft.counts) == len(told.ttft.bounds_s) + 1
-    assert told.num_refused == 2  # the client's own limit is no want of room
-    assert list(told.stages_s) == list(STAGES) and sum(told.stages_s.values()) == pytest.approx(1.0)
+    reported = serving_figures(metrics, Admission(8, lambda: 0.0))
+    assert (reported.num_output_tokens, reported.num_finished, reported.num_waiting) == (3, 1, 0)
+    assert [sum(each.counts) for each in (reported.ttft, reported.itl, reported.e2e)] == [1, 2, 1]
+    assert len(reported.ttft.counts) == len(reported.ttft.bounds_s) + 1
+    assert reported.num_refused == 2  # the client's own limit does not count
+    assert list(reported.stages_s) == list(STAGES) and sum(reported.stages_s.values()) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("is_recent", [True, False])

@@ -1,4 +1,4 @@
-"""Processes that do not respond are named once, and only they."""
+"""The watchdog reports each unresponsive process once, and no other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tandem.deploy.launch.watchdog import INTERVAL_S, Watchdog
 
 
-def test_a_silent_process_is_named_once_and_its_successor_only_after_its_first_answer() -> None:
+def test_a_silent_process_is_reported_once_and_its_successor_only_after_its_first_answer() -> None:
     watchdog = Watchdog()
     watchdog.on_answer(0.0, "proxy-0")
     named = []
@@ -22,7 +22,7 @@ def test_a_silent_process_is_named_once_and_its_successor_only_after_its_first_a
     assert [watchdog.silent(now) for now in (101.0, 102.0)] == [[], []]
 
 
-def test_a_process_that_has_not_answered_yet_may_take_its_time() -> None:
+def test_a_process_is_not_silent_before_its_first_answer() -> None:
     watchdog = Watchdog()
     watchdog.on_answer(0.0, "proxy-0")
     watchdog.on_exit("proxy-0")
@@ -30,8 +30,8 @@ def test_a_process_that_has_not_answered_yet_may_take_its_time() -> None:
 
 
 @given(st.lists(st.sampled_from([INTERVAL_S, INTERVAL_S, 3.0, 60.0]), max_size=60))
-def test_nobody_is_named_after_a_pause_of_the_launcher(steps: list[float]) -> None:
-    """Its own pauses say nothing about the others, which answer whenever it runs."""
+def test_no_process_is_reported_after_a_pause_of_the_launcher(steps: list[float]) -> None:
+    """A pause of the launcher says nothing about other processes."""
     watchdog, now = Watchdog(), 0.0
     watchdog.on_answer(now, "proxy-0")
     for step in steps:

@@ -1,4 +1,4 @@
-"""Random orders of allocation, release and quarantine: each block has one owner, whose events alone free it."""
+"""Random orders of allocation, release and quarantine: each block has one owner, which alone frees it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine against transformers' own generate: float32, greedy, token for token, in odd chunks and mixed batches."""
+"""The engine equals transformers' `generate` in float32, token by token, in odd chunks and mixed batches."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ MODELS = {
         Qwen3MoeConfig,
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True},
     ),
-    "deepseek_v3": (  # latent attention: keys wider than values, more of them than the config's heads say
+    "deepseek_v3": (  # latent attention: keys are wider than values, and there are more key heads than in the config
         DeepseekV3ForCausalLM,
         DeepseekV3Config,
         {
@@ -130,7 +130,7 @@ def reference(folder: Path, prompts: list[list[int]], num_new: int) -> list[Gene
 
 
 class Engine:
-    """A model runner with a pool of its own, and tables of scattered blocks."""
+    """A model runner with its own pool and tables of scattered blocks."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         config = EngineConfig(model=str(folder), dtype="float32", device="cpu", block_size=8, kv_cache_bytes=1 << 24)
@@ -179,7 +179,7 @@ def generate_in_odd_chunks(folder: Path, prompts: list[list[int]], num_new: int)
 
 
 def generate_by_two(folder: Path, prompts: list[list[int]], num_new: int) -> list[Generated]:
-    """One engine computes the prompts, the blocks are copied as they are, and another engine goes on."""
+    """One engine computes the prompts; another gets copies of the blocks and continues."""
     prefill, decode = Engine(folder, 1), Engine(folder, 2)
     done = [0] * len(prompts)
     generated: list[Generated] = [([], []) for _ in prompts]
@@ -223,7 +223,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_work_is_refused_in_one_line(kind: str, tmp_path: Path) -> None:
+def test_unsupported_configurations_are_refused_in_one_line(kind: str, tmp_path: Path) -> None:
     config, reason = REFUSED[kind]
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=reason) as caught:

@@ -1,4 +1,4 @@
-"""The thread that owns the model lets go of a step when it has run it."""
+"""The engine thread keeps no reference to a finished step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Runner:
 
 
 class HeldBatch(Batch, frozen=True, weakref=True):
-    """One that weak references may lead to."""
+    """A batch that supports weak references."""
 
 
 def a_batch(is_wrong: bool) -> HeldBatch:
@@ -32,19 +32,19 @@ def a_batch(is_wrong: bool) -> HeldBatch:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_step_that_is_done_is_held_by_nobody(fails: bool) -> None:
+def test_a_finished_step_is_not_referenced(fails: bool) -> None:
     posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    thread = EngineThread(Runner, lambda callback, *told: posted.put((callback, told)), 1)  # type: ignore[arg-type]
+    thread = EngineThread(Runner, lambda callback, *outcome: posted.put((callback, outcome)), 1)  # type: ignore[arg-type]
     thread.start(lambda error: None)
     posted.get(timeout=60)
     with kept_garbage() as garbage:
         batches = [a_batch(fails)]
         held = weakref.ref(batches[0])
-        thread.submit(batches.pop(), lambda *told: None)
+        thread.submit(batches.pop(), lambda *outcome: None)
         assert posted.get(timeout=60)[1][0] == (None if fails else [])
         deadline = time.monotonic() + 60
         while held() is not None and time.monotonic() < deadline:
-            time.sleep(0.001)  # it tells of the end a moment before
+            time.sleep(0.001)  # the end is posted just before the reference is dropped
         assert held() is None
     assert not frames_in("engine/", garbage)
     thread.stop(60)

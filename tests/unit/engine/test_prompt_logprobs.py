@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, in chunks and beside other work, against transformers' own forward."""
+"""Log-probabilities of prompt tokens, in chunks and mixed batches, equal those of transformers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_prompt_logprobs_equal_transformers(folder: Path, rows_per_slice: int, m
     prompt = [rng.randrange(320) for _ in range(45)]
     other = [rng.randrange(320) for _ in range(20)]
     greedy = Sample(SamplingParams(temperature=0.0, logprobs=2))
-    told: list[TokenLogprobs] = []
+    reported: list[TokenLogprobs] = []
     for start, end in ((0, 20), (20, 21), (21, 45)):
         item = BatchItem(
             prompt[start:end],
@@ -64,15 +64,15 @@ def test_prompt_logprobs_equal_transformers(folder: Path, rows_per_slice: int, m
         beside = BatchItem(other, 0, list(range(20, 30)), [greedy])
         first, second = runner.run(Batch([beside, item]))
         assert first.prompt_logprobs == []
-        told += second.prompt_logprobs
+        reported += second.prompt_logprobs
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.inference_mode():
         logprobs = model(torch.tensor([prompt])).logits[0].log_softmax(-1)
         [of_other] = model(torch.tensor([other])).logits[0, -1:].argmax(-1).tolist()
     assert first.tokens[0].token_id == of_other
     assert [token.token_id for token in second.tokens] == [int(logprobs[-1].argmax())] * 2
-    assert len(told) == 44
-    for row, target, one in zip(logprobs[:-1], prompt[1:], told, strict=True):
+    assert len(reported) == 44
+    for row, target, one in zip(logprobs[:-1], prompt[1:], reported, strict=True):
         assert one.logprob == pytest.approx(float(row[target]), abs=1e-4)
         assert one.rank == 1 + int((row > row[target]).sum())
         assert [p for _, p in one.top] == pytest.approx(row.topk(3).values.tolist(), abs=1e-4)

@@ -1,4 +1,4 @@
-"""What a worker tells of its speed: its latest steps, and not that it once stood still."""
+"""A worker's reported prompt speed follows its latest steps and ignores stalls."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ def measured(*steps: tuple[int, float]) -> PromptSpeed:
     return speed
 
 
-def test_nothing_is_known_before_the_first_prompt() -> None:
+def test_speed_is_unknown_before_the_first_prompt() -> None:
     assert PromptSpeed().tokens_per_s == 0
     assert measured((0, 3.0)).tokens_per_s == 0
 
 
-def test_it_is_that_of_all_steps_so_far() -> None:
+def test_speed_covers_all_steps() -> None:
     assert measured((100, 1.0), (50, 0.5), (0, 9.0)).tokens_per_s == pytest.approx(100)
 
 
 @pytest.mark.parametrize("num_tokens", [16, 512, 8192])
-def test_a_worker_that_stood_still_amid_a_step_is_as_fast_as_before(num_tokens: int) -> None:
-    """To half, for as many tokens as steps have at most."""
+def test_a_stall_during_a_step_does_not_lower_the_speed(num_tokens: int) -> None:
+    """A stall may halve the speed for at most one full step's tokens."""
     ordinary = [(num_tokens, num_tokens / 1000)] * 8
     assert measured(*ordinary, (num_tokens, 3600.0)).tokens_per_s > 499
 
 
 @pytest.mark.parametrize("factor", [0.1, 3.0, 20.0])
-def test_a_lasting_change_is_learnt(factor: float) -> None:
+def test_speed_follows_a_lasting_change(factor: float) -> None:
     steps = [(1024, 1.024)] * 20 + [(1024, 1.024 * factor)] * 60
     assert measured(*steps).tokens_per_s == pytest.approx(1000 / factor, rel=0.05)
 
 
 def test_short_prompts_after_long_ones_count_in_full() -> None:
-    """Each takes fifteen times as long for its token."""
+    """A short prompt takes fifteen times as long per token."""
     steps = [(1024, 1.024)] * 20 + [(1, 0.015)] * 400
     exact = sum(0.5 ** ((400 - index - 1) / 4096) * 0.015 for index in range(400))
     long_ago = 0.5 ** (400 / 4096) * sum(0.5 ** (1024 * index / 4096) for index in range(20)) * 1.024

@@ -1,4 +1,4 @@
-"""Two ranks, one of them a real follower process, compute what one rank computes: float32, greedy, token for token."""
+"""Two ranks, one of them a real follower process, generate the same tokens as one rank, greedily in float32."""
 
 from __future__ import annotations
 
@@ -102,15 +102,17 @@ def test_two_ranks_equal_one(config: EngineConfig, group_and_lost: tuple[TensorP
     assert len(lost) == 1 and "out of step" in lost[0]
 
 
-def test_followers_get_the_batch_without_the_choosing() -> None:
+def test_followers_get_the_batch_without_sampling_fields() -> None:
     params = SamplingParams(temperature=0.7, repetition_penalty=1.1, seed=7)
     item = BatchItem([1, 2, 3], 8, (5, 6), [Sample(params, [1] * 99, [2], {3})] * 3, 2, [4, 5, 6])
     shared = Codec[Batch](Batch).decode(Codec[Batch](Batch).encode(without_sampling(Batch([item], [(1, 2)]))))
-    (told,) = shared.items
-    assert (told.token_ids, told.start, list(told.block_table)) == ([1, 2, 3], 8, [5, 6])
-    assert (told.num_prompt_logprobs, told.target_token_ids) == (2, [4, 5, 6])
+    (shared_item,) = shared.items
+    assert (shared_item.token_ids, shared_item.start, list(shared_item.block_table)) == ([1, 2, 3], 8, [5, 6])
+    assert (shared_item.num_prompt_logprobs, shared_item.target_token_ids) == (2, [4, 5, 6])
     assert [tuple(copy) for copy in shared.block_copies] == [(1, 2)]
-    assert len(told.samples) == 3 and not any(s.prompt_token_ids or s.params.temperature for s in told.samples)
+    assert len(shared_item.samples) == 3 and not any(
+        s.prompt_token_ids or s.params.temperature for s in shared_item.samples
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,9 +123,7 @@ def test_followers_get_the_batch_without_the_choosing() -> None:
         (8, 2, 4, "2 key-value heads, which 4 ranks cannot share"),
     ],
 )
-def test_sizes_that_do_not_divide_the_heads_name_those_that_do(
-    num_heads: int, num_kv_heads: int, size: int, message: str
-) -> None:
+def test_invalid_sizes_name_the_valid_ones(num_heads: int, num_kv_heads: int, size: int, message: str) -> None:
     plan = {"layers.*.self_attn.k_proj": "colwise"}
     heads = {"num_attention_heads": num_heads, "num_key_value_heads": num_kv_heads}
     model = SimpleNamespace(model_type="llama", base_model_tp_plan=plan, **heads)
@@ -131,7 +131,7 @@ def test_sizes_that_do_not_divide_the_heads_name_those_that_do(
         check_shards("some/model", model, size)
 
 
-def test_a_model_whose_plan_keeps_attention_whole_is_refused() -> None:
+def test_a_model_whose_plan_does_not_split_attention_is_refused() -> None:
     plan = {"layers.*.self_attn.qkv_proj": "colwise_gather_output"}
     model = SimpleNamespace(model_type="phi3", num_attention_heads=4, base_model_tp_plan=plan)
     with pytest.raises(ConfigError, match="does not split its attention heads"):

@@ -1,4 +1,4 @@
-"""Connectors of other packages, found the way that installed packages are: by their metadata on the path."""
+"""Connectors of other packages are found by their entry points."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install
     sys.modules.pop("other_connectors", None)
 
 
-def test_an_installed_connector_is_known_by_its_name(install: Install) -> None:
+def test_an_installed_connector_is_found_by_name(install: Install) -> None:
     with pytest.raises(ConfigError, match=r"unknown connector 'memory'; known are auto, ipc, gloo, nccl$"):
         offered_connectors("memory", "cpu")
     install(MEMORY)
     assert offered_connectors("memory", "cpu") == ["memory"]
-    assert offered_connectors("auto", "cpu") == ["ipc", "gloo"], "it must be asked for"
+    assert offered_connectors("auto", "cpu") == ["ipc", "gloo"], "plugins are used only by name"
     with pytest.raises(ConfigError, match=r"unknown connector 'pigeon'; known are auto, ipc, gloo, nccl, memory$"):
         offered_connectors("pigeon", "cpu")
     assert load_config(None, {"kv_connector": "memory"}).kv_connector == "memory"
 
 
-def test_it_moves_blocks(install: Install) -> None:
+def test_an_installed_connector_moves_blocks(install: Install) -> None:
     install(MEMORY)
     source, target = torch.arange(32, dtype=torch.uint8).view(4, 8), torch.zeros(4, 8, dtype=torch.uint8)
     outcomes: list[object] = []
@@ -77,7 +77,7 @@ def test_it_moves_blocks(install: Install) -> None:
     assert torch.equal(target[[3, 0]], source[[1, 2]])
 
 
-def test_the_handshake_respects_its_reach(install: Install) -> None:
+def test_the_handshake_respects_a_connectors_reach(install: Install) -> None:
     install(MEMORY)
     layout = KVLayout("model", "bfloat16", 2, 2, 16, 16)
     offer = OpenPair(PROTOCOL_VERSION, "prefill-0", "epoch", 1, "pair", layout, "here", "cpu", ["memory"])
@@ -93,11 +93,11 @@ def test_the_handshake_respects_its_reach(install: Install) -> None:
         ("network = 3", "'memory' of other-connectors has no devices"),
     ],
 )
-def test_a_broken_one_is_refused_by_name(install: Install, source: str, words: str) -> None:
+def test_a_broken_connector_is_named_in_the_error(install: Install, source: str, words: str) -> None:
     install(source)
     with pytest.raises(ConfigError, match=words):
         offered_connectors("memory", "cpu")
-    assert offered_connectors("gloo", "cpu") == ["gloo"], "our own names cannot be taken over"
+    assert offered_connectors("gloo", "cpu") == ["gloo"], "built-in names cannot be replaced"
 
 
 FAILING = """
@@ -117,12 +117,12 @@ FAILING = """
 """
 
 
-def test_the_peer_is_told_when_a_path_cannot_be_opened(install: Install) -> None:
-    """A prefill worker of two ranks: what was opened for the first is closed again, and the pair is forgotten."""
+def test_a_path_that_cannot_be_opened_closes_the_pair(install: Install) -> None:
+    """A prefill worker has two ranks: the first rank's path is closed again, and the pair is dropped."""
     install(FAILING)
     layout = KVLayout("model", "bfloat16", 2, 2, 16, 16)
     blocks = torch.zeros(4, 512, dtype=torch.uint8)
-    told: list[object] = []
+    sent: list[object] = []
     lost: list[tuple[str, str, bool]] = []
 
     async def run() -> IncomingPairs:
@@ -131,7 +131,7 @@ def test_the_peer_is_told_when_a_path_cannot_be_opened(install: Install) -> None
             "epoch",
             table,
             WorkerPools(RankPool(0, layout, blocks, "127.0.0.1"), ConnectorParams()),
-            lambda pair_id, message: told.append(message),
+            lambda pair_id, message: sent.append(message),
             lambda *loss: lost.append(loss),
             lambda epoch: None,
         )
@@ -143,7 +143,7 @@ def test_the_peer_is_told_when_a_path_cannot_be_opened(install: Install) -> None
         return pairs
 
     asyncio.run(run())
-    assert told == [ClosePair("pair", "no more queue pairs")]
+    assert sent == [ClosePair("pair", "no more queue pairs")]
     assert lost == [("pair", "no more queue pairs", True)]
     [receiver] = load_connector("memory").opened  # type: ignore[attr-defined]
     assert receiver.closed

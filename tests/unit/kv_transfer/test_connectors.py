@@ -109,8 +109,8 @@ def test_blocks_arrive_where_they_should(
     assert error is not None and "closed" in error.message
 
 
-def test_a_peer_that_goes_away_fails_the_transfer(pool_file: tuple[int, torch.Tensor]) -> None:
-    """Nobody receives: the sender's deadline ends the job, and jobs behind it fail with it."""
+def test_a_peer_that_exits_fails_the_transfer(pool_file: tuple[int, torch.Tensor]) -> None:
+    """Without a receiver, the sender's deadline ends the job and the jobs queued after it."""
     sender, receiver, _, _ = open_pair("gloo", pool_file)
     receiver.close()
     outcomes, got = Outcomes(), Outcomes()
@@ -125,11 +125,9 @@ def test_a_peer_that_goes_away_fails_the_transfer(pool_file: tuple[int, torch.Te
 
 
 @pytest.mark.parametrize("connector", ["ipc", "gloo"])
-def test_preparing_changes_nothing_and_takes_pages_where_the_peer_will_write(
-    connector: str, pool_file: tuple[int, torch.Tensor]
-) -> None:
+def test_preparing_allocates_pages_and_changes_no_content(connector: str, pool_file: tuple[int, torch.Tensor]) -> None:
     sender, receiver, source, destination = open_pair(connector, pool_file)
-    destination[5] = 7  # its page is there already
+    destination[5] = 7  # its page is already mapped
     num_before = os.fstat(pool_file[0]).st_blocks
     sender.prepare([4, 5, 6, 20])
     sent, received = Outcomes(), Outcomes()
@@ -148,7 +146,7 @@ def test_preparing_changes_nothing_and_takes_pages_where_the_peer_will_write(
 
 
 def num_mapped_pages(tensor: torch.Tensor) -> int:
-    """Of this memory's pages those that are in our page table: bit 63 of each entry of pagemap."""
+    """Returns how many of the memory's pages are mapped: bit 63 of each pagemap entry."""
     with Path("/proc/self/pagemap").open("rb") as pagemap:
         pagemap.seek(tensor.data_ptr() // mmap.PAGESIZE * 8)
         entries = pagemap.read(-(-tensor.nbytes // mmap.PAGESIZE) * 8)
@@ -160,7 +158,7 @@ def test_pages_that_arrived_are_mapped_before_they_are_read(pool_file: tuple[int
     blocks = list(range(NUM_BLOCKS))
     sent, received, mapped = Outcomes(), Outcomes(), Outcomes()
     sender.send(blocks, blocks, sent)
-    assert sent.next() is None and num_mapped_pages(destination) == 0, "written through the sender's mapping alone"
+    assert sent.next() is None and num_mapped_pages(destination) == 0, "only the sender's mapping was written"
     for _ in range(2):
         receiver.receive(blocks, received)
         assert received.next() is None
@@ -198,10 +196,10 @@ def test_handshake_chooses() -> None:
 def test_handshake_names_the_field_that_differs(field: str) -> None:
     value = getattr(LAYOUT, field)
     other = msgspec.structs.replace(LAYOUT, **{field: value + "x" if isinstance(value, str) else value + 1})
-    told = "total_kv_heads" if field in ("num_kv_heads", "tensor_parallel_size") else field
-    with pytest.raises(KVLayoutMismatch, match=told) as caught:
+    named = "total_kv_heads" if field in ("num_kv_heads", "tensor_parallel_size") else field
+    with pytest.raises(KVLayoutMismatch, match=named) as caught:
         agree(offer(layout=other), LAYOUT, host_id(), "cpu", ["ipc"])
-    assert str(getattr(LAYOUT, told)) in caught.value.message and str(getattr(other, told)) in caught.value.message
+    assert str(getattr(LAYOUT, named)) in caught.value.message and str(getattr(other, named)) in caught.value.message
 
 
 def test_handshake_lets_workers_of_different_numbers_of_ranks_pair() -> None:
@@ -222,7 +220,7 @@ def test_handshake_refuses_another_device_and_names_both() -> None:
         agree(offer(device="cuda", connectors=["nccl"]), LAYOUT, host_id(), "cpu", ["ipc", "gloo"])
 
 
-def test_unknown_connectors_list_the_known() -> None:
+def test_unknown_connectors_list_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="unknown connector 'pigeon'; known are auto, ipc, gloo, nccl"):
         offered_connectors("pigeon", "cpu")
     with pytest.raises(ConfigError, match="nccl"):
@@ -251,14 +249,14 @@ def test_is_run(block_ids: list[int]) -> None:
 
 
 @given(st.sampled_from(["gloo", "nccl"]), st.integers(1, 1 << 28))
-def test_messages_are_few_and_bounded(backend: str, block_bytes: int) -> None:
+def test_messages_are_few_and_limited_in_size(backend: str, block_bytes: int) -> None:
     num_blocks, num_under_way = message_plan(backend, block_bytes)
     assert num_blocks >= 1 and num_under_way >= 2
     assert num_blocks * block_bytes <= max(block_bytes, MESSAGE_BYTES[backend])
     assert num_under_way * num_blocks * block_bytes <= max(2 * block_bytes, 4 * MESSAGE_BYTES[backend])
 
 
-def test_large_blocks_travel_from_where_they_lie() -> None:
+def test_large_blocks_are_sent_without_a_copy() -> None:
     assert message_plan("gloo", 64 << 10) == (64, 2)
     assert message_plan("gloo", 1 << 20) == (1, 8)
     assert message_plan("nccl", 2 << 20) == (8, 2)

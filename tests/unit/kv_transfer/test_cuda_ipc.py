@@ -1,4 +1,4 @@
-"""What of KV transfer between GPUs can be told without one: the choice of connector, messages, refusals, runs.
+"""KV transfer between GPUs, as far as it can be tested without one: choice of connector, messages, refusals, runs.
 
 `tests/gpu/test_kv_transfer.py` has the rest.
 """
@@ -69,13 +69,13 @@ def test_with_several_ranks_every_path_must_stay_on_its_gpu() -> None:
     assert agree(offer(["GPU-a", "GPU-a"], layout=SPLIT), LAYOUT, "here", "cuda", GPUS, ["GPU-a"]) == "ipc"
 
 
-def test_ipc_between_two_gpus_is_refused_and_says_where() -> None:
+def test_ipc_between_two_gpus_is_refused_and_names_them() -> None:
     with pytest.raises(KVLayoutMismatch, match=r"on different GPUs of the same host\): prefill offers ipc on cuda"):
         agree(offer(["GPU-a"], connectors=["ipc"]), LAYOUT, "here", "cuda", GPUS, ["GPU-b"])
 
 
 @given(st.binary(max_size=80), st.integers(0, 2**62), st.binary(max_size=80), st.booleans())
-def test_the_handle_travels_as_a_message(handle: bytes, size: int, event: bytes, waits: bool) -> None:
+def test_the_ipc_handle_survives_encoding(handle: bytes, size: int, event: bytes, waits: bool) -> None:
     pool = CudaPoolHandle(handle, size, 512, b"/counter", 7, event, waits)
     params = ConnectorParams(1, 0, size, 3, "GPU-a", pool)
     codec: Codec[ToPrefillPeer] = Codec(ToPrefillPeer)
@@ -90,13 +90,13 @@ def test_the_handle_travels_as_a_message(handle: bytes, size: int, event: bytes,
         (ConnectorParams(1, 0, 8192, 4, "GPU-a", HANDLE), "smaller than the 8192 bytes"),
     ],
 )
-def test_what_cannot_be_mapped_is_refused(params: ConnectorParams, words: str) -> None:
+def test_invalid_handles_are_refused(params: ConnectorParams, words: str) -> None:
     with pytest.raises(KVTransferFailed, match=words):
         map_peer_pool(params, torch.device("cuda", 0))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the handle itself is refused; see tests/gpu")
-def test_a_process_without_a_gpu_says_that_it_cannot_map() -> None:
+def test_a_process_without_a_gpu_cannot_map() -> None:
     with pytest.raises(KVTransferFailed, match="cannot map the peer's KV pool"):
         map_peer_pool(ConnectorParams(1, 0, 4096, 4, "GPU-a", HANDLE), torch.device("cuda", 0))
 
@@ -109,7 +109,7 @@ def test_a_pool_on_cpu_has_no_handle() -> None:
 
 
 @given(st.lists(st.integers(0, 19), unique=True, min_size=1), st.randoms())
-def test_runs_are_copied_whole_and_nothing_else_is(src: list[int], rng: random.Random) -> None:
+def test_exactly_the_runs_are_copied(src: list[int], rng: random.Random) -> None:
     dst = rng.sample(range(20), len(src)) if rng.random() < 0.5 else src
     source = torch.arange(20 * 6, dtype=torch.uint8).view(20, 3, 2)
     for view in (slice(None), slice(0, 1)):  # whole blocks, and some heads of each

@@ -1,4 +1,4 @@
-"""The fake connector keeps the rules of the real ones, and its faults are those that were asked for."""
+"""The fake connector follows the rules of the real ones and injects exactly the configured faults."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Clock:
 
 
 class Pair:
-    """Two pools, a path between them, and what became of each job by name."""
+    """Two pools, a path between them, and the outcome of each job by name."""
 
     def __init__(self, one_sided: bool, faults: Faults | None = None, seed: int = 0) -> None:
         self.clock = Clock()
@@ -68,7 +68,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("one_sided", [True, False])
-def test_blocks_arrive_in_order_and_late(one_sided: bool) -> None:
+def test_blocks_arrive_delayed_and_in_order(one_sided: bool) -> None:
     pair = Pair(one_sided, Faults(delay_s=1.0))
     pair.send("a", [0, 1, 2], [5, 4, 9])
     pair.receive("a", [5, 4, 9])
@@ -80,7 +80,7 @@ def test_blocks_arrive_in_order_and_late(one_sided: bool) -> None:
     assert sorted(pair.outcomes) == [("receive a", None), ("send a", None)]
 
 
-def test_what_was_under_way_is_written_after_the_pair_was_closed() -> None:
+def test_blocks_in_flight_are_written_after_the_pair_is_closed() -> None:
     pair = Pair(one_sided=True, faults=Faults(delay_s=1.0))
     pair.send("begun", [0, 1], [0, 1])
     pair.send("waiting", [2], [2])
@@ -97,7 +97,7 @@ def test_what_was_under_way_is_written_after_the_pair_was_closed() -> None:
     assert len(closed) == 1
 
 
-def test_a_receiver_that_has_failed_is_not_written_to() -> None:
+def test_a_failed_receiver_is_not_written_to() -> None:
     pair = Pair(one_sided=False, faults=Faults(delay_s=1.0))
     pair.send("a", [0, 1, 2], [0, 1, 2])
     pair.receive("a", [0, 1, 2])
@@ -112,7 +112,7 @@ def test_a_receiver_that_has_failed_is_not_written_to() -> None:
     assert pair.failed() == ["receive a", "send a"]
 
 
-def test_a_receiver_that_stands_still_is_written_to_by_a_peer_that_writes_by_itself() -> None:
+def test_one_sided_senders_write_to_a_frozen_receiver() -> None:
     pair = Pair(one_sided=True, faults=Faults(delay_s=1.0))
     pair.network.freeze("path", "receiver")
     pair.send("a", [0, 1], [0, 1])
@@ -124,7 +124,7 @@ def test_a_receiver_that_stands_still_is_written_to_by_a_peer_that_writes_by_its
     assert sorted(pair.outcomes) == [("receive a", None), ("send a", None)]
 
 
-def test_a_receiver_that_stands_still_costs_its_peer_the_path_and_takes_nothing_when_it_wakes() -> None:
+def test_a_frozen_two_sided_receiver_fails_the_path_and_receives_nothing() -> None:
     pair = Pair(one_sided=False, faults=Faults(delay_s=1.0))
     pair.send("a", [0, 1, 2], [0, 1, 2])
     pair.receive("a", [0, 1, 2])
@@ -138,7 +138,7 @@ def test_a_receiver_that_stands_still_costs_its_peer_the_path_and_takes_nothing_
     assert pair.failed() == ["send a", "receive a"] and torch.equal(pair.target, before)
 
 
-def test_nobody_receives() -> None:
+def test_sends_without_a_receiver_time_out() -> None:
     pair = Pair(one_sided=False)
     pair.send("a", [0], [0])
     pair.send("b", [0], [0])
@@ -148,7 +148,7 @@ def test_nobody_receives() -> None:
     assert pair.failed() == ["send a", "send b"] and not pair.target.any()
 
 
-def test_waiting_behind_a_slow_transfer_is_not_silence() -> None:
+def test_waiting_for_a_slow_transfer_is_no_time_out() -> None:
     pair = Pair(one_sided=False, faults=Faults(delay_s=4.0))
     for name in "abc":
         pair.send(name, [0, 1], [0, 1])
@@ -158,7 +158,7 @@ def test_waiting_behind_a_slow_transfer_is_not_silence() -> None:
 
 
 @pytest.mark.parametrize("one_sided", [True, False])
-def test_faults_come_as_often_as_asked(one_sided: bool) -> None:
+def test_faults_occur_at_the_configured_rate(one_sided: bool) -> None:
     num_lost = num_corrupted = 0
     for seed in range(300):
         pair = Pair(one_sided, Faults(loss=0.3, corruption=0.2), seed)
@@ -218,7 +218,7 @@ def run(acts: list[str], one_sided: bool, seed: int) -> Pair:
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(ACTS, max_size=30), st.booleans(), st.integers(0, 1000))
-def test_every_job_ends_once_and_the_same_seed_gives_the_same_run(acts: list[str], one_sided: bool, seed: int) -> None:
+def test_every_job_ends_once_and_runs_are_reproducible(acts: list[str], one_sided: bool, seed: int) -> None:
     pair = run(acts, one_sided, seed)
     ended = Counter(name for name, _ in pair.outcomes)
     sends = [f"send {i}" for i, act in enumerate(acts) if act == "send"]

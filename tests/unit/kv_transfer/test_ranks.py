@@ -1,4 +1,4 @@
-"""KV transfer between workers of several ranks: which heads go where, and that they arrive, over real transports."""
+"""KV transfer between workers of several ranks: head routes, and complete blocks over real transports."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOST = "127.0.0.1"
 
 
 @given(st.data())
-def test_every_head_goes_once_to_where_it_belongs(data: st.DataObject) -> None:
+def test_every_head_is_routed_exactly_once(data: st.DataObject) -> None:
     num_kv_heads = data.draw(st.integers(1, 48))
     sizes = st.sampled_from([n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0])
     src_size, dst_size = data.draw(sizes), data.draw(sizes)
@@ -48,7 +48,7 @@ def test_every_head_goes_once_to_where_it_belongs(data: st.DataObject) -> None:
     assert sorted(moved) == list(range(num_kv_heads))
 
 
-def test_equally_many_ranks_move_whole_blocks_one_to_one() -> None:
+def test_equal_numbers_of_ranks_move_whole_blocks() -> None:
     routes = head_routes(8, 4, 4)
     assert [(r.src_rank, r.dst_rank) for r in routes] == [(0, 0), (1, 1), (2, 2), (3, 3)]
     assert all((r.src.start, r.src.stop, r.src.num_kv_heads) == (0, 2, 2) and r.src == r.dst for r in routes)
@@ -118,7 +118,7 @@ def checksums_of(worker: Worker, block_ids: list[int]) -> list[int]:
     return answer
 
 
-def test_checksums_that_cannot_be_taken_are_an_error_for_that_call_alone() -> None:
+def test_a_failed_checksum_fails_only_its_call() -> None:
     with worker_of(2) as worker:
         answers: queue.Queue[list[int] | KVTransferFailed] = queue.Queue()
         worker.pools.checksums([NUM_BLOCKS], answers.put)
@@ -169,13 +169,13 @@ def test_blocks_of_all_ranks_arrive(connector: str, sizes: tuple[int, int]) -> N
         assert error is not None and "closed" in error.message
 
 
-def test_a_rank_that_is_gone_fails_what_was_asked_of_it() -> None:
+def test_a_dead_rank_fails_its_jobs() -> None:
     with worker_of(2) as prefill, worker_of(2) as decode:
         ready, sent = Outcomes(), Outcomes()
         sender = prefill.pools.open_sender("ipc", "pair", decode.pools.params, ready)
         assert ready.next() is None
         with socket.socket(fileno=os.dup(prefill.follower_ends[0].fileno())) as end:
-            end.shutdown(socket.SHUT_RDWR)  # so its process's death looks from here
+            end.shutdown(socket.SHUT_RDWR)  # this is how the death of its process appears here
         sender.send([1], [1], sent)
         error = sent.next()
         assert error is not None and "rank" in error.message
@@ -183,7 +183,7 @@ def test_a_rank_that_is_gone_fails_what_was_asked_of_it() -> None:
         assert sent.next() is not None
 
 
-def test_a_rank_that_does_not_come_up_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_does_not_start_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tandem.kv_transfer.ranks.worker_pools.READY_TIMEOUT_S", 0.01)
     layout = KVLayout("model", "bfloat16", NUM_LAYERS, 3, 8, 4, 2)
     ours, theirs = open_channel()
@@ -196,7 +196,7 @@ def test_a_rank_that_does_not_come_up_is_an_error(monkeypatch: pytest.MonkeyPatc
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8))
-def test_the_last_of_several_reports_for_all(failures: list[bool]) -> None:
+def test_the_last_rank_reports_for_all(failures: list[bool]) -> None:
     outcomes = Outcomes()
     done = when_all(len(failures), outcomes)
     errors = [KVTransferFailed(str(i)) if failed else None for i, failed in enumerate(failures)]

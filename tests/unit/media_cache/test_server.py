@@ -1,5 +1,4 @@
-"""The media cache over its socket: one round trip on a hit, two on a miss, and nothing left after a client has
-exited."""
+"""The media cache over its socket: one round trip on a hit, two on a miss, and no leases of exited clients."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ KEYS = [MediaKey(bytes([number]) * 32, "input") for number in range(200)]
 
 @asynccontextmanager
 async def cache(folder: Path, capacity_bytes: int = 1 << 20) -> AsyncIterator[MediaCacheClient]:
-    """The server, on this loop, and a client."""
+    """Yields a client of a server that runs on this loop."""
     server = MediaCacheServer(MediaCacheConfig(f"ipc://{folder}/cache.sock", capacity_bytes))
     running = asyncio.create_task(server.run())
     context = new_context()
@@ -74,7 +73,7 @@ async def put(client: MediaCacheClient, lease_id: str, keys: list[MediaKey], dat
     return granted
 
 
-def test_what_a_lease_holds_outlasts_the_cache(tmp_path: Path) -> None:
+def test_leased_items_outlive_the_cache_process(tmp_path: Path) -> None:
     def opened() -> int:
         return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -107,7 +106,7 @@ def test_without_descriptors_images_are_refused(tmp_path: Path) -> None:
         item = MediaItem(KEYS[0].digest, "image", ((0, 1),), granted.segment, ())
         read = msgspec.structs.replace(item, tensors=(MediaTensor("pixel_values", "uint8", (6,), HEADER_BYTES, 6),))
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        free = os.dup(0)  # the next that there is
+        free = os.dup(0)  # its successor
         os.close(free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
         try:
@@ -126,7 +125,7 @@ def test_without_descriptors_images_are_refused(tmp_path: Path) -> None:
     with_cache(tmp_path, test)
 
 
-def test_calls_fail_when_the_cache_ends_and_later_ones_go_to_the_next(tmp_path: Path) -> None:
+def test_calls_fail_when_the_cache_exits_and_later_ones_reach_its_successor(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/cache.sock"
     (tmp_path / "cache.json").write_bytes(msgspec.json.encode(MediaCacheConfig(endpoint, 1 << 20)))
 
@@ -157,7 +156,7 @@ def test_calls_fail_when_the_cache_ends_and_later_ones_go_to_the_next(tmp_path: 
     asyncio.run(run())
 
 
-def test_bytes_are_written_once_and_read_by_whoever_asks(tmp_path: Path) -> None:
+def test_bytes_are_written_once_and_read_by_all(tmp_path: Path) -> None:
     async def test(client: MediaCacheClient) -> None:
         await put(client, "a", KEYS[:2], b"pixels")
         client.release(["a"])
@@ -170,7 +169,7 @@ def test_bytes_are_written_once_and_read_by_whoever_asks(tmp_path: Path) -> None
         status = await client.status()
         assert (status.num_items, status.used_bytes, status.num_leases) == (0, 0, 0)
         assert (status.num_hits, status.num_misses) == (1, 3)
-        assert mapped[HEADER_BYTES : HEADER_BYTES + 6] == b"pixels", "whoever has it mapped keeps it"
+        assert mapped[HEADER_BYTES : HEADER_BYTES + 6] == b"pixels", "a mapped item stays readable"
         with pytest.raises(WorkerLost):
             map_segment(hit.segment, KEYS[0])
 
@@ -178,7 +177,7 @@ def test_bytes_are_written_once_and_read_by_whoever_asks(tmp_path: Path) -> None
     assert num_memfds() == 0
 
 
-def test_a_descriptor_that_was_used_again_is_noticed(tmp_path: Path) -> None:
+def test_a_reused_descriptor_is_detected(tmp_path: Path) -> None:
     async def test(client: MediaCacheClient) -> None:
         [old] = await put(client, "a", KEYS[:1], b"one")
         client.release(["a"])
@@ -194,7 +193,7 @@ def test_a_descriptor_that_was_used_again_is_noticed(tmp_path: Path) -> None:
     with_cache(tmp_path, test)
 
 
-def test_many_items_take_one_round_trip_each_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_items_take_one_round_trip_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(client: MediaCacheClient) -> None:
         sent: list[str] = []
         send = client._socket.send
@@ -207,7 +206,7 @@ def test_many_items_take_one_round_trip_each_way(tmp_path: Path, monkeypatch: py
     with_cache(tmp_path, test)
 
 
-def test_one_that_waits_is_answered_when_the_other_has_written(tmp_path: Path) -> None:
+def test_a_waiting_client_is_answered_when_the_item_is_written(tmp_path: Path) -> None:
     async def test(client: MediaCacheClient) -> None:
         [item] = await client.acquire("a", [WantedMedia(KEYS[0], 100)])
         waiting = asyncio.create_task(client.acquire("b", [WantedMedia(KEYS[0], 100)]))
@@ -222,7 +221,7 @@ def test_one_that_waits_is_answered_when_the_other_has_written(tmp_path: Path) -
     with_cache(tmp_path, test)
 
 
-def test_what_cannot_be_is_refused_in_words(tmp_path: Path) -> None:
+def test_impossible_calls_are_refused_with_a_reason(tmp_path: Path) -> None:
     async def test(client: MediaCacheClient) -> None:
         with pytest.raises(InvalidRequest, match="the media cache has 1000"):
             await client.acquire("a", [WantedMedia(KEYS[0], 1001)])
@@ -253,7 +252,7 @@ def test_bytes_over_the_socket_for_other_hosts(tmp_path: Path) -> None:
 
 
 def test_clear_is_ordered_with_what_is_in_flight(tmp_path: Path) -> None:
-    """Held items stay with their holders, items being written are not kept, later calls compute anew."""
+    """Held items stay with their holders, items being written are not kept, and later calls compute again."""
 
     async def test(client: MediaCacheClient) -> None:
         await put(client, "unused", KEYS[:1], b"u" * 64)

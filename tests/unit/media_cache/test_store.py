@@ -23,7 +23,7 @@ def check(store: MediaStore) -> None:
         assert (number in store._unused) == (entry.is_ready and not entry.is_stale and not entry.holders)
         assert store._stale.get(entry.key) is not entry or entry.is_stale
         assert entry.is_stale == (store._by_key.get(entry.key) is not entry)
-        assert entry.holders or number in store._unused, "nobody holds it, and nobody will find it"
+        assert entry.holders or number in store._unused, "a dropped item has no holder and cannot be found"
         assert entry.is_ready or entry.writer in entry.holders
         assert not (entry.is_ready and entry.waiting)
         assert set(entry.waiting) == set(entry.holders) - {entry.writer} or entry.is_ready
@@ -69,20 +69,20 @@ def fill(store: MediaStore, *numbers: int) -> None:
         store.release([f"fill {number}"])
 
 
-def test_what_was_committed_is_found_with_its_description() -> None:
+def test_committed_items_are_found_with_their_description() -> None:
     store = MediaStore(100, 10)
     [first, again, second] = granted(store.acquire("p", "a", want(1, 1, 2)), "a")
     assert first is not None and second is not None
     assert first is again, "duplicates in one request are one item"
     assert not first.is_ready and first.writer == "a" and store.used_bytes == 20
     store.commit("a", done(1, 2, num_bytes=7))
-    assert store.used_bytes == 14, "what was set aside and not used is given back"
+    assert store.used_bytes == 14, "unused reserved bytes are returned"
     [hit] = granted(store.acquire("p", "b", want(1)), "b")
     assert hit is first and hit.is_ready and hit.description == b"item 1"
     check(store)
 
 
-def test_the_least_recently_used_goes_first() -> None:
+def test_the_least_recently_used_item_is_evicted_first() -> None:
     store = MediaStore(30, 10)
     fill(store, 1, 2, 3)
     store.acquire("p", "a", want(1))
@@ -94,7 +94,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 def test_hits_are_not_evicted_for_the_misses_of_their_own_request() -> None:
     store = MediaStore(30, 10)
-    fill(store, 1, 2, 3)  # 1 would be the first to go
+    fill(store, 1, 2, 3)  # 1 would be evicted first
     entries = granted(store.acquire("p", "a", want(4, 1)), "a")
     assert entries[1] is not None and entries[1].is_ready
     assert cached(store, 1, 2, 3) == [True, False, True]
@@ -108,13 +108,13 @@ def test_an_allocation_is_whole_or_not_at_all() -> None:
     with pytest.raises(Overloaded, match="the media cache is full: 20 of its 30 bytes"):
         store.acquire("p", "a", want(1, 4, 5))
     assert before == (store.used_bytes, store.num_items, store.num_leases)
-    assert cached(store, 1, 2) == [True, True], "nothing was evicted for what is refused"
+    assert cached(store, 1, 2) == [True, True], "a refused request evicts nothing"
     with pytest.raises(InvalidRequest, match="take 40 bytes; the media cache has 30"):
         store.acquire("p", "a", want(4, 5, 6, 7))
     check(store)
 
 
-def test_items_are_bounded_in_number_too() -> None:
+def test_the_number_of_items_is_limited() -> None:
     store = MediaStore(1000, 2)
     fill(store, 1, 2, 3)
     assert cached(store, 1, 2, 3) == [False, True, True]
@@ -123,7 +123,7 @@ def test_items_are_bounded_in_number_too() -> None:
         store.acquire("p", "b", want(6))
 
 
-def test_who_wants_what_is_being_written_waits_for_it() -> None:
+def test_a_request_waits_for_an_item_that_is_being_written() -> None:
     store = MediaStore(100, 10)
     store.acquire("p", "writer", want(1))
     assert store.acquire("q", "reader", want(1, 2)) == []
@@ -132,7 +132,7 @@ def test_who_wants_what_is_being_written_waits_for_it() -> None:
     assert store.num_misses == 2 and store.num_hits == 1
 
 
-def test_the_first_that_waits_writes_when_the_writer_gives_up() -> None:
+def test_the_first_waiter_becomes_the_writer_if_the_writer_fails() -> None:
     store = MediaStore(100, 10)
     [lost] = granted(store.acquire("p", "writer", want(1)), "writer")
     store.acquire("q", "first", want(1))
@@ -140,20 +140,22 @@ def test_the_first_that_waits_writes_when_the_writer_gives_up() -> None:
     actions = store.client_lost("p")
     [heir] = granted(actions, "first")
     assert heir is not None and lost is not None and heir.writer == "first"
-    assert heir.number != lost.number and Drop(lost.number) in actions, "the lost writer may still write to its own"
+    assert heir.number != lost.number and Drop(lost.number) in actions, (
+        "the lost writer may still write to its own segment"
+    )
     [same] = granted(store.commit("first", done(1)), "second")
     assert same is heir and heir.is_ready
     check(store)
 
 
-def test_what_is_only_looked_for_takes_no_room_and_does_not_wait() -> None:
+def test_a_lookup_takes_no_space_and_does_not_wait() -> None:
     store = MediaStore(100, 10)
     store.acquire("p", "writer", want(1))
     assert granted(store.acquire("q", "a", want(1, 2, num_bytes=0)), "a") == (None, None)
     assert store.used_bytes == 10
 
 
-def test_clear_leaves_what_is_held_to_its_holders_alone() -> None:
+def test_clear_keeps_held_items_for_their_holders_only() -> None:
     store = MediaStore(100, 10)
     fill(store, 1)
     store.acquire("p", "holder", want(2))
@@ -163,7 +165,7 @@ def test_clear_leaves_what_is_held_to_its_holders_alone() -> None:
     num_items, num_bytes, actions = store.clear()
     assert (num_items, num_bytes) == (3, 30) and len(actions) == 1 and store.num_items == 2
     [new] = granted(store.acquire("p", "later", want(3)), "later")
-    assert new is not None and new.writer == "later", "what was begun before is not what is found after"
+    assert new is not None and new.writer == "later", "an item started before the clear is not found after it"
     [old] = granted(store.commit("writer", done(3)), "reader")
     assert old is not None and old is not new
     assert store.ready(key(3)) is None
@@ -172,7 +174,7 @@ def test_clear_leaves_what_is_held_to_its_holders_alone() -> None:
     check(store)
 
 
-def test_a_lease_that_was_released_before_it_came_is_refused() -> None:
+def test_a_lease_released_before_its_request_is_refused() -> None:
     store = MediaStore(100, 10)
     store.release(["a"])
     with pytest.raises(InvalidRequest, match="used before"):
@@ -180,7 +182,7 @@ def test_a_lease_that_was_released_before_it_came_is_refused() -> None:
     assert store.num_items == 0
 
 
-def test_a_commit_that_grows_makes_room_or_is_refused() -> None:
+def test_a_commit_that_grows_evicts_or_is_refused() -> None:
     store = MediaStore(30, 10)
     fill(store, 1)
     store.acquire("p", "a", want(2))

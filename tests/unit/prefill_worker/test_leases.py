@@ -1,4 +1,4 @@
-"""Leases on prefill's blocks: begun, renewed, expired, and paused while prefill itself was stalled."""
+"""Leases on prefill's blocks start, are renewed, expire, and are paused while prefill itself is stalled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def watch(leases: Leases, start: float, stop: float) -> list[str]:
     return [transfer_id for now in times for transfer_id in leases.expired(now)]
 
 
-def test_only_the_lease_that_is_not_renewed_runs_out() -> None:
+def test_only_the_lease_that_is_not_renewed_expires() -> None:
     leases = Leases(TERM_S)
     leases.begin(0.0, "pair-0", "kept")
     leases.begin(0.0, "pair-0", "forgotten")
@@ -39,7 +39,7 @@ def test_only_the_lease_that_is_not_renewed_runs_out() -> None:
     assert len(leases) == 0
 
 
-def test_another_pair_cannot_renew_it() -> None:
+def test_another_pair_cannot_renew_a_lease() -> None:
     leases = Leases(TERM_S)
     leases.begin(0.0, "pair-0", "t")
     watch(leases, 0.0, 7.0)
@@ -47,17 +47,17 @@ def test_another_pair_cannot_renew_it() -> None:
     assert leases.expired(TERM_S) == ["t"]
 
 
-def test_time_in_which_prefill_stood_still_does_not_count() -> None:
+def test_time_while_prefill_was_stopped_does_not_count() -> None:
     leases = Leases(TERM_S)
     leases.begin(0.0, "pair-0", "t")
     watch(leases, 0.0, 6.0)
-    assert leases.expired(100.0) == [], "what decode sent meanwhile is still unread"
-    assert watch(leases, 101.0, 101.9) == [], "it had two seconds left, and still has"
+    assert leases.expired(100.0) == [], "decode's renewals are still unread"
+    assert watch(leases, 101.0, 101.9) == [], "the stall does not shorten the lease"
     assert watch(leases, 102.0, 103.0) == ["t"]
 
 
 @given(st.lists(st.tuples(st.floats(0.0, TERM_S / 4), st.booleans()), max_size=60))
-def test_it_runs_out_exactly_a_term_after_the_last_renewal(events: list[tuple[float, bool]]) -> None:
+def test_a_lease_expires_one_term_after_its_last_renewal(events: list[tuple[float, bool]]) -> None:
     leases = Leases(TERM_S)
     leases.begin(0.0, "pair-0", "t")
     leases.expired(0.0)
@@ -98,7 +98,7 @@ def failed(actions: list[object]) -> list[str]:
     ]
 
 
-def test_expiry_fails_that_transfer_alone_and_returns_its_blocks(scheduler: PrefillScheduler) -> None:
+def test_expiry_fails_only_that_transfer_and_frees_its_blocks(scheduler: PrefillScheduler) -> None:
     start(scheduler, "kept", "forgotten")
     scheduler.on_step(0.0, [ItemOutput([SampledToken(5)])] * 2)  # computed, and decode does not answer
     assert scheduler.blocks.num_free == 2
@@ -112,15 +112,15 @@ def test_expiry_fails_that_transfer_alone_and_returns_its_blocks(scheduler: Pref
     (ship,) = (a for a in scheduler.on_reserved(KVReserved("kept", 0, [0, 1, 2])) if isinstance(a, Ship))
     assert scheduler.on_shipped(ship.transfer_id, None) == []
     assert scheduler.blocks.num_free == 8
-    assert [scheduler.on_tick(float(now)) for now in range(12, 40)] == [[]] * 28, "its lease has ended with it"
+    assert [scheduler.on_tick(float(now)) for now in range(12, 40)] == [[]] * 28, "the lease ends with its request"
 
 
-def test_blocks_that_are_being_read_stay_until_the_copy_has_ended(scheduler: PrefillScheduler) -> None:
+def test_blocks_are_freed_only_after_a_running_copy(scheduler: PrefillScheduler) -> None:
     start(scheduler, "t")
     scheduler.on_reserved(KVReserved("t", 0, [0, 1, 2]))
     scheduler.on_step(0.0, [ItemOutput([SampledToken(5)])])
     actions = [action for now in range(12) for action in scheduler.on_tick(float(now))]
-    assert failed(actions) == ["r-t"] and len(actions) == 1, "decode is not told while the copy may still write"
+    assert failed(actions) == ["r-t"] and len(actions) == 1, "no message to decode while the copy may still write"
     assert scheduler.blocks.num_free == 5
     assert scheduler.on_shipped("t", None) == [SendToDecode("pair-0", CloseTransfer("t"))]
     assert scheduler.blocks.num_free == 8

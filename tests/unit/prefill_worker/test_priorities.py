@@ -1,4 +1,4 @@
-"""The order in which a prefill worker computes prompts of different priorities, and that none starves."""
+"""A prefill worker computes prompts by priority, and none starves."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Worker:
             self.done.append(action.message.attempt_id)  # type: ignore[union-attr]
 
 
-def test_sooner_priorities_come_first_whenever_they_came() -> None:
+def test_sooner_priorities_run_first() -> None:
     worker = Worker()
     worker.start("normal", 8)
     worker.start("late", 8, priority=3)
@@ -47,7 +47,7 @@ def test_sooner_priorities_come_first_whenever_they_came() -> None:
     assert worker.done == ["soon", "normal", "late"]
 
 
-def test_within_a_priority_short_prompts_pass_long_ones_as_ever() -> None:
+def test_short_prompts_overtake_long_ones_of_equal_priority() -> None:
     worker = Worker()
     worker.start("long", 80)
     worker.start("short", 4)
@@ -55,7 +55,7 @@ def test_within_a_priority_short_prompts_pass_long_ones_as_ever() -> None:
     assert worker.done == ["short"]
 
 
-def test_a_stream_of_sooner_prompts_starves_nobody() -> None:
+def test_a_stream_of_sooner_prompts_starves_no_prompt() -> None:
     worker = Worker()
     worker.start("late", 16, priority=2)
     num_steps = 0
@@ -63,5 +63,5 @@ def test_a_stream_of_sooner_prompts_starves_nobody() -> None:
         worker.start(f"soon {num_steps}", 8, priority=0)  # the worker's full capacity
         worker.step()
         num_steps += 1
-        assert worker.now < 2 * AGING_S + 20, "it must have aged by now"
+        assert worker.now < 2 * AGING_S + 20, "its age outweighs the priority by now"
     assert worker.now > 2 * AGING_S, "and not before"

@@ -76,11 +76,11 @@ class Hosts:
         assert grant is not None
         _, num_bytes = write_segment(grant.segment, key, parts)
         await self.local.commit(name, [CommittedMedia(key, num_bytes, b"")])
-        told = tuple(
+        descriptions = tuple(
             MediaTensor(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset, part.nbytes)
             for (name, tensor), offset, part in zip(tensors.items(), offsets, parts, strict=True)
         )
-        return MediaItem(digest, "image", ((1, 4),), grant.segment, told), pixels
+        return MediaItem(digest, "image", ((1, 4),), grant.segment, descriptions), pixels
 
 
 @asynccontextmanager
@@ -113,7 +113,7 @@ def with_hosts(folder: Path, test: Callable[[Hosts], Awaitable[None]], **options
     asyncio.run(run())
 
 
-def test_tensors_come_whole_and_are_shared_while_they_are_used(tmp_path: Path) -> None:
+def test_fetched_tensors_are_whole_and_shared_while_in_use(tmp_path: Path) -> None:
     async def test(hosts: Hosts) -> None:
         item, pixels = await hosts.put("a")
         names = ["pixel_values", "image_grid_thw"]
@@ -132,7 +132,7 @@ def test_tensors_come_whole_and_are_shared_while_they_are_used(tmp_path: Path) -
     with_hosts(tmp_path, test)
 
 
-def test_what_a_request_holds_is_sent_after_a_clear_and_not_after_its_end(tmp_path: Path) -> None:
+def test_leased_items_are_sent_after_a_clear_but_not_after_release(tmp_path: Path) -> None:
     async def test(hosts: Hosts) -> None:
         item, pixels = await hosts.put("a")
         await hosts.local.clear()
@@ -149,7 +149,7 @@ def test_what_a_request_holds_is_sent_after_a_clear_and_not_after_its_end(tmp_pa
     with_hosts(tmp_path, test)
 
 
-def test_a_part_past_the_items_end_is_not_made_up(tmp_path: Path) -> None:
+def test_reads_past_the_items_end_are_refused(tmp_path: Path) -> None:
     async def test(hosts: Hosts) -> None:
         item, _ = await hosts.put("a")
         beyond = MediaTensor("pixel_values", "float32", (1 << 20,), 64, 4 << 20)
@@ -160,7 +160,7 @@ def test_a_part_past_the_items_end_is_not_made_up(tmp_path: Path) -> None:
     with_hosts(tmp_path, test)
 
 
-def test_there_is_an_end_to_what_is_held(tmp_path: Path) -> None:
+def test_held_bytes_are_limited(tmp_path: Path) -> None:
     async def test(hosts: Hosts) -> None:
         (one, _), (two, _) = await hosts.put("a"), await hosts.put("b")
         huge = MediaTensor("pixel_values", "uint8", (1 << 50,), 64, 1 << 50)
@@ -175,7 +175,7 @@ def test_there_is_an_end_to_what_is_held(tmp_path: Path) -> None:
     with_hosts(tmp_path, test, max_held_bytes=3 * NUM_PATCHES * 2)
 
 
-def test_a_cache_that_does_not_answer_is_given_up(tmp_path: Path) -> None:
+def test_a_fetch_from_an_unresponsive_cache_times_out(tmp_path: Path) -> None:
     async def test(hosts: Hosts) -> None:
         item, _ = await hosts.put("a")
         nobody = f"tcp://127.0.0.1:{free_port()}"
@@ -214,7 +214,7 @@ def test_other_hosts_may_only_read(tmp_path: Path) -> None:
     with_hosts(tmp_path, test)
 
 
-def test_a_tcp_endpoint_wants_keys(tmp_path: Path) -> None:
+def test_a_tcp_endpoint_requires_keys(tmp_path: Path) -> None:
     async def start() -> None:
         MediaCacheServer(MediaCacheConfig(f"ipc://{tmp_path}/cache.sock", 1 << 20, "tcp://127.0.0.1:1"))
 
@@ -222,7 +222,7 @@ def test_a_tcp_endpoint_wants_keys(tmp_path: Path) -> None:
         asyncio.run(start())
 
 
-def test_a_port_that_is_taken_is_said_by_a_process_that_ends_by_itself(tmp_path: Path) -> None:
+def test_a_port_in_use_ends_the_process_with_one_line(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -244,8 +244,8 @@ def test_a_port_that_is_taken_is_said_by_a_process_that_ends_by_itself(tmp_path:
     assert not (tmp_path / "cache.sock").exists()
 
 
-def test_a_cache_that_nobody_reaches_over_tcp_needs_no_keys(tmp_path: Path) -> None:
-    """As on a host of workers, which has their secret key and not the proxy's."""
+def test_a_cache_without_tcp_needs_no_keys(tmp_path: Path) -> None:
+    """A host of workers has their secret key but not the proxy's."""
     make_keys(tmp_path / "keys")
     (tmp_path / "keys" / "proxy.key_secret").unlink()
 
@@ -314,7 +314,7 @@ def test_a_prompts_media_are_fetched_before_it_is_scheduled(tmp_path: Path) -> N
     with_hosts(tmp_path, test)
 
 
-def test_a_prompt_that_ends_while_its_media_are_fetched_gives_them_back(tmp_path: Path) -> None:
+def test_a_prompt_that_ends_during_its_fetch_releases_the_media(tmp_path: Path) -> None:
     """With the garbage collector disabled. A second prompt with the same image is served."""
 
     async def turns() -> None:

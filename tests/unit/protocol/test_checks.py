@@ -91,7 +91,9 @@ replace = msgspec.structs.replace
     ],
     ids=str,
 )
-def test_requests_that_no_proxy_sends(message: StartPrefill | PrepareDecode, change: dict[str, Any]) -> None:
+def test_requests_with_invalid_values_are_refused(
+    message: StartPrefill | PrepareDecode, change: dict[str, Any]
+) -> None:
     check_request(message, VOCAB_SIZE, MAX_MODEL_LEN)
     with pytest.raises(InvalidMessage):
         check_request(replace(message, **change), VOCAB_SIZE, MAX_MODEL_LEN)
@@ -111,7 +113,7 @@ def test_requests_that_no_proxy_sends(message: StartPrefill | PrepareDecode, cha
     ],
     ids=str,
 )
-def test_pairs_that_no_prefill_worker_opens(change: dict[str, Any]) -> None:
+def test_pairs_with_invalid_values_are_refused(change: dict[str, Any]) -> None:
     check_open_pair(OPEN)
     with pytest.raises(InvalidMessage):
         check_open_pair(replace(OPEN, **change))
@@ -121,7 +123,7 @@ def test_pairs_that_no_prefill_worker_opens(change: dict[str, Any]) -> None:
     "endpoint",
     ["", "tcp://", "tcp://host", "udp://a:1", "ipc://relative", "inproc://zeromq.zap.01", "tcp://a:1\n", "x"],
 )
-def test_endpoints_that_cannot_be_connected_to(endpoint: str) -> None:
+def test_invalid_endpoints_are_refused(endpoint: str) -> None:
     for good in ("ipc:///run/x/w.sock", "tcp://10.0.0.1:7777", "tcp://[::1]:7777", "tcp://a-host.example:1"):
         check_register(replace(REGISTER, worker=replace(REGISTER.worker, endpoint=good)))
     with pytest.raises(InvalidMessage):
@@ -129,14 +131,14 @@ def test_endpoints_that_cannot_be_connected_to(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize("first_tokens", [[], [-1], [VOCAB_SIZE], [1] * 2000])
-def test_first_tokens(first_tokens: list[int]) -> None:
+def test_invalid_first_tokens_are_refused(first_tokens: list[int]) -> None:
     check_first_tokens([0, VOCAB_SIZE - 1], VOCAB_SIZE)
     with pytest.raises(InvalidMessage):
         check_first_tokens(first_tokens, VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(("num_cached", "block_ids"), [(-1, [1]), (0, [-1]), (0, [3, 3]), (0, [2**40])])
-def test_reservations(num_cached: int, block_ids: list[int]) -> None:
+def test_invalid_reservations_are_refused(num_cached: int, block_ids: list[int]) -> None:
     check_reserved(KVReserved("t", 0, [0, 1]))
     with pytest.raises(InvalidMessage):
         check_reserved(KVReserved("t", num_cached, block_ids))
@@ -154,7 +156,7 @@ LOADS = st.builds(
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(load=LOADS, packed=st.binary(max_size=20), number=st.integers(-1, 3), restart=st.booleans())
-def test_a_status_is_refused_or_does_no_harm(load: WorkerLoad, packed: bytes, number: int, restart: bool) -> None:
+def test_a_status_is_refused_or_harmless(load: WorkerLoad, packed: bytes, number: int, restart: bool) -> None:
     """A status that passes the check must not make the registry fail, which would drop the worker's heartbeat."""
     registry = Registry(2.5)
     registry.on_register(0.0, REGISTER)

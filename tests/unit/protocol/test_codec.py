@@ -22,7 +22,7 @@ DIRECTIONS = [ToPrefill, ToDecode | ToDecodePeer, ToProxy, ToPrefillPeer, ToProx
 
 @pytest.mark.parametrize("direction", DIRECTIONS, ids=str)
 @given(data=st.data())
-def test_every_message_survives(direction: typing.Any, data: st.DataObject) -> None:
+def test_every_message_survives_encoding(direction: typing.Any, data: st.DataObject) -> None:
     message_type = data.draw(st.sampled_from(typing.get_args(direction)))
     message = data.draw(st.from_type(message_type).filter(_encodable))
     codec: Codec[typing.Any] = Codec(direction)
@@ -50,7 +50,7 @@ def test_junk_is_refused(direction: typing.Any, junk: bytes) -> None:
 
 
 @given(data=st.data())
-def test_cut_messages_are_refused(data: st.DataObject) -> None:
+def test_truncated_messages_are_refused(data: st.DataObject) -> None:
     codec: Codec[ToProxy] = Codec(ToProxy)
     whole = codec.encode(TokenBatch([NewToken("r1", SampledToken(5)), NewToken("r2", SampledToken(6), "stop")]))
     with pytest.raises(ProtocolError):

@@ -1,4 +1,4 @@
-"""Media items on the wire: which are refused, and how they affect the hashes of cached blocks."""
+"""Media items on the wire: validation, and their effect on the hashes of cached blocks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def hashes(*media: MediaItem, num_tokens: int = 20) -> list[bytes]:
     return BlockHasher(BLOCK_SIZE, "model", "", media).prompt_hashes(pack_token_ids([7] * num_tokens))
 
 
-def test_a_good_item_passes() -> None:
+def test_a_valid_item_passes() -> None:
     check_media([an_item((2, 6)), an_item((8, 1), (10, 2), kind="video")], num_prompt_tokens=12)
     check_segment(an_item(), 104)
     assert an_item((8, 1), (10, 2)).num_tokens == 3
@@ -51,7 +51,7 @@ def test_a_good_item_passes() -> None:
         (an_item(tensors=(msgspec.structs.replace(PIXELS, shape=(-6, -4)),)), "negative size or offset"),
     ],
 )
-def test_a_bad_item_is_refused_by_number(item: MediaItem, reason: str) -> None:
+def test_an_invalid_item_is_named_by_its_number(item: MediaItem, reason: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^media item 1: .*{reason}"):
         check_media([an_item((0, 1)), item], num_prompt_tokens=12)
 
@@ -66,7 +66,7 @@ def test_tensors_must_lie_inside_their_segment() -> None:
         check_segment(an_item(), 103)
 
 
-def test_two_images_share_what_comes_before_them_alone() -> None:
+def test_different_images_share_only_the_blocks_before_them() -> None:
     """The image covers tokens 5 to 9: blocks 1 and 2, and through the chain all later ones."""
     cat, dog, none = hashes(an_item((5, 5))), hashes(an_item((5, 5), digest=DOG)), hashes()
     assert cat == hashes(an_item((5, 5)))
@@ -79,7 +79,7 @@ def test_the_second_of_two_images_may_differ() -> None:
     assert one[:3] == other[:3] and one[3] != other[3]
 
 
-def test_parts_of_a_video_are_told_apart() -> None:
+def test_frames_of_a_video_have_different_hashes() -> None:
     """Two frames at one place have the same tokens and item but different pixels."""
     first = media_spans([an_item((5, 3), (9, 3), kind="video")])
     assert [(span.start, span.num_tokens, span.offset) for span in first] == [(5, 3, 0), (9, 3, 3)]
@@ -107,6 +107,6 @@ def test_exactly_the_blocks_from_an_item_on_depend_on_it(
     assert [a == b for a, b in zip(one, other, strict=True)] == [i < num_shared for i in range(len(one))]
 
 
-def test_the_order_of_items_in_the_message_means_nothing() -> None:
+def test_the_order_of_items_in_a_message_does_not_matter() -> None:
     one, other = an_item((1, 4)), an_item((9, 4), digest=DOG)
     assert hashes(one, other) == hashes(other, one)

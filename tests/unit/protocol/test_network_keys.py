@@ -73,7 +73,7 @@ async def exchange(server: NetworkConfig, part: Part, client: NetworkConfig, pee
     return answering.context.refusals
 
 
-def test_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
+def test_key_files_are_private(tmp_path: Path) -> None:
     folder = tmp_path / "a" / "keys"
     files = make_keys(folder)
     assert {file.name for file in files} == {f"{part}.{kind}" for part in PARTS for kind in ("key", "key_secret")}
@@ -87,18 +87,18 @@ def test_keys_are_for_their_owner_alone(tmp_path: Path) -> None:
     (folder / "worker.key_secret").unlink()
     with pytest.raises(ConfigError, match="tandem keys"):
         load_keys(folder, "worker")
-    assert load_keys(folder, "proxy").part == "proxy", "a host needs its own part's secret only"
+    assert load_keys(folder, "proxy").part == "proxy", "a host needs only the secret of its own role"
 
 
 @pytest.mark.parametrize("part", ["worker", "operator"])
-def test_members_are_let_in(keys: Path, part: Part) -> None:
+def test_members_can_connect(keys: Path, part: Part) -> None:
     with_keys = NetworkConfig(str(keys))
     assert asyncio.run(exchange(with_keys, part, with_keys)).totals() == []
 
 
 @pytest.mark.parametrize("part", ["worker", "operator"])
-def test_keys_that_come_in_a_configuration_do_as_well(keys: Path, part: Part) -> None:
-    """Ray's actors get their keys so. The configuration survives JSON and is valid for one part only."""
+def test_keys_may_come_from_the_configuration(keys: Path, part: Part) -> None:
+    """Ray's actors get their keys in this way. The configuration survives JSON and is valid for one role only."""
     handed = {each: load_keys(keys, each) for each in ("proxy", part)}
     encoded = {each: msgspec.json.encode(NetworkConfig(keys=held)) for each, held in handed.items()}
     server, client = (msgspec.json.decode(encoded[each], type=NetworkConfig) for each in ("proxy", part))
@@ -108,7 +108,7 @@ def test_keys_that_come_in_a_configuration_do_as_well(keys: Path, part: Part) ->
         new_context("proxy", client)
 
 
-def test_a_key_that_is_not_on_the_list_is_refused_and_counted(keys: Path, tmp_path: Path) -> None:
+def test_an_unknown_key_is_refused_and_counted(keys: Path, tmp_path: Path) -> None:
     """The intruder has its own keys and the server's public key."""
     make_keys(tmp_path / "other")
     for part in PARTS:
@@ -118,14 +118,14 @@ def test_a_key_that_is_not_on_the_list_is_refused_and_counted(keys: Path, tmp_pa
     assert dict(refusals.totals())["unknown_key"] >= 1
 
 
-def test_a_member_may_not_connect_to_just_anyone(keys: Path) -> None:
+def test_roles_may_connect_only_to_listed_roles(keys: Path) -> None:
     """Proxies may not connect to a proxy's control socket."""
     with_keys = NetworkConfig(str(keys))
     assert dict(asyncio.run(exchange(with_keys, "proxy", with_keys)).totals())["unknown_key"] >= 1
 
 
 @pytest.mark.parametrize("client", ["plain", "wrong server key"])
-def test_who_does_not_speak_curve_with_us_is_refused_and_counted(keys: Path, client: str) -> None:
+def test_peers_without_curve_are_refused_and_counted(keys: Path, client: str) -> None:
     with_keys = NetworkConfig(str(keys))
     asked = asyncio.run(
         exchange(with_keys, "worker", NetworkConfig(insecure=True))
@@ -136,7 +136,7 @@ def test_who_does_not_speak_curve_with_us_is_refused_and_counted(keys: Path, cli
 
 
 def test_a_server_without_the_right_key_is_not_trusted(keys: Path, tmp_path: Path) -> None:
-    """An impostor at a proxy's address learns nothing: the worker's messages are not sent."""
+    """An impostor at a proxy's address gets no message from the worker."""
     make_keys(tmp_path / "other")
 
     async def dial_impostor() -> None:
@@ -155,7 +155,7 @@ def test_a_server_without_the_right_key_is_not_trusted(keys: Path, tmp_path: Pat
     asyncio.run(dial_impostor())
 
 
-def test_plain_tcp_takes_an_explicit_word(caplog: pytest.LogCaptureFixture) -> None:
+def test_plain_tcp_requires_insecure_network(caplog: pytest.LogCaptureFixture) -> None:
     async def plain() -> None:
         context = new_context("proxy")
         for make in (
@@ -172,7 +172,7 @@ def test_plain_tcp_takes_an_explicit_word(caplog: pytest.LogCaptureFixture) -> N
     assert "neither encrypted nor authenticated" in caplog.text
 
 
-def test_rubbish_from_a_plain_connection_does_not_end_the_gate(keys: Path) -> None:
+def test_an_invalid_handshake_does_not_stop_the_authenticator(keys: Path) -> None:
     """Members can still connect after an invalid handshake."""
 
     async def run() -> None:
@@ -235,7 +235,7 @@ class Forgetful:
         await asyncio.gather(*self._pumps, return_exceptions=True)
 
 
-def test_a_connection_that_was_forgotten_while_idle_is_made_anew(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_dropped_while_idle_is_reopened(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Heartbeats detect it, and the next message passes."""
     monkeypatch.setattr(network, "_HEARTBEAT_INTERVAL_MS", 50)
     monkeypatch.setattr(network, "_HEARTBEAT_TIMEOUT_MS", 200)
@@ -259,7 +259,7 @@ def test_a_connection_that_was_forgotten_while_idle_is_made_anew(keys: Path, mon
     asyncio.run(run())
 
 
-def test_refusals_are_counted_all_and_logged_now_and_then(caplog: pytest.LogCaptureFixture) -> None:
+def test_all_refusals_are_counted_and_few_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     refusals = Refusals(clock=lambda: now[0])
     with caplog.at_level(logging.WARNING):

@@ -61,7 +61,7 @@ def test_no_module_unpickles(file: Path) -> None:
     assert list(findings(file.read_text())) == []
 
 
-def test_the_search_finds_what_it_is_for() -> None:
+def test_the_search_finds_unpickling() -> None:
     source = """
 import pickle
 from cloudpickle import loads

@@ -1,4 +1,4 @@
-"""Log lines stay lines, and the metrics of a sequence are what their names say."""
+"""Log lines cannot be forged, and the metrics of a sequence match their definitions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_message_cannot_forge_a_line(root_logger: logging.Logger, capsys: pyte
         setup_logging("proxy-0", "loud")
 
 
-def test_the_times_of_a_sequence() -> None:
+def test_metrics_of_one_sequence() -> None:
     metrics = ProxyMetrics()
     timer = SequenceTimer(metrics, 10.0, [AttemptTimes(dispatched_at=10.25, first_token_at=10.5)])
     for now in (10.5, 10.6, 10.9):
@@ -60,7 +60,7 @@ def test_the_times_of_a_sequence() -> None:
     assert all(value(f"request_{name}_time_seconds_count") == 1 for name in STAGES)
 
 
-def test_a_line_in_json_carries_its_request(root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_lines_contain_the_request_id(root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     def serve() -> None:
         serving("r-1")
         logging.getLogger("x").warning("it is %s\nlate", "very", extra={"fields": {"after_s": 3}})
@@ -106,14 +106,14 @@ def test_a_request_ends_with_one_line_and_a_timeline(
     [line] = (json.loads(line) for line in capsys.readouterr().err.splitlines())
     assert line["logger"] == "request" and line["request_id"] == "named" and line["outcome"] == "stop"
     assert line["ttft_ms"] == 4000 and line["queue_ms"] == 1000 and line["dispatch_ms"] == 500
-    told = record.timeline()
-    names = [event["event"] for event in told["events"]]
+    timeline = record.timeline()
+    names = [event["event"] for event in timeline["events"]]
     assert names[:4] == ["arrived", "tokenized", "dispatched", "first token computed"]
-    assert sum(told["stages_s"].values()) == pytest.approx(5)
-    assert sum(told["stages_s"][name] for name in FIRST_TOKEN_STAGES) == pytest.approx(4)
+    assert sum(timeline["stages_s"].values()) == pytest.approx(5)
+    assert sum(timeline["stages_s"][name] for name in FIRST_TOKEN_STAGES) == pytest.approx(4)
 
 
-def test_timelines_are_kept_in_a_ring() -> None:
+def test_only_recent_timelines_are_kept() -> None:
     requests = RequestLog(num_kept=3)
     records = [requests.begin(f"r{number}", "chat") for number in range(5)]
     assert len(requests) == 3
@@ -122,7 +122,9 @@ def test_timelines_are_kept_in_a_ring() -> None:
     assert len(requests) == 3 and requests.find("r2") is again
 
 
-def test_refusals_crowd_out_no_timelines(root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_requests_do_not_displace_timelines(
+    root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]
+) -> None:
     setup_logging("proxy-0", "info", "json")
     requests = RequestLog(num_kept=3)
     kept = [requests.begin(f"kept-{number}", "chat") for number in range(2)]
@@ -132,15 +134,15 @@ def test_refusals_crowd_out_no_timelines(root_logger: logging.Logger, capsys: py
         requests.end(refused[-1], "overloaded", is_refused=True)
     assert [requests.find(record.request_id) for record in kept] == kept
     assert requests.find("refused-499") is refused[499] and requests.find("refused-299") is None
-    told = [json.loads(line)["request_id"] for line in capsys.readouterr().err.splitlines()]
-    assert told == [record.request_id for record in refused], "each has its line all the same"
+    logged = [json.loads(line)["request_id"] for line in capsys.readouterr().err.splitlines()]
+    assert logged == [record.request_id for record in refused], "refused requests are logged too"
 
 
 @given(st.lists(st.one_of(st.floats(0, 20), st.sampled_from([0.001, 0.0025, 10.0])), min_size=1))
-def test_a_tally_adds_up_to_the_same_as_single_observations(itls_s: list[float]) -> None:
+def test_a_tally_equals_single_observations(itls_s: list[float]) -> None:
     tallied, single = ProxyMetrics(), ProxyMetrics()
     for number, itl_s in enumerate(itls_s):
-        tallied.per_token.on_tokens(number * 0.3, 1, itl_s)  # told in between, too
+        tallied.per_token.on_tokens(number * 0.3, 1, itl_s)  # flushed in between, too
         single.per_token.itl.observe(itl_s)
         single.generation_tokens.inc()
     tallied.per_token.flush()

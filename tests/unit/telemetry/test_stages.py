@@ -1,4 +1,4 @@
-"""The stages of a sequence add up to its E2E, and those before the first token to its TTFT, whatever is reported."""
+"""The stages of a sequence add up to its E2E, and the first five to its TTFT, for any reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ attempts = st.builds(
 
 
 @given(seconds, st.lists(attempts, min_size=1, max_size=4), seconds, seconds)
-def test_stages_are_a_partition_whatever_is_reported(
+def test_stages_add_up_for_any_reports(
     arrived_at: float, tried: list[AttemptTimes], took_s: float, detokenize_s: float
 ) -> None:
     times = stage_times(arrived_at, tried, arrived_at + took_s, detokenize_s)
@@ -36,14 +36,14 @@ def test_stages_are_a_partition_whatever_is_reported(
     assert sum(times.values()) == pytest.approx((arrived_at + took_s) - arrived_at, abs=1e-9)
 
 
-def test_one_attempt_goes_through_every_stage() -> None:
+def test_one_attempt_has_every_stage() -> None:
     attempt = AttemptTimes(dispatched_at=1.5, reserved_at=6.0, delivered_at=6.25)
     attempt.on_first_token(5.5, queue_s=1.0, prefill_s=2.5)
     attempt.on_began(9.0, decode_wait_s=0.5, step_s=0.75)
     times = stage_times(1.0, [attempt], 12.0, detokenize_s=0.25)
     assert times == {
         "tokenize": 0.5,
-        "dispatch": 0.75,  # 0.5 on the way and a quarter until it was the reader's turn
+        "dispatch": 0.75,  # 0.5 in transit and 0.25 until the reader ran
         "queue": 1.0,
         "prefill": 2.5,
         "reserve": 0.5,
@@ -56,7 +56,7 @@ def test_one_attempt_goes_through_every_stage() -> None:
     assert sum(times[name] for name in FIRST_TOKEN_STAGES) == 6.25 - 1.0
 
 
-def test_an_attempt_that_lost_its_place_shows_as_interrupted() -> None:
+def test_a_preempted_attempt_counts_as_interrupted() -> None:
     first = AttemptTimes(dispatched_at=0.0, lost_at=5.0)
     first.on_first_token(1.0, queue_s=0.0, prefill_s=1.0)
     first.on_began(2.0, decode_wait_s=0.0, step_s=0.5)
@@ -70,7 +70,7 @@ def test_an_attempt_that_lost_its_place_shows_as_interrupted() -> None:
     assert times["decode"] == 0.5 + 3.0 + 1.0 + 1.0
 
 
-def test_what_decode_computes_itself_is_not_transferred() -> None:
+def test_local_prefill_has_no_transfer_stage() -> None:
     attempt = AttemptTimes(dispatched_at=0.0, is_shipped=False)
     attempt.on_first_token(1.0, queue_s=0.25, prefill_s=0.5)
     attempt.on_began(2.0, decode_wait_s=0.25, step_s=0.5)

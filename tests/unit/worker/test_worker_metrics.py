@@ -1,4 +1,4 @@
-"""A worker's own /metrics: its last report, its histograms, and the targets that Prometheus discovers."""
+"""A worker's /metrics has its last report and histograms, and /sd lists every target for Prometheus."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tandem.runtime.errors import ConfigError
 from tandem.telemetry.worker_metrics import LOAD_FIELDS, WorkerMetrics
 
 
-def test_what_is_told_is_what_workers_report() -> None:
+def test_load_fields_match_the_workers_report() -> None:
     assert set(LOAD_FIELDS) <= set(WorkerLoad.__struct_fields__)
 
 
-def test_the_endpoint_tells_the_last_report_and_each_pair() -> None:
+def test_the_endpoint_shows_the_last_report_and_each_pair() -> None:
     metrics = WorkerMetrics()
     address = metrics.serve("127.0.0.1")
     try:
@@ -32,23 +32,23 @@ def test_the_endpoint_tells_the_last_report_and_each_pair() -> None:
             WorkerMetrics().serve("127.0.0.1", int(address.rpartition(":")[2]))
     finally:
         metrics.close()
-    told = {
+    samples = {
         sample.name: (sample.value, sample.labels)
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
-    assert told["tandem_worker_kv_cache_usage_perc"] == (0.75, {})
-    assert told["tandem_worker_prefix_cache_hits_total"] == (4, {})
-    assert told["tandem_worker_prefix_cache_queries_total"] == (16, {})
+    assert samples["tandem_worker_kv_cache_usage_perc"] == (0.75, {})
+    assert samples["tandem_worker_prefix_cache_hits_total"] == (4, {})
+    assert samples["tandem_worker_prefix_cache_queries_total"] == (16, {})
     pair = {"prefill_worker": "prefill-0", "decode_worker": "decode-1", "connector": "ipc"}
-    assert told["tandem_kv_transfer_bytes_total"] == (5120, pair)
-    assert told["tandem_kv_transfer_seconds_sum"] == (pytest.approx(0.003), pair)
-    assert told["tandem_worker_step_seconds_count"][0] == 1
+    assert samples["tandem_kv_transfer_bytes_total"] == (5120, pair)
+    assert samples["tandem_kv_transfer_seconds_sum"] == (pytest.approx(0.003), pair)
+    assert samples["tandem_worker_step_seconds_count"][0] == 1
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://{address}/metrics")
 
 
-def test_prometheus_learns_of_the_port_and_of_every_worker() -> None:
+def test_scrape_targets_list_the_port_and_every_worker() -> None:
     config = ProxyConfig("proxy-0", "ipc://x", "m", "m", port=8010)
     workers = [
         WorkerInfo("prefill-0", "p", "prefill", "ipc://p", 1, metrics_address="127.0.0.1:9001"),

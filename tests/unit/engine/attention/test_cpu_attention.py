@@ -1,4 +1,4 @@
-"""The compiled kernels against torch's plain operations and against formulas in float64."""
+"""The compiled kernels equal torch's plain operations and formulas in float64."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def make_pool(dtype: torch.dtype, num_kv_heads: int, head_dim: int, block_size: 
     return KVPool(loaded, EngineConfig("m", kv_cache_bytes=1 << 23))
 
 
-# As wide as one reading of a key can serve, parts of groups with and without a rest, odd sizes.
+# Group sizes up to the kernel's limit, groups that are split with and without a rest, odd sizes.
 @pytest.fixture(params=[(4, 3, 64, 16), (1, 7, 40, 4), (2, 1, 16, 8)], ids=str)
 def sizes(request: pytest.FixtureRequest) -> tuple[int, int, int, int]:
     size: tuple[int, int, int, int] = request.param
@@ -49,7 +49,7 @@ def sizes(request: pytest.FixtureRequest) -> tuple[int, int, int, int]:
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
 def pools(request: pytest.FixtureRequest, sizes: tuple[int, int, int, int]) -> Iterator[tuple[KVPool, KVPool]]:
-    """Two with the same contents."""
+    """Returns two pools with the same contents."""
     num_kv_heads, _, head_dim, block_size = sizes
     first, second = (make_pool(request.param, num_kv_heads, head_dim, block_size) for _ in range(2))
     torch.manual_seed(0)
@@ -61,7 +61,7 @@ def pools(request: pytest.FixtureRequest, sizes: tuple[int, int, int, int]) -> I
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-def test_single_tokens_and_chunks_as_by_plain_operations(
+def test_kernels_equal_plain_operations_for_tokens_and_chunks(
     name: str, pools: tuple[KVPool, KVPool], sizes: tuple[int, int, int, int]
 ) -> None:
     num_kv_heads, group, head_dim, block_size = sizes
@@ -87,7 +87,9 @@ def test_single_tokens_and_chunks_as_by_plain_operations(
         assert torch.equal(pools[0].tensor, pools[1].tensor)  # the new tokens' keys and values, and nothing else
 
 
-def test_one_token_against_the_formula(pools: tuple[KVPool, KVPool], sizes: tuple[int, int, int, int]) -> None:
+def test_attention_of_one_token_equals_the_formula(
+    pools: tuple[KVPool, KVPool], sizes: tuple[int, int, int, int]
+) -> None:
     num_kv_heads, group, head_dim, block_size = sizes
     pool, dtype = pools[0], pools[0].tensor.dtype
     table = [5, 3, 9, 1, 7, 2, 8, 0, 4, 6, 11, 12, 10][: -(-50 // block_size)]
@@ -105,7 +107,7 @@ def test_one_token_against_the_formula(pools: tuple[KVPool, KVPool], sizes: tupl
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_norm_and_rotation_are_those_of_llama(dtype: torch.dtype) -> None:
+def test_norm_and_rotation_equal_llamas(dtype: torch.dtype) -> None:
     from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
     torch.manual_seed(0)
@@ -126,7 +128,7 @@ def test_norm_and_rotation_are_those_of_llama(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 100, 512, 1024, 1300, 2048])
-def test_argmax_is_the_place_of_the_largest(size: int) -> None:
+def test_argmax_returns_the_first_largest(size: int) -> None:
     rows = torch.randn(50, size, generator=torch.Generator().manual_seed(size))
     assert torch.equal(argmax(rows), rows.max(-1).indices)
     rows[:, -1] = 10.0

@@ -1,6 +1,6 @@
 """The CUDA path as far as a CPU can run it: `varlen_attn` is emulated in plain torch, graphs run without capture.
 
-What only a GPU can tell is in tests/gpu.
+Tests that need a GPU are in tests/gpu.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def emulated_varlen_attn(
     max_k: int, *, scale: float, window_size: tuple[int, int], enable_gqa: bool, seqused_k: torch.Tensor,
     block_table: torch.Tensor,
 ) -> torch.Tensor:  # fmt: skip
-    """What torch's documentation says of `varlen_attn` with pages, one sequence after the other."""
+    """Emulates paged `varlen_attn` as torch documents it, one sequence after the other."""
     assert cu_seq_q.dtype == seqused_k.dtype == block_table.dtype == torch.int32
     assert int(seqused_k.max()) <= max_k and int(cu_seq_q.diff().max()) <= max_q
     assert enable_gqa or query.shape[1] == key.shape[2]
@@ -73,7 +73,7 @@ def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def generate(runner: ModelRunner, num_seqs: int) -> list[list[int]]:
-    """Prompts in one step, then steps of single tokens while sequences end one by one."""
+    """Runs the prompts in one step, then steps of single tokens while sequences end one by one."""
     rng = random.Random(1)
     greedy = [Sample(SamplingParams(temperature=0.0))]
     tokens = [[rng.randrange(320) for _ in range(rng.randint(1, 30))] for _ in range(num_seqs)]
@@ -110,10 +110,10 @@ def test_varlen_attention_and_graphs_equal_plain(
     make = varlen._make_attention
     monkeypatch.setattr(varlen, "_make_attention", lambda items: eager_calls.append(len(items)) or make(items))
     assert generate(varlen, 7) == expected
-    assert eager_calls == [7], "all but the first step, which has prompts, come from graphs"
+    assert eager_calls == [7], "all steps except the first, which has prompts, run from graphs"
 
 
-def test_the_probe_knows_right_from_wrong(loaded: tuple[LoadedModel, KVPool]) -> None:
+def test_the_attention_check_detects_wrong_results(loaded: tuple[LoadedModel, KVPool]) -> None:
     _, pool = loaded
     before = pool.tensor.clone()
     windows = [0, 10]
@@ -130,10 +130,10 @@ def test_the_probe_knows_right_from_wrong(loaded: tuple[LoadedModel, KVPool]) ->
 
     assert "divisible by 256" in (varlen_problem(pool, refusing, 4, windows) or "")
     assert torch.equal(pool.tensor, before)
-    assert find_varlen_attn() is not None, "this torch has it"
+    assert find_varlen_attn() is not None, "this torch has varlen_attn"
 
 
-def test_soft_caps_take_the_plain_way(loaded: tuple[LoadedModel, KVPool]) -> None:
+def test_soft_caps_use_plain_attention(loaded: tuple[LoadedModel, KVPool]) -> None:
     from tandem.engine.attention.interface import AttentionOptions
     from tandem.engine.attention.plain import PlainAttention
 
@@ -151,7 +151,7 @@ def test_soft_caps_take_the_plain_way(loaded: tuple[LoadedModel, KVPool]) -> Non
 @settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 40)), min_size=1, max_size=6), st.randoms())
 def test_step_index(shapes: list[tuple[int, int]], rng: random.Random) -> None:
-    """Every token's place, against the definition."""
+    """Compares every token's slot with the definition."""
     items = [
         BatchItem([rng.randrange(99) for _ in range(n)], start, rng.sample(range(50), -(-(start + n) // BLOCK_SIZE)))
         for n, start in shapes

@@ -1,4 +1,4 @@
-"""Random weights from a config alone: whole, equal in every process, and as a freshly made model would have them."""
+"""Random weights from a config alone: complete, equal in every process, and distributed as in a new model."""
 
 from __future__ import annotations
 

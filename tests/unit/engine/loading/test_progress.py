@@ -1,4 +1,4 @@
-"""The bar over the weights, as it is told to the launcher."""
+"""Progress of loading weights, as the launcher receives it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tandem.engine.config import EngineConfig
 from tandem.engine.loading.model_loader import load_model
 
 
-def test_a_whole_load_is_told(tmp_path: Path) -> None:
+def test_loading_reports_progress_to_the_end(tmp_path: Path) -> None:
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=32,
@@ -25,5 +25,5 @@ def test_a_whole_load_is_told(tmp_path: Path) -> None:
     assert fraction_loaded(files) == 0.5
     files[1].write_text("0.25")
     assert fraction_loaded(files) == 0.625
-    files[1].write_text("")  # just being written
+    files[1].write_text("")  # a download in progress
     assert fraction_loaded(files) == 0.5

@@ -1,4 +1,4 @@
-"""Code that comes with a checkpoint runs when the operator has asked for it, and not otherwise."""
+"""Code that comes with a checkpoint runs only with --trust-remote-code."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def checkpoint(tmp_path: Path, marker: Path) -> Path:
 
 
 @pytest.mark.parametrize("trusted", [False, True])
-def test_only_when_asked(checkpoint: Path, marker: Path, trusted: bool) -> None:
-    """Trusted, it gets as far as its weights, of which there are none."""
+def test_remote_code_runs_only_with_trust_remote_code(checkpoint: Path, marker: Path, trusted: bool) -> None:
+    """A trusted checkpoint fails only at its missing weights."""
     config = EngineConfig(str(checkpoint), device="cpu", trust_remote_code=trusted)
     with pytest.raises(ConfigError, match="weights|supported|AutoModel" if trusted else "custom code"):
         load_model(config)

@@ -1,4 +1,4 @@
-"""Grammars in the engine: masks against the library's own validator, states rebuilt from tokens, bounds."""
+"""Grammars in the engine: masks against the library's own validator, states rebuilt from tokens, and limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, check_grammar
 from tandem.runtime.errors import InvalidRequest
 from tests.support.garbage import frames_in, kept_garbage
 
-VOCAB_SIZE = 333  # no multiple of 8 or 32
+VOCAB_SIZE = 333  # not a multiple of 8 or 32
 END, OTHER_END = 0, 1
 SCHEMA = {
     "type": "object",
@@ -93,7 +93,7 @@ def allowed(state: GrammarState, output: list[int], banned: frozenset[int] = fro
 
 
 def by_the_validator(text: str, output: list[int]) -> set[int]:
-    """What the library takes as the next token, asked for each token of the vocabulary."""
+    """Returns the tokens that the library's validator accepts next, asked one by one."""
     matcher = LLMatcher(TOKENIZER, text)
     assert matcher.consume_tokens(output)
     tokens = {i for i in range(VOCAB_SIZE) if i > OTHER_END and matcher.validate_tokens([i]) == 1}
@@ -101,7 +101,7 @@ def by_the_validator(text: str, output: list[int]) -> set[int]:
 
 
 def walk(text: str, rng: random.Random, max_tokens: int = 60) -> list[list[int]]:
-    """Every prefix of one output that the grammar allows, chosen at random."""
+    """Yields every prefix of one random output that the grammar allows."""
     state, output = state_of(text), list[int]()
     prefixes = [[]] if not output else []
     for _ in range(max_tokens):
@@ -115,8 +115,8 @@ def walk(text: str, rng: random.Random, max_tokens: int = 60) -> list[list[int]]
 
 
 @pytest.mark.parametrize("text", GRAMMARS)
-def test_the_mask_is_what_the_validator_takes_one_by_one(text: str) -> None:
-    """Where the grammar leaves one text only, the mask allows no token but the one that the tokeniser would take."""
+def test_the_mask_equals_the_validators_choices(text: str) -> None:
+    """If the grammar allows only one text, the mask allows only its canonical token."""
     rng = random.Random(1)
     for _ in range(4):
         state = state_of(text)
@@ -131,8 +131,8 @@ def test_the_mask_is_what_the_validator_takes_one_by_one(text: str) -> None:
 @pytest.mark.parametrize("text", GRAMMARS)
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=10)
-def test_a_state_rebuilt_from_tokens_is_the_one_that_went_on(text: str, seed: int) -> None:
-    """At every position; also in steps of several tokens, as after a preemption."""
+def test_a_rebuilt_state_equals_the_continued_one(text: str, seed: int) -> None:
+    """Checks every position, also in steps of several tokens as after a preemption."""
     rng = random.Random(seed)
     going_on, jumping = state_of(text), state_of(text)
     for output in walk(text, rng):
@@ -143,13 +143,13 @@ def test_a_state_rebuilt_from_tokens_is_the_one_that_went_on(text: str, seed: in
             assert allowed(jumping, output) == expected  # asking changes nothing
 
 
-def test_the_end_is_possible_only_where_the_grammar_may_end() -> None:
+def test_end_tokens_are_allowed_only_where_the_grammar_may_end() -> None:
     text = 'start: "ab" "c"?'
     a, b, c = (BPE.encode(letter).ids[0] for letter in "abc")
     assert {END, OTHER_END}.isdisjoint(allowed(state_of(text), [a]))
     assert allowed(state_of(text), [a, b]) == {c, END, OTHER_END}
     assert allowed(state_of(text, frozenset({OTHER_END})), [a, b]) == {c, OTHER_END}
-    # min_tokens holds off the end while there is another way to go on, and no longer
+    # min_tokens delays the end only while another token is allowed
     ends = frozenset({END, OTHER_END})
     assert allowed(state_of(text), [a, b], banned=ends) == {c}
     assert allowed(state_of(text), [a, b, c], banned=ends) == ends
@@ -157,7 +157,7 @@ def test_the_end_is_possible_only_where_the_grammar_may_end() -> None:
         allowed(state_of(text, frozenset()), [a, b, c])
 
 
-def test_tokens_that_are_not_the_grammars_are_an_error() -> None:
+def test_tokens_outside_the_grammar_are_an_error() -> None:
     state = state_of('start: "ab"')
     with pytest.raises(InvalidRequest, match="cannot be followed"):
         allowed(state, BPE.encode("b").ids)
@@ -176,7 +176,7 @@ ROWS = [
 
 @given(seed=st.integers(0, 2**32))
 @settings(max_examples=8)
-def test_sampled_text_is_the_grammars_whatever_else_is_asked_for(seed: int) -> None:
+def test_sampled_text_matches_the_grammar_with_any_sampling_fields(seed: int) -> None:
     """The masks come from `GrammarMasks`, rows with and without a grammar in one batch, over random logits."""
     rng = random.Random(seed)
     torch.manual_seed(seed % 2**31)
@@ -208,7 +208,7 @@ def test_sampled_text_is_the_grammars_whatever_else_is_asked_for(seed: int) -> N
             outputs[i].append(token.token_id)
 
 
-def test_a_batch_without_grammars_starts_nothing() -> None:
+def test_a_batch_without_grammars_starts_no_thread() -> None:
     assert GrammarMasks().start([Sample(SamplingParams())]) is None
 
 
@@ -223,7 +223,7 @@ def test_sequences_that_begin_together_share_a_mask() -> None:
     assert (mask.rows, mask.mask_rows, len(mask.bits)) == ([0, 2], [0, 0], 1)
 
 
-def test_one_that_fails_leaves_its_neighbours_alone() -> None:
+def test_a_failing_grammar_does_not_affect_other_sequences() -> None:
     broken = Grammar(done(InvalidRequest("the grammar cannot be served: x")), done(TOKENIZER)).new_state({END})
     lost = state_of('start: "ab"')
     fine = state_of('start: "ab"')
@@ -249,11 +249,11 @@ def test_one_that_fails_leaves_its_neighbours_alone() -> None:
     alone = compute_masks(samples[:1], [0])
     alone.apply(logits)
     assert set(alone.errors) == {0} and logits[:2].eq(0).all()
-    told = with_errors(outputs, mask.errors)
-    assert [output.error is not None for output in told] == [True, False, True, False]
+    checked = with_errors(outputs, mask.errors)
+    assert [output.error is not None for output in checked] == [True, False, True, False]
 
 
-def test_a_grammar_that_cannot_be_compiled_holds_nothing_of_the_sequences_that_asked() -> None:
+def test_a_failed_compilation_keeps_no_reference_to_its_sequences() -> None:
     wrong = InvalidRequest("the grammar cannot be served: x")
     state = Grammar(done(wrong), done(TOKENIZER)).new_state({END})
     for _ in range(3):
@@ -269,7 +269,7 @@ def test_logits_beyond_the_tokenizer_are_not_allowed() -> None:
     assert torch.isfinite(logits[1]).nonzero()[:, 0].tolist() == [0, 2, 31]
 
 
-def test_grammars_compile_once_and_remember(noise_model: Any) -> None:
+def test_compiled_grammars_are_cached(noise_model: Any) -> None:
     compiled: list[None] = []
     grammars = Grammars(str(noise_model), 2048, lambda: compiled.append(None))
     try:
@@ -288,7 +288,7 @@ def test_grammars_compile_once_and_remember(noise_model: Any) -> None:
         grammars.close()
 
 
-def test_a_model_without_a_usable_tokenizer_serves_no_grammars(tmp_path: Any) -> None:
+def test_a_model_without_a_usable_tokenizer_refuses_grammars(tmp_path: Any) -> None:
     with pytest.raises(InvalidRequest, match="its tokeniser cannot be used"):
         read_tokenizer(str(tmp_path), 100)
     with pytest.raises(InvalidRequest, match="has no eos_token"):
@@ -308,15 +308,15 @@ def test_a_model_without_a_usable_tokenizer_serves_no_grammars(tmp_path: Any) ->
         ('start: %json {"type": "foo"}', "Invalid type: foo"),
     ],
 )
-def test_what_cannot_be_served_is_said_in_one_line(text: str, says: str) -> None:
+def test_unsupported_grammars_are_refused_with_one_line(text: str, says: str) -> None:
     with pytest.raises(InvalidRequest) as raised:
         check_grammar(text, "response_format")
     assert says in raised.value.message and "\n" not in raised.value.message and len(raised.value.message) < 500
     assert raised.value.param == "response_format"
 
 
-def test_hostile_grammars_are_bounded() -> None:
-    """Each is refused, or compiles and gives a mask or an error; nothing takes the process down."""
+def test_hostile_grammars_stay_within_limits() -> None:
+    """Each is refused, or compiles and gives a mask or an error; the process survives."""
     hostile = [
         "start: /((a{1,1000}){1,1000}){1,1000}/",
         'start: (("a"~1..1000)~1..1000)~1..1000',
@@ -332,7 +332,7 @@ def test_hostile_grammars_are_bounded() -> None:
             assert "\n" not in error.message
 
 
-def test_the_demo_vocabulary_spells_json(noise_model: Any) -> None:
+def test_the_demo_vocabulary_can_spell_json(noise_model: Any) -> None:
     tokenizer = read_tokenizer(str(noise_model), 2048)
     assert isinstance(tokenizer, LLTokenizer)
     matcher = compile_grammar(tokenizer, GRAMMARS[0])
@@ -342,8 +342,8 @@ def test_the_demo_vocabulary_spells_json(noise_model: Any) -> None:
 
 @given(seed=st.integers(0, 2**31), num_allowed=st.sampled_from([1, 2, 7, 300]), scale=st.sampled_from([0.1, 5.0, 60.0]))
 @settings(max_examples=10)
-def test_nothing_else_is_sampled_from_a_large_vocabulary(seed: int, num_allowed: int, scale: float) -> None:
-    """Where the sampler looks at parts of a row, or at a few candidates, most of them may be impossible."""
+def test_only_allowed_tokens_are_sampled_from_a_large_vocabulary(seed: int, num_allowed: int, scale: float) -> None:
+    """Most tokens may be impossible in the segments or candidates that the sampler looks at."""
     torch.manual_seed(seed)
     vocab_size = 5000
     params = [replace(p, temperature=t, seed=seed + i) for i, p in enumerate(ROWS[:6]) for t in (0.0, 1.0)]

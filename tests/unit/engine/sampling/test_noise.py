@@ -1,4 +1,4 @@
-"""The noise of sampling: exponential, the same wherever it is drawn, and hardly moved by rounding."""
+"""Sampling noise: exponential, reproducible, and hardly affected by rounding."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def splitmix64(state: int) -> int:
 
 
 def test_the_generator_is_splitmix64() -> None:
-    """Its first numbers from state 0, as other implementations give them: each step adds the golden ratio."""
+    """Compares the first numbers from state 0 with other implementations."""
     golden = 0x9E3779B97F4A7C15
     numbers = [splitmix64(golden * i & MASK) for i in range(3)]
     assert numbers == [0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4, 0x06C45D188009454F]
 
 
 @given(st.integers(-(2**63), 2**64 - 1), st.integers(0, 2**40), st.integers(-(2**40), 2**40))
-def test_tensors_give_what_whole_numbers_give(seed: int, position: int, token_id: int) -> None:
+def test_tensor_noise_equals_integer_noise(seed: int, position: int, token_id: int) -> None:
     key = splitmix64(splitmix64(seed & MASK) ^ position)
     assert noise_key(seed, position) == key
     uniform = ((splitmix64(key ^ (token_id & MASK)) >> 12) + 0.5) * 2.0**-52
@@ -61,18 +61,15 @@ def test_tokens_are_independent_of_each_other() -> None:
         assert abs(float((left * right).mean())) < 4 / math.sqrt(left.numel())
 
 
-def test_what_is_impossible_never_wins() -> None:
+def test_impossible_tokens_never_win() -> None:
     weights = torch.tensor([[0.0, 1e-300, 0.0]], dtype=torch.float64).expand(1000, -1)
     assert first_to_arrive(weights, noise_keys(range(1000), [0] * 1000, CPU), torch.arange(3)).unique().tolist() == [1]
 
 
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.1}, {"temperature": 2.0}], ids=str)
 @pytest.mark.parametrize(("vocab_size", "num_rows"), [(2048, 4000), (8192, 1000)])
-def test_rounding_hardly_moves_a_choice(fields: dict[str, Any], vocab_size: int, num_rows: int) -> None:
-    """Logits that are all about equal, computed twice with other rounding: at most one choice is another.
-
-    (By cumulative sums over tokens in falling order it were about ten.)
-    """
+def test_rounding_rarely_changes_a_choice(fields: dict[str, Any], vocab_size: int, num_rows: int) -> None:
+    """Nearly equal logits, computed twice with different rounding: at most one choice differs."""
     params = SamplingParams(**fields)
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(1, vocab_size, generator=generator).expand(num_rows, -1) * 0.3

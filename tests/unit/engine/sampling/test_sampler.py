@@ -1,4 +1,4 @@
-"""The sampler against a plain float64 reference, its distributions, and its independence of the batch."""
+"""The sampler equals a plain float64 reference, follows its distributions, and does not depend on the batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCAB_SIZE = 50
 
 
 def adjusted(logits: np.ndarray, wanted: Sample) -> np.ndarray:
-    """Bans, what is allowed, bias and penalties, one row, by the book."""
+    """Applies bans, allowed tokens, bias and penalties to one row by their definitions."""
     params, out = wanted.params, logits.astype(np.float64)
     for token_id, bias in params.logit_bias:
         out[token_id] += bias
@@ -48,7 +48,7 @@ def is_filtered(params: SamplingParams) -> bool:
 
 
 def distribution(logits: np.ndarray, wanted: Sample) -> dict[int, float]:
-    """What each token's probability is to be."""
+    """Returns the expected probability of each token."""
     params = wanted.params
     scaled = adjusted(logits, wanted) / params.temperature
     order = list(range(len(scaled)))
@@ -75,7 +75,7 @@ def distribution(logits: np.ndarray, wanted: Sample) -> dict[int, float]:
 
 
 def reference(logits: np.ndarray, wanted: Sample, position: int) -> tuple[int, float]:
-    """The same choice, one row, in float64; and how far the noise is from choosing otherwise."""
+    """Returns the choice for one row in float64, and the margin by which it wins."""
     params = wanted.params
     if params.temperature == 0:
         row = adjusted(logits, wanted)
@@ -94,7 +94,7 @@ def reference(logits: np.ndarray, wanted: Sample, position: int) -> tuple[int, f
 
 
 def race(weights: Mapping[int, float], seed: int, position: int) -> tuple[int, float]:
-    """Who arrives first, and by how much, relative to its time."""
+    """Returns the token that arrives first and its relative margin."""
     [times] = arrival_times(noise_keys([seed], [position], torch.device("cpu")), torch.tensor(list(weights))).tolist()
     order = sorted((time / weight, i) for (i, weight), time in zip(weights.items(), times, strict=True) if weight)
     return order[0][1], order[1][0] / order[0][0] - 1 if len(order) > 1 else 1.0
@@ -142,7 +142,7 @@ def check_against_reference(rows: list[tuple[Sample, int]], logits: torch.Tensor
     chosen = sample(logits, [wanted for wanted, _ in rows], [position for _, position in rows])
     for i, (wanted, position) in enumerate(rows):
         expected, margin = reference(logits[i].numpy(), wanted, position)
-        # Where float32 and float64 may disagree about who is first, either is right.
+        # Near a tie float32 and float64 may differ; then either choice is right.
         assert chosen[i].token_id == expected or margin < 1e-6
 
 
@@ -155,7 +155,7 @@ def test_each_row_equals_the_reference(rows: list[tuple[Sample, int]], noise: in
 
 @pytest.mark.parametrize("vocab_size", [1300, 20_000])
 @pytest.mark.parametrize("temperature", [0.7, 1.0])
-def test_vocabularies_of_many_parts_equal_the_reference(vocab_size: int, temperature: float) -> None:
+def test_vocabularies_of_many_segments_equal_the_reference(vocab_size: int, temperature: float) -> None:
     rows = [(Sample(SamplingParams(temperature=temperature, seed=seed)), 7 * seed) for seed in range(20)]
     logits = torch.randn(20, vocab_size, generator=torch.Generator().manual_seed(2)) * 2
     check_against_reference(rows, logits)
@@ -168,10 +168,10 @@ def test_vocabularies_of_many_parts_equal_the_reference(vocab_size: int, tempera
     spread=st.sampled_from([0.1, 1.0, 6.0]),
     is_coarse=st.booleans(),
 )
-def test_a_few_candidates_choose_as_a_full_sort_does(
+def test_candidates_choose_like_a_full_sort(
     rows: list[tuple[Sample, int]], noise: int, spread: float, is_coarse: bool
 ) -> None:
-    """Also where many tokens are equally likely, and where the distribution is flat and the candidates do not do."""
+    """Covers ties, and flat distributions for which the candidates do not suffice."""
     logits = torch.randn(len(rows), 5000, generator=torch.Generator().manual_seed(noise)) * spread
     if is_coarse:
         logits = (logits * 2).round() / 2
@@ -221,7 +221,7 @@ CHI_SQUARE_LIMIT_11 = 31.3
         ),
     ],
 )
-def test_the_distribution_is_as_asked(wanted: Sample) -> None:
+def test_samples_follow_the_requested_distribution(wanted: Sample) -> None:
     """Chi-square over 12 tokens and 20,000 positions."""
     logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, 1.5, 0.2, -2.0, 0.7, -0.3, 1.2])
     num_draws = 20_000
@@ -232,7 +232,7 @@ def test_the_distribution_is_as_asked(wanted: Sample) -> None:
     tokens = sample(logits.expand(num_draws, -1), [seeded] * num_draws, list(range(num_draws)))
     counts = Counter(token.token_id for token in tokens)
     probs = distribution(logits.numpy(), seeded)
-    assert set(counts) <= set(probs), "tokens that are filtered out never come"
+    assert set(counts) <= set(probs), "filtered tokens are never sampled"
     chi_square = sum((counts[i] - num_draws * p) ** 2 / (num_draws * p) for i, p in probs.items())
     assert chi_square < CHI_SQUARE_LIMIT_11
 
@@ -243,9 +243,7 @@ def test_the_distribution_is_as_asked(wanted: Sample) -> None:
     num_top=st.lists(st.one_of(st.none(), st.integers(0, 20)), min_size=1, max_size=5),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_logprobs_are_those_of_the_logits_as_they_came(
-    noise: int, num_top: list[int | None], dtype: torch.dtype
-) -> None:
+def test_logprobs_are_those_of_the_unmodified_logits(noise: int, num_top: list[int | None], dtype: torch.dtype) -> None:
     logits = (torch.randn(len(num_top), 40, generator=torch.Generator().manual_seed(noise)) * 4).to(dtype)
     wanted = [Sample(SamplingParams(temperature=0.7, top_k=3, logit_bias=((2, 9.0),), logprobs=n)) for n in num_top]
     for row, token, n in zip(logits.double().numpy(), sample(logits, wanted, [5] * len(wanted)), num_top, strict=True):
@@ -270,7 +268,7 @@ def test_equal_logits_choose_the_first_when_greedy() -> None:
 @pytest.mark.parametrize(
     "params", [SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(top_p=0.5)], ids=str
 )
-def test_a_row_that_is_no_number_leaves_others_alone(value: float, params: SamplingParams) -> None:
+def test_a_row_of_nan_does_not_affect_others(value: float, params: SamplingParams) -> None:
     logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(1))
     expected = sample(logits[:1], [Sample(params)], [0])
     logits[1] = value
@@ -281,7 +279,7 @@ def test_a_row_that_is_no_number_leaves_others_alone(value: float, params: Sampl
     assert 0 <= alone.token_id < 30
 
 
-def test_nothing_is_copied_for_those_who_ask_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_greedy_batches_copy_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A greedy batch is one argmax."""
     seen: list[torch.Tensor] = []
     real: Callable[[torch.Tensor, list[Sample]], torch.Tensor] = tandem.engine.sampling.sampler.adjusted
@@ -296,7 +294,7 @@ def test_nothing_is_copied_for_those_who_ask_for_nothing(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("vocab_size", [3, 127, 128, 129, 1300, 20_000])
 @pytest.mark.parametrize("params", [SamplingParams(temperature=0.7), SamplingParams(top_p=0.99)], ids=str)
 def test_impossible_tokens_are_not_chosen(vocab_size: int, params: SamplingParams) -> None:
-    """Some before, between and behind the possible ones, and whole parts of them."""
+    """Impossible tokens before, between and after the possible ones, and whole segments of them."""
     rows = torch.randn(64, vocab_size, generator=torch.Generator().manual_seed(0))
     rows[torch.rand(rows.shape, generator=torch.Generator().manual_seed(1)) < 0.7] = float("-inf")
     rows[:, 520:1100] = float("-inf")

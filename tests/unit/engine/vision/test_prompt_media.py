@@ -1,4 +1,4 @@
-"""What must be encoded before which chunk, and the way of media into a prefill worker; tiny tensors, no model."""
+"""Encoding of media before the chunks that need them, and media intake of a prefill worker; no model."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def media_of(
 
 
 def encode(media: PromptMedia, unit: EncodeUnit) -> None:
-    """As the vision tower does, with rows that say which placeholder they are."""
+    """Returns rows that name their placeholder, in place of the vision tower."""
     item = media.items[unit.number]
     whole = media.partial.setdefault(unit.number, torch.full((1, item.num_tokens, 1), -1.0))
     whole[0, unit.offset : unit.offset + unit.num_tokens, 0] = torch.arange(unit.num_tokens) + unit.offset
@@ -68,7 +68,7 @@ def a_scheduler() -> PrefillScheduler:
 
 
 def run_step(batch: Batch) -> list[ItemOutput]:
-    """Encodes, and checks that every placeholder computed has its embedding."""
+    """Runs a step and checks that every computed placeholder has its embedding."""
     for task in batch.encodes:
         if not task.media.is_encoded(task.unit):
             encode(task.media, task.unit)
@@ -99,7 +99,7 @@ def cost_of(batch: Batch) -> int:
     digests=st.integers(1, 20),
 )
 def test_every_prompt_is_computed_within_the_budget(prompts: list[list[tuple[int, int, int]]], digests: int) -> None:
-    """Of each prompt: words before an item, its frames' tokens, its number of frames."""
+    """Draws for each prompt: words before an item, tokens per frame, number of frames."""
     cache = EmbeddingCache(10_000)
     scheduler = a_scheduler()
     count = 0
@@ -120,7 +120,7 @@ def test_every_prompt_is_computed_within_the_budget(prompts: list[list[tuple[int
         batch, _ = scheduler.schedule(float(step))
         if not batch.items and not batch.encodes:
             break
-        # One unit may be larger than a step; it has the step to itself, but for what fits the rest.
+        # A unit larger than a step gets its own step; other work uses the tokens that are left.
         largest = max((task.unit.num_tokens for task in batch.encodes), default=0)
         assert cost_of(batch) <= max(BUDGET, largest)
         for action in scheduler.on_step(float(step), run_step(batch)):
@@ -131,7 +131,7 @@ def test_every_prompt_is_computed_within_the_budget(prompts: list[list[tuple[int
     assert not scheduler.num_running
 
 
-def test_a_video_is_encoded_some_frames_at_a_time_and_an_image_at_once() -> None:
+def test_videos_are_encoded_in_several_steps_and_images_in_one() -> None:
     media = media_of([an_item([(2, 6), (10, 6), (18, 6)], "v", "video"), an_item([(30, 40)], "i")], [3, 1])
     end, units, cost = media.afford(0, 31, BUDGET)
     # Two frames of six tokens are 12, three would be more than the 16 of a unit.
@@ -147,7 +147,7 @@ def test_a_video_is_encoded_some_frames_at_a_time_and_an_image_at_once() -> None
     assert [u.num_tokens for u in units] == [40] and end == 30 and cost == 40
 
 
-def test_nothing_is_encoded_for_tokens_that_the_prefix_cache_has() -> None:
+def test_cached_placeholders_are_not_encoded() -> None:
     media = media_of([an_item([(2, 6)], "a"), an_item([(10, 6)], "b")])
     _, units, _ = media.afford(8, 20, BUDGET)
     assert [u.number for u in units] == [1]
@@ -165,14 +165,16 @@ def test_an_image_of_two_prompts_is_encoded_once() -> None:
     assert list(cache.take_encoded()) == [b"a".ljust(32)] and not cache.take_encoded()
 
 
-def test_a_prompt_whose_media_fail_ends_alone() -> None:
+def test_failed_media_fail_only_their_prompt() -> None:
     scheduler = a_scheduler()
     item = an_item([(0, 40)])
     media = media_of([item])
     assert not scheduler.on_start(0.0, a_request([item], 42, "bad"), None, None, media)
     assert not scheduler.on_start(0.0, a_request([], 20, "good"), None)
     batch, _ = scheduler.schedule(1.0)
-    assert batch.encodes and not [i for i in batch.items if i.media is not None], "too large for a chunk beside it"
+    assert batch.encodes and not [i for i in batch.items if i.media is not None], (
+        "the image leaves no tokens for a chunk"
+    )
     media.error = ErrorInfo.of(InvalidRequest("media item 0: not a picture"))
     (action,) = scheduler.on_step(2.0, [ItemOutput([SampledToken(7)] * len(i.samples)) for i in batch.items])
     assert isinstance(action, SendToProxy) and isinstance(action.message, AttemptFailed)
@@ -183,16 +185,16 @@ def test_a_prompt_whose_media_fail_ends_alone() -> None:
     scheduler.blocks.check()
 
 
-def test_a_prompt_whose_media_did_not_come_ends_before_it_begins() -> None:
+def test_missing_media_fail_a_prompt_before_it_starts() -> None:
     scheduler = a_scheduler()
     item = an_item([(1, 4)])
     media = PromptMedia(range(9), [item], BUDGET // 2, EmbeddingCache(1 << 20))
     scheduler.on_start(0.0, a_request([item], 9), None, None, media)
-    assert scheduler.schedule(0.0) == (Batch([]), []), "it waits for them"
+    assert scheduler.schedule(0.0) == (Batch([]), []), "the prompt waits for its embeddings"
     media.error, media.is_ready = ErrorInfo.of(WorkerLost("the media cache did not send it")), True
     batch, [action] = scheduler.schedule(0.0)
     assert not batch.items and isinstance(action, SendToProxy) and isinstance(action.message, AttemptFailed)
-    assert action.message.error.code == "worker_lost", "which has the proxy try again"
+    assert action.message.error.code == "worker_lost", "the proxy dispatches it again"
     assert scheduler.is_idle and scheduler.schedule(0.0) == (Batch([]), [])
 
 
@@ -207,7 +209,7 @@ def test_a_prompt_may_end_while_its_media_are_encoded() -> None:
     assert scheduler.blocks.num_free == 100 and not scheduler.num_running
 
 
-def test_a_decode_worker_leaves_media_to_prefill() -> None:
+def test_decode_refuses_prompts_with_media() -> None:
     scheduler = DecodeScheduler(BlockManager(100, 8), "model", 8)
     request = PrepareDecode(
         "proxy", ["t"], "t", pack_token_ids(range(9)), SamplingParams(), [0], StopConditions(max_tokens=4), None, None,
@@ -221,7 +223,7 @@ def test_a_decode_worker_leaves_media_to_prefill() -> None:
 # ---- the worker's own cache
 
 
-def test_the_cache_keeps_to_its_bytes_and_forgets_the_least_recently_used() -> None:
+def test_the_embedding_cache_evicts_the_least_recently_used() -> None:
     cache = EmbeddingCache(100)
     cache.put({bytes([i]): torch.zeros(10) for i in range(2)})
     assert cache.get(b"\0") is not None
@@ -244,34 +246,34 @@ def test_an_embedding_of_another_length_is_not_used() -> None:
 
 def stored(*tensors: tuple[str, torch.Tensor], **changes: Any) -> MediaItem:
     fd = os.memfd_create("tandem-test-media", os.MFD_CLOEXEC)
-    offset, told = SEGMENT_HEADER_BYTES, []
+    offset, descriptions = SEGMENT_HEADER_BYTES, []
     os.pwrite(fd, b"d" * 32, 0)
     for name, tensor in tensors:
         data = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())
         os.pwrite(fd, data, offset)
         dtype = str(tensor.dtype).removeprefix("torch.")
-        told.append(MediaTensor(name, dtype, tuple(tensor.shape), offset, len(data)))
+        descriptions.append(MediaTensor(name, dtype, tuple(tensor.shape), offset, len(data)))
         offset += len(data)
-    item = MediaItem(b"d" * 32, "image", ((1, 4),), f"/proc/{os.getpid()}/fd/{fd}", tuple(told))
+    item = MediaItem(b"d" * 32, "image", ((1, 4),), f"/proc/{os.getpid()}/fd/{fd}", tuple(descriptions))
     return msgspec.structs.replace(item, **changes)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64])
-def test_tensors_come_out_as_they_went_in(dtype: torch.dtype) -> None:
+def test_tensors_survive_shared_memory(dtype: torch.dtype) -> None:
     values = torch.arange(24).reshape(2, 3, 4).to(dtype)
     opened = open_tensors(stored(("image_grid_thw", torch.tensor([[1, 4, 4]])), ("pixel_values", values)))
     assert opened["pixel_values"].dtype == dtype and torch.equal(opened["pixel_values"], values)
     assert opened["image_grid_thw"].tolist() == [[1, 4, 4]]
 
 
-def test_they_outlive_their_segment() -> None:
+def test_tensors_outlive_their_segment() -> None:
     item = stored(("pixel_values", torch.arange(4.0)))
     opened = open_tensors(item)
     os.close(int(item.segment.rsplit("/", 1)[1]))
     assert opened["pixel_values"].tolist() == [0, 1, 2, 3]
 
 
-def test_segments_that_cannot_be_used_are_refused() -> None:
+def test_invalid_segments_are_refused() -> None:
     good = stored(("pixel_values", torch.arange(4.0)))
     with pytest.raises(InvalidRequest, match="cannot be opened: ENAMETOOLONG"):
         open_tensors(msgspec.structs.replace(good, segment=f"/dev/shm/{'x' * 300}"))
@@ -289,7 +291,7 @@ def test_segments_that_cannot_be_used_are_refused() -> None:
         os.close(write_end)
 
 
-def test_a_descriptor_that_was_used_again_is_noticed() -> None:
+def test_a_reused_descriptor_is_detected() -> None:
     other = msgspec.structs.replace(stored(("pixel_values", torch.arange(4.0))), digest=b"e" * 32)
     with pytest.raises(WorkerLost, match="has evicted an image or video"):
         open_tensors(other)
@@ -299,7 +301,7 @@ def test_a_descriptor_that_was_used_again_is_noticed() -> None:
 
 
 class AnyTower:
-    """Takes whatever comes, as one frame."""
+    """Accepts any item as one frame."""
 
     def check(self, item: MediaItem, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
@@ -327,14 +329,14 @@ class Shared:
         self.embeddings.update(embeddings)
 
 
-def test_a_model_of_text_alone_refuses_media() -> None:
+def test_a_text_model_refuses_media() -> None:
     intake = MediaIntake(None, EmbeddingCache(0), 16, None, lambda: None)
     assert intake.open(a_request([], 9)) is None
     with pytest.raises(InvalidRequest, match="takes no images or video"):
         intake.open(a_request([an_item([(1, 4)])], 9))
 
 
-def test_what_another_worker_has_encoded_is_not_encoded_again() -> None:
+def test_embeddings_of_another_worker_are_reused() -> None:
     async def scenario() -> None:
         shared, done = Shared(), asyncio.Event()
         item = stored()
@@ -346,7 +348,7 @@ def test_what_another_worker_has_encoded_is_not_encoded_again() -> None:
         media = intake.open(request)
         assert media is not None
         scheduler.on_start(0.0, request, None, None, media)
-        assert not scheduler.schedule(0.0)[0].items, "it waits for the answer"
+        assert not scheduler.schedule(0.0)[0].items, "the prompt waits for the answer"
         shared.answer.set()
         await asyncio.wait_for(done.wait(), 10)
         batch, _ = scheduler.schedule(0.0)
@@ -358,7 +360,7 @@ def test_what_another_worker_has_encoded_is_not_encoded_again() -> None:
     asyncio.run(scenario())
 
 
-def test_a_shared_cache_that_fails_costs_no_request() -> None:
+def test_a_failing_shared_cache_fails_no_request() -> None:
     async def scenario() -> None:
         shared, done = Shared(), asyncio.Event()
         shared.broken = True
@@ -374,6 +376,6 @@ def test_a_shared_cache_that_fails_costs_no_request() -> None:
         for unit in units:
             encode(media, unit)
         intake.share_encoded()
-        assert list(shared.embeddings) == [b"d" * 32], "others are told"
+        assert list(shared.embeddings) == [b"d" * 32], "the embedding is shared"
 
     asyncio.run(scenario())

@@ -1,6 +1,6 @@
-"""From a request's body to its tokens, for each family: processing, prefill and decode, for real but for the sockets.
+"""From a request's body to its tokens, for each family: real processing, prefill and decode, without sockets.
 
-What transformers alone generates from the same files is what must come out.
+The tokens must equal those of transformers alone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def test_media_and_text_side_by_side(family: str, tmp_path: Path) -> None:
         ["Nothing to see here, or in any other line of this text."],
     ]
     expected = generated_by_transformers(tmp_path, prompts, NUM_NEW)
-    assert all(len(set(tokens)) > 4 for tokens in expected), "an answer that says nothing proves nothing"
+    assert all(len(set(tokens)) > 4 for tokens in expected), "an answer of equal tokens proves nothing"
     reader = MediaReader(tmp_path)
     pair = VisionPair(tmp_path)
     try:
@@ -40,7 +40,7 @@ def test_media_and_text_side_by_side(family: str, tmp_path: Path) -> None:
             numbers = [pair.start(token_ids, items, NUM_NEW) for token_ids, items, _ in read]
             pair.run()
             assert [pair.generated(number)[0] for number in numbers] == expected
-        assert pair.cache.num_encoded == 3, "each medium once, however many prompts have it"
+        assert pair.cache.num_encoded == 3, "each medium is encoded once for all prompts"
     finally:
         pair.close()
         reader.close()

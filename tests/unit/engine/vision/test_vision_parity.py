@@ -1,4 +1,4 @@
-"""Models that take images and video against transformers' own generate: float32, greedy, through prefill and decode."""
+"""Models with images and video equal transformers' `generate` in float32, through prefill and decode."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def assert_as_expected(got: Generated, expected: Generated) -> None:
     assert got[1] == pytest.approx(expected[1], abs=1e-3)
 
 
-def test_all_at_once_then_again_from_the_prefix_cache(
+def test_one_batch_then_again_from_the_prefix_cache(
     family: str, pair: VisionPair, expected: dict[str, Generated]
 ) -> None:
     prompts = prompts_of(family)
@@ -76,10 +76,10 @@ def test_all_at_once_then_again_from_the_prefix_cache(
     for name, number in again.items():
         assert_as_expected(pair.generated(number), expected[name])
         assert pair.num_cached_tokens[number] >= (len(prompts[name].token_ids) - 1) // BLOCK_SIZE * BLOCK_SIZE
-    assert pair.cache.num_encoded == num_encoded == 3  # each medium once, however many prompts have it
+    assert pair.cache.num_encoded == num_encoded == 3  # each medium is encoded once for all prompts
 
 
-def test_another_picture_in_the_same_place_is_another_prompt(family: str, folder: Path, pair: VisionPair) -> None:
+def test_different_images_do_not_share_cached_blocks(family: str, folder: Path, pair: VisionPair) -> None:
     size = (16, 16) if family == "llava_onevision" else (4, 4)
     words = [11, 10]
     pictures = [make_medium(family, "image", *size, frames=1, seed=seed) for seed in (21, 22)]
@@ -107,11 +107,11 @@ def test_preempted_sequences_keep_their_positions(family: str, folder: Path, exp
     pair.close()
 
 
-def test_bad_media_fail_their_own_prompt_alone(family: str, pair: VisionPair) -> None:
+def test_bad_media_fail_only_their_prompt(family: str, pair: VisionPair) -> None:
     prompts = prompts_of(family)
     good, image = prompts["text"], prompts["image"].media[0]
     num_tokens = image.num_tokens[0]
-    # Its embedding would be found, were it only for the digest.
+    # By its digest alone, the embedding would be found.
     short = VisionPrompt.of([4, Medium("image", image.tensors, [num_tokens - 1]), 4], 8)
     misfit = f"media item 0: this image has {num_tokens - 1} placeholder tokens in the prompt, .* to {num_tokens}"
     number = pair.start(good.token_ids, (), NUM_NEW)

@@ -1,4 +1,4 @@
-"""Limits on what waits and on what one client has in flight; Retry-After says when there will be room."""
+"""Limits on waiting requests and on each client's requests in flight; Retry-After estimates when there is room."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Clock:
         return self.now
 
 
-def test_those_without_a_first_token_count_as_waiting() -> None:
+def test_sequences_without_a_first_token_count_as_waiting() -> None:
     admission = Admission(4, Clock())
     first = admission.admit("a", [10, 0, 0])
     with pytest.raises(QueueFull, match="3 requests are waiting"):
@@ -42,7 +42,7 @@ def test_those_without_a_first_token_count_as_waiting() -> None:
     assert (admission.num_waiting, admission.num_waiting_tokens) == (0, 0)
 
 
-def test_waiting_tokens_are_bounded_but_a_large_prompt_alone_may_go() -> None:
+def test_waiting_tokens_are_limited_except_for_a_single_prompt() -> None:
     admission = Admission(10, Clock(), max_waiting_tokens=100)
     large = admission.admit("a", [500])
     with pytest.raises(QueueFull, match="500 prompt tokens are waiting"):
@@ -53,7 +53,7 @@ def test_waiting_tokens_are_bounded_but_a_large_prompt_alone_may_go() -> None:
         admission.admit("a", [60])
 
 
-def test_a_client_has_so_many_in_flight_until_they_end() -> None:
+def test_sequences_in_flight_per_client_are_limited() -> None:
     admission = Admission(10, Clock(), max_per_client=2)
     one = admission.admit("a", [1, 1])
     one.on_first_token(0)
@@ -68,7 +68,7 @@ def test_a_client_has_so_many_in_flight_until_they_end() -> None:
         admission.check("c", 3)
 
 
-def test_sooner_priorities_displace_later_ones_the_newest_first() -> None:
+def test_sooner_priorities_displace_the_newest_of_the_latest() -> None:
     admission = Admission(4, Clock(), max_waiting_tokens=100)
     displaced: list[str] = []
 
@@ -89,7 +89,7 @@ def test_sooner_priorities_displace_later_ones_the_newest_first() -> None:
     admit("soon", 0, 10, 10)
     assert displaced == ["new"]
     new.close()
-    admit("large", -1, 75)  # the tokens of `old` and of `sooner` make room, and those of `soon` may stay
+    admit("large", -1, 75)  # displacing `old` and `sooner` frees enough tokens, so `soon` stays
     assert displaced == ["new", "old", "sooner"]
     with pytest.raises(QueueFull, match="95 prompt tokens"):
         admit("too large", 0, 30)
@@ -98,7 +98,7 @@ def test_sooner_priorities_displace_later_ones_the_newest_first() -> None:
     assert (admission.num_waiting, admission.num_waiting_tokens) == (3, 95)
 
 
-def test_later_priorities_have_a_share_of_the_queue() -> None:
+def test_low_priorities_have_a_share_of_the_queue() -> None:
     admission = Admission(8, Clock(), max_waiting_tokens=100, low_priority_share=0.25)
     tickets = [admission.admit("a", [5], priority) for priority in (3, 1)]
     with pytest.raises(QueueFull, match=r"2 requests with a priority over 0 .* limit is 2\."):
@@ -106,10 +106,10 @@ def test_later_priorities_have_a_share_of_the_queue() -> None:
     displaced: list[QueueFull] = []
     tickets[0].on_displaced = displaced.append
     tickets.append(admission.admit("a", [5], 2))
-    assert len(displaced) == 1, "the latest gives way to a sooner one, of those within the share"
+    assert len(displaced) == 1, "a sooner request displaces the latest one within the share"
     for _ in range(6):
         tickets.append(admission.admit("a", [10]))
-    assert admission.num_waiting == 8, "whose priority is the default finds the rest free"
+    assert admission.num_waiting == 8, "the default priority may use the rest of the queue"
     for ticket in tickets:
         ticket.close()
     with pytest.raises(InvalidRequest, match=r"the limit is 2 for a priority over 0\."):
@@ -121,7 +121,7 @@ def test_later_priorities_have_a_share_of_the_queue() -> None:
     admission.admit("a", [1, 1], 1)
 
 
-def test_a_client_over_its_limit_may_come_back_when_its_oldest_request_should_have_ended() -> None:
+def test_retry_after_of_a_client_limit_is_when_its_oldest_request_should_end() -> None:
     clock = Clock()
     admission = Admission(10, clock, max_per_client=1)
     for _ in range(50):
@@ -135,10 +135,10 @@ def test_a_client_over_its_limit_may_come_back_when_its_oldest_request_should_ha
     assert refused.value.retry_after_s == 15
 
 
-def test_retry_after_is_what_waits_over_the_recent_speed() -> None:
+def test_retry_after_is_the_queue_over_the_recent_speed() -> None:
     clock = Clock()
     admission = Admission(3, clock)
-    assert admission.retry_after_s() == 1, "nothing is known yet"
+    assert admission.retry_after_s() == 1, "the speed is not known yet"
     for _ in range(5):
         ticket = admission.admit("a", [1000])
         clock.now += 1
@@ -152,11 +152,11 @@ def test_retry_after_is_what_waits_over_the_recent_speed() -> None:
     response = tandem_error_response(some_request(), refused.value)
     assert (response.status_code, response.headers["retry-after"]) == (503, "8")
     clock.now += 60
-    assert admission.retry_after_s() == 1, "what was long ago says nothing"
+    assert admission.retry_after_s() == 1, "old completions do not count"
 
 
 class AnyOrder(RuleBasedStateMachine):
-    """Whatever happens in whatever order, what is counted is what is there."""
+    """Random orders of events; the counters always equal the requests present."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -60,7 +60,7 @@ def load_with(ttft_slo_s: float | None = SLO_S) -> Load:
 @pytest.mark.parametrize("overload", [1.2, 3.0])
 def test_past_capacity_first_tokens_meet_the_slo(served_per_s: float, overload: float) -> None:
     load = load_with()
-    load.run(120, overload * served_per_s, served_per_s)  # until the queue of the beginning is served
+    load.run(120, overload * served_per_s, served_per_s)  # until the initial queue is served
     load.run(60, overload * served_per_s, served_per_s)
     longest_s = max(SLO_S / 2, MIN_WAITING / served_per_s)
     assert 0.7 * longest_s < min(load.waits_s) <= max(load.waits_s) < 1.2 * longest_s
@@ -87,8 +87,8 @@ def test_an_idle_cluster_has_no_standing_queue() -> None:
     load.admission.admit("a", [100] * 64)
 
 
-def test_a_queue_that_decode_takes_a_batch_at_a_time_is_a_standing_queue() -> None:
-    """For a moment nothing waits, whenever a batch has ended."""
+def test_a_queue_that_decode_drains_in_batches_is_standing() -> None:
+    """The queue is empty for a moment after each batch."""
     load = load_with()
     for number in range(6000):  # 200 arrive in a second and 64 are served
         load.clock.now += 0.005
@@ -111,8 +111,8 @@ def test_a_burst_waits() -> None:
 
 
 @pytest.mark.parametrize(("num_clients", "served_per_s"), [(MIN_WAITING, 10), (60, 60)])
-def test_clients_that_wait_for_their_answers_are_no_overload(num_clients: int, served_per_s: int) -> None:
-    """Each client always has one request in flight; together as many as are served in half of the SLO."""
+def test_closed_loop_clients_are_no_overload(num_clients: int, served_per_s: int) -> None:
+    """Each client has one request in flight; together they are as many as are served in half of the SLO."""
     load = load_with()
     load.arrive(num_clients)
     for _ in range(3000):

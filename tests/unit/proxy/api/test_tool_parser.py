@@ -19,7 +19,7 @@ HERMES, LLAMA = ToolFormat("hermes"), ToolFormat("llama3_json")
 
 
 def parse(parser: ToolParser, cuts: list[str]) -> tuple[str, list[tuple[str, str]]]:
-    """The content and the calls, name and arguments."""
+    """Returns the content and the calls as (name, arguments)."""
     pieces: list[Piece] = []
     for cut in cuts:
         pieces += parser.push(cut)
@@ -90,9 +90,9 @@ def test_hermes_calls_are_parsed_however_the_text_is_split(
         f'\n<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
         for (name, _), arguments in zip(calls, written, strict=True)
     )
-    told, found = parse(HERMES.parser(), cut_up(text, places))
+    parsed, found = parse(HERMES.parser(), cut_up(text, places))
     if "<tool_call" not in content:
-        assert told == (content.rstrip(" \t\r\n") if calls else content)
+        assert parsed == (content.rstrip(" \t\r\n") if calls else content)
         assert found == [(name, arguments) for (name, _), arguments in zip(calls, written, strict=True)]
 
 
@@ -113,7 +113,7 @@ def test_splitting_any_text_does_not_change_the_result(tool_format: ToolFormat, 
     assert parse(tool_format.parser(), cut_up(text, places)) == whole
     assert parse(tool_format.parser(), list(text)) == whole
     if not whole[1]:
-        assert whole[0] == text  # nothing is lost of what is no call
+        assert whole[0] == text  # text outside calls is kept
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_splitting_any_text_does_not_change_the_result(tool_format: ToolFormat, 
         'a <tool_call>{"name": "f\\n", "arguments": {}}</tool_call> b',
     ],
 )
-def test_text_that_is_no_call_becomes_content(text: str) -> None:
+def test_text_that_is_not_a_call_becomes_content(text: str) -> None:
     assert parse(HERMES.parser(), [text]) == (text, [])
 
 
@@ -220,7 +220,7 @@ def test_grammars_accept_only_valid_calls(name: ToolFormatName, kind: str) -> No
         assert takes(text_of(name, [F], "Let me see.\n")) and not takes(text_of(name, [WRONG], "Let me see.\n"))
         assert takes(text_of(name, [F], "<think>hm</think>"))
     else:
-        assert takes('{"nam": 1}')  # JSON that is no call
+        assert takes('{"nam": 1}')  # JSON that is not a call
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json"])

@@ -162,7 +162,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("fields", "param"), REFUSED, ids=str)
-def test_refused_with_the_field_named(fields: dict[str, Any], param: str) -> None:
+def test_unsupported_values_are_refused_with_the_field_named(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         completion(**fields)
     assert caught.value.param == param
@@ -180,7 +180,7 @@ def test_unknown_model_is_404() -> None:
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"null", b'{"prompt"}', b"\xff\xfe", b'{"prompt": "a"} x', b"[" * 99999]
 )
-def test_broken_bodies(body: bytes) -> None:
+def test_invalid_bodies_are_refused(body: bytes) -> None:
     for decode in (DECODER.completion, DECODER.chat):
         with pytest.raises(InvalidRequest):
             decode(body)

@@ -1,4 +1,4 @@
-"""The index of cached prefixes: exact for every worker, and right again after lost updates."""
+"""The index of cached prefixes is exact for every worker and recovers from lost updates."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class LossyUpdates(RuleBasedStateMachine):
             assert not index.needs_restart("worker")
             assert {number for number in range(10) if index.depths([number])} == here
             index.leave("worker")
-            assert not index._workers, "nothing is kept of a worker that left"
+            assert not index._workers, "blocks of removed workers are dropped"
 
 
 TestLossyUpdates = LossyUpdates.TestCase

@@ -80,32 +80,32 @@ def test_silence_is_loss_and_status_is_a_heartbeat() -> None:
         assert not registry.check(step * 0.25)
     assert [gone.worker for gone in registry.check(2.75).lost] == [quiet]
     assert registry.workers() == [lively]
-    assert not registry.on_status(3.0, status(quiet)), "it must register again, and then joins again"
+    assert not registry.on_status(3.0, status(quiet)), "the worker must register again"
     assert registry.on_register(3.0, register(quiet)).joined == [quiet]
 
 
-def test_a_proxy_that_stood_still_blames_nobody() -> None:
+def test_a_stopped_proxy_declares_no_worker_lost() -> None:
     registry = Registry(SILENCE_S)
     registry.on_register(0.0, register(worker("decode-0")))
     registry.check(0.25)
     assert not registry.check(4.0)
     assert not registry.check(4.25)
-    assert [registry.check(4.0 + 0.25 * i) for i in range(2, 20)], "but silence from then on counts"
+    assert [registry.check(4.0 + 0.25 * i) for i in range(2, 20)], "later silence counts"
     assert registry.workers() == []
 
 
-def test_a_proxy_that_stood_still_for_long_takes_its_requests_for_given_up() -> None:
+def test_a_proxy_stopped_for_long_fails_its_requests() -> None:
     registry = Registry(SILENCE_S)
     info = worker("decode-0")
     registry.on_register(0.0, register(info))
     registry.check(0.25)
     [gone] = registry.check(0.25 + PROXY_SILENCE_S).lost
-    assert gone.worker == info and "this proxy stood still for 5.0 s" in gone.reason
+    assert gone.worker == info and "this proxy was stopped for 5.0 s" in gone.reason
     assert registry.on_register(5.5, register(info)).joined == [info]
     assert not registry.check(5.75)
 
 
-def test_who_has_a_name_keeps_it_while_it_lives() -> None:
+def test_a_name_belongs_to_its_worker_while_it_lives() -> None:
     registry = Registry(SILENCE_S)
     first = worker("decode-0", "e1", pid=10)
     second = msgspec.structs.replace(first, epoch="e2", endpoint="tcp://10.0.0.9:4000", pid=99)
@@ -118,7 +118,7 @@ def test_who_has_a_name_keeps_it_while_it_lives() -> None:
         assert registry.workers() == [first]
     while not registry.check(now):
         now += 0.25
-    assert registry.on_register(now, register(second)).joined == [second], "the first has fallen silent"
+    assert registry.on_register(now, register(second)).joined == [second], "the first worker is silent"
     with pytest.raises(ProtocolError, match="process 99"):
         registry.on_register(now, register(first))
     registry.on_exited("decode-0", 99)
@@ -144,7 +144,7 @@ def test_limits_are_those_of_the_weakest_worker() -> None:
     assert registry.limits().max_model_len == 2048
 
 
-def test_what_is_missing_is_said() -> None:
+def test_readiness_names_what_is_missing() -> None:
     registry = Registry(SILENCE_S)
     prefill, decode = worker("prefill-0"), worker("decode-0")
     assert registry.why_not_ready() == "no worker is ready"

@@ -1,4 +1,4 @@
-"""The router alone: a function of the workers' reports, of what this proxy sent, and of one random number."""
+"""The router alone: its choice depends on workers' reports, this proxy's requests and one random number."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def decode_of(route: Route) -> str:
     return route.decode.worker_id
 
 
-def test_prefill_goes_where_the_queue_is_shortest_in_time() -> None:
+def test_prefill_goes_to_the_shortest_queue_in_seconds() -> None:
     world = World(2, 1)
     long = world.router.pick(PromptShape(1000))
     other = {prefill_of(world.router.pick(PromptShape(10))) for _ in range(5)}
@@ -115,7 +115,7 @@ def test_own_prompts_are_not_counted_twice() -> None:
     assert record.use.prompts.total == 0
 
 
-def test_other_proxies_are_taken_to_do_as_this_one_until_workers_report() -> None:
+def test_other_proxies_are_assumed_to_send_as_much_as_this_one() -> None:
     world = World(1, 1, num_proxies=4)
     [record] = world.registry.prefill_workers
     world.router.pick(PromptShape(100))
@@ -124,7 +124,7 @@ def test_other_proxies_are_taken_to_do_as_this_one_until_workers_report() -> Non
     assert record.use.prompts.total == 100
 
 
-def test_only_what_is_not_later_is_ahead() -> None:
+def test_prompts_of_later_priorities_are_not_ahead() -> None:
     world = World(2, 1)
     for info, priority in zip(world.prefills, (5, -5), strict=True):
         world.report(info, waiting_tokens=[(priority, 1000)])
@@ -153,7 +153,7 @@ def test_the_last_token_is_always_computed() -> None:
 
 
 @pytest.mark.parametrize("num_holders", [1, 3])
-def test_no_worker_is_chosen_as_if_it_had_the_last_token(num_holders: int) -> None:
+def test_a_fully_cached_prompt_still_costs_its_last_token(num_holders: int) -> None:
     world = World(4, 1)
     prompt = list(range(16))
     holders, others = world.prefills[:num_holders], world.prefills[num_holders:]
@@ -165,7 +165,7 @@ def test_no_worker_is_chosen_as_if_it_had_the_last_token(num_holders: int) -> No
         assert chosen == {info.worker_id for info in best}
 
 
-def test_decode_goes_where_there_is_room_and_then_few_sequences() -> None:
+def test_decode_goes_to_free_blocks_then_to_few_sequences() -> None:
     world = World(1, 3)
     full, busy, free = world.decodes
     world.report(full, free=2)
@@ -204,7 +204,7 @@ def test_one_token_needs_no_decode_worker() -> None:
         world.router.pick(PromptShape(1))
 
 
-def test_decode_computes_what_is_short_and_not_too_much_of_it() -> None:
+def test_decode_computes_short_prompts_up_to_a_limit() -> None:
     world = World(1, 1, threshold=16)
     assert prefill_of(world.router.pick(PromptShape(17)))
     short = [world.router.pick(PromptShape(16)) for _ in range(5)]
@@ -214,7 +214,7 @@ def test_decode_computes_what_is_short_and_not_too_much_of_it() -> None:
     assert world.router.pick(PromptShape(1, needs_decode=False)).prefill is not None
 
 
-def test_a_long_prompt_of_which_decode_has_most_is_short() -> None:
+def test_a_long_prompt_mostly_cached_on_decode_counts_as_short() -> None:
     world = World(1, 2, threshold=16)
     prompt = list(range(200))
     world.cache(world.decodes[1], prompt[:188])
@@ -222,7 +222,7 @@ def test_a_long_prompt_of_which_decode_has_most_is_short() -> None:
     assert (route.prefill, decode_of(route), route.num_uncached_tokens) == (None, "decode-1", 12)
 
 
-def test_without_prefill_workers_decode_computes_everything_unless_it_never_may() -> None:
+def test_without_prefill_workers_decode_computes_all_prompts_unless_disabled() -> None:
     alone = World(0, 2, threshold=16)
     assert alone.registry.why_not_ready() is None
     assert alone.router.pick(PromptShape(4000)).prefill is None
@@ -232,18 +232,18 @@ def test_without_prefill_workers_decode_computes_everything_unless_it_never_may(
         never.router.pick(PromptShape(10))
 
 
-def test_what_is_predicted_to_be_late_is_refused_at_once() -> None:
+def test_requests_predicted_to_be_late_are_refused_at_once() -> None:
     world = World(1, 1)
     world.report(world.prefills[0], waiting_tokens=[(0, 3000)])
     with pytest.raises(SLOUnreachable, match="predicted after 3") as refused:
         world.router.pick(PromptShape(100), max_ttft_s=1.0)
     assert refused.value.retry_after_s == 3
     [prefill], [decode] = world.registry.prefill_workers, world.registry.decode_workers
-    assert prefill.use.is_idle and decode.use.is_idle, "nothing is owed for it"
+    assert prefill.use.is_idle and decode.use.is_idle, "the request left no load"
     assert prefill_of(world.router.pick(PromptShape(100), max_ttft_s=4.0))
 
 
-def test_predictions_learn_from_what_first_tokens_took() -> None:
+def test_predictions_learn_from_measured_first_tokens() -> None:
     world = World(1, 1)
     for _ in range(60):
         route = world.router.pick(PromptShape(998))
@@ -258,7 +258,7 @@ def test_predictions_learn_from_what_first_tokens_took() -> None:
         st.tuples(st.sampled_from(["pick", "first", "end", "report", "lose", "return"]), st.integers(0, 9)), max_size=60
     )
 )
-def test_nothing_stays_counted(events: list[tuple[str, int]]) -> None:
+def test_ended_requests_leave_no_load(events: list[tuple[str, int]]) -> None:
     world = World(2, 2, threshold=8, num_proxies=2)
     waiting: list[Route] = []
     running: list[Route] = []
@@ -279,7 +279,7 @@ def test_nothing_stays_counted(events: list[tuple[str, int]]) -> None:
             world.report(info, waiting_tokens=[(0, number)], running=number)
         elif event == "lose" and number < 2:
             world.registry.on_exited(f"decode-{number}", 1)
-        elif event == "return":  # lost from sight, and back under the same epoch: what was owed stays with the past
+        elif event == "return":  # lost and back under the same epoch: load from before does not count
             info = (world.prefills + world.decodes)[number % 4]
             world.registry.on_left(info.epoch)
             world.join(info)

@@ -31,7 +31,7 @@ def attempt(cluster: Cluster, number: int) -> tuple[str, PrepareDecode, StartPre
 
 @pytest.mark.parametrize("lost", [PREFILL, DECODE])
 @pytest.mark.parametrize("when", ["queued", "first token held"])
-def test_a_prompt_goes_to_another_worker(lost: WorkerInfo, when: str) -> None:
+def test_a_prompt_migrates_to_another_worker(lost: WorkerInfo, when: str) -> None:
     async def test(cluster: Cluster) -> None:
         reader = asyncio.create_task(collect(cluster.generate()))
         await turn()
@@ -42,7 +42,7 @@ def test_a_prompt_goes_to_another_worker(lost: WorkerInfo, when: str) -> None:
         cluster.lose(lost)
         other = OTHER_PREFILL if lost is PREFILL else OTHER_DECODE
         await turn()
-        assert len(cluster.pool.of(StartPrefill)) == 1 and not reader.done(), "it waits for a worker"
+        assert len(cluster.pool.of(StartPrefill)) == 1 and not reader.done(), "the request waits for a worker"
         cluster.join(other)
         await turn()
         new, prepare, start = attempt(cluster, 1)
@@ -58,7 +58,7 @@ def test_a_prompt_goes_to_another_worker(lost: WorkerInfo, when: str) -> None:
     play(test, worker_wait_s=60)
 
 
-def test_a_stream_continues_where_it_was() -> None:
+def test_a_stream_continues_after_its_last_token() -> None:
     async def test(cluster: Cluster) -> None:
         cluster.join(OTHER_DECODE)
         stream = cluster.generate()
@@ -70,7 +70,7 @@ def test_a_stream_continues_where_it_was() -> None:
         for token_id in (6, 7):
             cluster.token(old, token_id, worker=decode)
         cluster.lose(decode)
-        cluster.token(old, 8, worker=decode)  # it was only frozen, and this message is late
+        cluster.token(old, 8, worker=decode)  # the worker was only frozen, and its message is late
         await turn()
         new, prepare, start = attempt(cluster, 1)
         for message in (prepare, start):
@@ -109,7 +109,7 @@ def test_after_a_reported_loss_the_suspect_is_avoided() -> None:
 
 
 def test_a_prompt_that_loses_its_prefill_worker_stays_with_its_decode_worker() -> None:
-    """That worker has kept the blocks that arrived, though no report says so yet."""
+    """That worker has kept the arrived blocks, although no report shows it yet."""
 
     async def test(cluster: Cluster) -> None:
         cluster.join(OTHER_PREFILL, OTHER_DECODE)
@@ -136,7 +136,7 @@ def test_a_prompt_that_loses_its_prefill_worker_stays_with_its_decode_worker() -
     play(test)
 
 
-def test_a_request_that_loses_every_worker_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_fails_after_too_many_attempts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence, "MAX_LOST_ATTEMPTS", 3)
     monkeypatch.setattr(sequence, "_FIRST_DELAY_S", 0.001)
 

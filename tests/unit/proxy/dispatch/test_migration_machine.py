@@ -149,7 +149,7 @@ class Requests(RuleBasedStateMachine):
     def running(self) -> list[PlayedAttempt]:
         return [self.attempts[attempt_id] for attempt_id in self.cluster.dispatcher._running]
 
-    # ---- what may happen
+    # ---- events
 
     @precondition(lambda self: len(self.readers) < 12)
     @rule(seeds=st.integers(1, 3), num_tokens=st.integers(2, 12))
@@ -222,7 +222,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: len(self.cluster.registry.workers()) > 1)
     @rule(pick=PICK)
     def replace(self, pick: int) -> None:
-        """The usual case: work, a loss, and a new worker of that role."""
+        """Plays the usual case: work, a loss, and a new worker of that role."""
         self.work(1 + pick % 3)
         self.lose(pick)
         self.join(self.gone[-1].role)
@@ -238,7 +238,7 @@ class Requests(RuleBasedStateMachine):
     @precondition(lambda self: self.cluster.registry.workers())
     @rule(pick=PICK)
     def lose_sight_of(self, pick: int) -> None:
-        """A worker is lost and registers again under the same epoch."""
+        """Loses a worker, which registers again under the same epoch."""
         workers = self.cluster.registry.workers()
         worker = workers[pick % len(workers)]
         self.do(lambda: self.cluster.lose(worker))
@@ -257,7 +257,7 @@ class Requests(RuleBasedStateMachine):
             self.loop.now = min(end, self.loop.now + 0.25)
             self.do(lambda: None)
 
-    # ---- what always holds
+    # ---- invariants
 
     @invariant()
     def tokens_come_once_and_in_order(self) -> None:

@@ -52,7 +52,7 @@ def test_both_workers_get_their_commands_at_once() -> None:
     play(test)
 
 
-def test_first_token_waits_for_room_on_decode() -> None:
+def test_the_first_token_waits_for_blocks_on_decode() -> None:
     async def test(cluster: Cluster) -> None:
         stream = cluster.generate()
         async with aclosing(stream):
@@ -156,7 +156,7 @@ def test_tokens_before_a_failure_are_delivered() -> None:
     play(test)
 
 
-def test_losing_prefill_does_no_harm_once_decode_runs() -> None:
+def test_losing_prefill_is_harmless_once_decode_runs() -> None:
     async def test(cluster: Cluster) -> None:
         reader = asyncio.create_task(collect(cluster.generate()))
         await turn()
@@ -209,7 +209,7 @@ def test_the_deadline_ends_a_request_without_an_answer() -> None:
     play(test)
 
 
-def test_a_worker_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_that_does_not_read_fails_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sequence, "MAX_LOST_ATTEMPTS", 2)
 
     async def test(cluster: Cluster) -> None:
@@ -220,7 +220,7 @@ def test_a_worker_that_does_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     play(test)
 
 
-def test_no_pair_is_refused_before_anything_is_sent() -> None:
+def test_a_request_without_a_pair_is_refused_before_dispatch() -> None:
     async def test(cluster: Cluster) -> None:
         cluster.registry.on_exited("decode-0", 2)
         with pytest.raises(Overloaded, match="no decode worker is ready"):
@@ -317,7 +317,7 @@ def test_several_prompts_and_n_are_numbered_as_openai_does() -> None:
     play(test)
 
 
-def test_a_preempted_sequence_is_dispatched_again_with_what_it_has() -> None:
+def test_a_preempted_sequence_is_dispatched_again_with_its_tokens() -> None:
     async def test(cluster: Cluster) -> None:
         reader = asyncio.create_task(collect(cluster.generate(max_tokens=6)))
         await turn()
@@ -329,7 +329,7 @@ def test_a_preempted_sequence_is_dispatched_again_with_what_it_has() -> None:
         for message in (start, prepare):
             assert unpack_token_ids(message.token_ids) == [1, 2, 3, 5, 6] and message.num_generated == 2
         assert start.transfer_id == prepare.transfer_id != cluster.pool.of(StartPrefill)[0][1].transfer_id
-        cluster.token(cluster.started(), 99)  # late, of the attempt that is over
+        cluster.token(cluster.started(), 99)  # a late token of the previous attempt
         cluster.first(cluster.started(1), 7)
         cluster.token(cluster.started(1), 8, "stop")
         assert await reader == ([5, 6, 7, 8], "stop")
@@ -376,7 +376,7 @@ def test_an_error_before_the_first_event_is_raised_and_after_it_is_the_last_even
     play(test)
 
 
-def test_a_client_that_goes_away_while_queued_aborts_at_once() -> None:
+def test_a_disconnect_while_queued_aborts_at_once() -> None:
     async def test(cluster: Cluster) -> None:
         gone = asyncio.Event()
 
@@ -440,7 +440,7 @@ def test_decode_alone_computes_a_short_prompt() -> None:
         [(decode_id, prepare)] = cluster.pool.of(PrepareDecode)
         assert (decode_id, prepare.prefill_worker_id, prepare.prefill_epoch) == ("decode-0", None, None)
         [attempt_id] = prepare.attempt_ids
-        cluster.first(attempt_id, 5)  # prefill has no part in it, so this is nothing
+        cluster.first(attempt_id, 5)  # prefill does not take part, so its loss has no effect
         cluster.dispatcher.on_message(DECODE, FirstToken(attempt_id, SampledToken(4), None, 0.1, 0.2))
         await turn()
         assert not reader.done()
@@ -451,7 +451,7 @@ def test_decode_alone_computes_a_short_prompt() -> None:
     play(test, threshold=3)
 
 
-def test_a_short_prompt_may_end_with_its_first_token_or_with_its_worker() -> None:
+def test_a_short_prompt_may_end_at_its_first_token_or_lose_its_worker() -> None:
     async def test(cluster: Cluster) -> None:
         ended = asyncio.create_task(collect(cluster.generate()))
         lost = asyncio.create_task(collect(cluster.generate()))
@@ -464,7 +464,7 @@ def test_a_short_prompt_may_end_with_its_first_token_or_with_its_worker() -> Non
         dropped.cancel()
         await turn()
         assert cluster.aborted() == ["decode-0"]
-        cluster.dispatcher.on_worker_lost(PREFILL, "gone")  # not theirs
+        cluster.dispatcher.on_worker_lost(PREFILL, "gone")  # these requests do not use it
         await turn()
         assert not lost.done()
         cluster.lose(DECODE)
@@ -474,7 +474,7 @@ def test_a_short_prompt_may_end_with_its_first_token_or_with_its_worker() -> Non
     play(test, threshold=3)
 
 
-def test_prompts_go_on_without_prefill_workers() -> None:
+def test_prompts_are_served_without_prefill_workers() -> None:
     async def test(cluster: Cluster) -> None:
         cluster.registry.on_exited(PREFILL.worker_id, PREFILL.pid)
         reader = asyncio.create_task(collect(cluster.generate(max_tokens=1)))

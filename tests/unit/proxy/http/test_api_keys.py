@@ -1,4 +1,4 @@
-"""Several keys: each lets in, each is a client of its own, nothing else does."""
+"""API keys: each is accepted and is a separate client; all others are refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_each_key_is_a_client() -> None:
     keys = ApiKeys(["one", "zwei", "drei-ä"])
     clients = [keys.client_of(f"Bearer {key}") for key in ("one", "zwei", "drei-ä")]
     assert len(set(clients)) == 3 and None not in clients
-    assert not any("one" in str(client) for client in clients), "the name must not tell the key"
+    assert not any("one" in str(client) for client in clients), "the name must not reveal the key"
     for wrong in ("", "one", "Bearer", "Bearer ", "Bearer On", "Bearer one ", "bearer one", "Bearer \udcff"):
         assert keys.client_of(wrong) is None
 

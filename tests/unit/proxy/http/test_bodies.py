@@ -1,4 +1,4 @@
-"""Bodies arrive whole, small ones as bytes and large ones in a file that is gone afterwards, or are refused in time."""
+"""Bodies arrive whole, large ones in a temporary file, or are refused in time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BODIES = RequestBodies(100_000, 30.0, max_spooled_bytes=150_000)
 
 
 def feed(pieces: list[bytes], then: dict[str, Any] | None = None) -> Any:
-    """ASGI's receive, of these pieces; `then` in place of the last message."""
+    """Returns an ASGI receive function for these pieces; `then` replaces the last message."""
     messages: list[dict[str, Any]] = [{"type": "http.request", "body": piece, "more_body": True} for piece in pieces]
     messages.append(then or {"type": "http.request", "body": b"", "more_body": False})
 
@@ -59,7 +59,7 @@ DISCONNECT = {"type": "http.disconnect"}
         (feed([b"a"], DISCONNECT), {}, ClientDisconnected),
     ],
 )
-def test_what_is_refused_leaves_nothing(receive: Any, headers: Any, error: type[TandemError]) -> None:
+def test_refused_bodies_leave_no_file(receive: Any, headers: Any, error: type[TandemError]) -> None:
     async def run() -> None:
         with pytest.raises(error):
             async with BODIES.receive(receive, headers):
@@ -69,7 +69,7 @@ def test_what_is_refused_leaves_nothing(receive: Any, headers: Any, error: type[
     assert BODIES.num_spooled_bytes == 0
 
 
-def test_all_large_bodies_together_are_bounded() -> None:
+def test_large_bodies_together_are_limited() -> None:
     async def run() -> None:
         async with BODIES.receive(feed([b"a" * 90_000]), {}) as first:
             assert isinstance(first, SpooledBody)

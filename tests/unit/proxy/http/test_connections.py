@@ -1,4 +1,4 @@
-"""Limits on the number of connections, in all and from one address."""
+"""Limits on the number of connections, in total and from one address."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tandem.proxy.answers.errors import TooManyFromClient
 from tandem.proxy.http.connections import ConnectionLimits
 
 
-def test_both_limits_and_that_a_closed_connection_makes_room(caplog: pytest.LogCaptureFixture) -> None:
+def test_both_limits_and_closed_connections_free_a_place(caplog: pytest.LogCaptureFixture) -> None:
     refused: list[None] = []
     limits = ConnectionLimits(3, 2, lambda: refused.append(None), clock=lambda: 5.0)
     assert limits.add("a") is None and limits.add("a") is None

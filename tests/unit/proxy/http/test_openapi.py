@@ -1,4 +1,4 @@
-"""docs/api.md tells the fields, ranges and defaults that the code has: its tables are those made here."""
+"""The tables of fields, ranges and defaults in docs/api.md equal those of the code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def field_table(rows: list[FieldRow]) -> str:
 
 
 def tables() -> dict[str, str]:
-    """By the heading that the page has before them."""
+    """Returns the generated tables by the heading above them."""
     completion, chat = rows_of("CompletionRequest"), rows_of("ChatCompletionRequest")
     of_all = field_rows(DOCUMENT, "ChatCompletionRequest")
     made = {
@@ -53,7 +53,7 @@ def tables() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("heading", tables())
-def test_the_page_has_the_table(heading: str) -> None:
+def test_the_api_page_has_the_generated_table(heading: str) -> None:
     _, found, after = PAGE.read_text().partition(f"# {heading}\n")
     assert found, f"docs/api.md has no heading {heading!r}"
     section = after.partition("\n#")[0]
@@ -62,10 +62,10 @@ def test_the_page_has_the_table(heading: str) -> None:
 
 
 def test_every_error_that_is_sent_is_described() -> None:
-    assert {*_STATUS.values(), 405, 500} - {499} == ERRORS.keys(), "499 is nobody's to read"
+    assert {*_STATUS.values(), 405, 500} - {499} == ERRORS.keys(), "499 is never sent"
 
 
-def test_the_docs_page_leads_to_every_body_and_path() -> None:
+def test_the_docs_page_links_every_body_and_path() -> None:
     page = docs_page(DOCUMENT)
     for name in DOCUMENT["components"]["schemas"]:
         assert f'id="{name}"' in page

@@ -64,7 +64,7 @@ def remuxed(video: bytes, sound_s: float = 0.0, **options: str) -> bytes:
         return Path(file.name).read_bytes()
 
 
-def test_a_bomb_is_refused_by_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_decompression_bomb_is_refused_by_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("it was decoded"))
     bomb = png_of(60_000, 60_000)
     for look in (image_size, decode_image):
@@ -90,14 +90,14 @@ def test_decoding_a_video_has_a_deadline() -> None:
 def test_a_video_without_frames() -> None:
     video = without_frames()
     with av.open(io.BytesIO(video)) as container:
-        assert len(container.streams.video) == 1, "it is one"
+        assert len(container.streams.video) == 1, "the whole file is a video"
     with pytest.raises(InvalidMedia, match=r"video 0 .*it has no frames"):
         video_info(VIDEO, video, LIMITS)
 
 
 @pytest.mark.parametrize("kind", ["mp4", "faststart", "webm"])
-def test_a_video_that_is_cut_short_is_refused(kind: str) -> None:
-    """An MP4 with its index at the end cannot be read at all; the others can, as far as they go."""
+def test_a_truncated_video_is_refused(kind: str) -> None:
+    """An MP4 with its index at the end cannot be read at all; others can be read up to the cut."""
     video = clip(12, kind="webm") if kind == "webm" else clip(12)
     if kind == "faststart":
         video = remuxed(video, movflags="faststart")
@@ -108,13 +108,13 @@ def test_a_video_that_is_cut_short_is_refused(kind: str) -> None:
             decode_video(VIDEO, cut, video_info(VIDEO, cut, LIMITS), list(range(12)), LIMITS)
 
 
-def test_a_video_with_longer_sound_is_whole() -> None:
+def test_a_video_with_longer_sound_is_complete() -> None:
     video = remuxed(clip(8), sound_s=3.0)
     assert video_info(VIDEO, video, LIMITS).num_frames == 8
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
-def test_an_image_that_is_cut_short_is_refused(kind: str) -> None:
+def test_a_truncated_image_is_refused(kind: str) -> None:
     image = encoded(picture(200, 150), kind)
     assert decode_image(IMAGE, image, LIMITS).size == (200, 150)
     for part in range(1, 10):

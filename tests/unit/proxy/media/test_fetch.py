@@ -1,4 +1,4 @@
-"""Fetching media from the web: addresses that are refused, redirects, limits of size and time. No model, no torch."""
+"""Fetching media: refused addresses, redirects, and limits of size and time. No model, no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def answer(status: str, body: bytes = b"", *headers: str) -> bytes:
 
 
 def fetch(reply: Reply, path: str = "/a.png", limits: MediaLimits = LIMITS, host: str = "127.0.0.1") -> bytes:
-    """From a server on this loop; reply: gets the path, and writes the answer."""
+    """Fetches from a server on this loop. reply: gets the path and writes the answer."""
 
     async def run() -> bytes:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -37,7 +37,7 @@ def fetch(reply: Reply, path: str = "/a.png", limits: MediaLimits = LIMITS, host
                 head = await reader.readuntil(b"\r\n\r\n")
                 await reply(head.split()[1].decode(), writer)
             except (ConnectionError, asyncio.IncompleteReadError):
-                pass  # the client is done with us
+                pass  # the client has closed the connection
             finally:
                 writer.close()
 
@@ -95,7 +95,7 @@ def test_downloaded_bytes_are_unchanged() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "2130706433", "0x7f.1"])
-def test_loopback_is_refused_however_it_is_written(host: str) -> None:
+def test_loopback_is_refused_in_every_notation(host: str) -> None:
     with pytest.raises(InvalidMedia, match=r"image 3 \(messages\[0\].content\[1\]\)") as refused:
         fetch(replying(answer("200 OK", b"secret")), host=host, limits=MediaLimits(fetch_timeout_s=20))
     assert "not a public one" in str(refused.value) or "is not known" in str(refused.value)
@@ -156,7 +156,7 @@ def test_redirects_are_followed_up_to_a_limit() -> None:
         (answer("302 Found"), "redirect without a location"),
     ],
 )
-def test_answers_that_are_refused(data: bytes, reason: str) -> None:
+def test_invalid_downloads_are_refused(data: bytes, reason: str) -> None:
     with pytest.raises(InvalidMedia, match=reason):
         fetch(replying(data))
 

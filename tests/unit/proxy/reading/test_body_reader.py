@@ -1,4 +1,4 @@
-"""Bodies to tokenised requests: what cannot fit is refused early, and truncation leaves no trace in the tokeniser."""
+"""Bodies become tokenised requests; too long prompts are refused early, and the tokeniser keeps no state."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class FakeText:
 
 
 def byte_level(vocab_size: int = 300) -> Tokenizer:
-    """GPT-2's kind: every byte is kept."""
+    """Returns a tokeniser like GPT-2's, which keeps every byte."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -156,7 +156,7 @@ def test_mixed_truncation_on_threads_never_fails() -> None:
         ({"prompt": {"a": 1}}, "prompt must be"),
     ],
 )
-def test_bad_prompts(fields: dict[str, Any], message: str) -> None:
+def test_invalid_prompts_are_refused(fields: dict[str, Any], message: str) -> None:
     reader, _ = reader_and_tokenizer()
     with pytest.raises(InvalidRequest, match=message):
         read(reader, **fields)
@@ -169,7 +169,7 @@ def normalized() -> Tokenizer:
 
 
 @given(junk=st.binary(min_size=1, max_size=5), place=st.integers(0, 200), kind=st.sampled_from(["completion", "chat"]))
-def test_a_body_with_a_few_wrong_bytes_is_read_or_refused(junk: bytes, place: int, kind: Any) -> None:
+def test_a_body_with_damaged_bytes_is_read_or_refused(junk: bytes, place: int, kind: Any) -> None:
     """Including bytes that are not UTF-8."""
     reader, _ = reader_and_tokenizer()
     prompt = {"prompt": "hello"} if kind == "completion" else {"messages": [{"role": "user", "content": "hello"}]}

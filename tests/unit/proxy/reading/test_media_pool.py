@@ -1,4 +1,4 @@
-"""Requests with images that wait for the media process: what ends their wait, and that every lease is released."""
+"""Requests with images wait for the media process, and every lease is released."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Pool(MediaPool):
         self._writer = self.process  # type: ignore[assignment]
 
     async def job(self) -> MediaJob:
-        """The next message is a job."""
+        """Returns the next message, which must be a job."""
         job = await self.process.messages.get()
         assert isinstance(job, MediaJob)
         return job
@@ -163,7 +163,7 @@ def test_a_late_request_is_refused_and_its_job_cancelled(tmp_path: Path) -> None
         with pytest.raises(SLOUnreachable):
             await reading
         assert pool.process.messages.get_nowait() == CancelMediaJob(job.lease_id)
-        assert pool.num_waiting == 1, "until the process has answered"
+        assert pool.num_waiting == 1, "the lease is held until the process has answered"
         pool.answer(job, InvalidRequest("cancelled"))
         assert not pool.num_waiting and cache.released == [job.lease_id]
 
@@ -171,7 +171,7 @@ def test_a_late_request_is_refused_and_its_job_cancelled(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("is_answered_first", [False, True])
-def test_a_cancelled_request_releases_its_lease_in_the_end(is_answered_first: bool, tmp_path: Path) -> None:
+def test_a_cancelled_request_releases_its_lease(is_answered_first: bool, tmp_path: Path) -> None:
     segment = tmp_path / "segment"
     segment.touch()
 

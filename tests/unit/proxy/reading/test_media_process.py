@@ -1,4 +1,4 @@
-"""Requests with images and video, as the media process reads them: against transformers' own processor, and bad ones.
+"""The media process reads requests with images and video like transformers' processor, and refuses invalid ones.
 
 The process's loop and threads run here, beside a real media cache.
 """
@@ -64,7 +64,7 @@ def processor(reader: MediaReader) -> Any:
 
 
 def expected_inputs(processor: Any, parts: list[dict[str, Any]], images: list[Any], video: bytes) -> Any:
-    """By transformers alone."""
+    """Returns the inputs computed by transformers alone."""
     text = processor.apply_chat_template([{"role": "user", "content": parts}], add_generation_prompt=True)
     with av.open(io.BytesIO(video)) as container:
         frames = np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
@@ -136,12 +136,12 @@ def test_image_formats(reader: MediaReader, kind: str) -> None:
     assert item.kind == "image" and tensors["pixel_values"].shape[1] == 1176
 
 
-def test_files_webm_the_short_form_and_many_frames(reader: MediaReader) -> None:
+def test_files_webm_url_strings_and_many_frames(reader: MediaReader) -> None:
     file = reader.folder / "files" / "clip.webm"
     file.write_bytes(clip(40, kind="webm"))
     _, [item], [tensors] = reader.prompt({"type": "video_url", "video_url": file.as_uri()})
     assert item.kind == "video"
-    assert tensors["video_grid_thw"][0][0] == reader.limits.max_video_frames // 2, "sampled"
+    assert tensors["video_grid_thw"][0][0] == reader.limits.max_video_frames // 2, "frames are sampled"
 
 
 def test_invalid_items_are_refused_with_index_and_reason(reader: MediaReader) -> None:

@@ -1,4 +1,4 @@
-"""Streamed text concatenates to the whole text, whatever the tokens; stop strings cut at the same place."""
+"""Streamed text concatenates to the whole text for any tokens, and stop strings cut at the same place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def byte_level() -> Tokenizer:
 
 @cache
 def byte_fallback() -> Tokenizer:
-    """As Llama 2's: words begin with a mark, unknown characters are spelt in bytes."""
+    """Returns a tokeniser like Llama 2's: words begin with a mark, unknown characters become bytes."""
     vocab = {"<unk>": 0, SPECIAL: 1} | {f"<0x{i:02X}>": 2 + i for i in range(256)}
     for word in ("▁", "a", "b", "▁a", "▁b", "ab", "▁ab"):
         vocab[word] = len(vocab)
@@ -66,7 +66,7 @@ def test_the_prompt_is_not_repeated(text: str, prompt: str) -> None:
 
 @given(st.lists(st.integers(0, 350), max_size=60), st.lists(st.integers(0, 350), max_size=8))
 @settings(max_examples=300)
-def test_any_tokens_are_shown_and_none_waits_for_long(token_ids: list[int], prompt: list[int]) -> None:
+def test_any_tokens_become_text_without_long_delays(token_ids: list[int], prompt: list[int]) -> None:
     """Random ids, as an untrained model gives: mostly broken bytes."""
     tokenizer = byte_level()
     pieces = stream(tokenizer, token_ids, prompt)
@@ -82,21 +82,21 @@ def test_broken_byte_fallback_never_raises(token_ids: list[int], prompt: list[in
     stream(byte_fallback(), token_ids, prompt)
 
 
-def test_bytes_that_turn_out_to_be_no_character() -> None:
+def test_invalid_bytes_do_not_damage_other_text() -> None:
     tokenizer = byte_fallback()
     valid = [2 + byte for byte in "你".encode()]
     pieces = stream(tokenizer, [*valid, 2 + 0xFF, tokenizer.token_to_id("a")])
     assert "".join(pieces).startswith("你") and "".join(pieces).endswith("a")
 
 
-def test_emoji_come_whole() -> None:
+def test_emoji_are_not_split() -> None:
     text = "a👩‍👩‍👧 é 你好"
     pieces = stream(byte_level(), byte_level().encode_batch_fast([text])[0].ids)
     assert "".join(pieces) == text
     assert not any("�" in piece for piece in pieces)
 
 
-def test_a_character_cut_off_at_the_end_is_flushed() -> None:
+def test_an_incomplete_character_at_the_end_is_flushed() -> None:
     token_ids = byte_level().encode_batch_fast(["ok 👩"])[0].ids[:-1]
     assert "".join(stream(byte_level(), token_ids)) == "ok �"
 
@@ -129,12 +129,12 @@ def test_stop_strings() -> None:
     assert run_stops(["END"], ["a E", "N", "D b"]) == ("a ", True)
     assert run_stops(["END"], ["a E", "N", "X b"]) == ("a ENX b", False)
     assert run_stops(["END"], ["a EN"]) == ("a EN", False)
-    assert run_stops(["b", "ab"], ["xab"]) == ("x", True), "of two that end together the longer one cuts"
+    assert run_stops(["b", "ab"], ["xab"]) == ("x", True), "of two stop strings that end together the longer one cuts"
     assert run_stops([], ["a"]) == ("a", False)
 
 
 @given(st.text("abc"), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.data())
-def test_cutting_text_into_pieces_changes_nothing(text: str, stops: list[str], data: st.DataObject) -> None:
+def test_stop_strings_do_not_depend_on_how_text_is_split(text: str, stops: list[str], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     pieces = [text[a:b] for a, b in pairwise([0, *cuts, len(text)])]
     expected = run_stops(stops, list(text))

@@ -1,4 +1,4 @@
-"""Content parts with media, and where their placeholders are in a prompt. No processor, no torch."""
+"""Content parts with media, and the positions of their placeholders in a prompt. No processor, no torch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def body(*content: Any) -> bytes:
     return msgspec.json.encode({"messages": [{"role": "user", "content": list(content)}]})
 
 
-def test_parts_become_what_templates_take_and_sources_in_order() -> None:
+def test_parts_become_template_parts_and_ordered_sources() -> None:
     prompt = (
         BodyDecoder("m", max_media=4)
         .chat(
@@ -67,7 +67,7 @@ def test_parts_become_what_templates_take_and_sources_in_order() -> None:
         ),
     ],
 )
-def test_parts_that_are_refused(parts: list[Any], max_media: int, reason: str) -> None:
+def test_invalid_parts_are_refused(parts: list[Any], max_media: int, reason: str) -> None:
     with pytest.raises(InvalidMedia, match=reason):
         BodyDecoder("m", max_media=max_media).chat(body(*parts))
 
@@ -83,7 +83,7 @@ def item(kind: MediaKind, num_tokens: int) -> CachedMedia:
 
 @given(st.lists(st.tuples(st.sampled_from(["image", "video"]), st.lists(st.integers(1, 4), min_size=1, max_size=3))))
 def test_each_item_gets_its_own_placeholders(wanted: list[tuple[MediaKind, list[int]]]) -> None:
-    """Items with text between the runs of one, as between the frames of a video, and after each."""
+    """Items have text between their runs, as between the frames of a video, and after each item."""
     token_ids: list[int] = [7]
     expected, media = [], []
     for kind, runs in wanted:
@@ -105,7 +105,7 @@ def test_surplus_placeholders_are_refused() -> None:
 
 
 @given(st.binary(max_size=40), st.lists(st.integers(1, 12), max_size=12))
-def test_media_fields_are_found_however_the_body_is_split(before: bytes, sizes: list[int]) -> None:
+def test_media_fields_are_found_in_bodies_split_anywhere(before: bytes, sizes: list[int]) -> None:
     spooled = SpooledBody()
     try:
         data = before + b'"image_url": "x"'

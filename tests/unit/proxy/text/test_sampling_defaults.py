@@ -23,7 +23,7 @@ def body(**fields: object) -> bytes:
     return msgspec.json.encode({"model": "tiny", "messages": [{"role": "user", "content": "hi"}], **fields})
 
 
-def test_the_models_defaults_apply_where_the_request_is_silent(tmp_path: Path) -> None:
+def test_the_models_defaults_fill_missing_fields(tmp_path: Path) -> None:
     reader = decoder(tmp_path, temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05)
     sampling = reader.chat(body(top_p=None)).base_sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (0.6, 0.95, 20)
@@ -31,18 +31,18 @@ def test_the_models_defaults_apply_where_the_request_is_silent(tmp_path: Path) -
     assert reader.completion(msgspec.json.encode({"model": "tiny", "prompt": "hi"})).base_sampling.top_k == 20
 
 
-def test_the_request_wins(tmp_path: Path) -> None:
+def test_fields_of_the_request_override_defaults(tmp_path: Path) -> None:
     reader = decoder(tmp_path, temperature=0.6, top_p=0.95, top_k=20, repetition_penalty=1.05)
     sampling = reader.chat(body(temperature=0, top_p=1, top_k=-1, repetition_penalty=1)).base_sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (0, 1, 0, 1)
 
 
-def test_a_model_may_have_no_such_file_or_none_of_the_fields(tmp_path: Path) -> None:
+def test_the_file_and_its_fields_are_optional(tmp_path: Path) -> None:
     assert SamplingDefaults.read(tmp_path) == SamplingDefaults()
     assert decoder(tmp_path).chat(body()).base_sampling.temperature == 1.0
 
 
-def test_values_that_cannot_be_used_are_refused_with_the_files_name(tmp_path: Path) -> None:
+def test_invalid_defaults_are_refused_with_the_files_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"generation_config\.json"):
         decoder(tmp_path, top_p=7)
 

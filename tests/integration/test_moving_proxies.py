@@ -1,4 +1,4 @@
-"""A worker's registration follows proxies that a file tells of, as they move from host to host under Ray."""
+"""A worker's registration follows the proxy endpoints in a file, as proxies move between hosts under Ray."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_it_registers_with_those_that_come_and_loses_those_that_go(tmp_path: Path) -> None:
+def test_registration_follows_proxies_that_appear_and_disappear(tmp_path: Path) -> None:
     async def main() -> None:
         context = new_context("worker", NetworkConfig(insecure=True))
         worker = WorkerInfo("prefill-0", "epoch", "prefill", "tcp://127.0.0.1:1", 1)
-        heard: dict[str, list[ToProxyControl]] = {"a": [], "b": []}
+        received: dict[str, list[ToProxyControl]] = {"a": [], "b": []}
         proxies: dict[str, RouterSocket[ToProxyControl]] = {}
 
         def on_message(name: str, identity: bytes, message: ToProxyControl) -> None:
-            heard[name].append(message)
+            received[name].append(message)
             proxies[name].send(identity, ClusterView(name, True, [worker]))
 
         codec: Codec[ToProxyControl] = Codec(ToProxyControl)
-        for name in heard:
+        for name in received:
             proxies[name] = RouterSocket(context, "tcp://127.0.0.1:0", codec, partial(on_message, name))
-        assert not proxies["a"].endpoint.endswith(":0"), "what was bound is told, with its port"
+        assert not proxies["a"].endpoint.endswith(":0"), "the endpoint contains the bound port"
 
         lost: list[str] = []
         views: list[list[WorkerInfo]] = []
@@ -64,15 +64,15 @@ def test_it_registers_with_those_that_come_and_loses_those_that_go(tmp_path: Pat
         )
         try:
             write_endpoints(file, [proxies["a"].endpoint])
-            await until(lambda: any(isinstance(message, WorkerStatus) for message in heard["a"]))
-            assert isinstance(heard["a"][0], RegisterWorker) and not heard["b"]
+            await until(lambda: any(isinstance(message, WorkerStatus) for message in received["a"]))
+            assert isinstance(received["a"][0], RegisterWorker) and not received["b"]
             await until(lambda: views == [[worker]])
 
             write_endpoints(file, [proxies["b"].endpoint])
             await until(lambda: lost == ["a"])
-            await until(lambda: any(isinstance(message, WorkerStatus) for message in heard["b"]))
-            assert isinstance(heard["b"][0], RegisterWorker)
-            assert views == [[worker]], "who was known stays known while the proxy moves"
+            await until(lambda: any(isinstance(message, WorkerStatus) for message in received["b"]))
+            assert isinstance(received["b"][0], RegisterWorker)
+            assert views == [[worker]], "known workers stay known while the proxy moves"
         finally:
             registration.close()
             for proxy in proxies.values():

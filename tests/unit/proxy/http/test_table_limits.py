@@ -1,4 +1,4 @@
-"""Tables that others fill have a bound: what is over it is refused, or forgotten."""
+"""Tables that clients or workers fill are limited: excess entries are refused or dropped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tandem.runtime.errors import Overloaded, ProtocolError
 
 
 class HeldExecutor:
-    """Takes jobs and finishes none until told."""
+    """An executor that finishes no job by itself."""
 
     def __init__(self) -> None:
         self.futures: list[Any] = []
@@ -32,7 +32,7 @@ class HeldExecutor:
         return future
 
 
-def test_jobs_that_wait_for_a_reader_process(monkeypatch: MonkeyPatch) -> None:
+def test_jobs_waiting_for_a_reader_are_limited(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(reader_pool, "MAX_PENDING_JOBS", 3)
 
     async def run() -> None:
@@ -66,12 +66,10 @@ def test_workers(monkeypatch: MonkeyPatch) -> None:
     with pytest.raises(ProtocolError, match="2 workers"):
         register("c", "c1")
     register("b", "b2")
-    assert {worker.epoch for worker in there.workers()} == {"a1", "b2"}, (
-        "one that was started again takes its own place"
-    )
+    assert {worker.epoch for worker in there.workers()} == {"a1", "b2"}, "a restarted worker takes its own place"
 
 
-def test_what_workers_say_their_caches_hold(monkeypatch: MonkeyPatch) -> None:
+def test_reported_cached_blocks_are_limited(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_index, "MAX_BLOCKS_PER_WORKER", 10)
     index = PrefixIndex()
     index.join("liar")
