@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from tandem.engine.attention.step_index import StepIndex
-from tandem.engine.backends import attention_maker
+from tandem.engine.attention_backends import attention_maker
 from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
 from tandem.engine.cpu.heap import keep_freed_memory
 from tandem.engine.cpu.packed_linear import pack_linears

@@ -20,8 +20,8 @@ from tandem.engine.block_manager import BlockManager
 from tandem.engine.sampling.grammar import Grammar
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
 from tandem.prefill_worker.actions import Action, SendToDecode
-from tandem.prefill_worker.leases import Leases
 from tandem.prefill_worker.prompt import PrefillPrompt
+from tandem.prefill_worker.transfer_leases import Leases
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
 from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
 from tandem.protocol.messages.generation import SampledToken

@@ -30,10 +30,10 @@ from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.dispatcher import Dispatcher
-from tandem.proxy.dispatch.worker_pool import WorkerPool
-from tandem.proxy.http.app import make_admin_app, make_app
+from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import RequestBodies
+from tandem.proxy.http.client_routes import make_admin_app, make_app
 from tandem.proxy.http.connections import ConnectionLimits, affordable_connections, connection_factory, track_requests
 from tandem.proxy.observe.serving_figures import serving_figures
 from tandem.proxy.observe.timelines import Timelines
@@ -42,10 +42,10 @@ from tandem.proxy.reading.media_pool import MediaPool
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.token_text import TokenText
-from tandem.runtime.collector import freeze_loaded_objects
 from tandem.runtime.errors import ConfigError, RequestAborted
+from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.listen_socket import bind
-from tandem.telemetry.metrics import ProxyMetrics
+from tandem.telemetry.proxy_metrics import ProxyMetrics
 from tandem.telemetry.request_log import RequestLog, ignore
 
 log = logging.getLogger(__name__)
@@ -147,7 +147,7 @@ class ProxyServer:
 
         self._context = new_context("proxy", config.network)
         self._context.refusals.on_refused = lambda reason: self._metrics.refusals.labels(reason).inc()
-        self._pool = WorkerPool(self._context, self._proxy_id)
+        self._pool = WorkerConnections(self._context, self._proxy_id)
         self._dispatcher = Dispatcher(
             self._proxy_id,
             Router(registry, config.decode_prefill_threshold, config.num_proxies),

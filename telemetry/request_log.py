@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.telemetry.metrics import SequenceTimer
+from tandem.telemetry.proxy_metrics import SequenceTimer
 
 log = logging.getLogger("request")
 

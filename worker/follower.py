@@ -16,7 +16,7 @@ from tandem.engine.model_runner import ModelRunner
 from tandem.engine.tensor_parallel import FollowerConfig, follow, join_as_follower
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.transfer_server import TransferServer
-from tandem.runtime.collector import freeze_loaded_objects
+from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.process import run_to_exit
 
 

@@ -23,8 +23,8 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.protocol.network import Context
-from tandem.runtime.collector import freeze_loaded_objects
 from tandem.runtime.drain import Drain, Retired
+from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.host import host_id
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.config import WorkerConfig

@@ -24,11 +24,11 @@ import msgspec
 from tandem.deploy.autoscale.autoscaler import Autoscaler
 from tandem.deploy.config import ClusterConfig
 from tandem.deploy.launch.admin_socket import AdminSocket
+from tandem.deploy.launch.hang_detector import INTERVAL_S, MAX_SILENCE_S, Watchdog
 from tandem.deploy.launch.loading_bar import fraction_loaded
-from tandem.deploy.launch.watchdog import INTERVAL_S, MAX_SILENCE_S, Watchdog
 from tandem.deploy.processes.process_configs import PROXY_GRACE_S
 from tandem.deploy.processes.runtime_dir import create_runtime_dir, log_dir
-from tandem.deploy.processes.supervised import Supervised
+from tandem.deploy.processes.supervisor import Supervised
 from tandem.deploy.sites.local import LocalSite
 from tandem.deploy.sites.site import Site
 from tandem.protocol.codec import Codec

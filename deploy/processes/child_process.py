@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tandem.deploy.processes.log_file import LogFile
-from tandem.deploy.processes.supervised import OnExit, Supervised
+from tandem.deploy.processes.supervisor import OnExit, Supervised
 from tandem.protocol.proxy_endpoints import write_whole
 
 log = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from tandem.deploy.processes.child_process import ChildProcess
 from tandem.deploy.processes.gpus import least_used, visible_gpus
 from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs, process_environment
-from tandem.deploy.processes.supervised import OnExit, Supervised
+from tandem.deploy.processes.supervisor import OnExit, Supervised
 from tandem.deploy.sites.site import WORKER_MODULES
 from tandem.protocol.messages.membership import Role
 from tandem.proxy.text.model_files import takes_media

@@ -22,7 +22,7 @@ import msgspec
 from tandem.deploy.config import ClusterConfig, bracketed
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs, process_environment
 from tandem.deploy.processes.runtime_dir import NETWORK_FILE, PROXIES_FILE
-from tandem.deploy.processes.supervised import OnExit, Supervised
+from tandem.deploy.processes.supervisor import OnExit, Supervised
 from tandem.deploy.sites.ray_actor import NodePlace, ProcessActor, ProcessEnd
 from tandem.deploy.sites.site import WORKER_MODULES
 from tandem.media_cache.config import MediaCacheConfig

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from tandem.deploy.processes.supervised import OnExit, Supervised
+from tandem.deploy.processes.supervisor import OnExit, Supervised
 from tandem.protocol.messages.membership import Role
 
 WORKER_MODULES: dict[Role, str] = {"prefill": "tandem.prefill_worker", "decode": "tandem.decode_worker"}

@@ -45,7 +45,7 @@ from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import TandemError, WorkerLost
 from tandem.runtime.host import is_elsewhere
-from tandem.telemetry.metrics import ProxyMetrics
+from tandem.telemetry.proxy_metrics import ProxyMetrics
 
 _RETRY_INTERVAL_S = 0.25
 """Seconds between two looks at the prompts that wait for a worker."""

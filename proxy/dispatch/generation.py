@@ -27,7 +27,7 @@ from tandem.proxy.text.prompt import Prompt, RenderedPrompts
 from tandem.proxy.text.stop_strings import StopStrings
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import TandemError
-from tandem.telemetry.metrics import ProxyMetrics, SequenceTimer
+from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
 from tandem.telemetry.request_log import RequestLog, RequestRecord
 
 

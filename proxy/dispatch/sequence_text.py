@@ -10,7 +10,7 @@ import msgspec
 from tandem.protocol.messages.generation import FinishReason, SampledToken, TokenLogprobs
 from tandem.proxy.text.detokenizer import Detokenizer
 from tandem.proxy.text.stop_strings import StopStrings
-from tandem.telemetry.metrics import SequenceTimer
+from tandem.telemetry.proxy_metrics import SequenceTimer
 
 _MAX_TOKENS_AT_ONCE = 64
 """Tokens detokenised before yielding to the event loop (about 0.5 ms). Many wait when a client reads slowly."""

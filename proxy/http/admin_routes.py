@@ -16,9 +16,9 @@ from tandem.protocol.messages.membership import WorkerReport
 from tandem.proxy.answers.errors import UnknownRequest
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.app_state import AppState
-from tandem.proxy.http.routes import ApiRoute, answer, fixed_answer, json_answer
+from tandem.proxy.http.starlette_app import ApiRoute, answer, fixed_answer, json_answer
 from tandem.proxy.observe.scrape_targets import scrape_targets
-from tandem.telemetry.metrics import CONTENT_TYPE
+from tandem.telemetry.proxy_metrics import CONTENT_TYPE
 from tandem.telemetry.request_log import NUM_KEPT
 
 _PAGE_HEADERS = {

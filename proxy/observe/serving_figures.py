@@ -7,7 +7,7 @@ from prometheus_client import Histogram
 from tandem.protocol.messages.membership import LatencyBuckets, ServingFigures
 from tandem.proxy.admission.admission import Admission
 from tandem.proxy.admission.rejections import CAPACITY_REASONS
-from tandem.telemetry.metrics import ProxyMetrics
+from tandem.telemetry.proxy_metrics import ProxyMetrics
 
 
 def serving_figures(metrics: ProxyMetrics, admission: Admission) -> ServingFigures:

@@ -21,7 +21,7 @@ from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.registry import ModelLimits
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.config import ProxyConfig
-from tandem.proxy.media.lease import MediaLease
+from tandem.proxy.media.media_lease import MediaLease
 from tandem.proxy.reading.body_reader import BodyKind
 from tandem.proxy.reading.media_messages import (
     EXIT_BAD_CONFIG,

@@ -46,7 +46,7 @@ from tandem.proxy.text.prompt import Prompt
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import ErrorInfo, TandemError
-from tandem.telemetry.metrics import ProxyMetrics
+from tandem.telemetry.proxy_metrics import ProxyMetrics
 from tandem.telemetry.request_log import RequestLog
 
 PREFILL = WorkerInfo("prefill-0", "p1", "prefill", "ipc://p", 1)

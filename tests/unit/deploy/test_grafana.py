@@ -7,7 +7,7 @@ import re
 from prometheus_client import generate_latest
 
 from tandem.protocol.messages.membership import WorkerLoad
-from tandem.telemetry.metrics import ProxyMetrics
+from tandem.telemetry.proxy_metrics import ProxyMetrics
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tests.support.grafana import dashboards, queries
 

@@ -12,7 +12,7 @@ from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.config import ClusterConfig
 from tandem.deploy.launch.launcher import Launcher
 from tandem.deploy.processes.runtime_dir import create_runtime_dir
-from tandem.deploy.processes.supervised import OnExit, Supervised
+from tandem.deploy.processes.supervisor import OnExit, Supervised
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import (
     FromProxyControl,

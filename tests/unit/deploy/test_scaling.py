@@ -16,7 +16,7 @@ from tandem.deploy.commands.scale import is_scaled, parse_counts
 from tandem.deploy.commands.status import plan_lines
 from tandem.deploy.config import ClusterConfig, load_config
 from tandem.deploy.launch.launcher import Launcher
-from tandem.deploy.processes.supervised import OnExit, Supervised
+from tandem.deploy.processes.supervisor import OnExit, Supervised
 from tandem.protocol.messages.membership import PairStatus, Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
 from tandem.protocol.proxy_endpoints import EndpointsFile, write_endpoints

@@ -19,7 +19,7 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.proxy.admission.admission import Admission
 from tandem.proxy.observe.serving_figures import serving_figures
-from tandem.telemetry.metrics import ProxyMetrics, SequenceTimer
+from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
 from tandem.telemetry.stages import STAGES, AttemptTimes
 
 

@@ -23,7 +23,7 @@ from tandem.protocol.media_segment import map_segment, write_segment
 from tandem.protocol.messages.media import MediaItem, MediaTensor
 from tandem.protocol.messages.media_cache import HEADER_BYTES, CommittedMedia, GrantedMedia, MediaKey, WantedMedia
 from tandem.protocol.sockets import new_context
-from tandem.proxy.media.lease import MediaLease
+from tandem.proxy.media.media_lease import MediaLease
 from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded, WorkerLost
 
 KEYS = [MediaKey(bytes([number]) * 32, "input") for number in range(200)]

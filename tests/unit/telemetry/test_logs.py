@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.runtime.logs import serving, setup_logging
-from tandem.telemetry.metrics import ProxyMetrics, SequenceTimer
+from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
 from tandem.telemetry.request_log import RequestLog, RequestRecord
 from tandem.telemetry.stages import FIRST_TOKEN_STAGES, STAGES, AttemptTimes
 

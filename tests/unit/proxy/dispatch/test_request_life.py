@@ -22,7 +22,7 @@ from tandem.protocol.messages.membership import PairStatus, WorkerInfo, WorkerLo
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.errors import ClientDisconnected
-from tandem.proxy.answers.event_stream import unless_disconnected
+from tandem.proxy.answers.streaming_response import unless_disconnected
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.dispatch import sequence
 from tandem.proxy.dispatch.generation import Generation

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.deploy.config import read_api_keys
-from tandem.proxy.http.routes import ApiKeys
+from tandem.proxy.http.starlette_app import ApiKeys
 from tandem.runtime.errors import ConfigError
 
 

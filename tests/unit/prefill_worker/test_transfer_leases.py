@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.prefill_worker.actions import SendToDecode, Ship
-from tandem.prefill_worker.leases import Leases
 from tandem.prefill_worker.scheduler import PrefillScheduler
+from tandem.prefill_worker.transfer_leases import Leases
 from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids

@@ -18,8 +18,8 @@ from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.completions import CompletionAnswers
-from tandem.proxy.answers.event_stream import EventStream, unless_disconnected
 from tandem.proxy.answers.request_id import HEADER, check_request_id, request_id_of
+from tandem.proxy.answers.streaming_response import EventStream, unless_disconnected
 from tandem.proxy.answers.tool_answers import ToolAnswers
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import HealthResponse, ModelCard, ModelList, VersionResponse
@@ -31,7 +31,15 @@ from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.http.admin_routes import admin_routes
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.openapi import docs_page, openapi_document
-from tandem.proxy.http.routes import ApiKeys, ApiRoute, answer, client_of, fixed_answer, json_answer, starlette_app
+from tandem.proxy.http.starlette_app import (
+    ApiKeys,
+    ApiRoute,
+    answer,
+    client_of,
+    fixed_answer,
+    json_answer,
+    starlette_app,
+)
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
 from tandem.proxy.reading.spooled_body import SpooledBody, mentions_media
 from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TandemError

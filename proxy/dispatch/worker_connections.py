@@ -16,7 +16,7 @@ from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.sockets import DealerSocket
 
 
-class WorkerPool:
+class WorkerConnections:
     def __init__(self, context: Any, proxy_id: str) -> None:
         self._context = context
         self._identity = f"{proxy_id}:0".encode()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.deploy.launch.watchdog import INTERVAL_S, Watchdog
+from tandem.deploy.launch.hang_detector import INTERVAL_S, Watchdog
 
 
 def test_a_silent_process_is_reported_once_and_its_successor_only_after_its_first_answer() -> None:
