@@ -1,7 +1,7 @@
-"""Limits how long prefill keeps blocks for a decode worker that does not fetch them. Pure.
+"""Limits how long prefill keeps blocks for a decode worker that has stopped renewing its lease. Pure.
 
 A lease begins with ReserveKV and ends with its transfer. Decode renews it while it wants the blocks (one RenewLeases
-for all transfers of a pair). An expired lease fails its transfer only. Leases cover what the end of a pair does not: a
+for all transfers of a pair). An expired lease fails its transfer only. Leases catch failures that leave the pair open: a
 lost control message, or a decode worker that has forgotten the transfer or is stuck. vLLM's NIXL connector has the same
 design.
 """

@@ -1,4 +1,6 @@
-"""Finds proxies and media caches that no longer respond. Pure: the launcher asks them, and kills those named here.
+"""Finds proxies and media caches that no longer respond. Pure: the launcher pings them and kills those found here.
+
+Processes that exit are restarted by `deploy.processes.supervisor`.
 
 Workers are not watched: proxies notice silent workers, and a worker that resumes keeps its loaded model.
 """

@@ -1,8 +1,9 @@
 """Limits what waits for a first token, and what one client has in flight. Pure. Requests beyond a limit are refused.
 
-The limits hold over all priorities. `low_priority_share` holds requests of a later priority than the default to a share
-of them, so that batch work does not fill the queue. When a limit is reached, a request of a sooner priority displaces
-waiting requests of the latest priority, the newest first. Those are refused as if they had just arrived.
+The limits count requests of all priorities together. Those with a priority over 0 may fill only `low_priority_share` of
+each, so that batch work does not fill the queue. When a limit is reached, a request of a sooner priority displaces
+waiting requests of the latest priority, the newest first. A displaced request gets the refusal that it would get on
+arriving now.
 """
 
 from __future__ import annotations

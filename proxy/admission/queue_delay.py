@@ -1,8 +1,8 @@
 """CoDel-style admission: limits the waiting queue once it has been standing, so that first tokens meet their SLO. Pure.
 
 A burst may wait. A standing queue only adds delay: when every first token of the last `target_s` seconds came later
-than `target_s` after admission, more arrives than is served. Then no more sequences may wait than got a first token in
-that time, so that an admitted one waits for about `target_s` (Little's law). This is measured and not predicted, so it
+than `target_s` after admission, more arrives than is served. The limit is then the number of first tokens
+in that time, so that an admitted sequence waits for about `target_s` (Little's law). This is measured and not predicted, so it
 also holds where decode is the bottleneck, which the router's prediction does not cover.
 
 Source: Nichols and Jacobson, Controlling Queue Delay, ACM Queue 2012.

@@ -1,4 +1,4 @@
-"""One dispatch of a sequence to workers: orders what two workers send into what the client sees. Pure.
+"""One dispatch of a sequence to workers: merges both workers' messages into the one stream of the client. Pure.
 
 Messages of the prefill and the decode worker arrive in any order. The first token is released first, and only once
 decode has reserved blocks, so that a stream that has begun does not stall. Tokens released before an error are

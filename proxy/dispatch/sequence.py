@@ -52,8 +52,8 @@ class DispatchedSequence:
 
     deadline_s: seconds from now until the sequence fails with DeadlineExceeded. on_ready(sequence): called when the
     reader has something to take, and not again until it has been taken. siblings: the sequences of the same prompt,
-    including this one. avoid: epochs of workers that the last attempt
-    failed on, or may have. near: epoch of its decode worker, if that is not one of these.
+    including this one. avoid: epochs of the workers suspected of the last failure. near: epoch of the last decode
+    worker, unless it is in `avoid`.
     """
 
     def __init__(
