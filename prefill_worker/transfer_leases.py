@@ -1,9 +1,9 @@
 """Limits how long prefill keeps blocks for a decode worker that has stopped renewing its lease. Pure.
 
 A lease begins with ReserveKV and ends with its transfer. Decode renews it while it wants the blocks (one RenewLeases
-for all transfers of a pair). An expired lease fails its transfer only. Leases catch failures that leave the pair open: a
-lost control message, or a decode worker that has forgotten the transfer or is stuck. vLLM's NIXL connector has the same
-design.
+for all transfers of a pair). An expired lease fails its transfer only. Leases catch failures that leave the pair
+open: a lost control message, or a decode worker that has forgotten the transfer or is stuck. vLLM's NIXL connector has
+the same design.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A burst may wait. A standing queue only adds delay: when every first token of the last `target_s` seconds came later
 than `target_s` after admission, more arrives than is served. The limit is then the number of first tokens
-in that time, so that an admitted sequence waits for about `target_s` (Little's law). This is measured and not predicted, so it
-also holds where decode is the bottleneck, which the router's prediction does not cover.
+in that time, so that an admitted sequence waits for about `target_s` (Little's law). This is measured and not
+predicted, so it also holds where decode is the bottleneck, which the router's prediction does not cover.
 
 Source: Nichols and Jacobson, Controlling Queue Delay, ACM Queue 2012.
 """
