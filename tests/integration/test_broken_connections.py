@@ -27,7 +27,7 @@ def test_a_broken_connection_loses_messages_in_flight_and_is_reported() -> None:
         num_breaks = 0
 
         def on_message(_identity: bytes, message: GetTimeline) -> None:
-            received.append(message.attempt_id)
+            received.append(message.request_id)
 
         def on_broken() -> None:
             nonlocal num_breaks
