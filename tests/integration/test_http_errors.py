@@ -165,7 +165,7 @@ def test_tokenize_and_detokenize(client: httpx.Client, folder: Path, padding: in
     ("path", "body", "status", "param"),
     [
         ("/tokenize", {}, 400, "prompt"),
-        ("/tokenize", {"prompt": "a", "messages": []}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, 400, "prompt"),
         ("/tokenize", {"prompt": 5}, 400, "prompt"),
         ("/tokenize", {"messages": []}, 400, "messages"),
         ("/tokenize", {"messages": [{"role": "user"}]}, 400, "messages[0].content"),
