@@ -55,7 +55,7 @@ def test_a_decode_worker_joins_with_keys(tmp_path: Path) -> None:
             assert (pair.state, pair.connector) == ("ready", "gloo")
             assert all(each.worker.endpoint.startswith("tcp://127.0.0.1:") for each in report.workers)
             assert {each.worker.worker_id for each in report.workers} == {"prefill-0", f"decode-0-{tmp_path.name}"}
-            with pytest.raises(Overloaded, match="no answer"):
+            with pytest.raises(Overloaded, match="did not answer"):
                 fetch(endpoint, NetworkConfig(insecure=True))
             metrics = httpx.get(f"{cluster.admin_url}/metrics", headers=NOW).text
             assert 'tandem_refusals_total{reason="bad_handshake"} ' in metrics
