@@ -95,6 +95,7 @@ def failed_pairs(cluster: Cluster) -> list[str]:
     return [line for line in cluster.logs().splitlines() if " failed: " in line]
 
 
+@pytest.mark.extended
 def test_prompts_wait_while_decode_is_out_of_blocks(cluster: Cluster) -> None:
     """Sends prompts of 25 blocks that need 1.5 times the blocks of both decode workers."""
     num_blocks = 2 * cluster.worker("decode-0").load.num_blocks
@@ -156,6 +157,7 @@ def test_prefill_frees_blocks_held_for_a_frozen_decode_worker(cluster: Cluster) 
     assert frozen.epoch not in {decode for _, decode in cluster.ready_pairs()}
 
 
+@pytest.mark.extended
 def test_a_restarted_prefill_worker_opens_new_pairs(cluster: Cluster) -> None:
     before = cluster.ready_pairs()
     gone = cluster.worker("prefill-1").worker

@@ -118,7 +118,7 @@ def run(seed: int, one_sided: bool, num_events: int) -> World:
 
 
 @pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
-@pytest.mark.parametrize("part", [0, 1])
+@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.extended)])
 def test_ten_thousand_schedules(part: int, one_sided: bool) -> None:
     """2,500 per part. No write reaches a block of another transfer."""
     ended: Counter[str | None] = Counter()
