@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +19,7 @@ import pytest
 from tandem.deploy.processes.runtime_dir import runtime_dir
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.messages.media_cache import MediaCacheStatus
-from tests.support.cluster import Cluster
+from tests.support.cluster import Cluster, tandem
 from tests.support.media_proxy import ask_cache, data_url, image_part, video_part
 from tests.support.vision_model import clip, encoded, picture, save_model
 
@@ -123,6 +124,21 @@ def test_invalid_media_are_refused_and_leave_no_lease(served: Cluster) -> None:
     assert written.status_code == 400 and "write no placeholders" in written.text
     Cluster.wait_for(lambda: cache_status(served).num_leases == 0, TIMEOUT_S)
     assert chat(served, good, text("still served")).status_code == 200
+
+
+def test_the_media_cache_is_cleared_by_command_and_filled_again(served: Cluster) -> None:
+    part = image_part(data_url(encoded(picture(seed=61))))
+    first = chat(served, part, text("?"))
+    Cluster.wait_for(lambda: cache_status(served).num_leases == 0, TIMEOUT_S)
+    num_items = cache_status(served).num_items
+    assert first.status_code == 200 and num_items >= 1
+    command = tandem("cache", "clear", "--port", str(served.port))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"dropped {num_items} items, ")
+    assert cache_status(served).num_items == 0
+    assert chat(served, part, text("?")).json()["choices"] == first.json()["choices"]
+    Cluster.wait_for(lambda: cache_status(served).num_items >= 1, TIMEOUT_S)
 
 
 def test_no_request_fails_when_the_media_cache_is_killed(served: Cluster) -> None:
