@@ -13,7 +13,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class RateSample:
     """Reports of all proxies. at: seconds of a monotonic clock."""
 
     at: float
@@ -42,7 +42,7 @@ class ServingRates:
     bandwidth: dict[tuple[str, str], float] = field(default_factory=dict)
 
 
-def rates(now: Sample, then: Sample | None) -> ServingRates:
+def rates(now: RateSample, then: RateSample | None) -> ServingRates:
     """Figures since the sample `then`, or since the start if it is None. Restarted proxies count from their restart."""
     before = then.figures() if then is not None else {}
     pairs = [(figures, before.get(proxy_id)) for proxy_id, figures in now.figures().items()]
@@ -88,7 +88,7 @@ def _quantiles(pairs: list[tuple[LatencyBuckets, LatencyBuckets | None]]) -> lis
     return [histogram_quantile(limits, counts, q) for q in QUANTILES]
 
 
-def _bandwidth(now: Sample, then: Sample | None) -> dict[tuple[str, str], float]:
+def _bandwidth(now: RateSample, then: RateSample | None) -> dict[tuple[str, str], float]:
     found = {}
     old = _traffic(then) if then is not None else {}
     for key, (num_bytes, seconds) in _traffic(now).items():
@@ -98,7 +98,7 @@ def _bandwidth(now: Sample, then: Sample | None) -> dict[tuple[str, str], float]
     return found
 
 
-def _traffic(sample: Sample) -> dict[tuple[str, str, str], tuple[int, float]]:
+def _traffic(sample: RateSample) -> dict[tuple[str, str, str], tuple[int, float]]:
     """(bytes, seconds) by prefill worker, its epoch, and decode worker. Every proxy reports all workers."""
     return {
         (report.worker.worker_id, report.worker.epoch, each.decode_worker_id): (each.num_bytes, each.shipping_s)

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from tandem.deploy.commands.cluster_client import ClusterClient
-from tandem.deploy.commands.serving_rates import Sample, ServingRates, rates
+from tandem.deploy.commands.serving_rates import RateSample, ServingRates, rates
 from tandem.protocol.messages.operations import GetPlan, PlanReport
 from tandem.runtime.errors import Overloaded, TandemError
 
@@ -35,7 +35,7 @@ async def fetch_plan(cluster: ClusterClient) -> PlanReport | None:
 
 async def print_status(cluster: ClusterClient, as_json: bool) -> int:
     """Print the status once. Exit code 1 if the cluster is not ready or one of its proxies does not answer, else 0."""
-    sample = Sample(time.monotonic(), await cluster.status())
+    sample = RateSample(time.monotonic(), await cluster.status())
     num_silent = _num_silent(cluster, sample)
     if as_json:
         print(msgspec.json.encode(sample.reports).decode())
@@ -49,11 +49,11 @@ async def print_status(cluster: ClusterClient, as_json: bool) -> int:
 async def watch_status(cluster: ClusterClient) -> None:
     """Update the status every second until cancelled. Rates cover the last WINDOW_S."""
     console = Console()
-    samples: deque[Sample] = deque()
+    samples: deque[RateSample] = deque()
     with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:
         while True:
             try:
-                samples.append(Sample(time.monotonic(), await cluster.status()))
+                samples.append(RateSample(time.monotonic(), await cluster.status()))
             except Overloaded as error:
                 live.update(f"[red]{error}[/]", refresh=True)
             else:
@@ -66,11 +66,11 @@ async def watch_status(cluster: ClusterClient) -> None:
             await asyncio.sleep(INTERVAL_S)
 
 
-def _num_silent(cluster: ClusterClient, sample: Sample) -> int:
+def _num_silent(cluster: ClusterClient, sample: RateSample) -> int:
     return max(0, len(cluster.proxy_endpoints()) - len(sample.reports))
 
 
-def status_tables(now: Sample, then: Sample | None, num_silent: int) -> Group:
+def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> Group:
     """Tables of proxies, latencies, workers and pairs.
 
     then: earlier sample from which rates and percentiles count; None counts from the start of the proxies.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from rich.console import Console
 
-from tandem.deploy.commands.serving_rates import Sample, rates
+from tandem.deploy.commands.serving_rates import RateSample, rates
 from tandem.deploy.commands.status import status_tables
 from tandem.protocol.messages.membership import (
     LatencyBuckets,
@@ -44,8 +44,8 @@ def report(proxy_id: str, serving: ServingFigures, num_bytes: int = 0, seconds: 
 
 
 def test_rates_add_up_over_all_proxies() -> None:
-    then = Sample(100.0, [report("a", figures(10, 0, 1000), 1_000_000, 1.0), report("b", figures(5, 5, 50))])
-    now = Sample(110.0, [report("a", figures(10, 4, 1500), 5_000_000, 3.0), report("b", figures(9, 5, 150))])
+    then = RateSample(100.0, [report("a", figures(10, 0, 1000), 1_000_000, 1.0), report("b", figures(5, 5, 50))])
+    now = RateSample(110.0, [report("a", figures(10, 4, 1500), 5_000_000, 3.0), report("b", figures(9, 5, 150))])
     result = rates(now, then)
     assert (result.num_waiting, result.num_finished) == (6, 8)
     assert result.ttft_s == pytest.approx([0.1, 0.82, 0.982])  # four within each bucket
@@ -56,8 +56,8 @@ def test_rates_add_up_over_all_proxies() -> None:
 
 
 def test_figures_since_the_start_have_percentiles_but_no_rates() -> None:
-    restarted = Sample(110.0, [report("c", figures(4, 0, 100))])  # unknown to the sample before
-    assert rates(restarted, Sample(100.0, [report("a", figures(9, 9, 900))])).num_finished == 4
+    restarted = RateSample(110.0, [report("c", figures(4, 0, 100))])  # unknown to the sample before
+    assert rates(restarted, RateSample(100.0, [report("a", figures(9, 9, 900))])).num_finished == 4
     result = rates(restarted, None)
     assert result.output_tokens_per_s is None and result.ttft_s[0] == pytest.approx(0.05)
 
@@ -82,10 +82,10 @@ def test_serving_figures_equal_the_metrics() -> None:
 
 @pytest.mark.parametrize("is_recent", [True, False])
 def test_the_tables_fit_80_columns(is_recent: bool) -> None:
-    then = Sample(100.0, [report("a", figures(10, 0, 1000))]) if is_recent else None
+    then = RateSample(100.0, [report("a", figures(10, 0, 1000))]) if is_recent else None
     console = Console(width=80, record=True, force_terminal=False)
     with console.capture() as captured:
-        console.print(status_tables(Sample(110.0, [report("a", figures(12, 3, 1500), 4_000_000, 2.0)]), then, 0))
+        console.print(status_tables(RateSample(110.0, [report("a", figures(12, 3, 1500), 4_000_000, 2.0)]), then, 0))
     shown = captured.get()
     assert max(map(len, shown.splitlines())) <= 80
     for words in ("m: ready", "TTFT", "prefill-0", "decode-0", "25%", "waiting for a first token", "prefill 500"):
