@@ -1,9 +1,9 @@
 """A worker's side of cluster membership: registers with every proxy, sends status, learns of the other workers.
 
-Status is heartbeat and load report in one; the proxy's answer to it is the proxy's heartbeat. A proxy that goes
-silent or restarts under a new id is lost, and its requests are aborted. If a proxy no longer knows this worker, it has
-declared the worker lost. If all proxies have, the worker begins a new epoch; if others still see it, only the requests of that
-one proxy are aborted.
+Status is heartbeat and load report in one; the proxy's answer to it is the proxy's heartbeat. A proxy that goes silent
+or restarts under a new id is lost, and its requests are aborted. If a proxy no longer knows this worker, it has
+declared the worker lost. If all proxies have, the worker begins a new epoch; if others still see it, only the requests
+of that one proxy are aborted.
 """
 
 from __future__ import annotations
