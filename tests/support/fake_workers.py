@@ -208,10 +208,10 @@ class FakeWorkers:
     def stop_responding(self, name: str) -> None:
         """Stops sending and receiving until it is resumed."""
         registration = self._registrations[name]
-        self._loop.call_soon_threadsafe(lambda: setattr(registration, "tell", lambda message: None))
+        self._loop.call_soon_threadsafe(lambda: setattr(registration, "send_to_all", lambda message: None))
 
     def resume(self, name: str) -> None:
-        self._loop.call_soon_threadsafe(lambda: delattr(self._registrations[name], "tell"))
+        self._loop.call_soon_threadsafe(lambda: delattr(self._registrations[name], "send_to_all"))
 
     def tell(self, name: str, draining: bool) -> None:
         self._draining[name] = draining
