@@ -189,14 +189,15 @@ def test_spans_continue_the_clients_trace(cluster: Cluster, receiver: OtlpReceiv
         return [span for span in receiver.spans if span.trace_id == trace_id]
 
     # Spans of one trace may be exported in two batches.
-    wait_until(lambda: {"chat", "tokenize", "prefill", "transfer", "decode"} <= {span.name for span in spans()}, 30)
+    wait_until(lambda: {"chat", "tokenize", "prefill", "decode"} <= {span.name for span in spans()}, 30)
     [root] = [span for span in spans() if span.name == "chat"]
     assert root.parent_span_id == bytes.fromhex("00000000000000ab")
     attributes = {attribute.key: attribute.value for attribute in root.attributes}
     assert attributes["tandem.request_id"].string_value == "e0"
     assert attributes["gen_ai.usage.output_tokens"].int_value == 16
     stages = sorted((span for span in spans() if span is not root), key=lambda span: span.start_time_unix_nano)
-    assert {"tokenize", "prefill", "transfer", "decode"} <= {span.name for span in stages} <= set(STAGES)
+    # A transfer that prefill hid entirely has no span.
+    assert {"tokenize", "prefill", "decode"} <= {span.name for span in stages} <= set(STAGES)
     assert {span.parent_span_id for span in stages} == {root.span_id}
     for before, after in itertools.pairwise(stages):
         assert after.start_time_unix_nano == pytest.approx(before.end_time_unix_nano, abs=1000)
