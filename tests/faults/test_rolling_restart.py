@@ -56,7 +56,7 @@ def test_drained_workers_finish_their_requests(cluster: Cluster, load: SteadyLoa
     with load.running():
         load.serve(4)
         output = command(cluster, "drain", "decode-1")
-        assert output.splitlines() == ["decode-1 drains", "decode-1 has left"]
+        assert output.splitlines() == ["decode-1 is draining", "decode-1 has left"]
         command(cluster, "drain", "prefill-0")
         load.serve(8)
     assert set(epochs(cluster)) == {"decode-0", "prefill-1"}
