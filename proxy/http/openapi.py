@@ -143,7 +143,7 @@ def _operation(route: RouteDoc, schema_of: dict[type, Json], has_api_key: bool) 
     if route.chunk is not None:
         chunk = schema_of[route.chunk]["$ref"].rsplit("/", 1)[1]
         description = f"with stream: events whose data is a {chunk}, the last one [DONE], or an ErrorResponse"
-        answer["text/event-stream"] = {"schema": {"type": "string", "description": description}}
+        answer["text/event-stream"] = {"schema": {"description": description}}
     header = {"X-Request-Id": {"schema": {"type": "string"}, "description": "the request's own, or a new one"}}
     responses: Json = {"200": {"description": "OK", "content": answer, "headers": header}}
     for status in route.errors:
