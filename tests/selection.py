@@ -26,7 +26,6 @@ REPRESENTATIVE = (
     "integration/test_tensor_parallel.py",
     "integration/test_wheel.py",
     "faults/test_cancel.py",
-    "faults/test_kv_pairs.py",
     "faults/test_migration.py",
 )
 """Modules, or single tests of modules, below tests/."""
