@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tandem.decode_worker.actions import Action, SendToPrefill
+from tandem.protocol.worker_actions import Action, SendToPeer
 from tandem.decode_worker.local_prefill import LocalPrefill
 from tandem.decode_worker.running import RunningBatch
 from tandem.decode_worker.sequence import DecodePrompt
@@ -14,7 +14,7 @@ from tandem.decode_worker.transfer import IncomingTransfer
 from tandem.engine.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import DecodeReserved
 from tandem.protocol.messages.transfer import KVReserved
-from tandem.worker.actions import SendToProxy
+from tandem.protocol.worker_actions import SendToProxy
 
 
 class _Blocks(NamedTuple):
@@ -90,7 +90,7 @@ class Reservations:
         answer = KVReserved(transfer.transfer_id, len(taken.cached), transfer.written_block_ids)
         proxy_id = prompt.request.proxy_id
         reserved = [SendToProxy(proxy_id, DecodeReserved(attempt_id)) for attempt_id in prompt.sequences]
-        return [SendToPrefill(transfer.pair_id, answer), *reserved]
+        return [SendToPeer(transfer.pair_id, answer), *reserved]
 
     def _serve_local(self, prefill: LocalPrefill) -> list[Action] | None:
         """Like `_serve_transfer`, for a prompt that is computed here."""

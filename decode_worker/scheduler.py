@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from tandem.decode_worker.actions import Action, Receive, SendToPrefill
+from tandem.protocol.worker_actions import Action, Receive, SendToPeer
 from tandem.decode_worker.local_prefill import LocalPrefill
 from tandem.decode_worker.reservations import Reservations
 from tandem.decode_worker.running import RunningBatch
@@ -47,7 +47,7 @@ from tandem.runtime.errors import (
     TandemError,
     WorkerLost,
 )
-from tandem.worker.actions import SendToProxy
+from tandem.protocol.worker_actions import SendToProxy
 
 UNCLAIMED_TIMEOUT_S = 10.0
 """How long a reservation waits for its PrepareDecode, which travels on another connection."""
@@ -458,7 +458,7 @@ def _failure(sequence: DecodeSequence, error: TandemError) -> Action:
 
 
 def _refusal(pair_id: str, transfer_id: str, error: TandemError) -> Action:
-    return SendToPrefill(pair_id, KVRefused(transfer_id, ErrorInfo.of(error)))
+    return SendToPeer(pair_id, KVRefused(transfer_id, ErrorInfo.of(error)))
 
 
 def _began(now: float, sequence: DecodeSequence) -> DecodeBegan:

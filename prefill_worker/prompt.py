@@ -10,7 +10,7 @@ from tandem.engine.batch import BatchItem, Sample
 from tandem.engine.prompt_chunks import chunk, first_samples
 from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
-from tandem.prefill_worker.actions import Ship
+from tandem.protocol.worker_actions import Ship
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
 from tandem.protocol.messages.token_ids import unpack_token_ids

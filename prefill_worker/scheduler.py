@@ -19,7 +19,7 @@ from tandem.engine.batch import Batch, Encode, ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.sampling.grammar import Grammar
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
-from tandem.prefill_worker.actions import Action, SendToDecode
+from tandem.protocol.worker_actions import Action, SendToPeer
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.prefill_worker.transfer_leases import Leases
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
@@ -35,7 +35,7 @@ from tandem.runtime.errors import (
     TandemError,
     WorkerLost,
 )
-from tandem.worker.actions import SendToProxy
+from tandem.protocol.worker_actions import SendToProxy
 
 AGING_S = 2.0
 """Waiting this long outweighs one level of priority, so that no priority starves."""
@@ -263,7 +263,7 @@ class PrefillScheduler:
             prompt.reserve_sent = True
             self._leases.begin(now, prompt.pair_id, prompt.request.transfer_id)
             reserve = ReserveKV(prompt.pair_id, prompt.request.transfer_id, prompt.num_prompt_tokens)
-            actions.append(SendToDecode(prompt.pair_id, reserve))
+            actions.append(SendToPeer(prompt.pair_id, reserve))
         return True
 
     def on_step(self, now: float, results: list[ItemOutput]) -> list[Action]:
@@ -337,7 +337,7 @@ class PrefillScheduler:
             finish = FinishTransfer(
                 prompt.request.transfer_id, prompt.num_prompt_tokens, prompt.first_token_ids, prompt.position_offset
             )
-            actions.append(SendToDecode(prompt.pair_id, finish))
+            actions.append(SendToPeer(prompt.pair_id, finish))
         return actions
 
     def _end_for_its_media(self, prompt: PrefillPrompt) -> list[Action]:
@@ -377,7 +377,7 @@ class PrefillScheduler:
             self.num_finished += len(prompt.open_ids)
             return []
         if prompt.reserve_sent and prompt.pair_id is not None:
-            return [SendToDecode(prompt.pair_id, CloseTransfer(prompt.request.transfer_id))]
+            return [SendToPeer(prompt.pair_id, CloseTransfer(prompt.request.transfer_id))]
         return []
 
 

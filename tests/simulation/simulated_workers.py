@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.distributed import HashStore
 
-from tandem.decode_worker.actions import Receive, SendToPrefill
-from tandem.decode_worker.pair_table import (
+from tandem.protocol.worker_actions import Receive, SendToPeer
+from tandem.worker.pairs.incoming_table import (
     AcceptPair,
     IncomingPairLost,
     IncomingPairTable,
@@ -30,8 +30,8 @@ from tandem.engine.batch import Batch
 from tandem.engine.block_manager import BlockManager
 from tandem.kv_transfer.checksums import corrupt_blocks
 from tandem.kv_transfer.connector import Peer
-from tandem.prefill_worker.actions import SendToDecode, Ship
-from tandem.prefill_worker.pair_table import (
+from tandem.protocol.worker_actions import SendToPeer, Ship
+from tandem.worker.pairs.outgoing_table import (
     Connect,
     Disconnect,
     OutgoingPairLost,
@@ -159,7 +159,7 @@ class Prefill(Process):
     def perform(self, actions: list[Any]) -> None:
         for action in actions:
             match action:
-                case SendToDecode():
+                case SendToPeer():
                     self.send(action.pair_id, action.message)
                 case Ship():
                     self.ship(action)
@@ -280,7 +280,7 @@ class Decode(Process):
         self.scheduler.num_kept_blocks = 0
         for action in actions:
             match action:
-                case SendToPrefill():
+                case SendToPeer():
                     self.send(action.pair_id, action.message)
                 case Receive():
                     self.receive(action)

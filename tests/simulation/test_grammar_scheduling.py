@@ -19,7 +19,7 @@ from tandem.protocol.messages.generation import SampledToken, SamplingParams, St
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
 from tandem.runtime.errors import ErrorInfo, InvalidRequest
-from tandem.worker.actions import SendToProxy
+from tandem.protocol.worker_actions import SendToProxy
 
 SAMPLING = SamplingParams(grammar="start: /a+/")
 STOP = StopConditions(10, frozenset({0}))

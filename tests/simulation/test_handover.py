@@ -21,11 +21,11 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem.decode_worker.actions import Receive, SendToPrefill
+from tandem.protocol.worker_actions import Receive, SendToPeer
 from tandem.decode_worker.scheduler import UNCLAIMED_TIMEOUT_S, DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
-from tandem.prefill_worker.actions import SendToDecode, Ship
+from tandem.protocol.worker_actions import SendToPeer, Ship
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import (
     AbortAttempt,
@@ -49,7 +49,7 @@ from tandem.protocol.messages.transfer import (
     ShipKV,
 )
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
-from tandem.worker.actions import SendToProxy
+from tandem.protocol.worker_actions import SendToProxy
 
 BLOCK_SIZE = 4
 DEADLINE_S = 50.0
@@ -239,9 +239,9 @@ class Handover(RuleBasedStateMachine):
             match action:
                 case SendToProxy():
                     self._to_proxy(action.message)
-                case SendToDecode():
+                case SendToPeer():
                     self.prefill_to_decode.append((action.pair_id, action.message))
-                case SendToPrefill():
+                case SendToPeer():
                     self.decode_to_prefill.append((action.pair_id, action.message))
                 case Ship():
                     self.ships.append(action)

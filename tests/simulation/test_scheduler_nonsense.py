@@ -9,11 +9,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tandem.decode_worker.actions import Receive
+from tandem.protocol.worker_actions import Receive
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
-from tandem.prefill_worker.actions import Ship
+from tandem.protocol.worker_actions import Ship
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions

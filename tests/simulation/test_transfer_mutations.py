@@ -12,10 +12,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.decode_worker.pair_table import IncomingPairLost, IncomingPairTable
+from tandem.worker.pairs.incoming_table import IncomingPairLost, IncomingPairTable
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.decode_worker.transfer import IncomingTransfer
-from tandem.prefill_worker.pair_table import Connect, OutgoingPairTable, SendCloseToDecode, StopSender
+from tandem.worker.pairs.outgoing_table import Connect, OutgoingPairTable, SendCloseToDecode, StopSender
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.transfer import ClosePair

@@ -20,7 +20,7 @@ from typing import Any
 from zlib import crc32
 
 from tandem.engine.batch import ItemOutput
-from tandem.prefill_worker.actions import Ship
+from tandem.protocol.worker_actions import Ship
 from tandem.protocol.messages.dispatch import (
     AbortAttempt,
     AttemptFailed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tandem.decode_worker.actions import Action, SendToPrefill
+from tandem.protocol.worker_actions import Action, SendToPeer
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
@@ -29,7 +29,7 @@ def ask(scheduler: DecodeScheduler, name: str, num_sequences: int = 1, prefill: 
 
 
 def reserved(actions: list[Action]) -> list[str]:
-    messages = [action.message for action in actions if isinstance(action, SendToPrefill)]
+    messages = [action.message for action in actions if isinstance(action, SendToPeer)]
     return [message.transfer_id for message in messages if isinstance(message, KVReserved)]
 
 

@@ -10,7 +10,7 @@ from pytest import MonkeyPatch
 from tandem.decode_worker import pair_table
 from tandem.decode_worker import scheduler as decode_scheduler
 from tandem.decode_worker import transfer as decode_transfer
-from tandem.decode_worker.pair_table import AcceptPair, RefusePair
+from tandem.worker.pairs.incoming_table import AcceptPair, RefusePair
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.block_manager import BlockManager
 from tandem.prefill_worker import scheduler as prefill_scheduler

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tandem.decode_worker.pair_table import AcceptPair, IncomingPairLost, IncomingPairTable, StopReceiver
+from tandem.worker.pairs.incoming_table import AcceptPair, IncomingPairLost, IncomingPairTable, StopReceiver
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import KVLayout, OpenPair
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from tandem.decode_worker.pair_table import IncomingPairTable
-from tandem.decode_worker.pairs import IncomingPairs
+from tandem.worker.pairs.incoming_table import IncomingPairTable
+from tandem.worker.pairs.incoming import IncomingPairs
 from tandem.deploy.config import load_config
 from tandem.kv_transfer.connector import Peer
 from tandem.kv_transfer.handshake import agree, offered_connectors

@@ -26,7 +26,7 @@ from tandem.protocol.messages.generation import SampledToken, SamplingParams, St
 from tandem.protocol.messages.media import SEGMENT_HEADER_BYTES, MediaItem, MediaTensor
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.runtime.errors import ErrorInfo, InvalidRequest, WorkerLost
-from tandem.worker.actions import SendToProxy
+from tandem.protocol.worker_actions import SendToProxy
 
 BUDGET = 32
 NO_TENSORS: tuple[MediaTensor, ...] = ()

@@ -17,11 +17,11 @@ from tandem.engine.prompt_speed import PromptSpeed
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.kv_transfer.handshake import offered_connectors
 from tandem.kv_transfer.registry import load_connector
-from tandem.prefill_worker.actions import Action, SendToDecode, Ship
+from tandem.protocol.worker_actions import Action, SendToPeer, Ship
 from tandem.prefill_worker.config import PrefillConfig
 from tandem.prefill_worker.media import MediaIntake
-from tandem.prefill_worker.pair_table import OutgoingPairTable
-from tandem.prefill_worker.pairs import OutgoingPairs
+from tandem.worker.pairs.outgoing_table import OutgoingPairTable
+from tandem.worker.pairs.outgoing import OutgoingPairs
 from tandem.prefill_worker.remote_media import RemoteMedia
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
@@ -42,7 +42,7 @@ from tandem.runtime.errors import (
 )
 from tandem.runtime.host import host_id
 from tandem.telemetry.worker_metrics import WorkerMetrics
-from tandem.worker.actions import SendToProxy
+from tandem.protocol.worker_actions import SendToProxy
 from tandem.worker.engine_host import EngineHost
 from tandem.worker.presence import Presence, common_load, new_worker_info
 
@@ -227,7 +227,7 @@ class PrefillWorker:
                         self._metrics.queue.observe(action.message.queue_s)
                         self._metrics.prefill.observe(action.message.prefill_s)
                     self._send_to_proxy(action.proxy_id, action.message)
-                case SendToDecode():
+                case SendToPeer():
                     self._pairs.send(action.pair_id, action.message)
                 case Ship():
                     self._ship(action)

@@ -15,7 +15,7 @@ import msgspec
 
 from tandem.kv_transfer.connector import KVSender
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
-from tandem.prefill_worker.pair_table import (
+from tandem.worker.pairs.outgoing_table import (
     Connect,
     Disconnect,
     OutgoingPairAction,

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 from torch._C._distributed_c10d import Store
 
-from tandem.decode_worker.pair_table import (
+from tandem.worker.pairs.incoming_table import (
     AcceptPair,
     IncomingPairAction,
     IncomingPairLost,
