@@ -58,16 +58,8 @@ class ProcessConfigs:
     ConfigError for API keys that cannot be read.
     """
 
-    def __init__(
-        self,
-        cluster: ClusterConfig,
-        model: str,
-        served_model_name: str,
-        keys: Mapping[Part, NetworkKeys] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, cluster: ClusterConfig, keys: Mapping[Part, NetworkKeys] = MappingProxyType({})) -> None:
         self._cluster = cluster
-        self._model = model
-        self._served_model_name = served_model_name
         self._keys = keys
         self._api_keys = read_api_keys(Path(cluster.api_keys_file)) if cluster.api_keys_file else []
 
@@ -85,8 +77,8 @@ class ProcessConfigs:
             control_endpoint_file=place.endpoint_file,
             control_tcp_endpoint=place.control_tcp_endpoint,
             network=self._network("proxy"),
-            model=self._model,
-            served_model_name=self._served_model_name,
+            model=cluster.model,
+            served_model_name=cluster.served_model_name,
             api_key=cluster.api_key or None,
             api_keys=self._api_keys,
             ssl_certfile=cluster.ssl_certfile,
@@ -161,7 +153,7 @@ class ProcessConfigs:
     def _engine(self, role: Role, progress_file: str) -> EngineConfig:
         cluster = self._cluster
         return EngineConfig(
-            model=self._model,
+            model=cluster.model,
             dtype=cluster.dtype,
             load_format=cluster.load_format,
             device=cluster.device,
