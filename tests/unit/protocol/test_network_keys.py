@@ -166,7 +166,7 @@ def test_plain_tcp_requires_insecure_network(caplog: pytest.LogCaptureFixture) -
                 make()
         context.destroy(linger=0)
         with caplog.at_level(logging.WARNING):
-            assert (await exchange(NetworkConfig(insecure=True), "worker", NetworkConfig(insecure=True))).total == 0
+            assert (await exchange(NetworkConfig(insecure=True), "worker", NetworkConfig(insecure=True))).totals() == []
 
     asyncio.run(plain())
     assert "neither encrypted nor authenticated" in caplog.text
