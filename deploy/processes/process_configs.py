@@ -16,6 +16,7 @@ from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import NetworkKeys, Part
 from tandem.proxy.config import ProxyConfig
+from tandem.proxy.media.source import MediaLimits
 from tandem.worker.config import WorkerConfig
 
 PROXY_GRACE_S = 1.5
@@ -103,7 +104,11 @@ class ProcessConfigs:
             media_cache_endpoint=place.media_cache_endpoint,
             media_cache_tcp_endpoint=place.media_cache_tcp_endpoint,
             media_threads=cluster.media_threads,
-            media=cluster.media_limits(),
+            media=MediaLimits(
+                max_items=cluster.max_media_items,
+                allowed_path=cluster.allowed_media_path,
+                allow_private=cluster.allow_private_media,
+            ),
             trust_remote_code=cluster.trust_remote_code,
             log_level=cluster.log_level,
             log_format=cluster.log_format,
