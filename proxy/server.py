@@ -26,8 +26,8 @@ from tandem.proxy.admission.admission import Admission
 from tandem.proxy.admission.queue_delay import QueueDelayController
 from tandem.proxy.cluster.control import Control
 from tandem.proxy.cluster.readiness import WorkerReadiness
-from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import Router
+from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
@@ -133,8 +133,8 @@ class ProxyServer:
         self._tracer = make_tracer(config.otlp_endpoint, config.proxy_id) if config.otlp_endpoint else None
         requests = RequestLog(self._tracer.on_end if self._tracer is not None else ignore)
 
-        registry = Registry(config.worker_silence_s, decode_may_prefill=config.decode_prefill_threshold > 0)
-        self._readiness = WorkerReadiness(registry, config.max_waiting_requests, config.worker_wait_s)
+        table = WorkerTable(config.worker_silence_s, decode_may_prefill=config.decode_prefill_threshold > 0)
+        self._readiness = WorkerReadiness(table, config.max_waiting_requests, config.worker_wait_s)
         ttft_slo_s = config.ttft_slo_ms / 1000 or None
         self._admission = Admission(
             config.max_waiting_requests,
@@ -150,14 +150,14 @@ class ProxyServer:
         self._pool = WorkerConnections(self._context, self._proxy_id)
         self._dispatcher = Dispatcher(
             self._proxy_id,
-            Router(registry, config.decode_prefill_threshold, config.num_proxies),
+            Router(table, config.decode_prefill_threshold, config.num_proxies),
             self._pool,
             self._metrics,
             config.worker_wait_s,
             config.media_cache_tcp_endpoint,
         )
         self._timelines = Timelines(self._context, requests, config.peer_endpoints)
-        self._control = self._bind_control(registry)
+        self._control = self._bind_control(table)
 
         self._media_cache: MediaCacheClient | None = None
         self._media: MediaPool | None = None
@@ -169,7 +169,7 @@ class ProxyServer:
             text=text,
             token_text=TokenText(text.tokenizer),
             readers=readers,
-            registry=registry,
+            worker_table=table,
             admission=self._admission,
             dispatcher=self._dispatcher,
             metrics=self._metrics,
@@ -184,7 +184,7 @@ class ProxyServer:
         self._http = self._make_listeners(listener, state)
         self._abort_timer: asyncio.TimerHandle | None = None
 
-    def _bind_control(self, registry: Registry) -> Control:
+    def _bind_control(self, table: WorkerTable) -> Control:
         config = self._config
         try:
             control = Control(
@@ -193,7 +193,7 @@ class ProxyServer:
                 config.control_tcp_endpoint,
                 self._proxy_id,
                 config.served_model_name,
-                registry,
+                table,
                 self,
             )
         except ConfigError:

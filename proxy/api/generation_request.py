@@ -8,7 +8,7 @@ import msgspec
 
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.proxy.api.tool_formats import ToolFormat
-from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.media.media_lease import MediaLease
 from tandem.proxy.text.prompt import AnyPrompt, ContextLengthExceeded
 from tandem.runtime.errors import InvalidRequest

@@ -1,6 +1,6 @@
 """The control socket: workers register and report, the launcher reports exits, `tandem status` asks for the state.
 
-A shell around the registry. It answers messages and passes membership changes to its callbacks.
+A shell around the worker table. It answers messages and passes membership changes to its callbacks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.protocol.sockets import RouterSocket
-from tandem.proxy.cluster.registry import CHECK_INTERVAL_S, MembershipChange, Registry
+from tandem.proxy.cluster.worker_table import CHECK_INTERVAL_S, MembershipChange, WorkerTable
 from tandem.runtime.errors import InvalidMessage, ProtocolError
 
 log = logging.getLogger(__name__)
@@ -61,13 +61,13 @@ class Control:
         tcp_endpoint: str,
         proxy_id: str,
         model: str,
-        registry: Registry,
+        table: WorkerTable,
         listener: ControlListener,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._proxy_id = proxy_id
         self._model = model
-        self._registry = registry
+        self._table = table
         self._listener = listener
         self._num_changes_seen = 0
         self._identities: dict[str, bytes] = {}  # socket identities of registered workers, by epoch
@@ -85,23 +85,23 @@ class Control:
                 self._register(now, identity, message)
             case WorkerStatus():
                 check_status(message)
-                known = self._registry.on_status(now, message)
+                known = self._table.on_status(now, message)
                 if known and message.load.refusals:
                     self._listener.on_worker_refusals(message.worker_id, message.load.refusals)
-                self._socket.send(identity, self._view(known, self._registry.prefixes.needs_restart(message.epoch)))
+                self._socket.send(identity, self._view(known, self._table.prefixes.needs_restart(message.epoch)))
             case WorkerLeft():
-                self._apply(self._registry.on_left(message.epoch))
+                self._apply(self._table.on_left(message.epoch))
             case DrainWorker():
                 self._socket.send(identity, DrainAnswer(message.worker_id, self._drain(message.worker_id)))
             case WorkerExited():
-                self._apply(self._registry.on_exited(message.worker_id, message.pid))
+                self._apply(self._table.on_exited(message.worker_id, message.pid))
             case GetStatus():
                 report = StatusReport(
                     self._proxy_id,
                     self._model,
-                    self._registry.why_not_ready() is None,
+                    self._table.why_not_ready() is None,
                     self._listener.num_running(),
-                    self._registry.report(now),
+                    self._table.report(now),
                     self._listener.serving_figures(),
                 )
                 self._socket.send(identity, report)
@@ -113,7 +113,7 @@ class Control:
 
     def _drain(self, worker_id: str) -> str:
         """Asks the worker to leave. Returns an error message, or "" on success."""
-        workers = {worker.worker_id: worker for worker in self._registry.workers()}
+        workers = {worker.worker_id: worker for worker in self._table.workers()}
         if (worker := workers.get(worker_id)) is None:
             return f"no worker {worker_id} is registered; registered workers: {', '.join(sorted(workers)) or 'none'}"
         if not self._socket.send(self._identities[worker.epoch], LeaveCluster()):
@@ -124,7 +124,7 @@ class Control:
     def _register(self, now: float, identity: bytes, message: RegisterWorker) -> None:
         try:
             check_register(message)
-            change = self._registry.on_register(now, message)
+            change = self._table.on_register(now, message)
         except ProtocolError as error:
             self._socket.send(identity, RegistrationRefused(error.message))
             raise InvalidMessage(error.message) from error  # the socket counts and logs it
@@ -136,12 +136,12 @@ class Control:
 
     def _check(self) -> None:
         self._timer = self._loop.call_later(CHECK_INTERVAL_S, self._check)
-        self._apply(self._registry.check(self._loop.time()))
+        self._apply(self._table.check(self._loop.time()))
         self._notify_changes()
 
     def _notify_changes(self) -> None:
-        if self._num_changes_seen != self._registry.num_changes:
-            self._num_changes_seen = self._registry.num_changes
+        if self._num_changes_seen != self._table.num_changes:
+            self._num_changes_seen = self._table.num_changes
             self._listener.on_cluster_changed()
 
     def _apply(self, change: MembershipChange) -> None:
@@ -157,14 +157,14 @@ class Control:
                 self._listener.on_worker_joined(worker)
             except Exception as error:  # ZeroMQ's error, or a tcp endpoint without keys
                 log.error("cannot connect to %s at %s: %s", worker.worker_id, worker.endpoint, error)
-                self._apply(self._registry.on_exited(worker.worker_id, worker.pid))
+                self._apply(self._table.on_exited(worker.worker_id, worker.pid))
         # Sent now, not as the answer to the next status: prefill workers pair with a new decode worker at once.
         view = self._view(known=True)
         for identity in self._identities.values():
             self._socket.send(identity, view)
 
     def _view(self, known: bool, restart_prefixes: bool = False) -> ClusterView:
-        return ClusterView(self._proxy_id, known, self._registry.workers(), restart_prefixes)
+        return ClusterView(self._proxy_id, known, self._table.workers(), restart_prefixes)
 
     def close(self) -> None:
         self._timer.cancel()

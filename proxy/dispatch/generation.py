@@ -15,8 +15,8 @@ from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.admission import Admission, Ticket
 from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import NoWorkerReady
+from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.dispatch.sequence_text import PromptTokens, SequenceText, TextDelta
@@ -41,7 +41,7 @@ class GenerationServices:
     text: ModelText
     token_text: TokenText
     readers: ReaderPool
-    registry: Registry
+    worker_table: WorkerTable
     admission: Admission
     dispatcher: Dispatcher
     metrics: ProxyMetrics
@@ -145,7 +145,7 @@ class Generation:
     def _prompts(self) -> list[Prompt]:
         """Returns the prompts as they are dispatched. Raises InvalidRequest for tokens that the model does not have."""
         request = self._request
-        request.check_vocabulary(self._services.registry.limits())
+        request.check_vocabulary(self._services.worker_table.limits())
         assert isinstance(request.prompt, RenderedPrompts)
         prompts = request.prompt.prompts
         self.num_prompt_tokens = self._record.num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
@@ -167,7 +167,7 @@ class Generation:
     ) -> None:
         """Dispatches a prompt and adds its sequences to `texts`. Raises SLOUnreachable or ContextLengthExceeded."""
         request, services = self._request, self._services
-        stop = request.stop_conditions(prompt.num_tokens, services.registry.limits(), services.text.eos_token_ids)
+        stop = request.stop_conditions(prompt.num_tokens, services.worker_table.limits(), services.text.eos_token_ids)
         waited_s = time.monotonic() - self._record.arrived_at
         deadline_s = max(0.001, self._timeout_s - waited_s)
         max_ttft_s = deadline_s if services.ttft_slo_s is None else min(deadline_s, services.ttft_slo_s - waited_s)

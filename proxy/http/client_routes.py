@@ -54,11 +54,11 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
     keys = [*config.api_keys, *([config.api_key] if config.api_key is not None else [])]
     card = ModelCard(config.served_model_name, int(time.time()), None)
     document = openapi_document(config.served_model_name, bool(keys))
-    registry, readers = state.registry, state.readers
+    table, readers = state.worker_table, state.readers
 
     def model_card() -> ModelCard:
         try:
-            return msgspec.structs.replace(card, max_model_len=registry.limits().max_model_len)
+            return msgspec.structs.replace(card, max_model_len=table.limits().max_model_len)
         except Overloaded:
             return card
 
@@ -88,7 +88,7 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
         return await _transform(request, state, lambda body: readers.run(BodyReader.detokenize, body))
 
     async def health(request: Request) -> Response:
-        reason = registry.why_not_ready()
+        reason = table.why_not_ready()
         if reason is None:
             return json_answer(request, HealthResponse("ok"))
         return json_answer(request, HealthResponse("unavailable", reason), status=503)

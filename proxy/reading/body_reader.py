@@ -11,7 +11,7 @@ from tandem.proxy.api.responses import DetokenizeResponse, TokenizeResponse
 from tandem.proxy.api.structured_output import checked_grammar
 from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.proxy.api.validation import BodyDecoder
-from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import RenderedPrompts, has_media

@@ -18,8 +18,8 @@ import msgspec
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.proxy.admission.admission import QueueFull
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.cluster.registry import ModelLimits
 from tandem.proxy.cluster.router import SLOUnreachable
+from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.media.media_lease import MediaLease
 from tandem.proxy.reading.body_reader import BodyKind

@@ -21,7 +21,7 @@ from tokenizers import Encoding
 from tandem.protocol.messages.media import MediaItem, MediaKind
 from tandem.protocol.messages.token_ids import pack_token_ids, unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
-from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import (
     AnyPrompt,

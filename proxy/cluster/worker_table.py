@@ -25,7 +25,7 @@ from tandem.runtime.errors import Overloaded, ProtocolError
 from tandem.worker.registration import PROXY_SILENCE_S
 
 CHECK_INTERVAL_S = 0.25
-"""Seconds between two calls of `Registry.check`."""
+"""Seconds between two calls of `WorkerTable.check`."""
 MAX_WORKERS = 1024
 """Workers that may register; each costs connections on this proxy and on every prefill worker."""
 _UNKNOWN_SPEED = 5000.0
@@ -86,7 +86,7 @@ class MembershipChange:
         return bool(self.lost or self.joined)
 
 
-class Registry:
+class WorkerTable:
     """The table of workers. decode_may_prefill: whether decode workers can serve without prefill workers."""
 
     def __init__(self, worker_silence_s: float, decode_may_prefill: bool = False) -> None:
