@@ -52,7 +52,7 @@ _CANCEL_GRACE_S = 10.0
 
 
 class MediaPool:
-    """Belongs to the proxy's loop.
+    """Belongs to the proxy's loop, and owns `cache`, its connection to the media cache.
 
     At most `max_waiting_media` requests wait or are read at the same time; others are refused. So is one that is not
     read within ttft_slo_s.
@@ -219,6 +219,7 @@ class MediaPool:
     def close(self) -> None:
         if self._process is not None:
             _kill(self._process)
+        self._cache.close()
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
