@@ -10,7 +10,6 @@ from msgspec.structs import replace
 
 from tandem.protocol.messages.generation import FinishReason
 from tandem.proxy.answers.chat import ChatAnswers
-from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import AnsweredToolCall, AssistantMessage, CalledFunction, ChatDelta, ChatFinishReason
 from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.proxy.api.tool_parser import Arguments, CallBegun, Content, Piece, ToolParser
@@ -21,10 +20,9 @@ from tandem.proxy.dispatch.sequence_text import TextDelta
 class ToolAnswers(ChatAnswers):
     """Text that may belong to a call is held back until that is known; its token ids and logprobs are not."""
 
-    def __init__(self, generation: Generation, request: GenerationRequest, model: str, request_id: str) -> None:
-        super().__init__(generation, request, model, request_id)
-        assert request.tool_format is not None
-        self._format: ToolFormat = request.tool_format
+    def __init__(self, generation: Generation, model: str, tool_format: ToolFormat) -> None:
+        super().__init__(generation, model)
+        self._format = tool_format
         self._parsers: dict[int, ToolParser] = {}  # by index of the sequence
 
     def _content(self, delta: TextDelta) -> tuple[ChatDelta, ChatFinishReason | None]:

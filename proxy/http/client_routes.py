@@ -46,7 +46,6 @@ from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidReques
 from tandem.runtime.logs import serving
 
 TIMEOUT_HEADER = "x-request-timeout"
-MakeAnswers = Callable[[Generation, GenerationRequest, str, str], Answers]
 
 
 def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
@@ -63,10 +62,10 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
             return card
 
     async def completions(request: Request) -> Response:
-        return await _generate(request, state, "completion", CompletionAnswers, config.served_model_name)
+        return await _generate(request, state, "completion", config.served_model_name)
 
     async def chat_completions(request: Request) -> Response:
-        return await _generate(request, state, "chat", _chat_answers, config.served_model_name)
+        return await _generate(request, state, "chat", config.served_model_name)
 
     async def models(request: Request) -> Response:
         return json_answer(request, ModelList([model_card()]))
@@ -116,9 +115,7 @@ def make_admin_app(config: ProxyConfig, state: AppState) -> ASGIApp:
     return starlette_app(admin_routes(config, state), None)
 
 
-async def _generate(
-    request: Request, state: AppState, kind: BodyKind, make_answers: MakeAnswers, model: str
-) -> Response:
+async def _generate(request: Request, state: AppState, kind: BodyKind, model: str) -> Response:
     record = state.requests.begin(request_id_of(request), kind, request.headers.get("traceparent", ""))
     serving(record.request_id)
     client = client_of(request)
@@ -143,7 +140,7 @@ async def _generate(
         serving(record.request_id)
     generation = Generation(state, asked, record, client, timeout_s)
     try:
-        answers = make_answers(generation, asked, model, record.request_id)
+        answers = _answers(kind, generation, model)
         if not asked.stream:
             whole = await unless_disconnected(request.receive, answers.whole())
             return answer(request, whole, headers={HEADER: record.request_id})
@@ -170,9 +167,11 @@ async def _transform(
             raise DeadlineExceeded("the request was not finished in time") from error
 
 
-def _chat_answers(generation: Generation, request: GenerationRequest, model: str, request_id: str) -> ChatAnswers:
-    answers = ChatAnswers if request.tool_format is None else ToolAnswers
-    return answers(generation, request, model, request_id)
+def _answers(kind: BodyKind, generation: Generation, model: str) -> Answers:
+    if kind == "completion":
+        return CompletionAnswers(generation, model)
+    tool_format = generation.request.tool_format
+    return ChatAnswers(generation, model) if tool_format is None else ToolAnswers(generation, model, tool_format)
 
 
 async def _read(

@@ -237,7 +237,7 @@ def generation(cluster: Cluster, **fields: Any) -> tuple[Generation, Any]:
     body = json.dumps({"prompt": "abc", "max_tokens": 20, **fields}).encode()
     request = cluster.reader.read(body, "completion", cluster.worker_table.limits())
     made = Generation(cluster.services, request, RequestRecord("r", "completion"))
-    return made, CompletionAnswers(made, request, "m", "id")
+    return made, CompletionAnswers(made, "m")
 
 
 async def prefills(cluster: Cluster, number: int) -> list[str]:
@@ -358,7 +358,7 @@ def test_an_error_before_the_first_event_is_raised_and_after_it_is_the_last_even
         request = cluster.reader.read(body, "completion", cluster.worker_table.limits())
         for has_begun in (False, True):
             made = Generation(cluster.services, request, RequestRecord("r", "completion"))
-            events = CompletionAnswers(made, request, "m", "id").events()
+            events = CompletionAnswers(made, "m").events()
             waiting = asyncio.ensure_future(anext(events))
             attempt_id = (await prefills(cluster, 1 + has_begun))[-1]
             if has_begun:
@@ -406,7 +406,7 @@ def test_too_many_waiting_are_refused() -> None:
         for attempt_id in attempt_ids:
             feed(cluster, attempt_id, "ab", "length")
         await task
-        assert made.num_completion_tokens == 16
+        assert made.record.num_completion_tokens == 16
 
     play(test)
 
