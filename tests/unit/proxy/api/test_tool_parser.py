@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tandem.proxy.api.tool_formats import CalledTool, ToolFormat, ToolFormatName
+from tandem.proxy.api.tool_formats import ToolFormat, ToolFormatName
 from tandem.proxy.api.tool_parser import Arguments, CallBegun, Content, Piece, ToolParser
 
 HERMES, LLAMA = ToolFormat("hermes"), ToolFormat("llama3_json")
@@ -150,16 +150,12 @@ def test_an_incomplete_call_keeps_its_arguments() -> None:
 
 # ---- the grammars
 
-TOOLS = [
-    CalledTool(
-        "f",
-        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
-    ),
-    CalledTool(
-        "get_weather",
-        {"type": "object", "properties": {"b": {"$ref": "#/$defs/B"}}, "$defs": {"B": {"enum": ["é", 1]}}},
-    ),
-]
+TOOLS: dict[str, dict[str, Any]] = {
+    "f": {
+        "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False,
+    },
+    "get_weather": {"type": "object", "properties": {"b": {"$ref": "#/$defs/B"}}, "$defs": {"B": {"enum": ["é", 1]}}},
+}  # fmt: skip
 
 
 def tokenizer_with(*added: AddedToken) -> tuple[Tokenizer, LLTokenizer]:
