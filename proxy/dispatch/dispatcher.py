@@ -243,19 +243,17 @@ class Dispatcher:
         )
         route = self._router.pick(shape, max_ttft_s)
         shared = SharedPrefill(self._router, route, time.monotonic())
-        numbers = [next(self._numbers) for _ in sequences]
-        attempts = [
-            Attempt(f"{self._prefix}-{number}", shared, sequence.notify)
-            for number, sequence in zip(numbers, sequences, strict=True)
-        ]
-        for sequence, attempt in zip(sequences, attempts, strict=True):
+        attempts = []
+        for sequence in sequences:
+            attempt = Attempt(f"{self._prefix}-{next(self._numbers)}", shared, sequence.notify)
             self._running[attempt.attempt_id] = attempt
             sequence.begin(attempt)
+            attempts.append(attempt)
         prefill, decode = route.prefill, route.decode
         shared_fields: dict[str, Any] = {
             "proxy_id": self._proxy_id,
             "attempt_ids": [attempt.attempt_id for attempt in attempts],
-            "transfer_id": f"{self._proxy_id}-{numbers[0]}",
+            "transfer_id": f"{self._proxy_id}-{next(self._numbers)}",
             "token_ids": prompt.token_ids + pack_token_ids(generated),
             "sampling": first.sampling,
             "seeds": [sequence.sampling.seed for sequence in sequences],
@@ -306,28 +304,27 @@ class Dispatcher:
     def on_message(self, worker: WorkerInfo, message: ToProxy) -> None:
         """Passes a message to its attempt. A message about an attempt that is over is ignored."""
         now = time.monotonic()
+        if isinstance(message, TokenBatch):
+            for token in message.tokens:
+                if (attempt := self._find(worker, token.attempt_id)) is not None:
+                    attempt.on_new_token(token)
+            for began in message.began:
+                if (attempt := self._find(worker, began.attempt_id)) is not None:
+                    attempt.times.on_began(now, began.decode_wait_s, began.step_s)
+            return
+        if (attempt := self._find(worker, message.attempt_id)) is None:
+            return
         match message:
-            case TokenBatch():
-                for token in message.tokens:
-                    if (attempt := self._find(worker, token.attempt_id)) is not None:
-                        attempt.on_new_token(token)
-                for began in message.began:
-                    if (attempt := self._find(worker, began.attempt_id)) is not None:
-                        attempt.times.on_began(now, began.decode_wait_s, began.step_s)
             case FirstToken():
-                if (attempt := self._find(worker, message.attempt_id)) is not None:
-                    attempt.times.on_first_token(now, message.queue_s, message.prefill_s)
-                    attempt.on_first_token(message)
+                attempt.times.on_first_token(now, message.queue_s, message.prefill_s)
+                attempt.on_first_token(message)
             case DecodeReserved():
-                if (attempt := self._find(worker, message.attempt_id)) is not None:
-                    attempt.times.reserved_at = now
-                    attempt.on_decode_reserved()
+                attempt.times.reserved_at = now
+                attempt.on_decode_reserved()
             case AttemptPreempted():
-                if (attempt := self._find(worker, message.attempt_id)) is not None:
-                    attempt.on_preempted()
+                attempt.on_preempted()
             case AttemptFailed():
-                if (attempt := self._find(worker, message.attempt_id)) is not None:
-                    attempt.on_failed(worker, message.error.to_error())
+                attempt.on_failed(worker, message.error.to_error())
 
     def _find(self, worker: WorkerInfo, attempt_id: str) -> Attempt | None:
         """Returns the attempt if it runs on this worker."""
