@@ -290,7 +290,7 @@ class Dispatcher:
         attempt.times.lost_at = time.monotonic()
         attempt.prefill.end(None)
         self._router.sequence_ended(attempt.route)
-        for worker in attempt.workers_to_abort():
+        for worker in attempt.busy_workers:
             self._pool.send(worker, AbortAttempt(self._proxy_id, attempt.attempt_id))
 
     def _send(self, worker: WorkerInfo, attempts: list[Attempt], message: msgspec.Struct) -> None:
