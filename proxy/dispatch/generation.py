@@ -130,8 +130,7 @@ class Generation:
                 services.dispatcher.drop(sequence)
             if ticket is not None:
                 ticket.close()
-            if self.request.media_lease is not None:
-                self.request.media_lease.release()
+            self.request.release_media()
             services.metrics.requests.labels(outcome).inc()
             services.requests.end(self.record, outcome, is_refused)
 

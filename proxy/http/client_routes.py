@@ -149,8 +149,7 @@ async def _generate(request: Request, state: AppState, kind: BodyKind, model: st
         first = await unless_disconnected(request.receive, anext(events))
         return EventStream(first, events, record.request_id)
     except BaseException:
-        if asked.media_lease is not None:  # the client may have disconnected before the generation began
-            asked.media_lease.release()
+        asked.release_media()  # the client may have disconnected before the generation began
         raise
 
 

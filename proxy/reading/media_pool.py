@@ -105,7 +105,7 @@ class MediaPool:
             self._watching = asyncio.create_task(self._watch(reader, self._writer, self._process))
 
     async def read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
-        """Returns the request with tokenised prompts and a `media_lease`, which the caller must release.
+        """Returns the request with tokenised prompts. The caller must call its `release_media`.
 
         Raises InvalidRequest, QueueFull, SLOUnreachable, Overloaded if the cache is full, InternalError if the process
         died, WorkerLost if the cache died twice.
@@ -139,7 +139,7 @@ class MediaPool:
             if done.cancelled():
                 self._cancel(lease_id)
             elif done.exception() is None:  # answered at the moment of the time-out or cancellation
-                _release(done.result())
+                done.result().release_media()
             if isinstance(error, TimeoutError) and self._ttft_slo_s is not None:
                 raise SLOUnreachable(self._ttft_slo_s, 0.0) from error
             raise
@@ -233,8 +233,3 @@ def _with_lease(request: GenerationRequest, lease: MediaLease) -> GenerationRequ
     assert isinstance(request.prompt, RenderedPrompts)
     prompts = [replace(prompt, media=lease.hold(prompt.media)) for prompt in request.prompt.prompts]
     return msgspec.structs.replace(request, prompt=RenderedPrompts(prompts), media_lease=lease)
-
-
-def _release(request: GenerationRequest) -> None:
-    if request.media_lease is not None:
-        request.media_lease.release()
