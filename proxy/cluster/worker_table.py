@@ -192,9 +192,6 @@ class WorkerTable:
 
     # ---- state
 
-    def find(self, epoch: str) -> WorkerRecord | None:
-        return self._by_epoch.get(epoch)
-
     def workers(self) -> list[WorkerInfo]:
         return [record.worker for record in self._by_epoch.values()]
 

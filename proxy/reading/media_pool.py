@@ -72,10 +72,6 @@ class MediaPool:
         self._unanswered_pings: int | None = None  # None until the process has sent a message
         self._config_error: str | None = None
 
-    @property
-    def num_waiting(self) -> int:
-        return len(self._jobs)
-
     async def start(self) -> None:
         """Starts the process if it is not running. Raises Overloaded without descriptors, InternalError."""
         async with self._starting:
@@ -223,9 +219,8 @@ class MediaPool:
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        process.kill()
 
 
 def _with_lease(request: GenerationRequest, lease: MediaLease) -> GenerationRequest:

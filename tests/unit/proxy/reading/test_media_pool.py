@@ -61,6 +61,10 @@ class Pool(MediaPool):
         self.cache = cache
         self.process = Process()
 
+    @property
+    def num_waiting(self) -> int:
+        return len(self._jobs)
+
     async def start(self) -> None:
         self._writer = self.process  # type: ignore[assignment]
 
