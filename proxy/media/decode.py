@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from tandem.proxy.media.source import InvalidMedia, MediaLimits, MediaSource
+from tandem.proxy.media.source import MediaLimits, MediaSource
 from tandem.runtime.errors import first_line
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -174,7 +174,5 @@ def _opened_video(source: MediaSource, data: bytes) -> Iterator[Any]:
             if not container.streams.video:
                 raise source.refused("it has no video stream")
             yield container
-    except InvalidMedia:
-        raise
     except (av.error.FFmpegError, ValueError, OverflowError, MemoryError) as error:
         raise source.refused(f"it is not an MP4 or WebM video, or it is damaged: {first_line(error)[:160]}") from error

@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote_to_bytes, urljoin, urlsplit
 
 import httpcore
 
-from tandem.proxy.media.source import InvalidMedia, MediaLimits, MediaSource
+from tandem.proxy.media.source import MediaLimits, MediaSource
 from tandem.runtime.errors import Overloaded, first_line
 
 _MAX_REDIRECTS = 4
@@ -136,8 +136,6 @@ class FetchedMedia:
         try:
             async with asyncio.timeout(limits.fetch_timeout_s):
                 self.data[source.number] = await self._fetch(source)
-        except (InvalidMedia, Overloaded):
-            raise
         except (TimeoutError, httpcore.TimeoutException) as error:
             raise source.refused(f"its URL was not downloaded within {limits.fetch_timeout_s:g} s") from error
         except _RefusedAddress as error:
