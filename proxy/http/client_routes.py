@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -54,18 +55,13 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
     card = ModelCard(config.served_model_name, int(time.time()), None)
     document = openapi_document(config.served_model_name, bool(keys))
     table, readers = state.worker_table, state.readers
+    generate = partial(_generate, state, config.served_model_name)
 
     def model_card() -> ModelCard:
         try:
             return msgspec.structs.replace(card, max_model_len=table.limits().max_model_len)
         except Overloaded:
             return card
-
-    async def completions(request: Request) -> Response:
-        return await _generate(request, state, "completion", config.served_model_name)
-
-    async def chat_completions(request: Request) -> Response:
-        return await _generate(request, state, "chat", config.served_model_name)
 
     async def models(request: Request) -> Response:
         return json_answer(request, ModelList([model_card()]))
@@ -93,8 +89,8 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
         return json_answer(request, HealthResponse("unavailable", reason), status=503)
 
     routes = [
-        ApiRoute("POST", "/v1/completions", completions),
-        ApiRoute("POST", "/v1/chat/completions", chat_completions),
+        ApiRoute("POST", "/v1/completions", partial(generate, "completion")),
+        ApiRoute("POST", "/v1/chat/completions", partial(generate, "chat")),
         ApiRoute("GET", "/v1/models", models),
         ApiRoute("GET", "/v1/models/{name:path}", model),
         ApiRoute("POST", "/tokenize", tokenize),
@@ -115,7 +111,7 @@ def make_admin_app(config: ProxyConfig, state: AppState) -> ASGIApp:
     return starlette_app(admin_routes(config, state), None)
 
 
-async def _generate(request: Request, state: AppState, kind: BodyKind, model: str) -> Response:
+async def _generate(state: AppState, model: str, kind: BodyKind, request: Request) -> Response:
     record = state.requests.begin(request_id_of(request), kind, request.headers.get("traceparent", ""))
     serving(record.request_id)
     client = client_of(request)
