@@ -132,6 +132,7 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
     record.read_at = time.monotonic()
     # The header wins over the body: proxies and gateways around the client know the request by it.
     if HEADER not in request.headers and asked.request_id:
+        request.state.request_id = asked.request_id
         state.requests.rename(record, asked.request_id)
         serving(record.request_id)
     generation = Generation(state, asked, record, client, timeout_s)
@@ -139,7 +140,7 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
         answers = _answers(kind, generation, model)
         if not asked.stream:
             whole = await unless_disconnected(request.receive, answers.whole())
-            return answer(request, whole, headers={HEADER: record.request_id})
+            return answer(request, whole)
         events = answers.events()
         # The first event decides between an error's status and a stream, so nothing is sent before.
         first = await unless_disconnected(request.receive, anext(events))
