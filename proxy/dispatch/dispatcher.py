@@ -20,7 +20,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -42,6 +42,7 @@ from tandem.protocol.prefix_hash import unpack_short_hashes
 from tandem.proxy.cluster.router import NoWorkerReady, PromptShape, Router, SLOUnreachable
 from tandem.proxy.dispatch.attempt import Attempt, SharedPrefill
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
+from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import TandemError, WorkerLost
 from tandem.runtime.host import is_elsewhere
@@ -49,14 +50,6 @@ from tandem.telemetry.proxy_metrics import ProxyMetrics
 
 _RETRY_INTERVAL_S = 0.25
 """Seconds between two looks at the prompts that wait for a worker."""
-
-
-class Sender(Protocol):
-    """Sends messages to workers."""
-
-    def send(self, worker: WorkerInfo, message: msgspec.Struct) -> bool:
-        """Returns False when the worker is lost, or has not read for so long that its queue is full."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +72,14 @@ class Dispatcher:
         self,
         proxy_id: str,
         router: Router,
-        pool: Sender,
+        connections: WorkerConnections,
         metrics: ProxyMetrics,
         worker_wait_s: float = 0.0,
         media_cache: str = "",
     ) -> None:
         self._proxy_id = proxy_id
         self._router = router
-        self._pool = pool
+        self._connections = connections
         self._metrics = metrics
         self._worker_wait_s = worker_wait_s
         self._media_cache = media_cache
@@ -291,10 +284,10 @@ class Dispatcher:
         attempt.prefill.end(None)
         self._router.sequence_ended(attempt.route)
         for worker in attempt.busy_workers:
-            self._pool.send(worker, AbortAttempt(self._proxy_id, attempt.attempt_id))
+            self._connections.send(worker, AbortAttempt(self._proxy_id, attempt.attempt_id))
 
     def _send(self, worker: WorkerInfo, attempts: list[Attempt], message: msgspec.Struct) -> None:
-        if not self._pool.send(worker, message):
+        if not self._connections.send(worker, message):
             error = WorkerLost(f"{worker.role} worker {worker.worker_id} does not read its messages")
             for attempt in attempts:
                 attempt.fail(error, suspects=[worker])
@@ -337,7 +330,7 @@ class Dispatcher:
         for attempt in self._running.values():
             if attempt.runs_on(worker):
                 # A worker that was only frozen must not finish the sequence when it wakes up.
-                self._pool.send(worker, AbortAttempt(self._proxy_id, attempt.attempt_id))
+                self._connections.send(worker, AbortAttempt(self._proxy_id, attempt.attempt_id))
                 attempt.on_worker_lost(worker, error)
 
     def fail_all(self, error: TandemError) -> None:

@@ -39,6 +39,7 @@ from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
+from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.model_text import ModelText
@@ -55,7 +56,7 @@ PROMPT = Prompt(pack_token_ids([1, 2, 3]), 3)
 EOS = 0
 
 
-class FakePool:
+class FakePool(WorkerConnections):
     """Records the messages to the workers."""
 
     def __init__(self) -> None:
