@@ -89,7 +89,7 @@ class MediaFetcher:
     def __init__(self, limits: MediaLimits) -> None:
         self.limits = limits
         self.held_bytes = 0
-        self._http = httpcore.AsyncConnectionPool(
+        self.http = httpcore.AsyncConnectionPool(
             ssl_context=ssl.create_default_context(),
             max_connections=_MAX_CONNECTIONS,
             max_keepalive_connections=0,  # the address is checked for each connection
@@ -104,12 +104,8 @@ class MediaFetcher:
             )
         self.held_bytes += num_bytes
 
-    def response(self, url: str) -> Any:
-        """Returns the context manager of a response to GET, without following redirects."""
-        return self._http.stream("GET", _ascii(url), headers=_HEADERS)
-
     async def close(self) -> None:
-        await self._http.aclose()
+        await self.http.aclose()
 
 
 class FetchedMedia:
@@ -149,7 +145,7 @@ class FetchedMedia:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
                 raise source.refused("its URL must be http or https, with a host and without a user name")
-            async with self._fetcher.response(url) as response:
+            async with self._fetcher.http.stream("GET", _ascii(url), headers=_HEADERS) as response:
                 if response.status in _REDIRECTS:
                     location = {k.lower(): v for k, v in response.headers}.get(b"location")
                     if location is None:
