@@ -155,9 +155,6 @@ class Router:
             num_blocks,
         )
 
-    def no_worker(self) -> NoWorkerReady:
-        return NoWorkerReady(self._table.why_not_ready() or "no prefill worker is ready")
-
     def prefill_ended(self, route: Route, ttft_s: float | None = None) -> None:
         """The first token came ttft_s after the dispatch, or (None) will not come."""
         route.compute_use.prompts.remove(route.priority, route.num_uncached_tokens)
@@ -181,7 +178,7 @@ class Router:
         if not prefills:
             if may_compute_on_decode and table.decode_workers:
                 return None, self._pick_decode(table.decode_workers, prompt, depths)
-            raise self.no_worker()
+            raise NoWorkerReady(table.why_not_ready() or "no prefill worker is ready")
         prefill = self._pick_prefill(prefills, prompt, depths)
         if not prompt.needs_decode:
             return prefill, None

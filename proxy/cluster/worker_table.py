@@ -108,16 +108,16 @@ class WorkerTable:
 
     def on_register(self, now: float, message: RegisterWorker) -> MembershipChange:
         """Adds a worker. Raises ProtocolError for another protocol version, a name in use, or too many workers."""
+        worker = message.worker
         if message.version != PROTOCOL_VERSION:
             raise ProtocolError(
-                f"worker {message.worker.worker_id} speaks protocol version {message.version}, but this proxy speaks "
+                f"worker {worker.worker_id} speaks protocol version {message.version}, but this proxy speaks "
                 f"version {PROTOCOL_VERSION}; run the same release on both"
             )
-        known = self._by_epoch.get(message.worker.epoch)
-        if known is not None and known.worker == message.worker:
+        known = self._by_epoch.get(worker.epoch)
+        if known is not None and known.worker == worker:
             known.last_message_at = now
             return MembershipChange()
-        worker = message.worker
         namesakes = [record.worker for record in self._by_epoch.values() if record.worker.worker_id == worker.worker_id]
         for other in namesakes:
             if other.endpoint != worker.endpoint:
@@ -125,17 +125,15 @@ class WorkerTable:
                     f"the worker at {other.endpoint} (process {other.pid}) is already called {worker.worker_id}; start "
                     "this worker with another --name, or stop the other one"
                 )
-        lost = [LostWorker(other, "it was restarted") for other in namesakes]
-        if len(self._by_epoch) - len(lost) >= MAX_WORKERS:
+        if len(self._by_epoch) - len(namesakes) >= MAX_WORKERS:
             raise ProtocolError(f"{MAX_WORKERS} workers are registered, which is the limit; stop some first")
-        for old in lost:
-            self._delete(old.worker.epoch)
+        for old in namesakes:
+            self._delete(old.epoch)
         limits = ModelLimits(message.max_model_len, message.vocab_size, message.model_id, message.block_size)
-        bit = self.prefixes.join(message.worker.epoch)
         use = WorkerUse(PromptQueue(1 / self._typical_speed))
-        self._by_epoch[message.worker.epoch] = WorkerRecord(message.worker, limits, now, bit, use)
+        self._by_epoch[worker.epoch] = WorkerRecord(worker, limits, now, self.prefixes.join(worker.epoch), use)
         self._rebuild()
-        return MembershipChange(lost, [message.worker])
+        return MembershipChange([LostWorker(old, "it was restarted") for old in namesakes], [worker])
 
     def on_status(self, now: float, message: WorkerStatus) -> bool:
         """Stores a report. Returns False when the sender is not registered, so that it must register again."""
