@@ -11,7 +11,6 @@ from types import MappingProxyType
 from tandem.deploy.config import ClusterConfig, read_api_keys
 from tandem.engine.config import EngineConfig
 from tandem.media_cache.config import MediaCacheConfig
-from tandem.prefill_worker.config import PrefillConfig
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import NetworkKeys, Part
@@ -127,11 +126,11 @@ class ProcessConfigs:
             log_level=cluster.log_level,
         )
 
-    def worker(self, role: Role, name: str, place: Place) -> PrefillConfig | WorkerConfig:
-        """Configuration of a prefill worker (PrefillConfig) or of a decode worker (WorkerConfig)."""
+    def worker(self, role: Role, name: str, place: Place) -> WorkerConfig:
         cluster = self._cluster
-        config = WorkerConfig(
+        return WorkerConfig(
             worker_id=name,
+            role=role,
             endpoint=place.endpoint,
             proxy_endpoints=place.proxy_endpoints,
             proxies_file=place.proxies_file,
@@ -144,12 +143,10 @@ class ProcessConfigs:
             max_num_seqs=cluster.max_num_seqs,
             drain_timeout_s=cluster.drain_timeout_s,
             metrics_host=cluster.admin_host,
+            media_cache_endpoint=place.media_cache_endpoint,
             log_level=cluster.log_level,
             log_format=cluster.log_format,
         )
-        if role == "decode":
-            return config
-        return PrefillConfig(worker=config, media_cache_endpoint=place.media_cache_endpoint)
 
     def _network(self, part: Part) -> NetworkConfig:
         keys = self._keys.get(part)

@@ -16,7 +16,7 @@ from tandem.deploy.processes.gpus import least_used, visible_gpus
 from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs, process_environment
 from tandem.deploy.processes.supervisor import OnExit, Supervised
-from tandem.deploy.sites.site import WORKER_MODULES
+from tandem.deploy.sites.site import WORKER_MODULE
 from tandem.protocol.messages.membership import Role
 from tandem.proxy.text.model_files import takes_media
 from tandem.runtime.listen_socket import bind
@@ -88,7 +88,7 @@ class LocalSite:
             self._gpus_of[name] = least_used(self._gpus, used, self._cluster.num_ranks(role))
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus_of[name])
         self.progress_files[name] = progress_file
-        return self._child(name, WORKER_MODULES[role], self._configs.worker(role, name, place), env, on_exit)
+        return self._child(name, WORKER_MODULE, self._configs.worker(role, name, place), env, on_exit)
 
     def make_media_cache(self, on_exit: OnExit) -> Supervised | None:
         if not takes_media(self._cluster.model):

@@ -24,7 +24,7 @@ from tandem.deploy.processes.process_configs import Place, ProcessConfigs, proce
 from tandem.deploy.processes.runtime_dir import NETWORK_FILE, PROXIES_FILE
 from tandem.deploy.processes.supervisor import OnExit, Supervised
 from tandem.deploy.sites.ray_actor import NodePlace, ProcessActor, ProcessEnd
-from tandem.deploy.sites.site import WORKER_MODULES
+from tandem.deploy.sites.site import WORKER_MODULE
 from tandem.media_cache.config import MediaCacheConfig
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
@@ -120,7 +120,7 @@ class RaySite:
         make = partial(self._configs.worker, role)
         log_file = self._logs / f"{name}.log"
         proxies = lambda: self._proxies  # noqa: E731
-        return self._add(RayProcess(name, WORKER_MODULES[role], make, bundle, env, log_file, on_exit, proxies))
+        return self._add(RayProcess(name, WORKER_MODULE, make, bundle, env, log_file, on_exit, proxies))
 
     def _add(self, process: RayProcess) -> RayProcess:
         self._processes[process.name] = process

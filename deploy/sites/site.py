@@ -9,7 +9,7 @@ from typing import Protocol
 from tandem.deploy.processes.supervisor import OnExit, Supervised
 from tandem.protocol.messages.membership import Role
 
-WORKER_MODULES: dict[Role, str] = {"prefill": "tandem.prefill_worker", "decode": "tandem.decode_worker"}
+WORKER_MODULE = "tandem.worker"
 
 
 class Site(Protocol):

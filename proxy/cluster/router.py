@@ -73,20 +73,19 @@ class PromptShape(msgspec.Struct, frozen=True):
     priority: int = 0
     can_be_cached: bool = True
     avoid: frozenset[str] = frozenset()
-    has_media: bool = False
     near: str = ""
 
 
 class Route(msgspec.Struct, frozen=True):
     """The chosen workers of one dispatch, and what it added to their use.
 
-    prefill: None when the decode worker computes the prompt. decode: None when only one token is requested.
+    decode: the same worker as prefill, or another one, or None when only one token is requested.
     num_uncached_tokens: tokens that are expected to be computed. predicted_s: seconds to the first token, before the
     learned correction. num_blocks: blocks promised on the decode worker. compute_use, decode_use: the objects that the
     dispatch was added to; a worker that registers again gets new ones.
     """
 
-    prefill: WorkerInfo | None
+    prefill: WorkerInfo
     decode: WorkerInfo | None
     compute_use: WorkerUse
     decode_use: WorkerUse | None
@@ -96,12 +95,13 @@ class Route(msgspec.Struct, frozen=True):
     num_blocks: int
 
     @property
-    def workers(self) -> list[WorkerInfo]:
-        return [worker for worker in (self.prefill, self.decode) if worker is not None]
+    def is_shipped(self) -> bool:
+        """Whether the prompt's KV travels to another worker."""
+        return self.decode is not None and self.decode != self.prefill
 
     @property
-    def computes_prompt(self) -> WorkerInfo:
-        return self.workers[0]
+    def workers(self) -> list[WorkerInfo]:
+        return [self.prefill, self.decode] if self.decode is not None and self.is_shipped else [self.prefill]
 
 
 class Router:
@@ -133,21 +133,19 @@ class Router:
         table = self._table
         depths = table.prefixes.depths(prompt.hashes) if prompt.can_be_cached else {}
         prefill, decode = self._pick_workers(prompt, depths)
-        computing = prefill or decode
-        assert computing is not None
-        num_uncached = self._num_uncached(prompt, depths.get(computing.bit, 0))
-        predicted_s = _predicted_s(computing.use.prompts, prompt.priority, num_uncached)
+        num_uncached = self._num_uncached(prompt, depths.get(prefill.bit, 0))
+        predicted_s = _predicted_s(prefill.use.prompts, prompt.priority, num_uncached)
         if max_ttft_s is not None and predicted_s * self._correction > max_ttft_s:
             raise SLOUnreachable(predicted_s * self._correction, max_ttft_s)
-        computing.use.prompts.add(prompt.priority, num_uncached, self._num_proxies)
+        prefill.use.prompts.add(prompt.priority, num_uncached, self._num_proxies)
         num_blocks = 0
         if decode is not None:
             num_blocks = self._num_new_blocks(prompt, depths.get(decode.bit, 0))
             decode.use.add(prompt.num_sequences, num_blocks, self._num_proxies)
         return Route(
-            prefill.worker if prefill is not None else None,
+            prefill.worker,
             decode.worker if decode is not None else None,
-            computing.use,
+            prefill.use,
             decode.use if decode is not None else None,
             prompt.priority,
             num_uncached,
@@ -168,23 +166,22 @@ class Router:
         if route.decode_use is not None:
             route.decode_use.end_sequence()
 
-    def _pick_workers(
-        self, prompt: PromptShape, depths: dict[int, int]
-    ) -> tuple[WorkerRecord | None, WorkerRecord | None]:
+    def _pick_workers(self, prompt: PromptShape, depths: dict[int, int]) -> tuple[WorkerRecord, WorkerRecord | None]:
         """Returns (prefill, decode). Raises NoWorkerReady."""
         table = self._table
-        may_compute_on_decode = self._threshold > 0 and not prompt.has_media
+        may_compute_on_decode = self._threshold > 0
         prefills = table.paired_prefill_workers if prompt.needs_decode else table.prefill_workers
         if not prefills:
             if may_compute_on_decode and table.decode_workers:
-                return None, self._pick_decode(table.decode_workers, prompt, depths)
+                decode = self._pick_decode(table.decode_workers, prompt, depths)
+                return decode, decode if prompt.needs_decode else None
             raise NoWorkerReady(table.why_not_ready() or "no prefill worker is ready")
         prefill = self._pick_prefill(prefills, prompt, depths)
         if not prompt.needs_decode:
             return prefill, None
         decode = self._pick_decode(prefill.decode_peers, prompt, depths)
         if may_compute_on_decode and self._is_short(decode, self._num_uncached(prompt, depths.get(decode.bit, 0))):
-            return None, decode
+            return decode, decode
         return prefill, decode
 
     def _pick_prefill(

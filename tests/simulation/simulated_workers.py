@@ -15,31 +15,11 @@ import numpy as np
 import torch
 from torch.distributed import HashStore
 
-from tandem.protocol.worker_actions import Receive, SendToPeer
-from tandem.worker.pairs.incoming_table import (
-    AcceptPair,
-    IncomingPairLost,
-    IncomingPairTable,
-    PrefillLost,
-    RefusePair,
-    SendCloseToPrefill,
-    StopReceiver,
-)
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import Batch
 from tandem.engine.block_manager import BlockManager
 from tandem.kv_transfer.checksums import corrupt_blocks
 from tandem.kv_transfer.connector import Peer
-from tandem.protocol.worker_actions import SendToPeer, Ship
-from tandem.worker.pairs.outgoing_table import (
-    Connect,
-    Disconnect,
-    OutgoingPairLost,
-    OutgoingPairTable,
-    SendCloseToDecode,
-    StartSender,
-    StopSender,
-)
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import (
     AbortAttempt,
@@ -63,7 +43,26 @@ from tandem.protocol.messages.transfer import (
     ReserveKV,
     ShipKV,
 )
+from tandem.protocol.worker_actions import Receive, SendToPeer, Ship
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
+from tandem.worker.pairs.incoming_table import (
+    AcceptPair,
+    IncomingPairLost,
+    IncomingPairTable,
+    PrefillLost,
+    RefusePair,
+    SendCloseToSender,
+    StopReceiver,
+)
+from tandem.worker.pairs.outgoing_table import (
+    Connect,
+    Disconnect,
+    OutgoingPairLost,
+    OutgoingPairTable,
+    SendCloseToReceiver,
+    StartSender,
+    StopSender,
+)
 from tests.support.fake_connector import FakeReceiver, FakeSender, Side
 
 if TYPE_CHECKING:
@@ -180,7 +179,7 @@ class Prefill(Process):
                         self.on_closed(action.pair_id)
                     else:
                         sender.close(partial(self.on_closed, action.pair_id))
-                case SendCloseToDecode():
+                case SendCloseToReceiver():
                     self.send(action.message.pair_id, action.message)
                 case Disconnect():
                     self.sockets.discard(action.pair_id)
@@ -290,7 +289,7 @@ class Decode(Process):
     def perform_pairs(self, actions: list[Any]) -> None:
         for action in actions:
             match action:
-                case RefusePair() | SendCloseToPrefill():
+                case RefusePair() | SendCloseToSender():
                     self.send(action.message.pair_id, action.message)
                 case AcceptPair():
                     self.accept(action)

@@ -18,8 +18,8 @@ from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, Prepare
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
-from tandem.runtime.errors import ErrorInfo, InvalidRequest
 from tandem.protocol.worker_actions import SendToProxy
+from tandem.runtime.errors import ErrorInfo, InvalidRequest
 
 SAMPLING = SamplingParams(grammar="start: /a+/")
 STOP = StopConditions(10, frozenset({0}))

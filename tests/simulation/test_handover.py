@@ -21,11 +21,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem.protocol.worker_actions import Receive, SendToPeer
 from tandem.decode_worker.scheduler import UNCLAIMED_TIMEOUT_S, DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
-from tandem.protocol.worker_actions import SendToPeer, Ship
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import (
     AbortAttempt,
@@ -48,8 +46,8 @@ from tandem.protocol.messages.transfer import (
     ReserveKV,
     ShipKV,
 )
+from tandem.protocol.worker_actions import Receive, SendToPeer, SendToProxy, Ship
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
-from tandem.protocol.worker_actions import SendToProxy
 
 BLOCK_SIZE = 4
 DEADLINE_S = 50.0

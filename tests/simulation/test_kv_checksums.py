@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from tandem.protocol.worker_actions import Receive, SendToPeer
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.block_manager import BlockManager
 from tandem.kv_transfer.checksums import combine, corrupt_blocks, rank_checksums
@@ -18,8 +17,8 @@ from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout, KVRefused, ReserveKV, ShipKV
+from tandem.protocol.worker_actions import Receive, SendToPeer, SendToProxy
 from tandem.runtime.errors import KVTransferFailed
-from tandem.protocol.worker_actions import SendToProxy
 from tests.support.fake_connector import FakeNetwork, Faults
 
 NUM_BLOCKS, NUM_HEADS, HEAD_BYTES = 6, 6, 16

@@ -9,16 +9,15 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tandem.protocol.worker_actions import Receive
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
-from tandem.protocol.worker_actions import Ship
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, KVRefused, KVReserved, RenewLeases, ReserveKV, ShipKV
+from tandem.protocol.worker_actions import Receive, Ship
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 4

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.protocol.worker_actions import Receive, SendToPeer
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import Batch
 from tandem.engine.block_manager import BlockManager
@@ -15,8 +14,6 @@ from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.vision.embedding_cache import EmbeddingCache
-from tandem.protocol.worker_actions import Action as PrefillAction
-from tandem.protocol.worker_actions import SendToPeer, Ship
 from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import (
@@ -31,7 +28,8 @@ from tandem.protocol.messages.generation import SampledToken, SamplingParams, St
 from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, KVReserved, ReserveKV, ShipKV
-from tandem.protocol.worker_actions import SendToProxy
+from tandem.protocol.worker_actions import Action as PrefillAction
+from tandem.protocol.worker_actions import Receive, SendToPeer, SendToProxy, Ship
 from tests.support.vision_models import Generated
 
 BLOCK_SIZE = 8

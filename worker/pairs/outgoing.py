@@ -15,21 +15,21 @@ import msgspec
 
 from tandem.kv_transfer.connector import KVSender
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
+from tandem.protocol.codec import Codec
+from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.transfer import KVRefused, KVReserved, PairRefused, RenewLeases, ToPrefillPeer
+from tandem.protocol.sockets import DealerSocket
+from tandem.runtime.errors import KVTransferFailed
 from tandem.worker.pairs.outgoing_table import (
     Connect,
     Disconnect,
     OutgoingPairAction,
     OutgoingPairLost,
     OutgoingPairTable,
-    SendCloseToDecode,
+    SendCloseToReceiver,
     StartSender,
     StopSender,
 )
-from tandem.protocol.codec import Codec
-from tandem.protocol.messages.membership import WorkerInfo
-from tandem.protocol.messages.transfer import KVRefused, KVReserved, PairRefused, RenewLeases, ToPrefillPeer
-from tandem.protocol.sockets import DealerSocket
-from tandem.runtime.errors import KVTransferFailed
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +116,7 @@ class OutgoingPairs:
                     self._open_sender(action)
                 case StopSender():
                     self._close_sender(action.pair_id)
-                case SendCloseToDecode():
+                case SendCloseToReceiver():
                     if (socket := self._sockets.get(action.message.pair_id)) is not None:
                         socket.send(action.message)
                 case Disconnect():

@@ -1,4 +1,4 @@
-"""Decides which pairs with decode workers exist. Pure: events and a clock value in, actions out.
+"""Decides which pairs this worker ships through. Pure: events and a clock value in, actions out.
 
 A pair's life:  opening -> ready -> failed -> closed, or opening -> refused / failed
 
@@ -53,7 +53,7 @@ class StopSender(msgspec.Struct, frozen=True):
     pair_id: str
 
 
-class SendCloseToDecode(msgspec.Struct, frozen=True):
+class SendCloseToReceiver(msgspec.Struct, frozen=True):
     """Send over the pair's control connection."""
 
     message: ClosePair
@@ -72,7 +72,7 @@ class OutgoingPairLost(msgspec.Struct, frozen=True):
     reason: str
 
 
-OutgoingPairAction = Connect | StartSender | StopSender | SendCloseToDecode | Disconnect | OutgoingPairLost
+OutgoingPairAction = Connect | StartSender | StopSender | SendCloseToReceiver | Disconnect | OutgoingPairLost
 
 
 @dataclass(eq=False)
@@ -97,10 +97,10 @@ class OutgoingPair:
 
 @dataclass(eq=False)
 class OutgoingPairTable:
-    """All pairs of one prefill worker.
+    """All pairs that one worker has opened.
 
     pids: processes of all its ranks. host_id: see `runtime.host.host_id`. device_ids: GPUs of its ranks, as in
-    OpenPair. lease_s: see `prefill_worker.leases`; sent to decode in the handshake.
+    OpenPair. lease_s: see `prefill_worker.transfer_leases`; sent to decode in the handshake.
     """
 
     worker: WorkerInfo
@@ -142,6 +142,8 @@ class OutgoingPairTable:
 
     def on_view(self, now: float, workers: list[WorkerInfo]) -> list[OutgoingPairAction]:
         """Opens pairs with new decode workers, drops pairs with workers that no proxy knows any more."""
+        if self.worker.role != "prefill":
+            return []
         present = {worker.epoch: worker for worker in workers if worker.role == "decode"}
         gone = [pair for epoch, pair in self._by_epoch.items() if epoch not in present]
         actions = [action for pair in gone for action in self._drop(now, pair, "it left the cluster")]
@@ -229,7 +231,7 @@ class OutgoingPairTable:
         """Handles the end of a sender. Only now may decode reuse the pair's blocks."""
         pair = self._by_id[pair_id]
         pair.closed = True
-        return [SendCloseToDecode(ClosePair(pair_id, pair.reason)), *self._forget_if_closed(pair)]
+        return [SendCloseToReceiver(ClosePair(pair_id, pair.reason)), *self._forget_if_closed(pair)]
 
     def announcement(
         self, pair_id: str, transfer_id: str, first_block: int, num_blocks: int, checksums: list[int]

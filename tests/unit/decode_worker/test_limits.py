@@ -10,13 +10,13 @@ from pytest import MonkeyPatch
 from tandem.decode_worker import pair_table
 from tandem.decode_worker import scheduler as decode_scheduler
 from tandem.decode_worker import transfer as decode_transfer
-from tandem.worker.pairs.incoming_table import AcceptPair, RefusePair
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.block_manager import BlockManager
 from tandem.prefill_worker import scheduler as prefill_scheduler
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
 from tandem.protocol.messages.transfer import KVRefused, ReserveKV
+from tandem.worker.pairs.incoming_table import AcceptPair, RefusePair
 from tests.simulation.test_scheduler_nonsense import prepare
 from tests.unit.decode_worker.test_replaced_pairs import FIRST, open_first
 

@@ -10,14 +10,13 @@ from hypothesis import strategies as st
 
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
-from tandem.protocol.worker_actions import SendToPeer, Ship
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.prefill_worker.transfer_leases import Leases
 from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer, KVReserved, RenewLeases, ReserveKV
-from tandem.protocol.worker_actions import SendToProxy
+from tandem.protocol.worker_actions import SendToPeer, SendToProxy, Ship
 
 TERM_S = 8.0
 

@@ -26,8 +26,8 @@ from tandem.protocol.messages.generation import SampledToken, SamplingParams, St
 from tandem.protocol.messages.media import MediaItem, MediaTensor
 from tandem.protocol.messages.media_cache import HEADER_BYTES
 from tandem.protocol.messages.token_ids import pack_token_ids
-from tandem.runtime.errors import ErrorInfo, InvalidRequest, WorkerLost
 from tandem.protocol.worker_actions import SendToProxy
+from tandem.runtime.errors import ErrorInfo, InvalidRequest, WorkerLost
 
 BUDGET = 32
 NO_TENSORS: tuple[MediaTensor, ...] = ()
