@@ -54,7 +54,9 @@ def test_the_image_installs_the_tested_versions_without_the_tools_for_developmen
 
 def test_hashes_are_required_wherever_the_lock_is_installed() -> None:
     for file in ("Makefile", "deploy/docker/Dockerfile", "deploy/ray/cluster.yaml"):
-        lines = [x for x in (ROOT / file).read_text().splitlines() if "pip install" in x and "-r requirements.lock" in x]
+        lines = [
+            x for x in (ROOT / file).read_text().splitlines() if "pip install" in x and "-r requirements.lock" in x
+        ]
         assert lines and all("--require-hashes" in line for line in lines), file
 
 

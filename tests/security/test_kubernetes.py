@@ -23,7 +23,7 @@ from tandem.protocol.network_keys import PARTS
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
-KUBERNETES_VERSION = "1.34"  # the oldest with upstream support
+KUBERNETES_VERSION = "1.34"  # not the newest, whose fields older clusters would refuse
 GUIDE = (ROOT / "docs" / "deploy.md").read_text()
 
 RAY_CLUSTER_FIELDS = {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.nccl_interface import nccl_environment
 from tandem.deploy.sites import local
+from tandem.deploy.sites.ray_actor import ProcessActor
 from tandem.runtime.errors import ConfigError
 
 
@@ -58,6 +60,23 @@ def test_workers_on_gpus_are_started_with_it(
 def test_workers_without_gpus_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     environment = start_worker(tmp_path, monkeypatch, gpus="", cluster_host="198.51.100.7", insecure_network=True)
     assert "NCCL_SOCKET_IFNAME" not in environment
+
+
+@pytest.mark.filterwarnings("default")  # Ray's own
+def test_a_ray_node_uses_the_interface_of_its_address_in_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.4")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("NCCL_SOCKET_FAMILY", raising=False)
+
+    async def ask() -> dict[str, str]:
+        actor = ProcessActor("decode-0")
+        try:
+            return await actor.nccl_environment()
+        finally:
+            await actor.close()
+
+    assert asyncio.run(ask()) == nccl_environment("127.0.0.1", {})
 
 
 def start_worker(folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, **settings: Any) -> dict[str, str]:
