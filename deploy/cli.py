@@ -128,13 +128,8 @@ def _parser() -> CommandParser:
     cache = add("cache", _cache, "empty the media cache of a running cluster")
     cache.add_argument("action", choices=["clear"], help="clear: drop all processed images and videos")
     for command in (status, scale, drain, restart, cache):
-        command.add_argument(
-            "--port",
-            type=int,
-            default=ClusterConfig().port,
-            metavar="N",
-            help="HTTP port of the cluster (default: 8000)",
-        )
+        help_text = "HTTP port of the cluster (default: 8000)"
+        command.add_argument("--port", type=int, default=ClusterConfig().port, metavar="N", help=help_text)
     for command, timeout_s in ((scale, 600.0), (drain, 60.0), (restart, 600.0)):
         zero = "; 0 does not wait" if command is scale else ""
         help_text = f"seconds to wait{' for each process' if command is restart else ''} (default: {timeout_s:g}{zero})"
@@ -231,10 +226,8 @@ def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
     print(f"Tandem serves {config.served_model_name} on {url}/v1", flush=True)
     print(f"\ncurl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n", flush=True)
     if config.proxy_endpoints:
-        print(
-            f"Workers on other hosts join with: tandem worker ROLE --join {','.join(config.proxy_endpoints)}",
-            flush=True,
-        )
+        endpoints = ",".join(config.proxy_endpoints)
+        print(f"Workers on other hosts join with: tandem worker ROLE --join {endpoints}", flush=True)
     admin_host, admin_port = config.admin_address
     console.print(f"Dashboard: http://{bracketed(admin_host)}:{admin_port}/dashboard", soft_wrap=True)
     console.print(f"Logs: {logs}. Press Ctrl-C to stop the cluster.", soft_wrap=True)
