@@ -53,7 +53,7 @@ class AdminSocket:
             case ScaleCluster():
                 self._socket.send(identity, self._scale(message))
             case GetPlan():
-                if (plan := self._autoscaler.report()) is not None:  # else the caller's question times out
+                if (plan := self._autoscaler.plan) is not None:  # else the caller's question times out
                     self._socket.send(identity, plan)
             case ListProcesses():
                 self._socket.send(identity, ProcessList(self._cluster.processes))
