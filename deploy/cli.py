@@ -23,7 +23,6 @@ from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.commands.scale import scale
 from tandem.deploy.config import ClusterConfig, bracketed, flag_name, load_config, settings, unknown_name
 from tandem.protocol.messages.membership import Role
-from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import make_keys
 from tandem.runtime.errors import ConfigError, TandemError
 
@@ -236,10 +235,9 @@ def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
 def _status(arguments: argparse.Namespace) -> int:
     from tandem.deploy.commands.status import print_status, watch_status
 
-    endpoints = [endpoint.strip() for endpoint in arguments.join.split(",") if endpoint.strip()]
-    cluster = ClusterClient(
-        arguments.port, endpoints, NetworkConfig(arguments.network_keys, arguments.insecure_network)
-    )
+    join, keys, insecure = arguments.join, arguments.network_keys, arguments.insecure_network
+    config = ClusterConfig(join=join, network_keys=keys, insecure_network=insecure)
+    cluster = ClusterClient(arguments.port, config.join_endpoints, config.network)
     if arguments.watch:
         asyncio.run(watch_status(cluster))  # until Ctrl-C
     return asyncio.run(print_status(cluster, arguments.json))
