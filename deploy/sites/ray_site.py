@@ -31,7 +31,7 @@ from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import NetworkKeys, Part, load_keys
 from tandem.protocol.proxy_endpoints import write_endpoints
 from tandem.proxy.text.model_files import takes_media
-from tandem.runtime.errors import ConfigError
+from tandem.runtime.errors import ConfigError, first_line
 
 try:
     import ray
@@ -68,9 +68,8 @@ class RaySite:
         try:
             ray.init(address=cluster.ray, namespace="tandem", log_to_driver=False, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
             raise ConfigError(
-                f"--ray: cannot connect to the Ray cluster at {cluster.ray!r} ({reason}); start one with "
+                f"--ray: cannot connect to the Ray cluster at {cluster.ray!r} ({first_line(error)}); start one with "
                 "`ray start --head`"
             ) from error
         resources = ray.cluster_resources()
