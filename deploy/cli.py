@@ -2,8 +2,6 @@
 keys for the traffic between hosts; the other commands talk to a running cluster.
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import json

@@ -1,7 +1,5 @@
 """A step's input and output: pure data between the schedulers and the model runner."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 import msgspec

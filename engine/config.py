@@ -1,7 +1,5 @@
 """Configuration of a worker's engine."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import msgspec

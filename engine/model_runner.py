@@ -1,7 +1,5 @@
 """Runs one step: prompt chunks and single tokens through the model, then the sampler."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from typing import Any

@@ -3,8 +3,6 @@
 All proxies get the same updates. A proxy that has missed one asks for a restart; then everything is sent again to all.
 """
 
-from __future__ import annotations
-
 from collections.abc import KeysView
 from itertools import islice
 

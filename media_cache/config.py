@@ -1,7 +1,5 @@
 """Configuration of the media cache process."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 import msgspec

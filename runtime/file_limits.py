@@ -1,7 +1,5 @@
 """The limit on file descriptors: raising it, and the error when it is reached."""
 
-from __future__ import annotations
-
 import errno
 import resource
 

@@ -3,8 +3,6 @@
 Both hold ids, counts and times, and no prompts, answers or keys.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import OrderedDict

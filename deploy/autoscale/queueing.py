@@ -1,7 +1,5 @@
 """Number of servers that keep a queue short, by the M/M/c model (Erlang, 1917). Independent of Tandem."""
 
-from __future__ import annotations
-
 import math
 
 

@@ -1,7 +1,5 @@
 """A child process of the launcher."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

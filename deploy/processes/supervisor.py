@@ -1,7 +1,5 @@
 """A process that is kept alive: started, watched, restarted with growing delay when it ends, and stopped in time."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import signal

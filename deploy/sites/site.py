@@ -1,7 +1,5 @@
 """Interface between the launcher and the place where its processes run: this host or a Ray cluster."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Log-probabilities of tokens under the model's own distribution."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Changes logits before sampling: bans, bias, allowed tokens, penalties and grammar masks. Greedy rows included."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

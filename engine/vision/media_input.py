@@ -1,7 +1,5 @@
 """Builds the decoder's inputs for steps with images or video: embeddings in place of token ids."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 
