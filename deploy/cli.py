@@ -2,6 +2,8 @@
 keys for the traffic between hosts; the other commands talk to a running cluster.
 """
 
+from __future__ import annotations
+
 import argparse
 import asyncio
 import json

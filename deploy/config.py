@@ -3,6 +3,8 @@
 Precedence: command line, then the `--config` file (TOML), then defaults. docs/configuration.md is made from it.
 """
 
+from __future__ import annotations
+
 import difflib
 import os
 import typing

@@ -1,5 +1,7 @@
 """Writes docs/configuration.md from the configuration class: `python -m tandem.deploy.configuration_page`."""
 
+from __future__ import annotations
+
 from itertools import groupby
 from pathlib import Path
 

@@ -1,5 +1,7 @@
 """Flags and configuration keys of earlier versions, and what to do instead."""
 
+from __future__ import annotations
+
 REMOVED_FLAGS: dict[str, str] = {
     "later_priorities_part": "it is now --low-priority-share",
     "autoscale_min_prefill": "use --autoscale-prefill MIN:MAX",

@@ -1,5 +1,7 @@
 """A step's input and output: pure data between the schedulers and the model runner."""
 
+from __future__ import annotations
+
 from collections.abc import Collection, Sequence
 
 import msgspec

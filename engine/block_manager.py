@@ -7,6 +7,8 @@ A block is free; held by one or more requests; cached (full, known by its hash, 
 transfer whose request has ended, while its peer may still write).
 """
 
+from __future__ import annotations
+
 import heapq
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence

@@ -1,5 +1,7 @@
 """Configuration of a worker's engine."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 import msgspec

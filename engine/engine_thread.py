@@ -1,5 +1,7 @@
 """The thread that owns the device: takes steps from the event loop and posts their results back."""
 
+from __future__ import annotations
+
 import queue
 import threading
 import time

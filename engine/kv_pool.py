@@ -4,6 +4,8 @@ The layout is block-major, so a block is contiguous and cheap to transfer. On CP
 may map (`kv_transfer.connectors.mapped_memory`); its pages are allocated when first written.
 """
 
+from __future__ import annotations
+
 import os
 from math import prod
 

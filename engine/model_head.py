@@ -4,6 +4,8 @@ A model's head may do more than one matrix product (soft caps, scaling). Its own
 decoder replaced by a module that returns the stored hidden states.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

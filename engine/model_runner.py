@@ -1,5 +1,7 @@
 """Runs one step: prompt chunks and single tokens through the model, then the sampler."""
 
+from __future__ import annotations
+
 import itertools
 import logging
 from typing import Any

@@ -3,6 +3,8 @@
 All proxies get the same updates. A proxy that has missed one asks for a restart; then everything is sent again to all.
 """
 
+from __future__ import annotations
+
 from collections.abc import KeysView
 from itertools import islice
 

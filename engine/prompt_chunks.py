@@ -1,5 +1,7 @@
 """Builds the engine's input for chunks of a prompt, on prefill workers and on decode workers."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import msgspec

@@ -1,5 +1,7 @@
 """Measures how fast a worker computes prompts."""
 
+from __future__ import annotations
+
 _HALF_LIFE_TOKENS = 4096
 """A measurement's weight halves after this many prompt tokens."""
 _MAX_SLOWDOWN = 2.0

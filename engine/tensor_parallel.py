@@ -5,6 +5,8 @@ KV pools, with the same block ids. The model's collectives keep them in step; ra
 others are out of step for good, so the worker exits and the launcher restarts it.
 """
 
+from __future__ import annotations
+
 import logging
 import os
 import subprocess

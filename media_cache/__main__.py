@@ -1,5 +1,7 @@
 """Entry point: `python -m tandem.media_cache CONFIG.json`."""
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 

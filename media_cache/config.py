@@ -1,5 +1,7 @@
 """Configuration of the media cache process."""
 
+from __future__ import annotations
+
 from typing import Annotated, Literal
 
 import msgspec

@@ -1,5 +1,7 @@
 """The memory of cached items: one memfd per item, open in this process while the item is cached."""
 
+from __future__ import annotations
+
 import os
 
 from tandem.runtime.file_limits import take_all_descriptors

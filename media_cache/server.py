@@ -1,6 +1,8 @@
 """The media cache process: answers calls from the store, keeps the segments, and ends the leases of clients that
 exit."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import os

@@ -8,6 +8,8 @@ A lease that wants an item which another lease is writing waits for it. Leases w
 no deadlock. If the writer gives up, the first waiting lease becomes the writer.
 """
 
+from __future__ import annotations
+
 import itertools
 from collections import OrderedDict
 from collections.abc import Sequence

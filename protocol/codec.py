@@ -1,5 +1,7 @@
 """Encodes and decodes messages. Nothing is pickled, and anything but an expected message is refused."""
 
+from __future__ import annotations
+
 from typing import Any, Generic, TypeVar
 
 import msgspec

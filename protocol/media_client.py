@@ -4,6 +4,8 @@ When the connection breaks, all calls in flight raise WorkerLost: the cache proc
 calls go to the next cache process as soon as it is up.
 """
 
+from __future__ import annotations
+
 import asyncio
 import itertools
 import mmap

@@ -5,6 +5,8 @@ It begins with a header that names the item. The path /proc/PID/fd/N leads to an
 the item and reused the descriptor number; the header reveals that.
 """
 
+from __future__ import annotations
+
 import mmap
 import os
 from collections.abc import Sequence

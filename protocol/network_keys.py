@@ -4,6 +4,8 @@ Each part, not each process, has a key pair: a host that runs only workers has t
 as a proxy. Any process with a secret key is a member of the cluster.
 """
 
+from __future__ import annotations
+
 import os
 from pathlib import Path
 from typing import Literal, get_args

@@ -8,6 +8,8 @@ Proxies compute the same hashes to find the workers that hold a prompt's prefix.
 bytes; a collision there only sends a prompt to a worker that has less of it.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b

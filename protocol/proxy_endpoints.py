@@ -1,5 +1,7 @@
 """A file with the proxies' control endpoints, one per line. Replaced as a whole, read again when it has changed."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Sequence
 from pathlib import Path

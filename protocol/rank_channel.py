@@ -3,6 +3,8 @@
 A socket pair has no name that could be left behind, and the exit of either process ends the other's wait at once.
 """
 
+from __future__ import annotations
+
 import socket
 import struct
 import threading

@@ -3,6 +3,8 @@
 Each reason is logged at most once in ten seconds, so that a misbehaving peer cannot fill the disk.
 """
 
+from __future__ import annotations
+
 import logging
 import time
 from collections import Counter

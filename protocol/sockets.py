@@ -8,6 +8,8 @@ A socket belongs to the thread of its loop. Sends never block: they return False
 Refused messages are counted in the context's `refusals`.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import socket

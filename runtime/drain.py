@@ -4,6 +4,8 @@ SIGTERM or `tandem drain` begins a drain. Requests that are still in flight at t
 them to other workers when they learn that this one has left.
 """
 
+from __future__ import annotations
+
 from tandem.runtime.errors import TandemError
 
 SETTLE_S = 0.5

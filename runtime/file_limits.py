@@ -1,5 +1,7 @@
 """The limit on file descriptors: raising it, and the error when it is reached."""
 
+from __future__ import annotations
+
 import errno
 import resource
 

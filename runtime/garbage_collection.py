@@ -1,5 +1,7 @@
 """Python's garbage collector and the objects that a process keeps for life."""
 
+from __future__ import annotations
+
 import gc
 
 

@@ -1,5 +1,7 @@
 """Identifies the host a process runs on, in the sense of who can share memory with whom."""
 
+from __future__ import annotations
+
 import functools
 from pathlib import Path
 

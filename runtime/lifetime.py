@@ -1,5 +1,7 @@
 """Ends a process when its parent is gone, even if the parent was killed."""
 
+from __future__ import annotations
+
 import ctypes
 import os
 import signal

@@ -1,5 +1,7 @@
 """TCP sockets that are bound by one process and served by another."""
 
+from __future__ import annotations
+
 import socket
 
 from tandem.runtime.errors import ConfigError

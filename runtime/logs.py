@@ -4,6 +4,8 @@ Records that are logged while a request is served carry its request_id, see `ser
 `extra={"fields": {...}}` and follow the message as name=value.
 """
 
+from __future__ import annotations
+
 import json
 import logging
 import sys

@@ -1,5 +1,7 @@
 """The main function of a service process: logging, one uvloop, signals, exit code. SIGTERM drains, SIGINT stops."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import os

@@ -1,5 +1,7 @@
 """Thread names as shown by `top -H`, `ps -L` and profilers."""
 
+from __future__ import annotations
+
 import contextlib
 import threading
 from pathlib import Path

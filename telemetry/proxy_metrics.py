@@ -7,6 +7,8 @@ Where PROMETHEUS_MULTIPROC_DIR is set (the launcher does so), prometheus_client 
 for each process, and any process renders the sum. Counters of a process that has ended keep their value.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_left
 from collections.abc import Iterator
 from typing import Any, Literal

@@ -3,6 +3,8 @@
 Both hold ids, counts and times, and no prompts, answers or keys.
 """
 
+from __future__ import annotations
+
 import logging
 import time
 from collections import OrderedDict

@@ -4,6 +4,8 @@ All moments are on the proxy's monotonic clock. Workers report durations, becaus
 duration is cut where it exceeds the time between its surrounding moments, so the stages always add up.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final

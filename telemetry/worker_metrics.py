@@ -4,6 +4,8 @@ Gauges and counters are the values of the last heartbeat, so they cost nothing p
 are histograms. The endpoint's thread renders, and takes no lock that a step waits for.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, Final

@@ -1,5 +1,7 @@
 """Feeds the planner with load reports once a second, logs its proposals, and scales the cluster with --autoscale."""
 
+from __future__ import annotations
+
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence

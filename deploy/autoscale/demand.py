@@ -3,6 +3,8 @@
 Counters are read as differences per epoch, so workers that join, leave or restart do not disturb the sums.
 """
 
+from __future__ import annotations
+
 import math
 from collections import deque
 from collections.abc import Sequence

@@ -5,6 +5,8 @@
 them: up when more workers were needed for a short time, down when fewer sufficed for a long time, within limits.
 """
 
+from __future__ import annotations
+
 import math
 from collections import deque
 

@@ -1,5 +1,7 @@
 """Number of servers that keep a queue short, by the M/M/c model (Erlang, 1917). Independent of Tandem."""
 
+from __future__ import annotations
+
 import math
 
 

@@ -1,5 +1,7 @@
 """`tandem cache clear`: empties the media cache of a running cluster."""
 
+from __future__ import annotations
+
 from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import PROXIES_FILE
 from tandem.protocol.media_client import MediaCacheClient

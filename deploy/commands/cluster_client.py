@@ -1,5 +1,7 @@
 """Asks the launcher and the proxies of a running cluster over their private sockets."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import Sequence
 from typing import Any, TypeVar

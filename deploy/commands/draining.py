@@ -3,6 +3,8 @@
 In both cases requests in flight have `--drain-timeout-s` to finish; the rest migrates to other workers.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable

@@ -1,5 +1,7 @@
 """`tandem scale prefill=2 decode=3`: changes the numbers of workers and waits until the change is complete."""
 
+from __future__ import annotations
+
 import asyncio
 import re
 from collections.abc import Sequence

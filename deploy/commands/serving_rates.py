@@ -1,5 +1,7 @@
 """Percentiles, rates and bandwidths between two status reports, whose counters run since the start. Pure."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -1,5 +1,7 @@
 """`tandem status`: prints what the proxies of a running cluster report, once or (`--watch`) every second."""
 
+from __future__ import annotations
+
 import asyncio
 import time
 from collections import deque

@@ -1,5 +1,7 @@
 """The launcher's private socket, which answers `tandem scale`, `status`, `drain` and `restart`."""
 
+from __future__ import annotations
+
 from pathlib import Path
 from typing import Protocol
 

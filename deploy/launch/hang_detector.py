@@ -5,6 +5,8 @@ Processes that exit are restarted by `deploy.processes.supervisor`.
 Workers are not watched: proxies notice silent workers, and a worker that resumes keeps its loaded model.
 """
 
+from __future__ import annotations
+
 INTERVAL_S = 1.0
 """Seconds between two questions to each process."""
 MAX_SILENCE_S = 10.0

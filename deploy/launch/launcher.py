@@ -5,6 +5,8 @@ can end, then workers; processes left after the grace period are killed. Nothing
 signal from the kernel when it dies, KV pools are memfds, and sockets are in a folder that is removed.
 """
 
+from __future__ import annotations
+
 import asyncio
 import errno
 import itertools

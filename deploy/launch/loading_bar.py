@@ -1,5 +1,7 @@
 """Progress of loading the weights, for the bar that `tandem up` shows."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 from pathlib import Path
 

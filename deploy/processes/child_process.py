@@ -1,5 +1,7 @@
 """A child process of the launcher."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import logging

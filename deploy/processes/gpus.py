@@ -1,5 +1,7 @@
 """Assignment of GPUs to workers, without loading torch. Each rank uses one of its worker's GPUs, in order."""
 
+from __future__ import annotations
+
 import re
 import subprocess
 from collections.abc import Mapping, Sequence

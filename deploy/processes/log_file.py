@@ -4,6 +4,8 @@ Processes and native libraries write to the file directly and do not reopen it, 
 truncated, as logrotate's `copytruncate` does. A line written between the two may be lost.
 """
 
+from __future__ import annotations
+
 import asyncio
 import logging
 import os

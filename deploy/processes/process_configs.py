@@ -1,5 +1,7 @@
 """Configurations of a cluster's processes, made from the operator's configuration and the place of each process."""
 
+from __future__ import annotations
+
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -3,6 +3,8 @@
 Commands such as `tandem status` find it by the cluster's port.
 """
 
+from __future__ import annotations
+
 import os
 import shutil
 import tempfile

@@ -1,5 +1,7 @@
 """A process that is kept alive: started, watched, restarted with growing delay when it ends, and stopped in time."""
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import signal

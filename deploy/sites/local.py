@@ -1,5 +1,7 @@
 """Runs a cluster's processes on this host."""
 
+from __future__ import annotations
+
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence

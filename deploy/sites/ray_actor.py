@@ -4,6 +4,8 @@ Beside a proxy it also keeps a media cache running. An actor starts its process 
 in new actors (`deploy.sites.ray_site`). Must not import torch, nor import ray before it runs on a node.
 """
 
+from __future__ import annotations
+
 import asyncio
 import contextlib
 import os

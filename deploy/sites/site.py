@@ -1,5 +1,7 @@
 """Interface between the launcher and the place where its processes run: this host or a Ray cluster."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol

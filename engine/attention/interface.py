@@ -5,6 +5,8 @@ knows where each token's keys and values go in the pool, and what each query may
 own implementation.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 from typing import Any, Protocol
 

@@ -4,6 +4,8 @@ A decode step reads each key and value once. torch's operations need a gather an
 compiled kernel runs at about memory speed.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

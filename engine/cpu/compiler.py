@@ -3,6 +3,8 @@
 numpy has no bfloat16: kernels receive such tensors as uint16, the upper half of a float32's bits.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 

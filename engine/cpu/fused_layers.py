@@ -4,6 +4,8 @@ A layer is replaced only if it has exactly the expected submodules, and if the r
 float32 on the inputs that the layer gets in a run of the whole model. All other layers stay as they are.
 """
 
+from __future__ import annotations
+
 import copy
 from contextlib import suppress
 from dataclasses import dataclass, field

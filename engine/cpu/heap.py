@@ -1,5 +1,7 @@
 """Tunes glibc's malloc for the large tensors of a model step."""
 
+from __future__ import annotations
+
 import ctypes
 
 # malloc.h

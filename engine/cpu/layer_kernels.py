@@ -1,5 +1,7 @@
 """Compiled CPU kernels of decoder layers: RMSNorm and rotary embeddings."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Callable
 from typing import Any

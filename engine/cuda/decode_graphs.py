@@ -5,6 +5,8 @@ A graph reads its inputs from fixed buffers. A smaller step is padded to the gra
 without a graph.
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,7 @@
 """Creates a model with random weights from its config alone (`--load-format dummy`), for benchmarks."""
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

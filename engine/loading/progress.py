@@ -1,5 +1,7 @@
 """Reports how much of a model is loaded, through a small file that the launcher reads."""
 
+from __future__ import annotations
+
 import contextlib
 import time
 from collections.abc import Callable, Iterator

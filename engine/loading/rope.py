@@ -4,6 +4,8 @@ transformers selects the set by the largest position in a batch. That is wrong h
 sequences, and cached keys were rotated in earlier steps. As in vLLM, all use the set for the longest sequence.
 """
 
+from __future__ import annotations
+
 import logging
 from typing import Any
 

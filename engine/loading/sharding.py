@@ -4,6 +4,8 @@ Each rank holds a share of the attention heads, the MLP and the vocabulary. Coll
 results, so that every rank ends a step with the same logits (Megatron-LM, Shoeybi et al., 2019).
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 import torch

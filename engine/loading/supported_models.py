@@ -3,6 +3,8 @@
 `engine.loading.model_probe` makes the final decision by running the model.
 """
 
+from __future__ import annotations
+
 from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING

@@ -1,5 +1,7 @@
 """Computes the tokens that grammars allow in a step, on a thread beside the model, and applies them to the logits."""
 
+from __future__ import annotations
+
 import functools
 import logging
 from collections.abc import Sequence

@@ -1,5 +1,7 @@
 """Log-probabilities of tokens under the model's own distribution."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

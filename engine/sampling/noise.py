@@ -6,6 +6,8 @@ cumulative sums would be less stable: rounding one weight moves all later sums. 
 round differently choose differently only about as often as their distributions differ.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

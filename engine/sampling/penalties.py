@@ -1,5 +1,7 @@
 """Changes logits before sampling: bans, bias, allowed tokens, penalties and grammar masks. Greedy rows included."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

@@ -7,6 +7,8 @@ Logprobs are of the unchanged logits. The noise is a pure function of (seed, pos
 A row of NaN logits gives an arbitrary token and does not affect other rows.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import torch

@@ -1,5 +1,7 @@
 """Builds the decoder's inputs for steps with images or video: embeddings in place of token ids."""
 
+from __future__ import annotations
+
 import logging
 from typing import Any
 

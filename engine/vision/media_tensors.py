@@ -1,5 +1,7 @@
 """Maps the tensors of media items from shared memory without copying them."""
 
+from __future__ import annotations
+
 import errno
 import mmap
 import os

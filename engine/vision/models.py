@@ -4,6 +4,8 @@ All model code is from transformers. A model's own `forward` expects whole promp
 The engine runs chunks of many sequences, so it calls the model's submodules itself.
 """
 
+from __future__ import annotations
+
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -4,6 +4,8 @@ A wrong token id would fail the step of a whole batch; a negative block id would
 Pure. Each check raises InvalidMessage, which names the field.
 """
 
+from __future__ import annotations
+
 import math
 import re
 from collections.abc import Iterable

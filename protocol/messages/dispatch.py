@@ -5,6 +5,8 @@ shipped once, under one `transfer_id`. When a sequence is dispatched again, e.g.
 and the prompt ends with the tokens generated before. Commands about one attempt travel on one connection, in order.
 """
 
+from __future__ import annotations
+
 import msgspec
 
 from tandem.protocol.messages.generation import (

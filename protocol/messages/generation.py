@@ -1,5 +1,7 @@
 """Sampling parameters, stop conditions and sampled tokens."""
 
+from __future__ import annotations
+
 from typing import Literal
 
 import msgspec

@@ -4,6 +4,8 @@ The syntax is llguidance's Lark, which embeds JSON schemas and regular expressio
 come from clients, so their size and, by `parser_limits`, the time and memory to compile and apply them are limited.
 """
 
+from __future__ import annotations
+
 from llguidance import LLMatcher, LLParserLimits
 
 from tandem.runtime.errors import InvalidRequest

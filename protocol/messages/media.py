@@ -4,6 +4,8 @@ The tensors are those of the model's Hugging Face processor, under its names. Th
 proxy keeps readable until the request has ended.
 """
 
+from __future__ import annotations
+
 import itertools
 import math
 import re

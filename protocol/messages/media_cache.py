@@ -8,6 +8,8 @@ A segment is a memfd of the cache process: it has no name and is freed with its 
 names the item, because descriptor numbers are reused.
 """
 
+from __future__ import annotations
+
 from typing import Literal
 
 import msgspec

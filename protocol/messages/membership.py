@@ -4,6 +4,8 @@ A worker has a DEALER to each proxy's control ROUTER. It registers, then sends s
 one). The proxy answers with its view of the cluster, from which prefill workers learn of decode workers.
 """
 
+from __future__ import annotations
+
 from typing import Literal
 
 import msgspec

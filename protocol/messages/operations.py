@@ -1,5 +1,7 @@
 """Messages between the commands `tandem scale`, `status`, `restart` and the launcher, over its private socket."""
 
+from __future__ import annotations
+
 import msgspec
 
 

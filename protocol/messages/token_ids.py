@@ -1,5 +1,7 @@
 """Token ids on the wire: little-endian int32 in one byte string, so that decoding costs nothing per token."""
 
+from __future__ import annotations
+
 import sys
 from array import array
 from collections.abc import Sequence
