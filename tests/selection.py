@@ -22,11 +22,9 @@ REPRESENTATIVE = (
     "integration/test_sampling.py",
     "integration/test_scale.py::test_roles_are_scaled_up_and_down_while_it_serves",
     "integration/test_serving.py",
-    "integration/test_structured_output.py",
     "integration/test_tensor_parallel.py",
     "integration/test_wheel.py",
     "faults/test_cancel.py",
-    "faults/test_kv_pairs.py",
     "faults/test_migration.py",
 )
 """Modules, or single tests of modules, below tests/."""

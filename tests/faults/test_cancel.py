@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.cluster import MODEL, Cluster
 
-NUM_REQUESTS = 200
+NUM_REQUESTS = 120
 
 
 async def _cancel_at_random(cluster: Cluster, rng: random.Random) -> Counter[str]:

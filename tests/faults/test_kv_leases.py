@@ -1,4 +1,7 @@
-"""Decode workers freeze for longer than a KV lease but less than the silence limit: only the leases expire."""
+"""Decode workers freeze for longer than a KV lease but less than the silence limit: only the leases expire.
+
+Over `ipc` only: with gloo and NCCL a message that takes five seconds fails the pair before the lease of ten expires.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.faults.test_kv_pairs import ask, pair_failures
+from tests.faults.test_kv_pairs import ask, failed_pairs
 from tests.support.cluster import Cluster
 
 
-@pytest.fixture(scope="module", params=["ipc", "gloo"])
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    arguments = ["--max-num-batched-tokens", "16", "--kv-cache-gib", "0.02", "--kv-connector", request.param]
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    arguments = ["--max-num-batched-tokens", "16", "--kv-cache-gib", "0.02", "--kv-connector", "ipc"]
     with Cluster("--decode", "2", "--threads-per-worker", "1", "--worker-silence-s", "30", *arguments) as running:
         yield running
 
@@ -35,6 +38,6 @@ def test_expired_leases_leave_the_pair_usable(cluster: Cluster) -> None:
     assert set(codes) == {200}, "requests with expired leases are prefilled again"
     cluster.wait_for(cluster.all_blocks_free)
     assert {report.worker.epoch for report in cluster.status().workers} == epochs, "no worker was lost"
-    assert pair_failures(cluster) == 0, "the pair stays ready"
+    assert failed_pairs(cluster) == [], "the pair stays ready"
     assert [answer.result(120) for answer in ask(cluster, 6, 300)] == [200] * 6
     assert "Traceback" not in cluster.logs()

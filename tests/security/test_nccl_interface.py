@@ -90,8 +90,8 @@ def start_worker(folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, **set
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
     monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
     monkeypatch.delenv("NCCL_SOCKET_FAMILY", raising=False)
-    config = ClusterConfig(port=free_port(), admin_port=free_port(), **settings)
-    site = local.LocalSite(config, str(DEMO_MODEL), "m", folder, folder)
+    config = ClusterConfig(model=str(DEMO_MODEL), port=free_port(), admin_port=free_port(), **settings)
+    site = local.LocalSite(config, folder, folder)
     try:
         site.make_worker("decode", "decode-0", lambda *_: True)
     finally:
