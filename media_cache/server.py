@@ -162,11 +162,9 @@ class MediaCacheServer:
             store.num_items,
             store.used_bytes,
             store.pinned_bytes,
-            store.capacity_bytes,
             store.num_leases,
             store.num_hits,
             store.num_misses,
-            store.num_evicted,
         )
 
     # ---- actions

@@ -80,7 +80,6 @@ class MediaStore:
         self.used_bytes = 0
         self.num_hits = 0
         self.num_misses = 0
-        self.num_evicted = 0
         self._entries: dict[int, Entry] = {}
         self._by_key: dict[MediaKey, Entry] = {}
         self._stale: dict[MediaKey, Entry] = {}  # from before a `clear`, still held
@@ -290,7 +289,6 @@ class MediaStore:
         while self._unused and (
             self.used_bytes + num_bytes > self.capacity_bytes or self.num_items + num_items > self.max_items
         ):
-            self.num_evicted += 1
             actions.append(self._remove(next(iter(self._unused.values()))))
         return actions
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import (
+    PROXY_SILENCE_S,
     ClusterView,
     DrainAnswer,
     FromProxyControl,
@@ -35,7 +36,6 @@ from tandem.runtime.errors import ConfigError
 log = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.25
-PROXY_SILENCE_S = 5.0
 PROXY_SETTLE_S = 2.0
 """For this long after a proxy's first message its view may add workers but not remove any."""
 _SIGHT_S = 1.0

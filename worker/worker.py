@@ -69,9 +69,10 @@ class Worker:
     async def run(self) -> None:
         config = self._config
         host = self._host = await EngineHost.load(config, self._start_step)
+        model_id = host.loaded.layout.model_id
         scheduler = self._scheduler = WorkerScheduler(
             host.blocks,
-            host.loaded.layout.model_id,
+            model_id,
             config.max_num_batched_tokens,
             config.max_num_seqs,
             config.kv_lease_s,
@@ -79,7 +80,7 @@ class Worker:
         context = new_context("worker", config.network)
         self._refusals = context.refusals
         endpoint = config.media_cache_endpoint
-        shared = SharedEmbeddings(MediaCacheClient(context, endpoint)) if endpoint else None
+        shared = SharedEmbeddings(MediaCacheClient(context, endpoint), model_id) if endpoint else None
         takes_media = host.loaded.vision is not None
         self._media = MediaIntake(
             host.loaded.vision,

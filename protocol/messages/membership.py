@@ -10,8 +10,11 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 """Incremented by every change to a message. Processes with different versions refuse each other."""
+
+PROXY_SILENCE_S = 5.0
+"""A worker takes a proxy that is silent for this long as lost."""
 
 Role = Literal["prefill", "decode"]
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tandem.protocol.messages.membership import (
+    PROXY_SILENCE_S,
     PROTOCOL_VERSION,
     PairStatus,
     RegisterWorker,
@@ -22,7 +23,6 @@ from tandem.protocol.messages.membership import (
 from tandem.proxy.cluster.prefix_index import PrefixIndex
 from tandem.proxy.cluster.worker_load import PromptQueue, WorkerUse
 from tandem.runtime.errors import Overloaded, ProtocolError
-from tandem.worker.registration import PROXY_SILENCE_S
 
 CHECK_INTERVAL_S = 0.25
 """Seconds between two calls of `WorkerTable.check`."""

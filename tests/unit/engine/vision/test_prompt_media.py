@@ -210,17 +210,6 @@ def test_a_prompt_may_end_while_its_media_are_encoded() -> None:
     assert scheduler.blocks.num_free == 100 and not scheduler.num_running
 
 
-def test_decode_refuses_prompts_with_media() -> None:
-    scheduler = DecodeScheduler(BlockManager(100, 8), "model", 8)
-    request = PrepareDecode(
-        "proxy", ["t"], "t", pack_token_ids(range(9)), SamplingParams(), [0], StopConditions(max_tokens=4), 1e9,
-        prefill_worker_id=None, prefill_epoch=None, media=(an_item([(1, 4)]),),
-    )  # fmt: skip
-    (action,) = scheduler.on_prepare(0.0, request)
-    assert isinstance(action, SendToProxy) and isinstance(action.message, AttemptFailed)
-    assert action.message.error.code == "worker_lost" and "needs a prefill worker" in action.message.error.message
-
-
 # ---- the worker's own cache
 
 

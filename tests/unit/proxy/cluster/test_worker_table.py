@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from tandem.protocol.messages.membership import (
+    PROXY_SILENCE_S,
     PROTOCOL_VERSION,
     PairStatus,
     RegisterWorker,
@@ -16,7 +17,6 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.runtime.errors import Overloaded, ProtocolError
-from tandem.worker.registration import PROXY_SILENCE_S
 
 SILENCE_S = 2.5
 
