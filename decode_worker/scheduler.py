@@ -312,6 +312,10 @@ class DecodeScheduler:
                 actions += self._end(sequence, failure)
         return actions + self._reserve()
 
+    def reserve_waiting(self) -> list[Action]:
+        """Serves transfers that were blocked, if blocks were released since."""
+        return self._reserve() if self.is_blocked else []
+
     def _reserve(self) -> list[Action]:
         return self._reservations.serve(self._by_transfer)
 

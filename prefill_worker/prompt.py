@@ -34,6 +34,7 @@ class PrefillPrompt:
     grammar_state: GrammarState | None
     media: PromptMedia | None = None
     started_at: float = 0.0
+    computed_at: float = 0.0
     num_computed_tokens: int = 0  # including cached ones
     num_cached_tokens: int = 0
     hashes: list[bytes] = field(default_factory=list)  # of full blocks, once it has begun

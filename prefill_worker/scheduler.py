@@ -26,7 +26,7 @@ from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.prefill_worker.transfer_leases import Leases
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
-from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
+from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, StartPrefill
 from tandem.protocol.messages.generation import SampledToken
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVReserved, RenewLeases, ReserveKV
 from tandem.protocol.worker_actions import Action, SendToPeer, SendToProxy
@@ -42,6 +42,10 @@ from tandem.runtime.errors import (
 
 AGING_S = 2.0
 """Waiting this long outweighs one level of priority, so that no priority starves."""
+
+
+YIELD_AFTER_S = 1.0
+"""How long a computed prompt keeps its blocks for a decode worker that has none, while this worker needs blocks."""
 
 
 class PrefillScheduler:
@@ -200,6 +204,22 @@ class PrefillScheduler:
             actions += self._end(self._by_transfer[transfer_id], unclaimed)
         return actions
 
+    def yield_blocks(self, now: float) -> list[Action]:
+        """Gives up the newest prompt that has waited too long for the blocks of its decode worker.
+
+        Called while sequences of this worker wait for blocks. Two workers that ship to each other would otherwise wait
+        for each other when both are full. The proxy dispatches the prompt again; what was computed stays cached.
+        """
+        waiting = [p for p in self._by_transfer.values() if p.is_computed and p.dst_block_ids is None and not p.ended]
+        late = [p for p in waiting if now - p.computed_at >= YIELD_AFTER_S]
+        if not late:
+            return []
+        prompt = max(late, key=lambda p: p.number)
+        preempted = [
+            SendToProxy(prompt.request.proxy_id, AttemptPreempted(attempt_id)) for attempt_id in sorted(prompt.open_ids)
+        ]
+        return [*preempted, *self._end(prompt)]
+
     # ---- steps
 
     def schedule(self, now: float) -> tuple[Batch, list[Action]]:
@@ -306,6 +326,7 @@ class PrefillScheduler:
                 prompt.media.forget_before(prompt.num_computed_tokens)
             prompt.prompt_logprobs += output.prompt_logprobs
             if prompt.is_computed:
+                prompt.computed_at = now
                 actions += self._on_first_tokens(now, prompt, output.tokens)
             if not prompt.ended:
                 actions += self._ship(prompt) + self._settle(prompt)

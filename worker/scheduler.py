@@ -77,18 +77,20 @@ class WorkerScheduler:
         return self.prefill.abort_all() + self.decode.abort_all()
 
     def on_tick(self, now: float) -> list[Action]:
-        return self.prefill.on_tick(now) + self.decode.on_tick(now)
+        actions = self.prefill.on_tick(now) + self.decode.on_tick(now)
+        return actions + self.prefill.yield_blocks(now) if self.decode.is_blocked else actions
 
     # ---- steps
 
     def schedule(self, now: float) -> tuple[Batch, list[Action]]:
         """Returns the next step's batch, and the actions that follow from it."""
+        reserved = self.decode.reserve_waiting()  # the prefill role may have released blocks
         decoding, preempted = self.decode.schedule(now)
         computing, reserving = self.prefill.schedule(now)
         self._num_decoding = len(decoding.items)
         self.num_step_prompt_tokens = sum(len(item.token_ids) for item in computing.items)
         batch = Batch(decoding.items + computing.items, decoding.block_copies, computing.encodes)
-        return batch, preempted + reserving
+        return batch, reserved + preempted + reserving
 
     def on_step(self, now: float, results: list[ItemOutput]) -> list[Action]:
         """results: one for each item of the step's batch."""

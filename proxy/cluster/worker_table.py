@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tandem.protocol.messages.membership import (
-    PROXY_SILENCE_S,
     PROTOCOL_VERSION,
+    PROXY_SILENCE_S,
     PairStatus,
     RegisterWorker,
     WorkerInfo,

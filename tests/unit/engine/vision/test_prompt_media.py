@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.vision.embedding_cache import EmbeddingCache
@@ -21,7 +20,7 @@ from tandem.engine.vision.media_tensors import open_tensors
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia, placed
 from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.scheduler import PrefillScheduler
-from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, PrepareDecode, StartPrefill
+from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.media import MediaItem, MediaTensor
 from tandem.protocol.messages.media_cache import HEADER_BYTES

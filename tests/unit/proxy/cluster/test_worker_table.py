@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from tandem.protocol.messages.membership import (
-    PROXY_SILENCE_S,
     PROTOCOL_VERSION,
+    PROXY_SILENCE_S,
     PairStatus,
     RegisterWorker,
     Role,
