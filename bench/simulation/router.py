@@ -135,7 +135,7 @@ class TandemPolicy:
     def pick(self, table: WorkerTable, turn: Turn) -> Placement:
         hashes = unpack_short_hashes(pack_short_hashes(turn.prompt_hashes))
         route = self._router.pick(PromptShape(turn.num_tokens, hashes=hashes), self._slo_s)
-        assert route.prefill is not None and route.decode is not None
+        assert route.decode is not None
         return Placement(route.prefill.worker_id, route.decode.worker_id, route)
 
     def on_first_token(self, placement: Placement, ttft_s: float) -> None:

@@ -20,7 +20,6 @@ from tandem.engine.batch import Batch
 from tandem.engine.block_manager import BlockManager
 from tandem.kv_transfer.checksums import corrupt_blocks
 from tandem.kv_transfer.connector import Peer
-from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import (
     AbortAttempt,
     AttemptFailed,
@@ -63,6 +62,7 @@ from tandem.worker.pairs.outgoing_table import (
     StartSender,
     StopSender,
 )
+from tandem.worker.scheduler import WorkerScheduler
 from tests.support.fake_connector import FakeReceiver, FakeSender, Side
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ class Prefill(Process):
     def __init__(self, world: World, name: str, number: int, layout: KVLayout = LAYOUT) -> None:
         super().__init__(world, name, number)
         self.info = WorkerInfo(name, self.epoch, "prefill", name, self.pid)
-        self.scheduler = PrefillScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 6, 4, LEASE_S)
+        self.scheduler = WorkerScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 6, 4, LEASE_S).prefill
         self.table = OutgoingPairTable(
             self.info, [self.pid], layout, "here", "cpu", [world.connector], True, LEASE_S, []
         )

@@ -15,7 +15,6 @@ from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.prefill_worker.media import MediaIntake
-from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import (
     AttemptFailed,
     AttemptPreempted,
@@ -30,6 +29,7 @@ from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, KVReserved, ReserveKV, ShipKV
 from tandem.protocol.worker_actions import Action as PrefillAction
 from tandem.protocol.worker_actions import Receive, SendToPeer, SendToProxy, Ship
+from tandem.worker.scheduler import WorkerScheduler
 from tests.support.vision_models import Generated
 
 BLOCK_SIZE = 8
@@ -55,7 +55,7 @@ class VisionPair:
         self.cache = EmbeddingCache(1 << 20)
         self.intake = MediaIntake(prefill.vision, self.cache, max_num_batched_tokens // 2, None, lambda: None)
         blocks = BlockManager(self.pools[0].num_blocks, BLOCK_SIZE)
-        self.prefill = PrefillScheduler(blocks, MODEL_ID, max_num_batched_tokens, 64, 10.0)
+        self.prefill = WorkerScheduler(blocks, MODEL_ID, max_num_batched_tokens, 64, 10.0).prefill
         self.decode = DecodeScheduler(BlockManager(num_decode_blocks, BLOCK_SIZE), MODEL_ID, 64)
         self.batches: list[Batch] = []
         self.tokens: dict[int, list[SampledToken]] = {}

@@ -13,10 +13,10 @@ from tandem.decode_worker import transfer as decode_transfer
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.block_manager import BlockManager
 from tandem.prefill_worker import scheduler as prefill_scheduler
-from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
 from tandem.protocol.messages.transfer import KVRefused, ReserveKV
 from tandem.worker.pairs.incoming_table import AcceptPair, RefusePair
+from tandem.worker.scheduler import WorkerScheduler
 from tests.simulation.test_scheduler_nonsense import prepare
 from tests.unit.decode_worker.test_replaced_pairs import FIRST, open_first
 
@@ -39,7 +39,7 @@ def test_sequences_on_a_decode_worker_are_limited(monkeypatch: MonkeyPatch) -> N
 
 def test_sequences_on_a_prefill_worker_are_limited(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_scheduler, "MAX_HELD_SEQUENCES", 2)
-    scheduler = PrefillScheduler(BlockManager(12, 4), "m", 5, 4, lease_s=10.0)
+    scheduler = WorkerScheduler(BlockManager(12, 4), "m", 5, 4, lease_s=10.0).prefill
 
     def start(transfer_id: str, count: int) -> list[Any]:
         sent = prepare(transfer_id, count)

@@ -17,6 +17,7 @@ from tandem.protocol.messages.generation import SampledToken, SamplingParams, St
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer, KVReserved, RenewLeases, ReserveKV
 from tandem.protocol.worker_actions import SendToPeer, SendToProxy, Ship
+from tandem.worker.scheduler import WorkerScheduler
 
 TERM_S = 8.0
 
@@ -88,7 +89,7 @@ def start(scheduler: PrefillScheduler, *names: str) -> None:
 
 @pytest.fixture
 def scheduler() -> PrefillScheduler:
-    return PrefillScheduler(BlockManager(8, 4), "model", 64, 4, TERM_S)
+    return WorkerScheduler(BlockManager(8, 4), "model", 64, 4, TERM_S).prefill
 
 
 def failed(actions: list[object]) -> list[str]:

@@ -27,6 +27,7 @@ from tandem.protocol.messages.media_cache import HEADER_BYTES
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.worker_actions import SendToProxy
 from tandem.runtime.errors import ErrorInfo, InvalidRequest, WorkerLost
+from tandem.worker.scheduler import WorkerScheduler
 
 BUDGET = 32
 NO_TENSORS: tuple[MediaTensor, ...] = ()
@@ -64,7 +65,7 @@ def a_request(media: Sequence[MediaItem], num_tokens: int, name: str = "t") -> S
 
 
 def a_scheduler() -> PrefillScheduler:
-    return PrefillScheduler(BlockManager(100, 8), "model", BUDGET, 8, 10.0)
+    return WorkerScheduler(BlockManager(100, 8), "model", BUDGET, 8, 10.0).prefill
 
 
 def run_step(batch: Batch) -> list[ItemOutput]:

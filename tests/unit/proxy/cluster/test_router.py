@@ -76,7 +76,6 @@ def shape(token_ids: list[int], **fields: object) -> PromptShape:
 
 
 def prefill_of(route: Route) -> str:
-    assert route.prefill is not None
     return route.prefill.worker_id
 
 
@@ -206,10 +205,10 @@ def test_decode_computes_short_prompts_up_to_a_limit() -> None:
     world = World(1, 1, threshold=16)
     assert prefill_of(world.router.pick(PromptShape(17)))
     short = [world.router.pick(PromptShape(16)) for _ in range(5)]
-    assert [route.prefill is None for route in short] == [True] * 4 + [False]
+    assert [route.is_shipped for route in short] == [False] * 4 + [True]
     world.router.prefill_ended(short[0])
-    assert world.router.pick(PromptShape(16)).prefill is None
-    assert world.router.pick(PromptShape(1, needs_decode=False)).prefill is not None
+    assert not world.router.pick(PromptShape(16)).is_shipped
+    assert prefill_of(world.router.pick(PromptShape(1, needs_decode=False))) == "prefill-0"
 
 
 def test_a_long_prompt_mostly_cached_on_decode_counts_as_short() -> None:
@@ -217,14 +216,14 @@ def test_a_long_prompt_mostly_cached_on_decode_counts_as_short() -> None:
     prompt = list(range(200))
     world.cache(world.decodes[1], prompt[:188])
     route = world.router.pick(shape(prompt))
-    assert (route.prefill, decode_of(route), route.num_uncached_tokens) == (None, "decode-1", 12)
+    assert (prefill_of(route), decode_of(route), route.num_uncached_tokens) == ("decode-1", "decode-1", 12)
 
 
 def test_without_prefill_workers_decode_computes_all_prompts_unless_disabled() -> None:
     alone = World(0, 2, threshold=16)
     assert alone.table.why_not_ready() is None
-    assert alone.router.pick(PromptShape(4000)).prefill is None
-    assert alone.router.pick(PromptShape(5, needs_decode=False)).decode is not None
+    assert not alone.router.pick(PromptShape(4000)).is_shipped
+    assert prefill_of(alone.router.pick(PromptShape(5, needs_decode=False))).startswith("decode-")
     never = World(0, 2)
     with pytest.raises(Overloaded, match="no prefill worker is ready"):
         never.router.pick(PromptShape(10))
