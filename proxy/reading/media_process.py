@@ -58,8 +58,9 @@ T = TypeVar("T")
 _NICENESS = 10
 """Of the threads: CPU work on media yields to this process's loop, the proxy and the workers."""
 _LOAD_TIMEOUT_S = 600.0
-_MEMORY_BYTES = 2 << 30
-"""Beyond what is loaded: for bodies (1 GiB, `proxy.http.bodies`) and fetched items (1 GiB, `MediaLimits`)."""
+_MEMORY_BYTES = 5 << 29
+"""Beyond what is loaded: for bodies (1 GiB, `proxy.http.bodies`), fetched items (1 GiB, `MediaLimits`), and stacks of
+the threads that look up host names (0.5 GiB, `MediaFetcher`)."""
 _MEMORY_PER_THREAD_BYTES = 2 << 30
 """For one item that is decoded and processed. The largest that the limits allow took 1.1 GiB."""
 
@@ -78,10 +79,14 @@ class MediaProcess:
         self._cache = MediaCacheClient(self._context, config.media_cache_endpoint, client_pid)
         # One request per thread, so that the first request is done before the last one has begun.
         self._turns = FairSlots(self._num_threads, self._num_threads)
+        self._is_loaded = asyncio.Event()
         self._running: dict[str, asyncio.Task[GenerationRequest]] = {}
 
-    async def load(self) -> None:
-        """Loads one processor per thread. Raises ConfigError."""
+    async def load(self, max_memory_bytes: int | None = None) -> None:
+        """Loads one processor per thread; jobs wait for the end of it. Raises ConfigError.
+
+        max_memory_bytes: that the whole process may then allocate beyond what it has; None for no limit.
+        """
         reader = await self._reader
         all_threads = threading.Barrier(self._num_threads)
 
@@ -92,6 +97,9 @@ class MediaProcess:
 
         await asyncio.gather(*(self._on_thread(load) for _ in range(self._num_threads)))
         gc.freeze()
+        if max_memory_bytes is not None:
+            limit_memory(max_memory_bytes)
+        self._is_loaded.set()
         kinds = " and ".join(f"{kind}s" for kind in reader.processor.placeholders)
         log.info("processes %s on %d threads", kinds, self._num_threads)
 
@@ -128,7 +136,8 @@ class MediaProcess:
                 self._send(MediaJobFailed.of(lease_id, InternalError(text)))
 
     async def _read(self, job: MediaJob) -> GenerationRequest:
-        reader = await asyncio.shield(self._reader)
+        await self._is_loaded.wait()
+        reader = self._reader.result()
         async with self._turns.slot(job.client):
             request = await self._on_thread(reader.decode, job)
             assert isinstance(request.prompt, ChatPrompt)
@@ -220,7 +229,7 @@ async def serve(channel: socket.socket) -> int:
     assert isinstance(setup, MediaSetup)
     setup_logging(f"{setup.config.proxy_id}-media", setup.config.log_level)
     process = MediaProcess(setup.config, partial(write_message, writer), os.getppid())
-    loading = asyncio.create_task(_load(process, setup.config.media_threads))
+    loading = asyncio.create_task(process.load(_MEMORY_BYTES + setup.config.media_threads * _MEMORY_PER_THREAD_BYTES))
     receiving = asyncio.create_task(_receive(reader, process))
     await asyncio.wait([loading, receiving], return_when=asyncio.FIRST_COMPLETED)
     if loading.done() and (error := loading.exception()) is not None:
@@ -231,11 +240,6 @@ async def serve(channel: socket.socket) -> int:
     await receiving
     await process.close()
     return 0
-
-
-async def _load(process: MediaProcess, num_threads: int) -> None:
-    await process.load()
-    limit_memory(_MEMORY_BYTES + num_threads * _MEMORY_PER_THREAD_BYTES)
 
 
 async def _receive(reader: asyncio.StreamReader, process: MediaProcess) -> None:
