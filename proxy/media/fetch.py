@@ -31,7 +31,7 @@ from tandem.runtime.errors import Overloaded, first_line
 
 _MAX_REDIRECTS = 4
 _REDIRECTS = (301, 302, 303, 307, 308)
-_MAX_DOWNLOADS = 64
+MAX_DOWNLOADS = 64
 """Downloads at the same time. Each needs a thread while its host name is looked up."""
 _HEADERS = [
     (b"User-Agent", b"tandem"),
@@ -78,10 +78,10 @@ class MediaFetcher:
     def __init__(self, limits: MediaLimits) -> None:
         self.limits = limits
         self.policy = FetchPolicy(limits)
-        self.downloads = FairSlots(_MAX_DOWNLOADS, int(_MAX_DOWNLOADS * MAX_CLIENT_SHARE))
+        self.downloads = FairSlots(MAX_DOWNLOADS, int(MAX_DOWNLOADS * MAX_CLIENT_SHARE))
         self._held_bytes: Counter[str] = Counter()  # by client: fetched and not released
         # Not the loop's own threads: those are few, and a lookup cannot be interrupted.
-        self._lookups = ThreadPoolExecutor(_MAX_DOWNLOADS, "dns")
+        self._lookups = ThreadPoolExecutor(MAX_DOWNLOADS, "dns")
         self.ssl_context = ssl.create_default_context()
 
     @property

@@ -62,7 +62,7 @@ _MEMORY_BYTES = 5 << 29
 """Beyond what is loaded: for bodies (1 GiB, `proxy.http.bodies`), fetched items (1 GiB, `MediaLimits`), and stacks of
 the threads that look up host names (0.5 GiB, `MediaFetcher`)."""
 _MEMORY_PER_THREAD_BYTES = 2 << 30
-"""For one item that is decoded and processed. The largest that the limits allow took 1.1 GiB."""
+"""For one item that is decoded and processed. The largest that the limits allow took 1.2 GiB."""
 
 
 class MediaProcess:

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from tandem.proxy.media.fair_slots import FairSlots
-from tandem.proxy.media.fetch import _MAX_DOWNLOADS, FetchedMedia, MediaFetcher
+from tandem.proxy.media.fetch import MAX_DOWNLOADS, FetchedMedia, MediaFetcher
 from tandem.proxy.media.fetch_policy import FetchPolicy, RefusedURL
 from tandem.proxy.media.source import MAX_CLIENT_SHARE, InvalidMedia, MediaLimits, MediaSource
 from tandem.runtime.errors import Overloaded
 
-MAX_OWN = int(_MAX_DOWNLOADS * MAX_CLIENT_SHARE)
+MAX_OWN = int(MAX_DOWNLOADS * MAX_CLIENT_SHARE)
 METADATA = [
     "169.254.169.254", "169.254.170.2", "100.100.100.200", "168.63.129.16", "192.0.0.192", "fd00:ec2::254",
     "fd20:ce::254", "fd00:c1::a9fe:a9fe", "fe80::a9fe:a9fe", "::ffff:168.63.129.16", "64:ff9b::a83f:8110",
