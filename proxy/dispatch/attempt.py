@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tandem.protocol.messages.dispatch import FirstToken, NewToken
-from tandem.protocol.messages.generation import FinishReason, SampledToken, TokenLogprobs
+from tandem.protocol.messages.generation import FinishReason, SampledToken
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.proxy.cluster.router import Route, Router
 from tandem.runtime.errors import TandemError
@@ -26,7 +26,7 @@ class SharedPrefill:
     def __init__(self, router: Router, route: Route, started_at: float) -> None:
         self.route = route
         self.started_at = started_at
-        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.prompt_logprobs: list[bytes] | None = None  # packed
         self._router = router
         self._has_ended = False
 

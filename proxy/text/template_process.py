@@ -13,6 +13,7 @@ import select
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from tandem.runtime.errors import InvalidRequest
 
@@ -57,7 +58,7 @@ def render_apart(render: Callable[[], str]) -> str:
 def _read(fd: int) -> tuple[bytes, bool]:
     """Returns what the process wrote until its end, and whether it did not end in time."""
     deadline = time.monotonic() + _DEADLINE_S
-    pieces = []
+    pieces: list[bytes] = []
     while (left_s := deadline - time.monotonic()) > 0:
         if not select.select([fd], [], [], left_s)[0]:
             continue
@@ -102,8 +103,7 @@ def _too_much_memory() -> str:
 
 
 def _num_mapped_bytes() -> int:
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[0]) * resource.getpagesize()
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 
 
 def _write(fd: int, data: bytes) -> None:
