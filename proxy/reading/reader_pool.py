@@ -14,9 +14,10 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.context import BaseContext
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -37,7 +38,9 @@ MAX_INLINE_BYTES = 2048
 MAX_INLINE_TOKENS = 1024
 """Prompt tokens up to which an echo is detokenised on the loop (under 1 ms)."""
 MAX_PENDING_JOBS = 4096
-"""Jobs that may wait for a process. Admission limits generation earlier; `/tokenize` is limited only here."""
+"""Jobs that may wait for a process. Other limits apply earlier (`proxy.admission`)."""
+_TRANSFORM_SHARE = 0.5
+"""Share of the processes, and at least one, that work on calls of `/tokenize` and `/detokenize` at the same time."""
 
 
 class ReaderPool:
@@ -48,6 +51,7 @@ class ReaderPool:
         self._make_reader = make_reader
         self._num_processes = num_processes
         self._num_pending = 0
+        self._transform_turns = asyncio.Semaphore(max(1, int(_TRANSFORM_SHARE * num_processes)))
         self._executor: ProcessPoolExecutor | None = None
 
     def fork(self, fds: Sequence[int] = ()) -> None:
@@ -82,28 +86,60 @@ class ReaderPool:
             return self._reader.text_of(token_ids)
         return await self.run(BodyReader.text_of, token_ids)
 
+    async def transform(self, method: Callable[..., bytes], body: bytes | SpooledBody, *arguments: object) -> bytes:
+        """Like `run`, for a call that needs no worker. It waits while others like it have their share of the processes.
+
+        A call whose client has disconnected keeps its turn until the process is done with it.
+        """
+        await self._transform_turns.acquire()
+        release = partial(asyncio.get_running_loop().call_soon_threadsafe, self._transform_turns.release)
+        try:
+            job = self._submit(method, body, *arguments)
+        except BaseException:
+            self._transform_turns.release()
+            raise
+        job.add_done_callback(lambda _: release())
+        return await self._result(job)
+
     async def run(self, method: Callable[..., T], data: bytes | SpooledBody | list[int], *arguments: object) -> T:
         """Calls a method of a process's reader; a spooled body is passed as the path of its file.
 
         Raises as the method does, Overloaded, InternalError.
         """
+        return await self._result(self._submit(method, data, *arguments))
+
+    def _submit(
+        self, method: Callable[..., T], data: bytes | SpooledBody | list[int], *arguments: object
+    ) -> Future[T]:
+        """Raises Overloaded, InternalError."""
         if self._num_pending >= MAX_PENDING_JOBS:
             raise Overloaded("too many requests are waiting to be read; try again later")
         if self._executor is None:
             self._executor = self._start(multiprocessing.get_context("spawn"), self._make_reader)
-        executor = self._executor
         content = Path(data.path) if isinstance(data, SpooledBody) else data
+        try:
+            return self._executor.submit(_call, method, content, *arguments)
+        except BrokenProcessPool as error:
+            raise self._replace(self._executor) from error
+
+    async def _result(self, job: Future[T]) -> T:
+        executor = self._executor
+        assert executor is not None
         self._num_pending += 1
         try:
-            return await asyncio.wrap_future(executor.submit(_call, method, content, *arguments))
+            return await asyncio.wrap_future(job)
         except BrokenProcessPool as error:
-            if self._executor is executor:
-                log.error("a reader process died; starting new ones")
-                self._executor = None
-                executor.shutdown(wait=False)
-            raise InternalError("the process that read the request died; try again") from error
+            raise self._replace(executor) from error
         finally:
             self._num_pending -= 1
+
+    def _replace(self, broken: ProcessPoolExecutor) -> InternalError:
+        """Lets the next job start new processes, and returns the error of one that the broken pool had."""
+        if self._executor is broken:
+            log.error("a reader process died; starting new ones")
+            self._executor = None
+            broken.shutdown(wait=False)
+        return InternalError("the process that read the request died; try again")
 
     def _start(self, context: BaseContext, make_reader: Callable[[], BodyReader]) -> ProcessPoolExecutor:
         executor = ProcessPoolExecutor(self._num_processes, context, _initialize, (make_reader,))
