@@ -29,7 +29,9 @@ class ClientSlots:
                 _RETRY_AFTER_S,
             )
         if self._by_client.total() >= self._max_total:
-            raise QueueFull(f"{self._max_total} calls are in flight, which is the limit; try again later.", _RETRY_AFTER_S)
+            raise QueueFull(
+                f"{self._max_total} calls are in flight, which is the limit; try again later.", _RETRY_AFTER_S
+            )
         self._by_client[client] += 1
         try:
             yield

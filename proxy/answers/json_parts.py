@@ -51,7 +51,7 @@ class JsonText:
             self.data += encoded[1:-1]
 
     def __str__(self) -> str:
-        return msgspec.json.decode(b'"%b"' % self.data, type=str)
+        return msgspec.json.decode(b'"' + self.data + b'"', type=str)
 
 
 class Holes:

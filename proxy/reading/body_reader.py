@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import DetokenizeResponse, TokenizeResponse
 from tandem.proxy.api.structured_output import checked_grammar
@@ -82,9 +83,9 @@ class BodyReader:
             )
         return msgspec.json.encode(DetokenizeResponse(self._tokenizer.decode(token_ids, skip_special_tokens=False)))
 
-    def text_of(self, token_ids: list[int]) -> str:
-        """Returns the text of a prompt without special tokens."""
-        return self._tokenizer.decode(token_ids)
+    def text_of(self, token_ids: bytes) -> str:
+        """Returns the text of a prompt without special tokens. token_ids: packed."""
+        return self._tokenizer.decode(unpack_token_ids(token_ids))
 
 
 def _with_sampling(request: GenerationRequest, **changes: Any) -> GenerationRequest:

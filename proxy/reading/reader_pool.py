@@ -16,11 +16,12 @@ import signal
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from multiprocessing.context import BaseContext
 from functools import partial
+from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
@@ -80,9 +81,9 @@ class ReaderPool:
                 return self._reader.render(request, limits)
         return await self.run(BodyReader.read, body, kind, limits)
 
-    async def text_of(self, token_ids: list[int]) -> str:
-        """Returns the text of a prompt without special tokens."""
-        if len(token_ids) <= MAX_INLINE_TOKENS:
+    async def text_of(self, token_ids: bytes) -> str:
+        """Returns the text of a prompt without special tokens. token_ids: packed."""
+        if len(token_ids) <= MAX_INLINE_TOKENS * BYTES_PER_TOKEN:
             return self._reader.text_of(token_ids)
         return await self.run(BodyReader.text_of, token_ids)
 
@@ -101,16 +102,14 @@ class ReaderPool:
         job.add_done_callback(lambda _: release())
         return await self._result(job)
 
-    async def run(self, method: Callable[..., T], data: bytes | SpooledBody | list[int], *arguments: object) -> T:
+    async def run(self, method: Callable[..., T], data: bytes | SpooledBody, *arguments: object) -> T:
         """Calls a method of a process's reader; a spooled body is passed as the path of its file.
 
         Raises as the method does, Overloaded, InternalError.
         """
         return await self._result(self._submit(method, data, *arguments))
 
-    def _submit(
-        self, method: Callable[..., T], data: bytes | SpooledBody | list[int], *arguments: object
-    ) -> Future[T]:
+    def _submit(self, method: Callable[..., T], data: bytes | SpooledBody, *arguments: object) -> Future[T]:
         """Raises Overloaded, InternalError."""
         if self._num_pending >= MAX_PENDING_JOBS:
             raise Overloaded("too many requests are waiting to be read; try again later")
@@ -164,5 +163,5 @@ def _initialize(make_reader: Callable[[], BodyReader]) -> None:
     _reader = make_reader()
 
 
-def _call(method: Callable[..., Any], content: bytes | Path | list[int], *arguments: object) -> Any:
+def _call(method: Callable[..., Any], content: bytes | Path, *arguments: object) -> Any:
     return method(_reader, content.read_bytes() if isinstance(content, Path) else content, *arguments)

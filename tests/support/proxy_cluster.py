@@ -33,6 +33,8 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.admission.admission import Admission
+from tandem.proxy.admission.answer_budget import AnswerBudget
+from tandem.proxy.answers.answers import Answers
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.config import ProxyConfig
@@ -110,6 +112,7 @@ class Cluster:
             readers,
             self.worker_table,
             self.admission,
+            AnswerBudget(),
             self.dispatcher,
             self.metrics,
             RequestLog(),
@@ -222,3 +225,11 @@ async def collect(stream: Any) -> tuple[list[int], FinishReason | None]:
         token_ids += [token.token_id for token in delta.tokens]
         finish_reason = delta.finish_reason
     return token_ids, finish_reason
+
+
+async def whole(answers: Answers) -> bytes:
+    """Returns the body of an answer that is not streamed."""
+    try:
+        return b"".join(await answers.whole())
+    finally:
+        answers.release()
