@@ -26,7 +26,7 @@ from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
 from tandem.proxy.reading.spooled_body import SpooledBody
-from tandem.proxy.text.prompt import has_media, has_own_template, has_token_ids
+from tandem.proxy.text.prompt import CompletionPrompt, has_media, has_own_template, has_token_ids
 from tandem.runtime.errors import InternalError, Overloaded
 from tandem.runtime.lifetime import die_with_parent
 
@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 MAX_INLINE_BYTES = 2048
 """Size up to which text is tokenised on the loop: that takes no longer than a round trip to a process (0.5 ms)."""
+MAX_INLINE_PROMPTS = 32
+"""Number of prompts up to which a short body is tokenised on the loop (under 1 ms)."""
 MAX_INLINE_TOKENS = 1024
 """Prompt tokens up to which an echo is detokenised on the loop (under 1 ms)."""
 MAX_PENDING_JOBS = 4096
@@ -75,7 +77,10 @@ class ReaderPool:
             request = self._reader.decode(body, kind)
             if has_media(request.prompt):
                 raise HasMedia("the request has images or video")
-            is_short = len(body) <= MAX_INLINE_BYTES or has_token_ids(request.prompt)
+            prompt = request.prompt
+            is_short = len(body) <= MAX_INLINE_BYTES or has_token_ids(prompt)
+            if isinstance(prompt, CompletionPrompt) and prompt.num_prompts(MAX_INLINE_PROMPTS) > MAX_INLINE_PROMPTS:
+                is_short = False
             # The client decides how long its own template or grammar takes.
             if is_short and not has_own_template(request.prompt) and request.base_sampling.grammar is None:
                 return self._reader.render(request, limits)
