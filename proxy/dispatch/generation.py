@@ -31,6 +31,8 @@ from tandem.runtime.errors import TandemError
 from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
 from tandem.telemetry.request_log import RequestLog, RequestRecord
 
+_TAKEN_PER_TURN = 16
+"""Sequences of one request that are served before the event loop runs again (about 2 ms). A thousand may be ready."""
 _LOGPROBS_PER_SLICE = 1024
 """Encoding them takes about 2 ms of the event loop."""
 
@@ -108,8 +110,11 @@ class Generation:
             for prompt in prompts:
                 self._start(prompt, texts, ready)
                 await asyncio.sleep(0)  # starting a thousand sequences takes 0.1 s
-            num_open = len(texts)
+            num_open, num_taken = len(texts), 0
             while num_open:
+                num_taken += 1
+                if num_taken % _TAKEN_PER_TURN == 0:  # while `ready` is not empty, getting from it does not yield
+                    await asyncio.sleep(0)
                 sequence = await ready.get()
                 if (taken := services.dispatcher.take(sequence)) is None:
                     continue

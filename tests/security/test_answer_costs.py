@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,7 @@ from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
 from tandem.protocol.messages.prompt_logprobs import pack_logprobs
 from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.proxy.admission.admission import Admission
 from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.chat import ChatAnswers
@@ -227,3 +229,29 @@ def test_answers_that_grow_too_large_fail_and_are_forgotten() -> None:
             assert budget.num_held_bytes == 0
 
     play(test, max_model_len=LIMITS.max_model_len)
+
+
+def test_the_loop_runs_while_many_sequences_start_and_end_together() -> None:
+    async def test(cluster: Cluster) -> None:
+        cluster.services = replace(cluster.services, admission=Admission(1000, time.monotonic))
+        num_turns = 0
+
+        async def count() -> None:
+            nonlocal num_turns
+            while True:
+                num_turns += 1
+                await asyncio.sleep(0)
+
+        counting = asyncio.create_task(count())
+        request = read(cluster, prompt=["a"] * 320, max_tokens=1)
+        task = asyncio.create_task(whole(answers_to(cluster, request)))
+        sent = await starts(cluster, 320)
+        assert num_turns >= 320
+        num_turns = 0
+        for start in sent:
+            answer_first_tokens(cluster, start)
+        await task
+        assert num_turns >= 320 // 16
+        counting.cancel()
+
+    play(test)
