@@ -219,7 +219,10 @@ class RayProcess(Supervised):
             tcp_endpoint: str = await actor.start_media_cache.remote(msgspec.json.encode(cache), self._env)
             place = replace(place, media_cache_endpoint=cache.endpoint, media_cache_tcp_endpoint=tcp_endpoint)
         config = msgspec.json.encode(self._make_config(self.name, place))
-        self.last_pid = await actor.start.remote(self._module, config, self._env, self._proxies)
+        env = self._env
+        if self._bundle.get("GPU"):
+            env = env | await actor.nccl_environment.remote()
+        self.last_pid = await actor.start.remote(self._module, config, env, self._proxies)
         if self._stopping.is_set():
             self.send_signal(signal.SIGINT)
         self.set_proxy_endpoints(self._proxies)  # they may have changed during the start
