@@ -61,7 +61,7 @@ class Answers(ABC):
         )
         self._num_top = request.base_sampling.logprobs
         self._shows_tokens = request.return_token_ids or self._num_top is not None
-        self._held = HeldAnswer(generation.answer_budget)
+        self._held = generation.held
         self._prompts: dict[int, PromptPart] = {}  # by number of the prompt
 
     async def whole(self) -> list[Part]:
@@ -141,8 +141,7 @@ class Answers(ABC):
         if delta.prompt is None:
             return
         part = PromptPart(self._held.grow)
-        turn = self._generation.answer_budget.turn
-        await encode_prompt(part, delta.prompt, self._request, self._token_text, turn)
+        await encode_prompt(part, delta.prompt, self._request, self._token_text, self._generation.turn)
         self._prompts[delta.index // self._request.n] = part
 
     def _prompt_of(self, index: int) -> PromptPart | None:

@@ -16,9 +16,7 @@ class WholeAnswer(Response):
     on_end: called when the body is sent, or the client has disconnected.
     """
 
-    def __init__(
-        self, parts: Sequence[Part], headers: Mapping[str, str], on_end: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, parts: Sequence[Part], headers: Mapping[str, str], on_end: Callable[[], None]) -> None:
         self.status_code = 200
         self.background = None
         num_bytes = sum(map(len, parts))

@@ -106,12 +106,17 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
                 "or ask for fewer log-probabilities.",
                 "logprobs" if self.prompt_logprobs is None else "prompt_logprobs",
             )
-        num_bytes = sum(num_tokens) * self._num_repeated_bytes()
-        if num_bytes > MAX_ANSWER_BYTES:
+        num_choices = self.n if isinstance(self.prompt, CompletionPrompt) else 1  # a chat repeats its prompt once
+        if num_choices * sum(num_tokens) * self._num_repeated_bytes() > MAX_ANSWER_BYTES:
             raise answer_too_large(MAX_ANSWER_BYTES)
 
+    def num_held_bytes(self, num_tokens: int) -> int:
+        """Estimates the memory of what the answer repeats of the prompts. num_tokens: of all prompts."""
+        num_packed = 0 if self.num_prompt_logprobs is None else max_packed_bytes(num_tokens, self.num_prompt_logprobs)
+        return num_packed + num_tokens * self._num_repeated_bytes()
+
     def _num_repeated_bytes(self) -> int:
-        """Estimates the size of what an answer repeats of each prompt token, in all its choices."""
+        """Estimates the size of what one choice repeats of each prompt token."""
         num_bytes = 0
         if self.echo:
             num_bytes += _ECHO_BYTES
@@ -119,7 +124,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
                 num_bytes += _LOGPROBS_BYTES + _TOP_LOGPROB_BYTES * self.base_sampling.logprobs
         if self.prompt_logprobs is not None:
             num_bytes += _PROMPT_LOGPROB_BYTES * (1 + self.prompt_logprobs)
-        return num_bytes * (self.n if isinstance(self.prompt, CompletionPrompt) else 1)  # once in a chat
+        return num_bytes
 
     def max_prompt_tokens(self, limits: ModelLimits) -> int | None:
         """Returns the length to which longer prompts are truncated; None refuses prompts that do not fit."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from tandem.protocol.messages.generation import FinishReason, SampledToken
 from tandem.proxy.admission.admission import Admission, Ticket
-from tandem.proxy.admission.answer_budget import AnswerBudget
+from tandem.proxy.admission.answer_budget import AnswerBudget, HeldAnswer
 from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.router import NoWorkerReady
@@ -60,7 +60,8 @@ class GenerationServices:
 class Generation:
     """Generates the sequences of one request.
 
-    `record` counts the tokens: those of the prompts from the first delta on, the others of the deltas so far.
+    `record` counts the tokens: those of the prompts from the first delta on, the others of the deltas so far. `held` is
+    the memory of the answer, which its maker releases. `turn` is awaited after each slice of the answer.
     """
 
     def __init__(
@@ -79,7 +80,8 @@ class Generation:
         limits_s = (services.request_timeout_s, timeout_s, request.timeout)
         self._timeout_s = min(limit_s for limit_s in limits_s if limit_s is not None)
         self.token_text = services.token_text
-        self.answer_budget = services.answer_budget
+        self.held = HeldAnswer(services.answer_budget, client)
+        self.turn = services.answer_budget.turn
         self.request = request
         self.record = record
         self.created = int(time.time())
@@ -106,6 +108,7 @@ class Generation:
             prompts = self._prompts()
             # A prompt is computed once for all its sequences, so it counts for the first of them.
             prompt_tokens = [0 if i else prompt.num_tokens for prompt in prompts for i in range(self.request.n)]
+            self.held.reserve(self.request.num_held_bytes(self.record.num_prompt_tokens))
             ticket = services.admission.admit(self._client, prompt_tokens, self.request.priority, on_displaced)
             for prompt in prompts:
                 self._start(prompt, texts, ready)

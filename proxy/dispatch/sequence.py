@@ -138,7 +138,7 @@ class DispatchedSequence:
         if not is_first:
             return TokenDelta(tokens, attempt.finish_reason)
         assert attempt.first_token is not None
-        num_cached_tokens, logprobs = attempt.first_token.num_cached_tokens, attempt.prefill.prompt_logprobs
+        num_cached_tokens, logprobs = attempt.first_token.num_cached_tokens, attempt.prefill.take_prompt_logprobs()
         return TokenDelta(tokens, attempt.finish_reason, True, num_cached_tokens, logprobs)
 
     def close(self) -> None:

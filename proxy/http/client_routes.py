@@ -15,6 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.chat import ChatAnswers
@@ -162,7 +163,9 @@ async def _transform(
                     transformed = await unless_disconnected(request.receive, work(body))
         except TimeoutError as error:
             raise DeadlineExceeded("the request was not finished in time") from error
-    return WholeAnswer([transformed], id_header(request))
+    held = HeldAnswer(state.answer_budget, client_of(request))
+    held.grow(len(transformed))
+    return WholeAnswer([transformed], id_header(request), held.release)
 
 
 def _answers(kind: BodyKind, generation: Generation, model: str) -> Answers:

@@ -17,7 +17,7 @@ from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
 from tandem.protocol.messages.prompt_logprobs import pack_logprobs
 from tandem.protocol.messages.token_ids import unpack_token_ids
-from tandem.proxy.admission.admission import Admission
+from tandem.proxy.admission.admission import Admission, ClientLimitExceeded, QueueFull
 from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.chat import ChatAnswers
@@ -29,7 +29,7 @@ from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.text.prompt import RenderedPrompts
-from tandem.runtime.errors import InvalidRequest, Overloaded
+from tandem.runtime.errors import InvalidRequest
 from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import PREFILL, Cluster, FakeText, play, whole
 
@@ -215,18 +215,39 @@ def test_too_many_prompts_are_refused_before_they_are_decoded(prompt: list[Any])
         limited_reader(max_requests_per_client=10).decode(json.dumps({"prompt": prompt * 11}).encode(), "completion")
 
 
-def test_answers_that_grow_too_large_fail_and_are_forgotten() -> None:
+def test_an_answer_that_grows_too_large_fails() -> None:
     async def test(cluster: Cluster) -> None:
-        for budget, error in ((AnswerBudget(100_000), InvalidRequest), (AnswerBudget(1 << 20, 100_000), Overloaded)):
-            cluster.services = replace(cluster.services, answer_budget=budget)
-            request = read(cluster, prompt="x" * 2000, prompt_logprobs=20, max_tokens=1)
-            task = asyncio.create_task(whole(answers_to(cluster, request)))
-            num_before = len(cluster.pool.of(StartPrefill))
-            start = (await starts(cluster, num_before + 1))[-1]
-            answer_first_tokens(cluster, start)
-            with pytest.raises(error):
-                await task
-            assert budget.num_held_bytes == 0
+        cluster.services = replace(cluster.services, answer_budget=AnswerBudget(1_500_000))
+        request = read(cluster, prompt="x" * 2000, prompt_logprobs=20, max_tokens=1)
+        task = asyncio.create_task(whole(answers_to(cluster, request)))
+        [start] = await starts(cluster, 1)
+        answer_first_tokens(cluster, start)
+        with pytest.raises(InvalidRequest, match="more than 1 MiB"):
+            await task
+        assert cluster.services.answer_budget.num_held_bytes == 0
+
+    play(test, max_model_len=LIMITS.max_model_len)
+
+
+def test_memory_for_an_answer_is_reserved_before_its_prompt_is_dispatched() -> None:
+    async def test(cluster: Cluster) -> None:
+        budget = AnswerBudget(max_held_bytes=40_000_000)
+        cluster.services = replace(cluster.services, answer_budget=budget)
+        large = {"prompt": [1] * 5000, "prompt_logprobs": 20, "max_tokens": 1}
+        task = asyncio.create_task(whole(answers_to(cluster, read(cluster, **large))))
+        [start] = await starts(cluster, 1)
+        num_reserved = budget.num_held_bytes
+        assert 5_000_000 < num_reserved < 10_000_000
+        budget.hold("", 20_000_000 - num_reserved)
+        with pytest.raises(ClientLimitExceeded):
+            await whole(answers_to(cluster, read(cluster, **large)))
+        budget.hold("other", 15_000_000)
+        with pytest.raises(QueueFull):
+            budget.hold("third", 15_000_000)
+        assert len(cluster.pool.of(StartPrefill)) == 1
+        answer_first_tokens(cluster, start)
+        assert len(await task) < num_reserved + 1_000_000
+        assert budget.num_held_bytes == 35_000_000 - num_reserved
 
     play(test, max_model_len=LIMITS.max_model_len)
 

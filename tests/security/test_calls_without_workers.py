@@ -13,6 +13,7 @@ import msgspec
 import pytest
 
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
+from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.admission.client_slots import ClientSlots
 from tandem.proxy.answers.errors import status_of
 from tandem.proxy.cluster.worker_table import WorkerTable
@@ -54,6 +55,7 @@ def test_a_client_over_its_limit_gets_429_and_others_are_served() -> None:
         config = ProxyConfig("proxy-0", "", "m", "m", api_keys=["one", "two"])
         readers = StuckReaders()
         state: Any = SimpleNamespace(
+            answer_budget=AnswerBudget(),
             bodies=RequestBodies(100_000, 10),
             calls=ClientSlots(max_per_client=2),
             readers=readers,

@@ -19,7 +19,7 @@ from tandem.protocol.messages.dispatch import (
     ToPrefill,
     ToProxy,
 )
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions, TokenLogprobs
+from tandem.protocol.messages.generation import SampledToken, SamplingParams, TokenLogprobs
 from tandem.protocol.messages.prompt_logprobs import max_packed_bytes, pack_logprobs, unpack_logprobs
 from tandem.protocol.sockets import DealerSocket, RouterSocket, new_context
 from tandem.runtime.errors import InvalidRequest
@@ -48,9 +48,7 @@ def test_a_first_token_over_the_limit_fails_its_attempt_and_leaves_the_connectio
             on_broken=lambda: broken.append(1),
         )
         try:
-            hello = StartPrefill(
-                "proxy", ["a"], "t", b"1234", SamplingParams(), [1], StopConditions(1), None, None, 1.0
-            )
+            hello = AbortAttempt("proxy", "a")
             assert proxy.send(hello)
             await asyncio.wait_for(has_connected.wait(), 10)
             first = FirstToken("a", SampledToken(1), None, 0.0, 0.0, TOO_LARGE)
