@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec, MessageTooLarge
 from tandem.protocol.messages.dispatch import (
+    AbortAttempt,
     AttemptFailed,
     DecodeReserved,
     FirstToken,
