@@ -16,7 +16,7 @@ from tandem.engine.batch import BatchItem, Sample
 from tandem.engine.prompt_chunks import chunk, first_samples
 from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.protocol.messages.dispatch import FirstToken
-from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
+from tandem.protocol.messages.generation import SampledToken
 from tandem.worker.first_tokens import first_tokens
 
 
@@ -33,7 +33,7 @@ class LocalPrefill:
     num_computed_tokens: int = 0  # including cached ones
     num_cached_tokens: int = 0
     started_at: float = 0.0
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[bytes] = field(default_factory=list)  # packed
     in_step: bool = False
     ended: bool = False
 

@@ -36,6 +36,7 @@ from tandem.protocol.messages.dispatch import (
     TokenBatch,
 )
 from tandem.protocol.messages.generation import SampledToken
+from tandem.protocol.messages.prompt_logprobs import pack_logprobs
 from tandem.protocol.messages.transfer import FinishTransfer, KVRefused, ReserveKV, ShipKV
 from tandem.runtime.errors import (
     DeadlineExceeded,
@@ -301,7 +302,7 @@ class DecodeScheduler:
         if output.error is not None:
             return self._end_all(prefill.prompt, output.error.to_error())
         prefill.num_computed_tokens += num_tokens
-        prefill.prompt_logprobs += output.prompt_logprobs
+        prefill.prompt_logprobs += pack_logprobs(output.prompt_logprobs)
         return [] if prefill.num_remaining_tokens else self._on_first_tokens(now, prefill, output.tokens)
 
     def _on_first_tokens(self, now: float, prefill: LocalPrefill, tokens: list[SampledToken]) -> list[Action]:

@@ -53,6 +53,7 @@ from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.actions import SendToProxy
 from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import EngineHost
+from tandem.worker.first_tokens import send_to_proxy
 from tandem.worker.presence import Presence, common_load, new_worker_info
 
 log = logging.getLogger(__name__)
@@ -227,8 +228,7 @@ class DecodeWorker:
             match action:
                 case SendToProxy():
                     self._observe(action.message)
-                    if not self._router.send(f"{action.proxy_id}:0".encode(), action.message):
-                        log.warning("proxy %s is not connected; a message to it was dropped", action.proxy_id)
+                    send_to_proxy(self._router, action.proxy_id, action.message)
                 case SendToPrefill():
                     self._send_to_prefill(action.pair_id, action.message)
                 case Receive():

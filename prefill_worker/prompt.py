@@ -12,7 +12,7 @@ from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
 from tandem.prefill_worker.actions import Ship
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
-from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
+from tandem.protocol.messages.generation import SampledToken
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.worker.first_tokens import first_tokens
@@ -37,7 +37,7 @@ class PrefillPrompt:
     hashes: list[bytes] = field(default_factory=list)  # of full blocks, once it has begun
     num_published_blocks: int = 0
     block_table: list[int] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[bytes] = field(default_factory=list)  # packed
     reserve_sent: bool = False
     dst_block_ids: list[int] | None = None
     num_decode_cached_blocks: int = 0

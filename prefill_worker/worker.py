@@ -44,6 +44,7 @@ from tandem.runtime.host import host_id
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.actions import SendToProxy
 from tandem.worker.engine_host import EngineHost
+from tandem.worker.first_tokens import send_to_proxy
 from tandem.worker.presence import Presence, common_load, new_worker_info
 
 log = logging.getLogger(__name__)
@@ -190,7 +191,7 @@ class PrefillWorker:
 
     def _refuse(self, message: StartPrefill, error: TandemError) -> None:
         for attempt_id in message.attempt_ids[:MAX_SEQUENCES]:
-            self._send_to_proxy(message.proxy_id, AttemptFailed(attempt_id, ErrorInfo.of(error)))
+            send_to_proxy(self._router, message.proxy_id, AttemptFailed(attempt_id, ErrorInfo.of(error)))
 
     def _on_decode_answer(self, message: KVReserved | KVRefused | RenewLeases) -> None:
         match message:
@@ -227,16 +228,12 @@ class PrefillWorker:
                     if isinstance(action.message, FirstToken):
                         self._metrics.queue.observe(action.message.queue_s)
                         self._metrics.prefill.observe(action.message.prefill_s)
-                    self._send_to_proxy(action.proxy_id, action.message)
+                    send_to_proxy(self._router, action.proxy_id, action.message)
                 case SendToDecode():
                     self._pairs.send(action.pair_id, action.message)
                 case Ship():
                     self._ship(action)
         self._start_step()
-
-    def _send_to_proxy(self, proxy_id: str, message: object) -> None:
-        if not self._router.send(f"{proxy_id}:0".encode(), message):  # type: ignore[arg-type]
-            log.warning("proxy %s is not connected; a message to it was dropped", proxy_id)
 
     def _ship(self, action: Ship) -> None:
         pair = self._table.get(action.pair_id)

@@ -19,6 +19,8 @@ from starlette.types import ASGIApp
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.sockets import new_context
 from tandem.proxy.admission.admission import Admission
+from tandem.proxy.admission.answer_budget import AnswerBudget
+from tandem.proxy.admission.client_slots import ClientSlots
 from tandem.proxy.admission.queue_delay import QueueDelayController
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import Router
@@ -156,6 +158,8 @@ class ProxyServer:
             readers=readers,
             worker_table=worker_table,
             admission=admission,
+            answer_budget=AnswerBudget(),
+            calls=ClientSlots(),
             dispatcher=dispatcher,
             metrics=metrics,
             requests=requests,

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from tandem.protocol.messages.dispatch import FirstToken, NewToken
-from tandem.protocol.messages.generation import FinishReason, SampledToken, TokenLogprobs
+from tandem.protocol.messages.generation import FinishReason, SampledToken
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.proxy.cluster.router import Route, Router
 from tandem.runtime.errors import TandemError
@@ -26,9 +28,14 @@ class SharedPrefill:
     def __init__(self, router: Router, route: Route, started_at: float) -> None:
         self.route = route
         self.started_at = started_at
-        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.prompt_logprobs: list[bytes] | None = None  # packed
         self._router = router
         self._has_ended = False
+
+    def take_prompt_logprobs(self) -> list[bytes] | None:
+        """Returns the packed logprobs to the first caller. The prompt's other sequences share what is made of them."""
+        logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        return logprobs
 
     def end(self, first_token_at: float | None) -> bool:
         """The first token came, or (None) will not come. Returns False when the prefill had already ended."""
@@ -77,9 +84,9 @@ class Attempt:
 
     def on_first_token(self, message: FirstToken) -> None:
         if self.first_token is None:
-            self.first_token = message
             if message.prompt_logprobs is not None:  # only the first of the sequences' first tokens carries them
                 self.prefill.prompt_logprobs = message.prompt_logprobs
+            self.first_token = msgspec.structs.replace(message, prompt_logprobs=None)
             self._release()
 
     def on_decode_reserved(self) -> None:

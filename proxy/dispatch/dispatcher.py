@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.protocol.codec import MessageTooLarge
 from tandem.protocol.messages.dispatch import (
     AbortAttempt,
     AttemptFailed,
@@ -287,10 +288,14 @@ class Dispatcher:
             self._connections.send(worker, AbortAttempt(self._proxy_id, attempt.attempt_id))
 
     def _send(self, worker: WorkerInfo, attempts: list[Attempt], message: msgspec.Struct) -> None:
-        if not self._connections.send(worker, message):
-            error = WorkerLost(f"{worker.role} worker {worker.worker_id} does not read its messages")
-            for attempt in attempts:
-                attempt.fail(error, suspects=[worker])
+        try:
+            if self._connections.send(worker, message):
+                return
+            error: TandemError = WorkerLost(f"{worker.role} worker {worker.worker_id} does not read its messages")
+        except MessageTooLarge as too_large:
+            error = too_large
+        for attempt in attempts:
+            attempt.fail(error, suspects=[worker])
 
     # ---- called by the connections to the workers
 

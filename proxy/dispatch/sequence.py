@@ -19,7 +19,6 @@ from tandem.protocol.messages.generation import (
     SampledToken,
     SamplingParams,
     StopConditions,
-    TokenLogprobs,
 )
 from tandem.proxy.dispatch.attempt import Attempt
 from tandem.proxy.text.prompt import Prompt
@@ -36,7 +35,7 @@ _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 1.0
 class TokenDelta(msgspec.Struct, frozen=True):
     """The tokens of a sequence since the last delta: at least one. `finish_reason` is set on the last delta.
 
-    is_first: no delta came before. Such a one has the num_cached_tokens of the prompt and, if asked for, the
+    is_first: no delta came before. Such a one has the num_cached_tokens of the prompt and, if asked for, the packed
     prompt_logprobs of all prompt tokens but the first.
     """
 
@@ -44,7 +43,7 @@ class TokenDelta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None
     is_first: bool = False
     num_cached_tokens: int = 0
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[bytes] | None = None
 
 
 class DispatchedSequence:
@@ -139,7 +138,7 @@ class DispatchedSequence:
         if not is_first:
             return TokenDelta(tokens, attempt.finish_reason)
         assert attempt.first_token is not None
-        num_cached_tokens, logprobs = attempt.first_token.num_cached_tokens, attempt.prefill.prompt_logprobs
+        num_cached_tokens, logprobs = attempt.first_token.num_cached_tokens, attempt.prefill.take_prompt_logprobs()
         return TokenDelta(tokens, attempt.finish_reason, True, num_cached_tokens, logprobs)
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.proxy.admission.client_slots import ClientSlots
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.http.bodies import RequestBodies
@@ -13,8 +14,9 @@ from tandem.proxy.reading.media_pool import MediaPool
 
 @dataclass(frozen=True, slots=True)
 class AppState(GenerationServices):
-    """media: None where the model takes text only."""
+    """calls: of `/tokenize` and `/detokenize` in flight. media: None where the model takes text only."""
 
+    calls: ClientSlots
     bodies: RequestBodies
     readiness: WorkerReadiness
     timelines: Timelines

@@ -15,13 +15,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.completions import CompletionAnswers
-from tandem.proxy.answers.request_id import HEADER, check_request_id, request_id_of
+from tandem.proxy.answers.request_id import HEADER, check_request_id, id_header, request_id_of
 from tandem.proxy.answers.streaming_response import EventStream, unless_disconnected
 from tandem.proxy.answers.tool_answers import ToolAnswers
+from tandem.proxy.answers.whole_answer import WholeAnswer
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import HealthResponse, ModelCard, ModelList, VersionResponse
 from tandem.proxy.api.schema import SOONEST_PRIORITY
@@ -35,7 +37,6 @@ from tandem.proxy.http.openapi import docs_page, openapi_document
 from tandem.proxy.http.starlette_app import (
     ApiKeys,
     ApiRoute,
-    answer,
     client_of,
     fixed_answer,
     json_answer,
@@ -76,11 +77,11 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
 
     async def tokenize(request: Request) -> Response:
         return await _transform(
-            request, state, lambda body: readers.run(BodyReader.tokenize, body, model_card().max_model_len)
+            request, state, lambda body: readers.transform(BodyReader.tokenize, body, model_card().max_model_len)
         )
 
     async def detokenize(request: Request) -> Response:
-        return await _transform(request, state, lambda body: readers.run(BodyReader.detokenize, body))
+        return await _transform(request, state, lambda body: readers.transform(BodyReader.detokenize, body))
 
     async def health(request: Request) -> Response:
         reason = table.why_not_ready()
@@ -140,7 +141,7 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
         answers = _answers(kind, generation, model)
         if not asked.stream:
             whole = await unless_disconnected(request.receive, answers.whole())
-            return answer(request, whole)
+            return WholeAnswer(whole, id_header(request), answers.release)
         events = answers.events()
         # The first event decides between an error's status and a stream, so nothing is sent before.
         first = await unless_disconnected(request.receive, anext(events))
@@ -158,9 +159,13 @@ async def _transform(
     async with state.bodies.receive(request.receive, request.headers) as body:
         try:
             async with asyncio.timeout(state.request_timeout_s):
-                return answer(request, await unless_disconnected(request.receive, work(body)))
+                with state.calls.hold(client_of(request)):
+                    transformed = await unless_disconnected(request.receive, work(body))
         except TimeoutError as error:
             raise DeadlineExceeded("the request was not finished in time") from error
+    held = HeldAnswer(state.answer_budget, client_of(request))
+    held.grow(len(transformed))
+    return WholeAnswer([transformed], id_header(request), held.release)
 
 
 def _answers(kind: BodyKind, generation: Generation, model: str) -> Answers:
