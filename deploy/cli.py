@@ -16,6 +16,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from tandem.deploy.commands import draining
 from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.commands.scale import scale
@@ -198,35 +200,35 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
         raise ConfigError("--join is missing: give the proxies' endpoints, which `tandem up --cluster-host` prints")
     logging.basicConfig(level=config.log_level.upper(), format="%(message)s", stream=sys.stderr)
     console = Console(stderr=True, highlight=False)
-    model = config.model or str(DEMO_MODEL)
+    name = config.served_model_name or (Path(config.model).name if config.model else "tandem-demo")
+    config = msgspec.structs.replace(config, model=config.model or str(DEMO_MODEL), served_model_name=name)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("Starting", total=None)
-        served_name = config.served_model_name or (Path(model).name if config.model else "tandem-demo")
 
         def show_progress(text: str, loaded: float | None) -> None:
-            progress.update(task, description=f"Starting {served_name}: {text}", total=loaded and 1, completed=loaded)
+            progress.update(task, description=f"Starting {name}: {text}", total=loaded and 1, completed=loaded)
 
         def show_ready(logs: Path) -> None:
             progress.stop()
-            _print_ready(console, config, served_name, logs)
+            _print_ready(console, config, logs)
 
-        asyncio.run(run_cluster(config, model, served_name, show_progress, show_ready))
+        asyncio.run(run_cluster(config, show_progress, show_ready))
     console.print("Stopped.")
     return 0
 
 
-def _print_ready(console: Any, config: ClusterConfig, served_name: str, logs: Path) -> None:
+def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
     if config.join:
-        print(f"Workers for {served_name} have joined {config.join}", flush=True)
+        print(f"Workers for {config.served_model_name} have joined {config.join}", flush=True)
         console.print(f"Logs: {logs}. Press Ctrl-C to stop them.", soft_wrap=True)
         return
     url = f"{'https' if config.ssl_certfile else 'http'}://{bracketed(config.host)}:{config.port}"
     messages = [{"role": "user", "content": "Hello!"}]
     options = {"max_tokens": 48, "temperature": 0, "stream": True}
-    body = json.dumps({"model": served_name, "messages": messages, **options})
+    body = json.dumps({"model": config.served_model_name, "messages": messages, **options})
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key or config.api_keys_file else ""
-    print(f"Tandem serves {served_name} on {url}/v1", flush=True)
+    print(f"Tandem serves {config.served_model_name} on {url}/v1", flush=True)
     print(f"\ncurl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n", flush=True)
     if config.proxy_endpoints:
         print(

@@ -22,7 +22,6 @@ from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import load_keys
 from tandem.proxy.api.tool_formats import ToolFormatName
-from tandem.proxy.media.source import MediaLimits
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.logs import LogFormat
 
@@ -193,13 +192,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def join_endpoints(self) -> list[str]:
         return [endpoint.strip() for endpoint in self.join.split(",") if endpoint.strip()]
-
-    def media_limits(self) -> MediaLimits:
-        return MediaLimits(
-            max_items=self.max_media_items,
-            allowed_path=self.allowed_media_path,
-            allow_private=self.allow_private_media,
-        )
 
     @property
     def tokenizer_threads(self) -> int:

@@ -29,10 +29,9 @@ class LocalSite:
     of a proxy that crashed are served by its successor. Raises ConfigError when it cannot bind them.
     """
 
-    def __init__(self, cluster: ClusterConfig, model: str, served_model_name: str, folder: Path, logs: Path) -> None:
+    def __init__(self, cluster: ClusterConfig, folder: Path, logs: Path) -> None:
         self._cluster = cluster
-        self._model = model
-        self._configs = ProcessConfigs(cluster, model, served_model_name)
+        self._configs = ProcessConfigs(cluster)
         self._folder = folder
         self._logs = logs
         self._metrics_dir = folder / "metrics"
@@ -92,7 +91,7 @@ class LocalSite:
         return self._child(name, WORKER_MODULES[role], self._configs.worker(role, name, place), env, on_exit)
 
     def make_media_cache(self, on_exit: OnExit) -> Supervised | None:
-        if not takes_media(self._model):
+        if not takes_media(self._cluster.model):
             return None
         self.media_cache_endpoint = self._endpoint("media-cache")
         env = process_environment(1) | {"CUDA_VISIBLE_DEVICES": ""}

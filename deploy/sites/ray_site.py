@@ -54,12 +54,12 @@ MakeConfig = Callable[[str, Place], msgspec.Struct]
 class RaySite:
     """folder: the launcher's, where commands on its host find the proxies. Raises ConfigError without a Ray cluster."""
 
-    def __init__(self, cluster: ClusterConfig, model: str, served_model_name: str, folder: Path, logs: Path) -> None:
+    def __init__(self, cluster: ClusterConfig, folder: Path, logs: Path) -> None:
         self._cluster = cluster
         self._folder = folder
         self._logs = logs
-        self._configs = ProcessConfigs(cluster, model, served_model_name, keys_to_hand_out(cluster.network))
-        self._takes_media = takes_media(model)
+        self._configs = ProcessConfigs(cluster, keys_to_hand_out(cluster.network))
+        self._takes_media = takes_media(cluster.model)
         self._processes: dict[str, RayProcess] = {}
         self._proxies: list[str] = []
         self.progress_files: dict[str, Path] = {}  # always empty: the files are on the nodes

@@ -59,7 +59,7 @@ class StepTensors:
     def of(cls, index: StepIndex, device: torch.device, max_context_len: int | None = None) -> StepTensors:
         """Copy the arrays to the device at once. max_context_len: by default the longest context of the step."""
         flat = flat_on_host(index, device).to(device, non_blocking=True)
-        sizes = [index.num_tokens] * 4 + [index.num_sequences + 1, index.num_sequences, index.block_table.size]
+        sizes = [array.size for array in index]
         token_ids, positions, blocks, offsets, cu_seqlens, num_context, table = torch.split(flat, sizes)
         return cls(
             flat, token_ids, positions, blocks, offsets, cu_seqlens, num_context, table.view(index.block_table.shape),
@@ -69,11 +69,7 @@ class StepTensors:
 
 def flat_on_host(index: StepIndex, device: torch.device) -> torch.Tensor:
     """Concatenate the arrays of `index`, in the order of its fields; pinned if `device` is a GPU."""
-    arrays = (
-        index.token_ids, index.positions, index.blocks, index.offsets, index.cu_seqlens, index.num_context,
-        index.block_table.reshape(-1),
-    )  # fmt: skip
-    host = torch.from_numpy(np.concatenate(arrays))
+    host = torch.from_numpy(np.concatenate([array.reshape(-1) for array in index]))
     return host.pin_memory() if device.type == "cuda" else host
 
 

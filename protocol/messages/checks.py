@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from tandem.protocol.messages.dispatch import PrepareDecode, StartPrefill
+from tandem.protocol.messages.dispatch import PrepareDecode, PromptMessage, StartPrefill
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
 from tandem.protocol.messages.membership import RegisterWorker, WorkerStatus
@@ -36,7 +36,7 @@ _INT64 = range(-(2**63), 2**64)
 _ENDPOINT = re.compile(r"ipc:///[^\s\0]{1,100}|tcp://(?:\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):\d{1,5}")
 
 
-def check_request(message: StartPrefill | PrepareDecode, vocab_size: int, max_model_len: int) -> None:
+def check_request(message: PromptMessage, vocab_size: int, max_model_len: int) -> None:
     """Checks a prompt for a worker whose model has this vocabulary and length."""
     kind = type(message).__name__
     _require(1 <= len(message.attempt_ids) <= MAX_SEQUENCES, kind, "attempt_ids", "too few or too many")
@@ -61,7 +61,7 @@ def check_request(message: StartPrefill | PrepareDecode, vocab_size: int, max_mo
         is_endpoint = _ENDPOINT.fullmatch(message.media_cache) is not None
         _require(not message.media_cache or is_endpoint, kind, "media_cache", "cannot be connected to")
         is_complete = (message.decode_worker_id is None) == (message.decode_epoch is None)
-    else:
+    elif isinstance(message, PrepareDecode):
         is_complete = (message.prefill_worker_id is None) == (message.prefill_epoch is None)
     _require(is_complete, kind, "peer", "id without epoch, or epoch without id")
 
