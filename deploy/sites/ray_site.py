@@ -30,6 +30,7 @@ from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import NetworkKeys, Part, load_keys
 from tandem.protocol.proxy_endpoints import write_endpoints
+from tandem.proxy.http.api_keys import KeyFile, parse_keys
 from tandem.proxy.text.model_files import takes_media
 from tandem.runtime.errors import ConfigError
 
@@ -62,6 +63,12 @@ class RaySite:
         self._takes_media = takes_media(cluster.model)
         self._processes: dict[str, RayProcess] = {}
         self._proxies: list[str] = []
+        self._api_keys = ""
+        self._copying_keys: asyncio.Task[None] | None = None
+        if cluster.api_keys_file:
+            file = KeyFile(Path(cluster.api_keys_file))
+            self._api_keys = file.read()
+            self._copying_keys = asyncio.create_task(self._copy_api_keys(file))
         self.progress_files: dict[str, Path] = {}  # always empty: the files are on the nodes
         self.media_cache_endpoint = ""
         (folder / NETWORK_FILE).write_bytes(msgspec.json.encode(cluster.network))
@@ -99,6 +106,7 @@ class RaySite:
                 lambda: self._proxies,
                 on_endpoint,
                 make_cache,
+                lambda: self._api_keys,
             )
         )
 
@@ -139,10 +147,24 @@ class RaySite:
         for process in self._processes.values():
             process.set_proxy_endpoints(endpoints)
 
+    async def _copy_api_keys(self, file: KeyFile) -> None:
+        """Passes the API keys to all proxies whenever the file has changed. A file without valid keys is not passed."""
+        async for text in file.changes():
+            try:
+                parse_keys(text)
+            except ConfigError as error:
+                log.error("%s; the keys that were read before stay valid", error)
+                continue
+            self._api_keys = text
+            for process in self._processes.values():
+                process.set_api_keys(text)
+
     def stop_listening(self) -> None:
         """Does nothing: each proxy binds its own socket on its node."""
 
     def close(self) -> None:
+        if self._copying_keys is not None:
+            self._copying_keys.cancel()
         ray.shutdown()
 
 
@@ -162,7 +184,8 @@ class RayProcess(Supervised):
 
     make_config(name, place): configuration for a start at `place`. bundle: Ray resources. proxies(): current control
     endpoints of the proxies. on_endpoint: called with a proxy's control endpoint; None for workers. make_media_cache:
-    configuration of a media cache beside the process.
+    configuration of a media cache beside the process. api_keys(): current text of the operator's file of API keys,
+    which a proxy gets as a file on its node; empty if there is none.
     """
 
     def __init__(
@@ -177,6 +200,7 @@ class RayProcess(Supervised):
         proxies: Callable[[], list[str]],
         on_endpoint: Callable[[str, str], None] | None = None,
         make_media_cache: Callable[[NodePlace], MediaCacheConfig] | None = None,
+        api_keys: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__(name, log_file, on_exit)
         self.place: NodePlace | None = None
@@ -188,6 +212,7 @@ class RayProcess(Supervised):
         self._proxies = proxies
         self._on_endpoint = on_endpoint
         self._make_media_cache = make_media_cache
+        self._api_keys = api_keys
         self._actor: Any = None
         self.log_file.write_bytes(b"")
 
@@ -230,6 +255,9 @@ class RayProcess(Supervised):
             cache = self._make_media_cache(node)
             tcp_endpoint: str = await actor.start_media_cache.remote(msgspec.json.encode(cache), self._env)
             place = replace(place, media_cache_endpoint=cache.endpoint, media_cache_tcp_endpoint=tcp_endpoint)
+        if self._api_keys():
+            await actor.set_api_keys.remote(self._api_keys())
+            place = replace(place, api_keys_file=f"{node.folder}/api-keys")
         config = msgspec.json.encode(self._make_config(self.name, place))
         self.last_pid = await actor.start.remote(self._module, config, self._env, self._proxies())
         if self._stopping.is_set():
@@ -258,6 +286,10 @@ class RayProcess(Supervised):
     def set_proxy_endpoints(self, endpoints: list[str]) -> None:
         if self._actor is not None and self._on_endpoint is None:
             self._actor.set_proxies.remote(endpoints)
+
+    def set_api_keys(self, text: str) -> None:
+        if self._actor is not None and self._on_endpoint is not None:
+            self._actor.set_api_keys.remote(text)
 
     def send_signal(self, number: signal.Signals) -> None:
         if self._actor is None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.admission import Admission, Ticket
+from tandem.proxy.admission.api_key import ApiKey
 from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.router import NoWorkerReady
@@ -63,11 +64,12 @@ class Generation:
         record: RequestRecord,
         client: str = "",
         timeout_s: float | None = None,
+        api_key: ApiKey | None = None,
     ) -> None:
         """request: with tokenised prompts, as `ReaderPool.read` returns it. record: ended by `deltas`.
 
         client: whose limits the request counts towards. timeout_s: the client's, from arrival; the server's and the
-        request's own hold as well.
+        request's own hold as well. api_key: ends the request when it is revoked.
         """
         limits_s = (services.request_timeout_s, timeout_s, request.timeout)
         self._timeout_s = min(limit_s for limit_s in limits_s if limit_s is not None)
@@ -77,6 +79,7 @@ class Generation:
         self.created = int(time.time())
         self._services = services
         self._client = client
+        self._api_key = api_key
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Yields the text of all sequences as it comes. The last delta of each has a finish_reason.
@@ -89,15 +92,17 @@ class Generation:
         ready: asyncio.Queue[DispatchedSequence] = asyncio.Queue()
         ticket: Ticket | None = None
 
-        def on_displaced(error: TandemError) -> None:
+        def fail(error: TandemError) -> None:
             for sequence in texts:
                 sequence.fail(error)
 
         try:
+            if self._api_key is not None:
+                self._api_key.begin(fail)
             prompts = self._prompts()
             # A prompt is computed once for all its sequences, so it counts for the first of them.
             prompt_tokens = [0 if i else prompt.num_tokens for prompt in prompts for i in range(self.request.n)]
-            ticket = services.admission.admit(self._client, prompt_tokens, self.request.priority, on_displaced)
+            ticket = services.admission.admit(self._client, prompt_tokens, self.request.priority, fail)
             for prompt in prompts:
                 self._start(prompt, texts, ready)
             num_open = len(texts)
@@ -125,6 +130,8 @@ class Generation:
             outcome = "internal_error"
             raise
         finally:
+            if self._api_key is not None:
+                self._api_key.end(fail)
             for sequence, text in texts.items():
                 text.timer.close()
                 services.dispatcher.drop(sequence)

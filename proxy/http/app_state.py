@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.dispatch.generation import GenerationServices
+from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.bodies import RequestBodies
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.reading.media_pool import MediaPool
@@ -13,8 +14,9 @@ from tandem.proxy.reading.media_pool import MediaPool
 
 @dataclass(frozen=True, slots=True)
 class AppState(GenerationServices):
-    """media: None where the model takes text only."""
+    """api_keys: None lets every client in. media: None where the model takes text only."""
 
+    api_keys: ApiKeys | None
     bodies: RequestBodies
     readiness: WorkerReadiness
     timelines: Timelines

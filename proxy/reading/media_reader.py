@@ -43,7 +43,7 @@ class MediaReader:
 
     def decode(self, job: MediaJob) -> GenerationRequest:
         """Raises InvalidRequest."""
-        request = self._bodies.decode(Path(job.path).read_bytes() if job.path else job.body, job.kind)
+        request = self._bodies.decode(Path(job.path).read_bytes() if job.path else job.body, job.kind, job.cache_scope)
         if has_own_template(request.prompt):  # its CPU time can be limited on a main thread only
             raise InvalidRequest(
                 "chat_template cannot be combined with images or video; leave one of them out.", "chat_template"
