@@ -23,7 +23,6 @@ from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.commands.scale import scale
 from tandem.deploy.config import ClusterConfig, bracketed, flag_name, load_config, settings, unknown_name
 from tandem.protocol.messages.membership import Role
-from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import make_keys
 from tandem.runtime.errors import ConfigError, TandemError
 
@@ -128,13 +127,8 @@ def _parser() -> CommandParser:
     cache = add("cache", _cache, "empty the media cache of a running cluster")
     cache.add_argument("action", choices=["clear"], help="clear: drop all processed images and videos")
     for command in (status, scale, drain, restart, cache):
-        command.add_argument(
-            "--port",
-            type=int,
-            default=ClusterConfig().port,
-            metavar="N",
-            help="HTTP port of the cluster (default: 8000)",
-        )
+        help_text = "HTTP port of the cluster (default: 8000)"
+        command.add_argument("--port", type=int, default=ClusterConfig().port, metavar="N", help=help_text)
     for command, timeout_s in ((scale, 600.0), (drain, 60.0), (restart, 600.0)):
         zero = "; 0 does not wait" if command is scale else ""
         help_text = f"seconds to wait{' for each process' if command is restart else ''} (default: {timeout_s:g}{zero})"
@@ -231,10 +225,8 @@ def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
     print(f"Tandem serves {config.served_model_name} on {url}/v1", flush=True)
     print(f"\ncurl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n", flush=True)
     if config.proxy_endpoints:
-        print(
-            f"Workers on other hosts join with: tandem worker ROLE --join {','.join(config.proxy_endpoints)}",
-            flush=True,
-        )
+        endpoints = ",".join(config.proxy_endpoints)
+        print(f"Workers on other hosts join with: tandem worker ROLE --join {endpoints}", flush=True)
     admin_host, admin_port = config.admin_address
     console.print(f"Dashboard: http://{bracketed(admin_host)}:{admin_port}/dashboard", soft_wrap=True)
     console.print(f"Logs: {logs}. Press Ctrl-C to stop the cluster.", soft_wrap=True)
@@ -243,10 +235,9 @@ def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
 def _status(arguments: argparse.Namespace) -> int:
     from tandem.deploy.commands.status import print_status, watch_status
 
-    endpoints = [endpoint.strip() for endpoint in arguments.join.split(",") if endpoint.strip()]
-    cluster = ClusterClient(
-        arguments.port, endpoints, NetworkConfig(arguments.network_keys, arguments.insecure_network)
-    )
+    join, keys, insecure = arguments.join, arguments.network_keys, arguments.insecure_network
+    config = ClusterConfig(join=join, network_keys=keys, insecure_network=insecure)
+    cluster = ClusterClient(arguments.port, config.join_endpoints, config.network)
     if arguments.watch:
         asyncio.run(watch_status(cluster))  # until Ctrl-C
     return asyncio.run(print_status(cluster, arguments.json))

@@ -47,7 +47,6 @@ from tandem.telemetry.request_log import RequestLog, ignore
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 2048
 _MAX_ADMIN_CONNECTIONS = 128
 _GAUGES_INTERVAL_S = 1.0
 _ERROR_EVENT_S = 0.5
@@ -94,7 +93,6 @@ class HttpListener:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            backlog=BACKLOG,
             timeout_keep_alive=config.keep_alive_s,  # type: ignore[arg-type]  # any number works
             timeout_graceful_shutdown=grace_s,  # type: ignore[arg-type]
             ssl_certfile=certfile or None,

@@ -393,9 +393,9 @@ class Launcher:
 
     async def _wait(self, tasks: list[asyncio.Task[None]], timeout_s: float) -> bool:
         """True if all tasks have ended in time."""
-        running = [task for task in tasks if not task.done()]
+        running = {task for task in tasks if not task.done()}
         if running:
-            _, running = await asyncio.wait(running, timeout=timeout_s)  # type: ignore[assignment]
+            _, running = await asyncio.wait(running, timeout=timeout_s)
         return not running
 
 

@@ -34,7 +34,6 @@ class NodePlace(msgspec.Struct, frozen=True):
 class ProcessEnd(msgspec.Struct, frozen=True):
     """log: last lines of the process's output."""
 
-    pid: int
     returncode: int
     log: str
 
@@ -118,7 +117,7 @@ class ProcessActor:
     async def wait(self) -> ProcessEnd:
         assert self._process is not None
         returncode = await self._process.wait()
-        return ProcessEnd(self._process.pid, returncode, self._output.tail())
+        return ProcessEnd(returncode, self._output.tail())
 
     async def send_signal(self, number: int) -> None:
         if self._process is not None and self._process.returncode is None:

@@ -32,7 +32,7 @@ from tandem.protocol.network_keys import NetworkKeys, Part, load_keys
 from tandem.protocol.proxy_endpoints import write_endpoints
 from tandem.proxy.http.api_keys import KeyFile, parse_keys
 from tandem.proxy.text.model_files import takes_media
-from tandem.runtime.errors import ConfigError
+from tandem.runtime.errors import ConfigError, first_line
 
 try:
     import ray
@@ -75,9 +75,8 @@ class RaySite:
         try:
             ray.init(address=cluster.ray, namespace="tandem", log_to_driver=False, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
             raise ConfigError(
-                f"--ray: cannot connect to the Ray cluster at {cluster.ray!r} ({reason}); start one with "
+                f"--ray: cannot connect to the Ray cluster at {cluster.ray!r} ({first_line(error)}); start one with "
                 "`ray start --head`"
             ) from error
         resources = ray.cluster_resources()
@@ -94,21 +93,11 @@ class RaySite:
     def make_proxy(self, name: str, on_exit: OnExit, on_endpoint: Callable[[str, str], None]) -> Supervised:
         env = process_environment(1) | {"CUDA_VISIBLE_DEVICES": ""}
         make_cache = self._media_cache if self._takes_media else None
-        return self._add(
-            RayProcess(
-                name,
-                "tandem.proxy",
-                self._configs.proxy,
-                self._proxy_bundle,
-                env,
-                self._logs / f"{name}.log",
-                on_exit,
-                lambda: self._proxies,
-                on_endpoint,
-                make_cache,
-                lambda: self._api_keys,
-            )
-        )
+        log_file, bundle = self._logs / f"{name}.log", self._proxy_bundle
+        make = self._configs.proxy
+        process = RayProcess(name, "tandem.proxy", make, bundle, env, log_file, on_exit, on_endpoint, make_cache)
+        process.set_api_keys(self._api_keys)
+        return self._add(process)
 
     def _media_cache(self, place: NodePlace) -> MediaCacheConfig:
         """Media cache beside a proxy. Prefill workers of other nodes read from it and do not share embeddings."""
@@ -127,10 +116,10 @@ class RaySite:
         env = process_environment(num_threads)
         make = partial(self._configs.worker, role)
         log_file = self._logs / f"{name}.log"
-        proxies = lambda: self._proxies  # noqa: E731
-        return self._add(RayProcess(name, WORKER_MODULES[role], make, bundle, env, log_file, on_exit, proxies))
+        return self._add(RayProcess(name, WORKER_MODULES[role], make, bundle, env, log_file, on_exit))
 
     def _add(self, process: RayProcess) -> RayProcess:
+        process.set_proxy_endpoints(self._proxies)
         self._processes[process.name] = process
         return process
 
@@ -182,10 +171,8 @@ def keys_to_hand_out(network: NetworkConfig) -> dict[Part, NetworkKeys]:
 class RayProcess(Supervised):
     """A process in a Ray actor. Each start gets a new placement group, actor and configuration.
 
-    make_config(name, place): configuration for a start at `place`. bundle: Ray resources. proxies(): current control
-    endpoints of the proxies. on_endpoint: called with a proxy's control endpoint; None for workers. make_media_cache:
-    configuration of a media cache beside the process. api_keys(): current text of the operator's file of API keys,
-    which a proxy gets as a file on its node; empty if there is none.
+    make_config(name, place): configuration for a start at `place`. bundle: Ray resources. on_endpoint: called with a
+    proxy's control endpoint; None for workers. make_media_cache: configuration of a media cache beside the process.
     """
 
     def __init__(
@@ -197,10 +184,8 @@ class RayProcess(Supervised):
         env: dict[str, str],
         log_file: Path,
         on_exit: OnExit,
-        proxies: Callable[[], list[str]],
         on_endpoint: Callable[[str, str], None] | None = None,
         make_media_cache: Callable[[NodePlace], MediaCacheConfig] | None = None,
-        api_keys: Callable[[], str] = lambda: "",
     ) -> None:
         super().__init__(name, log_file, on_exit)
         self.place: NodePlace | None = None
@@ -209,10 +194,10 @@ class RayProcess(Supervised):
         self._make_config = make_config
         self._bundle = bundle
         self._env = env
-        self._proxies = proxies
+        self._proxies: list[str] = []
         self._on_endpoint = on_endpoint
         self._make_media_cache = make_media_cache
-        self._api_keys = api_keys
+        self._api_keys = ""
         self._actor: Any = None
         self.log_file.write_bytes(b"")
 
@@ -255,14 +240,14 @@ class RayProcess(Supervised):
             cache = self._make_media_cache(node)
             tcp_endpoint: str = await actor.start_media_cache.remote(msgspec.json.encode(cache), self._env)
             place = replace(place, media_cache_endpoint=cache.endpoint, media_cache_tcp_endpoint=tcp_endpoint)
-        if self._api_keys():
-            await actor.set_api_keys.remote(self._api_keys())
+        if self._api_keys:
+            await actor.set_api_keys.remote(self._api_keys)
             place = replace(place, api_keys_file=f"{node.folder}/api-keys")
         config = msgspec.json.encode(self._make_config(self.name, place))
-        self.last_pid = await actor.start.remote(self._module, config, self._env, self._proxies())
+        self.last_pid = await actor.start.remote(self._module, config, self._env, self._proxies)
         if self._stopping.is_set():
             self.send_signal(signal.SIGINT)
-        self.set_proxy_endpoints(self._proxies())  # they may have changed during the start
+        self.set_proxy_endpoints(self._proxies)  # they may have changed during the start
         log.info("%s runs on %s (process %d)", self.name, node.host, self.last_pid)
         if self._on_endpoint is not None and (endpoint := await actor.endpoint.remote()) is not None:
             self._on_endpoint(self.name, endpoint)
@@ -284,11 +269,14 @@ class RayProcess(Supervised):
         return False
 
     def set_proxy_endpoints(self, endpoints: list[str]) -> None:
+        self._proxies = endpoints
         if self._actor is not None and self._on_endpoint is None:
             self._actor.set_proxies.remote(endpoints)
 
     def set_api_keys(self, text: str) -> None:
-        if self._actor is not None and self._on_endpoint is not None:
+        """Text of the operator's file of API keys, which a proxy reads from its node; empty if there is none."""
+        self._api_keys = text
+        if text and self._actor is not None and self._on_endpoint is not None:
             self._actor.set_api_keys.remote(text)
 
     def send_signal(self, number: signal.Signals) -> None:

@@ -20,6 +20,7 @@ from tandem.engine.attention.interface import NO_WINDOW, AttentionOptions
 from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import BatchItem
+from tandem.runtime.errors import first_line
 
 if TYPE_CHECKING:
     from tandem.engine.kv_pool import KVPool
@@ -146,7 +147,7 @@ def varlen_problem(pool: KVPool, varlen: VarlenFunction | None, num_heads: int, 
             if not error < 0.05:
                 return f"varlen_attn is off by {error:.3g} from plain attention"
     except Exception as problem:  # backends raise various errors
-        return f"varlen_attn does not take this pool: {str(problem).strip().splitlines()[0]}"
+        return f"varlen_attn does not take this pool: {first_line(problem)}"
     finally:
         pool.tensor[:2] = saved
     return None

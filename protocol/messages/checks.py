@@ -45,8 +45,7 @@ def check_request(message: PromptMessage, vocab_size: int, max_model_len: int) -
     _require(len(set(message.attempt_ids)) == len(message.attempt_ids), kind, "attempt_ids", "a duplicate")
     _require(len(message.seeds) == len(message.attempt_ids), kind, "seeds", "not one for each attempt")
     _require(all(seed in _INT64 for seed in message.seeds), kind, "seeds", "more than 64 bits")
-    for name in (message.proxy_id, message.transfer_id, *message.attempt_ids):
-        _require(0 < len(name) <= MAX_NAME_CHARACTERS, kind, "ids", "empty or too long")
+    _check_names(kind, (message.proxy_id, message.transfer_id, *message.attempt_ids))
     _require(abs(message.deadline_s) <= MAX_DEADLINE_S, kind, "deadline_s", "not finite, or too long")
     num_tokens, rest = divmod(len(message.token_ids), BYTES_PER_TOKEN)
     _require(rest == 0 and num_tokens > 0, kind, "token_ids", "empty or truncated")

@@ -148,11 +148,9 @@ class MediaCacheStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fie
     num_items: int
     used_bytes: int
     pinned_bytes: int
-    capacity_bytes: int
     num_leases: int
     num_hits: int
     num_misses: int
-    num_evicted: int
 
 
 FromOtherHosts = GetMedia

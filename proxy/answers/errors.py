@@ -26,6 +26,7 @@ from tandem.runtime.errors import (
 
 log = logging.getLogger("proxy")
 
+RETRY_STATUSES = (429, 503)
 RETRY_AFTER_S = "1"
 _JSON = "application/json"
 
@@ -99,7 +100,7 @@ def tandem_error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, TandemError)
     status = status_of(error)
     headers = id_header(request)
-    if status in (429, 503):
+    if status in RETRY_STATUSES:
         headers["retry-after"] = str(error.retry_after_s) if isinstance(error, Overloaded) else RETRY_AFTER_S
     return Response(error_body(error), status, headers, _JSON)
 

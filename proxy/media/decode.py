@@ -21,7 +21,6 @@ from tandem.runtime.errors import first_line
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 VIDEO_FORMATS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
-_PROBE_BYTES = 5 << 20
 _MIN_COMPLETE_SHARE = 0.9
 """A video is damaged if a smaller share of its frames or of its declared duration can be decoded."""
 
@@ -161,14 +160,8 @@ def _opened_video(source: MediaSource, data: bytes) -> Iterator[Any]:
         raise source.refused("it is empty")
     try:
         # Only these demuxers: others read playlists, which name files and URLs.
-        with av.open(
-            io.BytesIO(data),
-            options={
-                "protocol_whitelist": "",
-                "format_whitelist": ",".join(VIDEO_FORMATS),
-                "probesize": str(_PROBE_BYTES),
-            },
-        ) as container:
+        options = {"protocol_whitelist": "", "format_whitelist": ",".join(VIDEO_FORMATS)}
+        with av.open(io.BytesIO(data), options=options) as container:
             if container.format.name not in VIDEO_FORMATS:
                 raise source.refused("it is not an MP4 or WebM video")
             if not container.streams.video:
