@@ -14,6 +14,7 @@ from tandem.deploy.config import ClusterConfig, bracketed
 from tandem.deploy.processes.child_process import ChildProcess
 from tandem.deploy.processes.gpus import least_used, visible_gpus
 from tandem.deploy.processes.log_file import LogFile
+from tandem.deploy.processes.nccl_interface import nccl_environment
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs, process_environment
 from tandem.deploy.processes.supervisor import OnExit, Supervised
 from tandem.deploy.sites.site import WORKER_MODULES
@@ -83,6 +84,8 @@ class LocalSite:
             media_cache_endpoint=self.media_cache_endpoint if role == "prefill" else "",
         )
         env = process_environment(self._cluster.num_threads(role))
+        if self._gpus != []:  # there are GPUs, or it is not known
+            env |= nccl_environment(place.host, os.environ)
         if self._gpus is not None:
             used = Counter(gpu for gpus in self._gpus_of.values() for gpu in gpus)
             self._gpus_of[name] = least_used(self._gpus, used, self._cluster.num_ranks(role))

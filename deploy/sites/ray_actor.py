@@ -17,6 +17,7 @@ import msgspec
 
 from tandem.deploy.processes.child_process import ChildProcess, start_module
 from tandem.deploy.processes.log_file import LogFile
+from tandem.deploy.processes.nccl_interface import nccl_environment
 from tandem.media_cache.config import MediaCacheConfig
 from tandem.protocol.proxy_endpoints import write_endpoints, write_whole
 
@@ -53,6 +54,10 @@ class ProcessActor:
         import ray
 
         return NodePlace(ray.util.get_node_ip_address(), str(self._folder))
+
+    async def nccl_environment(self) -> dict[str, str]:
+        """See `deploy.processes.nccl_interface`. Raises ConfigError."""
+        return nccl_environment((await self.place()).host, os.environ)
 
     async def start_media_cache(self, config: bytes, env: dict[str, str]) -> str:
         """Start the media cache and return its tcp endpoint, which it keeps when it is restarted.

@@ -244,7 +244,10 @@ class RayProcess(Supervised):
             await actor.set_api_keys.remote(self._api_keys)
             place = replace(place, api_keys_file=f"{node.folder}/api-keys")
         config = msgspec.json.encode(self._make_config(self.name, place))
-        self.last_pid = await actor.start.remote(self._module, config, self._env, self._proxies)
+        env = self._env
+        if self._bundle.get("GPU"):
+            env = env | await actor.nccl_environment.remote()
+        self.last_pid = await actor.start.remote(self._module, config, env, self._proxies)
         if self._stopping.is_set():
             self.send_signal(signal.SIGINT)
         self.set_proxy_endpoints(self._proxies)  # they may have changed during the start

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +89,18 @@ def test_key_files_are_private(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tandem keys"):
         load_keys(folder, "worker")
     assert load_keys(folder, "proxy").part == "proxy", "a host needs only the secret of its own role"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of root")
+def test_a_key_of_root_may_be_readable_by_its_group(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kubernetes mounts a Secret for another user in this way."""
+    monkeypatch.setattr(os, "getuid", lambda: 1000)
+    (keys / "worker.key_secret").chmod(0o440)
+    assert load_keys(keys, "worker").part == "worker"
+    for mode in (0o460, 0o444):
+        (keys / "worker.key_secret").chmod(mode)
+        with pytest.raises(ConfigError, match="can be read by others"):
+            load_keys(keys, "worker")
 
 
 @pytest.mark.parametrize("part", ["worker", "operator"])
