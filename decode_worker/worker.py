@@ -22,7 +22,7 @@ from tandem.kv_transfer.handshake import offered_connectors
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.checks import (
     MAX_SEQUENCES,
-    check_first_tokens,
+    check_finish_transfer,
     check_open_pair,
     check_request,
 )
@@ -157,7 +157,7 @@ class DecodeWorker:
             case ShipKV():
                 self._on_ship(message)
             case FinishTransfer():
-                check_first_tokens(message.first_token_ids, self._host.loaded.vocab_size)
+                check_finish_transfer(message, self._host.loaded.vocab_size)
                 self._perform(scheduler.on_finish_transfer(message))
             case CloseTransfer():
                 self._perform(scheduler.on_close_transfer(message.transfer_id))

@@ -89,7 +89,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, _in("HTTP", "Port of the HTTP endpoint.", ge=1, le=65535)] = 8000
     api_key: Annotated[str, _in("HTTP", "API key that clients must send; empty allows every client.")] = ""
     api_keys_file: Annotated[str, _in("HTTP", description=
-        "File with further API keys, one per line; blank lines and lines that begin with # are ignored.")] = ""
+        "File with further API keys, `KEY` or `KEY NAME` on each line; blank lines and lines that begin with # are "
+        "ignored. Read again when it changes. Keys of one NAME share limits and cached prefixes.")] = ""
     ssl_certfile: Annotated[str, _in("HTTP", "PEM certificate; the endpoint then serves HTTPS only.")] = ""
     ssl_keyfile: Annotated[str, _in("HTTP", description=
         "PEM private key of --ssl-certfile; empty reads it from the certificate file.")] = ""
@@ -383,16 +384,3 @@ def _check_network(config: ClusterConfig) -> None:
         )
     if config.network_keys:
         load_keys(Path(config.network_keys), "operator" if config.ray else "worker")
-
-
-def read_api_keys(file: Path) -> list[str]:
-    """Read one key per line. Raises ConfigError, in one line, for a file that cannot be read or holds no keys."""
-    try:
-        lines = [line.strip() for line in file.read_text().splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"api_keys_file: cannot read {file}: {reason}") from error
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"api_keys_file: {file} holds no keys; write one on each line")
-    return list(dict.fromkeys(keys))

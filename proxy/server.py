@@ -12,6 +12,7 @@ import ssl
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -29,6 +30,7 @@ from tandem.proxy.config import ProxyConfig
 from tandem.proxy.control import Control
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
+from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import RequestBodies
 from tandem.proxy.http.client_routes import make_admin_app, make_app
@@ -118,7 +120,7 @@ class ProxyServer:
     """Owns all parts of a proxy. Construct on the running loop; `close` once."""
 
     def __init__(self, config: ProxyConfig, text: ModelText, readers: ReaderPool) -> None:
-        """Raises ConfigError when an address cannot be bound or a certificate cannot be read."""
+        """Raises ConfigError when an address cannot be bound, or a certificate or the API keys cannot be read."""
         self._config = config
         listener = _listen_socket(config.listen_fd, config.host, config.port)
         # Unique for each start: workers drop the requests of a proxy's predecessor.
@@ -152,6 +154,10 @@ class ProxyServer:
         if config.media_cache_endpoint:
             media = MediaPool(config, MediaCacheClient(self._context, config.media_cache_endpoint), ttft_slo_s)
 
+        api_keys: ApiKeys | None = None
+        if config.api_key is not None or config.api_keys_file:
+            api_keys = ApiKeys(config.api_key, Path(config.api_keys_file) if config.api_keys_file else None)
+
         self._state = AppState(
             text=text,
             token_text=TokenText(text.tokenizer),
@@ -165,6 +171,7 @@ class ProxyServer:
             requests=requests,
             request_timeout_s=config.request_timeout_s,
             ttft_slo_s=ttft_slo_s,
+            api_keys=api_keys,
             bodies=RequestBodies(config.max_body_bytes, config.client_timeout_s),
             readiness=WorkerReadiness(worker_table, config.max_waiting_requests, config.worker_wait_s),
             timelines=Timelines(self._context, requests, config.peer_endpoints),
@@ -197,11 +204,14 @@ class ProxyServer:
             await self._state.media.start()
         freeze_loaded_objects()
         log.info("proxy %s serves %s on %s:%d", self._proxy_id, config.served_model_name, config.host, config.port)
-        gauges = asyncio.create_task(self._update_gauges())
+        tasks = [asyncio.create_task(self._update_gauges())]
+        if self._state.api_keys is not None:
+            tasks.append(asyncio.create_task(self._state.api_keys.watch()))
         try:
             await asyncio.gather(*(http.serve() for http in self._http))
         finally:
-            gauges.cancel()
+            for task in tasks:
+                task.cancel()
 
     def _stop(self, grace_s: float) -> None:
         """Accept no more connections, and end running streams after the grace period. A later call replaces it."""

@@ -51,10 +51,13 @@ class Attempt:
 
     on_news: called when there are tokens to take, and at the end. `suspects` are the workers that may have caused the
     error. `has_lost_worker` means that a worker of the attempt was lost and the other one is not to blame.
-    `busy_workers` may still hold something for the attempt.
+    `busy_workers` may still hold something for the attempt. is_alone: no other attempt of a suspect is in flight, see
+    `proxy.dispatch.crashes`.
     """
 
-    def __init__(self, attempt_id: str, prefill: SharedPrefill, on_news: Callable[[], None]) -> None:
+    def __init__(
+        self, attempt_id: str, prefill: SharedPrefill, on_news: Callable[[], None], is_alone: bool = False
+    ) -> None:
         route = prefill.route
         self.attempt_id = attempt_id
         self.prefill = prefill
@@ -73,7 +76,9 @@ class Attempt:
         self.has_lost_worker = False
         self.suspects: list[WorkerInfo] = []
         self.busy_workers = route.workers
+        self.is_alone = is_alone
         self._on_news = on_news
+        self._may_have_killed = False
         self._decode_reserved = len(route.workers) == 1  # a worker that computes the prompt for itself has reserved
         self._decode_tokens: list[NewToken] = []  # held until the first token is released
         self._first_released = False
@@ -117,11 +122,23 @@ class Attempt:
 
     def on_worker_lost(self, worker: WorkerInfo, error: TandemError) -> None:
         """Ends the attempt, unless only prefill was lost and decode already runs."""
-        if worker == self.route.prefill and self._first_released and self._num_decoded:
+        if worker == self.route.prefill and self._first_released and self.has_decoded:
             self._on_worker_done(worker)
         elif not self.preempted:
             self.has_lost_worker = True
             self.fail(error, suspects=[worker])  # it may still run, behind a broken connection
+
+    def may_have_killed(self, worker: WorkerInfo) -> bool:
+        """Whether the attempt may be the cause of this worker's death: its part there had not succeeded.
+
+        True once, so that a host that fails with both workers counts as one death.
+        """
+        has_succeeded = self.has_decoded or (worker == self.route.prefill and self.first_token is not None)
+        is_over = self.finish_reason is not None or self.preempted or (self.error and worker not in self.suspects)
+        if has_succeeded or is_over or self._may_have_killed:
+            return False
+        self._may_have_killed = self.runs_on(worker)
+        return self._may_have_killed
 
     def fail(self, error: TandemError, suspects: Sequence[WorkerInfo] = ()) -> None:
         if suspects:
@@ -135,6 +152,11 @@ class Attempt:
     @property
     def has_ended(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def has_decoded(self) -> bool:
+        """Whether a decode step of the sequence has succeeded."""
+        return self._num_decoded > 0
 
     @property
     def has_tokens(self) -> bool:

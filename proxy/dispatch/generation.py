@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from tandem.protocol.messages.generation import FinishReason, SampledToken
 from tandem.proxy.admission.admission import Admission, Ticket
 from tandem.proxy.admission.answer_budget import AnswerBudget, HeldAnswer
+from tandem.proxy.admission.api_key import ApiKey
 from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.router import NoWorkerReady
@@ -71,11 +72,12 @@ class Generation:
         record: RequestRecord,
         client: str = "",
         timeout_s: float | None = None,
+        api_key: ApiKey | None = None,
     ) -> None:
         """request: with tokenised prompts, as `ReaderPool.read` returns it. record: ended by `deltas`.
 
         client: whose limits the request counts towards. timeout_s: the client's, from arrival; the server's and the
-        request's own hold as well.
+        request's own hold as well. api_key: ends the request when it is revoked.
         """
         limits_s = (services.request_timeout_s, timeout_s, request.timeout)
         self._timeout_s = min(limit_s for limit_s in limits_s if limit_s is not None)
@@ -88,6 +90,7 @@ class Generation:
         self._services = services
         self._client = client
         self._shown_prompts: set[int] = set()  # numbers of the prompts that a delta had
+        self._api_key = api_key
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Yields the text of all sequences as it comes. The last delta of each has a finish_reason.
@@ -100,16 +103,18 @@ class Generation:
         ready: asyncio.Queue[DispatchedSequence] = asyncio.Queue()
         ticket: Ticket | None = None
 
-        def on_displaced(error: TandemError) -> None:
+        def fail(error: TandemError) -> None:
             for sequence in texts:
                 sequence.fail(error)
 
         try:
+            if self._api_key is not None:
+                self._api_key.begin(fail)
             prompts = self._prompts()
             # A prompt is computed once for all its sequences, so it counts for the first of them.
             prompt_tokens = [0 if i else prompt.num_tokens for prompt in prompts for i in range(self.request.n)]
             self.held.reserve(self.request.num_held_bytes(self.record.num_prompt_tokens))
-            ticket = services.admission.admit(self._client, prompt_tokens, self.request.priority, on_displaced)
+            ticket = services.admission.admit(self._client, prompt_tokens, self.request.priority, fail)
             for prompt in prompts:
                 self._start(prompt, texts, ready)
                 await asyncio.sleep(0)  # starting a thousand sequences takes 0.1 s
@@ -151,6 +156,8 @@ class Generation:
             outcome = "internal_error"
             raise
         finally:
+            if self._api_key is not None:
+                self._api_key.end(fail)
             for sequence, text in texts.items():
                 text.timer.close()
                 services.dispatcher.drop(sequence)

@@ -35,8 +35,8 @@ from tandem.proxy.http.admin_routes import admin_routes
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.openapi import docs_page, openapi_document
 from tandem.proxy.http.starlette_app import (
-    ApiKeys,
     ApiRoute,
+    api_key_of,
     client_of,
     fixed_answer,
     json_answer,
@@ -52,9 +52,8 @@ TIMEOUT_HEADER = "x-request-timeout"
 
 def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
     """Returns the application for clients. It has the admin routes too where there is no admin address."""
-    keys = [*config.api_keys, *([config.api_key] if config.api_key is not None else [])]
     card = ModelCard(config.served_model_name, int(time.time()), None)
-    document = openapi_document(config.served_model_name, bool(keys))
+    document = openapi_document(config.served_model_name, state.api_keys is not None)
     table, readers = state.worker_table, state.readers
     generate = partial(_generate, state, config.served_model_name)
 
@@ -104,7 +103,7 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
     ]
     if not config.admin_port:
         routes += admin_routes(config, state)
-    return starlette_app(routes, ApiKeys(keys) if keys else None)
+    return starlette_app(routes, state.api_keys)
 
 
 def make_admin_app(config: ProxyConfig, state: AppState) -> ASGIApp:
@@ -115,12 +114,13 @@ def make_admin_app(config: ProxyConfig, state: AppState) -> ASGIApp:
 async def _generate(state: AppState, model: str, kind: BodyKind, request: Request) -> Response:
     record = state.requests.begin(request_id_of(request), kind, request.headers.get("traceparent", ""))
     serving(record.request_id)
-    client = client_of(request)
+    client, api_key = client_of(request), api_key_of(request)
+    cache_scope = api_key.cache_scope if api_key is not None else ""
     try:
         check_request_id(request)
         timeout_s = _request_timeout_s(request)
         async with state.bodies.receive(request.receive, request.headers) as body:
-            reading = _read(state, kind, body, client, min(state.request_timeout_s, timeout_s or math.inf))
+            reading = _read(state, kind, body, client, cache_scope, min(state.request_timeout_s, timeout_s or math.inf))
             is_long = not isinstance(body, bytes) or (state.media is not None and mentions_media(body))
             asked = await (unless_disconnected(request.receive, reading) if is_long else reading)
     except TandemError as error:
@@ -136,7 +136,7 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
         request.state.request_id = asked.request_id
         state.requests.rename(record, asked.request_id)
         serving(record.request_id)
-    generation = Generation(state, asked, record, client, timeout_s)
+    generation = Generation(state, asked, record, client, timeout_s, api_key)
     try:
         answers = _answers(kind, generation, model)
         if not asked.stream:
@@ -176,14 +176,14 @@ def _answers(kind: BodyKind, generation: Generation, model: str) -> Answers:
 
 
 async def _read(
-    state: AppState, kind: BodyKind, body: bytes | SpooledBody, client: str, timeout_s: float
+    state: AppState, kind: BodyKind, body: bytes | SpooledBody, client: str, cache_scope: str, timeout_s: float
 ) -> GenerationRequest:
     """Returns the request with its prompts as tokens. Counts errors, as `Generation` does for what follows."""
     try:
         state.admission.check(client, priority=_soonest_priority(body))  # before the work of tokenising
         try:
             async with asyncio.timeout(timeout_s):
-                return await _read_body(state, kind, body, client)
+                return await _read_body(state, kind, body, client, cache_scope)
         except TimeoutError as error:
             raise DeadlineExceeded(f"the request was not finished within its {timeout_s:.3g} s") from error
     except TandemError as error:
@@ -193,17 +193,19 @@ async def _read(
         raise
 
 
-async def _read_body(state: AppState, kind: BodyKind, body: bytes | SpooledBody, client: str) -> GenerationRequest:
+async def _read_body(
+    state: AppState, kind: BodyKind, body: bytes | SpooledBody, client: str, cache_scope: str
+) -> GenerationRequest:
     """Requests with media are read by the media process, all others by the tokeniser processes."""
     limits = await state.readiness.limits()
     if state.media is None:
-        return await state.readers.read(kind, body, limits)
+        return await state.readers.read(kind, body, limits, cache_scope)
     if kind == "chat" and mentions_media(body):
-        return await state.media.read(kind, body, limits, client)
+        return await state.media.read(kind, body, limits, client, cache_scope)
     try:
-        return await state.readers.read(kind, body, limits)
+        return await state.readers.read(kind, body, limits, cache_scope)
     except HasMedia:
-        return await state.media.read(kind, body, limits, client)
+        return await state.media.read(kind, body, limits, client, cache_scope)
 
 
 def _soonest_priority(body: bytes | SpooledBody) -> int:

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import msgspec
 
 from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.proxy.admission.api_key import scoped_salt
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import DetokenizeResponse, TokenizeResponse
 from tandem.proxy.api.structured_output import checked_grammar
@@ -49,13 +50,17 @@ class BodyReader:
         """Loads the model's text files. Raises ConfigError."""
         return cls(ModelText(config.model), config)
 
-    def decode(self, body: bytes, kind: BodyKind) -> GenerationRequest:
-        """Validates everything except what depends on the prompt's tokens. Raises InvalidRequest."""
-        return self._decoder.chat(body) if kind == "chat" else self._decoder.completion(body)
+    def decode(self, body: bytes, kind: BodyKind, cache_scope: str = "") -> GenerationRequest:
+        """Validates everything except what depends on the prompt's tokens. Raises InvalidRequest.
 
-    def read(self, body: bytes, kind: BodyKind, limits: ModelLimits) -> GenerationRequest:
+        cache_scope: of the client's API key; part of the request's cache_salt.
+        """
+        request = self._decoder.chat(body) if kind == "chat" else self._decoder.completion(body)
+        return msgspec.structs.replace(request, cache_salt=scoped_salt(cache_scope, request.cache_salt))
+
+    def read(self, body: bytes, kind: BodyKind, limits: ModelLimits, cache_scope: str = "") -> GenerationRequest:
         """Returns a request with `RenderedPrompts`. Raises InvalidRequest, HasMedia."""
-        request = self.decode(body, kind)
+        request = self.decode(body, kind, cache_scope)
         if has_media(request.prompt):
             raise HasMedia("the request has images or video")
         return self.render(request, limits)

@@ -38,7 +38,7 @@ class MediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     """A body to read.
 
     lease_id: the lease under which its media are cached. path: of the body's file, if not "". client: threads and
-    downloads are shared among clients.
+    downloads are shared among clients. cache_scope: see `BodyReader.decode`.
     """
 
     lease_id: str
@@ -47,6 +47,7 @@ class MediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     limits: ModelLimits
     path: str = ""
     client: str = ""
+    cache_scope: str = ""
 
 
 class CancelMediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

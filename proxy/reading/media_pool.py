@@ -68,7 +68,7 @@ class MediaPool:
 
     def __init__(self, config: ProxyConfig, cache: MediaCacheClient, ttft_slo_s: float | None = None) -> None:
         # The media process decodes untrusted files, so it gets no secrets.
-        self._config = msgspec.structs.replace(config, api_key=None, api_keys=[])
+        self._config = msgspec.structs.replace(config, api_key=None, api_keys_file="")
         self._cache = cache
         self._ttft_slo_s = ttft_slo_s
         self._cancel_timeout_s = 2 * config.media.decode_timeout_s + _CANCEL_GRACE_S
@@ -109,21 +109,21 @@ class MediaPool:
             self._watching = asyncio.create_task(self._watch(reader, self._writer, self._process))
 
     async def read(
-        self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str = ""
+        self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str = "", cache_scope: str = ""
     ) -> GenerationRequest:
         """Returns the request with tokenised prompts. The caller must call its `release_media`.
 
-        client: see `MediaJob`. Raises InvalidRequest, QueueFull, ClientLimitExceeded, SLOUnreachable, Overloaded if the
-        cache is full, InternalError if the process died, WorkerLost if the cache died twice.
+        client, cache_scope: see `MediaJob`. Raises InvalidRequest, QueueFull, ClientLimitExceeded, SLOUnreachable,
+        Overloaded if the cache is full, InternalError if the process died, WorkerLost if the cache died twice.
         """
         try:
-            return await self._read(kind, body, limits, client)
+            return await self._read(kind, body, limits, client, cache_scope)
         except WorkerLost as error:
             log.warning("the media cache was lost; reading a request again: %s", error)
-        return await self._read(kind, body, limits, client)
+        return await self._read(kind, body, limits, client, cache_scope)
 
     async def _read(
-        self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str
+        self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str, cache_scope: str
     ) -> GenerationRequest:
         if self._config_error is not None:
             raise InternalError(self._config_error)
@@ -146,7 +146,7 @@ class MediaPool:
         done: asyncio.Future[GenerationRequest] = asyncio.get_running_loop().create_future()
         self._jobs[lease_id] = _Job(client, done)
         content, path = (body, "") if isinstance(body, bytes) else (b"", body.path)
-        write_message(self._writer, MediaJob(lease_id, kind, content, limits, path, client))
+        write_message(self._writer, MediaJob(lease_id, kind, content, limits, path, client, cache_scope))
         try:
             async with asyncio.timeout(self._ttft_slo_s):
                 await done

@@ -43,7 +43,8 @@ class MediaReader:
 
     def decode(self, job: MediaJob) -> GenerationRequest:
         """Raises InvalidRequest."""
-        request = self._bodies.decode(Path(job.path).read_bytes() if job.path else job.body, job.kind)
+        body = Path(job.path).read_bytes() if job.path else job.body
+        request = self._bodies.decode(body, job.kind, job.cache_scope)
         if has_own_template(request.prompt):  # is rendered in a forked process, and this one has threads
             raise InvalidRequest(
                 "chat_template cannot be combined with images or video; leave one of them out.", "chat_template"

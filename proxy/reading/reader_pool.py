@@ -71,10 +71,14 @@ class ReaderPool:
 
         self._executor = self._start(multiprocessing.get_context("fork"), inherit)
 
-    async def read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
-        """Returns the request with tokenised prompts. Raises InvalidRequest, HasMedia, Overloaded, InternalError."""
+    async def read(
+        self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, cache_scope: str = ""
+    ) -> GenerationRequest:
+        """Returns the request with tokenised prompts. cache_scope: see `BodyReader.decode`.
+
+        Raises InvalidRequest, HasMedia, Overloaded, InternalError."""
         if isinstance(body, bytes):
-            request = self._reader.decode(body, kind)
+            request = self._reader.decode(body, kind, cache_scope)
             if has_media(request.prompt):
                 raise HasMedia("the request has images or video")
             prompt = request.prompt
@@ -84,7 +88,7 @@ class ReaderPool:
             # The client decides how long its own template or grammar takes.
             if is_short and not has_own_template(request.prompt) and request.base_sampling.grammar is None:
                 return self._reader.render(request, limits)
-        return await self.run(BodyReader.read, body, kind, limits)
+        return await self.run(BodyReader.read, body, kind, limits, cache_scope)
 
     async def text_of(self, token_ids: bytes) -> str:
         """Returns the text of a prompt without special tokens. token_ids: packed."""
