@@ -36,6 +36,7 @@ from tandem.proxy.http.bodies import RequestBodies
 from tandem.proxy.http.client_connection import connection_factory, track_requests
 from tandem.proxy.http.client_routes import make_admin_app, make_app
 from tandem.proxy.http.connection_limits import ConnectionLimits, affordable_connections
+from tandem.proxy.http.whole_answers import WholeAnswers
 from tandem.proxy.observe.serving_figures import serving_figures
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.observe.tracing import make_tracer
@@ -172,6 +173,7 @@ class ProxyServer:
             request_timeout_s=config.request_timeout_s,
             ttft_slo_s=ttft_slo_s,
             bodies=RequestBodies(config.max_body_bytes, config.client_timeout_s),
+            answers=WholeAnswers(),
             readiness=self._readiness,
             timelines=self._timelines,
             media=self._media,

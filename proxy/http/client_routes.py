@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Callable, Coroutine
 from importlib.metadata import version
@@ -34,7 +35,6 @@ from tandem.proxy.http.openapi import docs_page, openapi_document
 from tandem.proxy.http.starlette_app import (
     ApiKeys,
     ApiRoute,
-    answer,
     client_of,
     fixed_answer,
     json_answer,
@@ -46,6 +46,7 @@ from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidReques
 from tandem.runtime.logs import serving
 
 TIMEOUT_HEADER = "x-request-timeout"
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 MakeAnswers = Callable[[Generation, GenerationRequest, str, str], Answers]
 
 
@@ -119,7 +120,7 @@ def make_admin_app(config: ProxyConfig, state: AppState) -> ASGIApp:
 async def _generate(
     request: Request, state: AppState, kind: BodyKind, make_answers: MakeAnswers, model: str
 ) -> Response:
-    record = state.requests.begin(request_id_of(request), kind, request.headers.get("traceparent", ""))
+    record = state.requests.begin(request_id_of(request), kind, _traceparent(request))
     serving(record.request_id)
     client = client_of(request)
     try:
@@ -146,7 +147,7 @@ async def _generate(
         answers = make_answers(generation, asked, model, record.request_id)
         if not asked.stream:
             whole = await unless_disconnected(request.receive, answers.whole())
-            return answer(request, whole, headers={HEADER: record.request_id})
+            return state.answers.json(request, whole, record.request_id)
         events = answers.events()
         # The first event decides between an error's status and a stream, so nothing is sent before.
         first = await unless_disconnected(request.receive, anext(events))
@@ -165,7 +166,7 @@ async def _transform(
     async with state.bodies.receive(request.receive, request.headers) as body:
         try:
             async with asyncio.timeout(state.request_timeout_s):
-                return answer(request, await unless_disconnected(request.receive, work(body)))
+                return state.answers.json(request, await unless_disconnected(request.receive, work(body)))
         except TimeoutError as error:
             raise DeadlineExceeded("the request was not finished in time") from error
 
@@ -210,6 +211,12 @@ def _soonest_priority(body: bytes | SpooledBody) -> int:
     """Returns the soonest priority that the request can have, as far as that is known before it is read."""
     has_none = isinstance(body, bytes) and b'"priority"' not in body
     return 0 if has_none else SOONEST_PRIORITY
+
+
+def _traceparent(request: Request) -> str:
+    """Returns the client's W3C traceparent, or "" where it has none of the standard's form. It is kept for a while."""
+    given = request.headers.get("traceparent", "")
+    return given if _TRACEPARENT.fullmatch(given) else ""
 
 
 def _request_timeout_s(request: Request) -> float | None:

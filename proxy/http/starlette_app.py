@@ -23,6 +23,7 @@ from tandem.proxy.answers.errors import (
     unexpected_error_response,
 )
 from tandem.proxy.answers.request_id import id_header
+from tandem.proxy.http.connection_limits import client_network
 from tandem.runtime.errors import TandemError
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -92,9 +93,9 @@ def _with_key(keys: ApiKeys, handler: Handler) -> Handler:
 
 
 def client_of(request: Request) -> str:
-    """Returns the client whose limits the request counts towards: its API key, or its address without keys."""
+    """Returns the client whose limits the request counts towards: its API key, or its network without keys."""
     key: str | None = getattr(request.state, "client", None)
-    return key or (request.client.host if request.client is not None else "")
+    return key or (client_network(request.client.host) if request.client is not None else "")
 
 
 def answer(

@@ -153,7 +153,8 @@ def test_readiness_names_what_is_missing() -> None:
     registry.on_register(0.0, register(decode))
     assert "is connected" in str(registry.why_not_ready())
     registry.on_status(0.0, status(prefill, decode, state="refused"))
-    assert "prefill-0 to decode-0 is refused" in str(registry.why_not_ready())
+    assert "prefill-0 to decode-0 is refused" in str(registry.pair_trouble())
+    assert "decode-0" not in str(registry.why_not_ready()), "strangers see this"
     registry.on_status(0.0, status(prefill, decode))
     assert registry.why_not_ready() is None
 
