@@ -12,23 +12,19 @@ import ssl
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from tandem.protocol.media_client import MediaCacheClient
-from tandem.protocol.messages.membership import ServingFigures, WorkerInfo
-from tandem.protocol.proxy_endpoints import write_whole
 from tandem.protocol.sockets import new_context
 from tandem.proxy.admission.admission import Admission
 from tandem.proxy.admission.queue_delay import QueueDelayController
-from tandem.proxy.cluster.control import Control
 from tandem.proxy.cluster.readiness import WorkerReadiness
-from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import Router
+from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.config import ProxyConfig
+from tandem.proxy.control import Control
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.http.app_state import AppState
@@ -37,7 +33,6 @@ from tandem.proxy.http.client_connection import connection_factory, track_reques
 from tandem.proxy.http.client_routes import make_admin_app, make_app
 from tandem.proxy.http.connection_limits import ConnectionLimits, affordable_connections
 from tandem.proxy.http.whole_answers import WholeAnswers
-from tandem.proxy.observe.serving_figures import serving_figures
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.observe.tracing import make_tracer
 from tandem.proxy.reading.media_pool import MediaPool
@@ -52,7 +47,6 @@ from tandem.telemetry.request_log import RequestLog, ignore
 
 log = logging.getLogger(__name__)
 
-BACKLOG = 2048
 _MAX_ADMIN_CONNECTIONS = 128
 _GAUGES_INTERVAL_S = 1.0
 _ERROR_EVENT_S = 0.5
@@ -100,7 +94,6 @@ class HttpListener:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            backlog=BACKLOG,
             timeout_keep_alive=config.keep_alive_s,  # type: ignore[arg-type]  # any number works
             timeout_graceful_shutdown=grace_s,  # type: ignore[arg-type]
         )
@@ -116,23 +109,32 @@ class HttpListener:
 
 
 class ProxyServer:
-    """Owns all parts of a proxy and passes events between them. Construct on the running loop; `close` once."""
+    """Owns all parts of a proxy. Construct on the running loop; `close` once."""
 
     def __init__(self, config: ProxyConfig, text: ModelText, readers: ReaderPool) -> None:
         """Raises ConfigError when an address cannot be bound or a certificate cannot be read."""
         self._config = config
-        self._readers = readers
         listener = _listen_socket(config.listen_fd, config.host, config.port)
         # Unique for each start: workers drop the requests of a proxy's predecessor.
         self._proxy_id = f"{config.proxy_id}-{secrets.token_hex(4)}"
-        self._metrics = ProxyMetrics()
+        metrics = ProxyMetrics()
+        self._context = new_context("proxy", config.network)
+        self._context.refusals.on_refused = lambda reason: metrics.refusals.labels(reason).inc()
         self._tracer = make_tracer(config.otlp_endpoint, config.proxy_id) if config.otlp_endpoint else None
         requests = RequestLog(self._tracer.on_end if self._tracer is not None else ignore)
-
-        registry = Registry(config.worker_silence_s, decode_may_prefill=config.decode_prefill_threshold > 0)
-        self._readiness = WorkerReadiness(registry, config.max_waiting_requests, config.worker_wait_s)
         ttft_slo_s = config.ttft_slo_ms / 1000 or None
-        self._admission = Admission(
+
+        worker_table = WorkerTable(config.worker_silence_s, decode_may_prefill=config.decode_prefill_threshold > 0)
+        self._connections = WorkerConnections(self._context, self._proxy_id)
+        dispatcher = Dispatcher(
+            self._proxy_id,
+            Router(worker_table, config.decode_prefill_threshold, config.num_proxies),
+            self._connections,
+            metrics,
+            config.worker_wait_s,
+            config.media_cache_tcp_endpoint,
+        )
+        admission = Admission(
             config.max_waiting_requests,
             time.monotonic,
             config.max_waiting_tokens,
@@ -140,73 +142,35 @@ class ProxyServer:
             QueueDelayController(time.monotonic, ttft_slo_s) if ttft_slo_s is not None else None,
             config.low_priority_share,
         )
-
-        self._context = new_context("proxy", config.network)
-        self._context.refusals.on_refused = lambda reason: self._metrics.refusals.labels(reason).inc()
-        self._pool = WorkerConnections(self._context, self._proxy_id)
-        self._dispatcher = Dispatcher(
-            self._proxy_id,
-            Router(registry, config.decode_prefill_threshold, config.num_proxies),
-            self._pool,
-            self._metrics,
-            config.worker_wait_s,
-            config.media_cache_tcp_endpoint,
-        )
-        self._timelines = Timelines(self._context, requests, config.peer_endpoints)
-        self._control = self._bind_control(registry)
-
-        self._media_cache: MediaCacheClient | None = None
-        self._media: MediaPool | None = None
+        media: MediaPool | None = None
         if config.media_cache_endpoint:
-            self._media_cache = MediaCacheClient(self._context, config.media_cache_endpoint)
-            self._media = MediaPool(config, self._media_cache, ttft_slo_s)
+            media = MediaPool(config, MediaCacheClient(self._context, config.media_cache_endpoint), ttft_slo_s)
 
-        state = AppState(
+        self._state = AppState(
             text=text,
             token_text=TokenText(text.tokenizer),
             readers=readers,
-            registry=registry,
-            admission=self._admission,
-            dispatcher=self._dispatcher,
-            metrics=self._metrics,
+            worker_table=worker_table,
+            admission=admission,
+            dispatcher=dispatcher,
+            metrics=metrics,
             requests=requests,
             request_timeout_s=config.request_timeout_s,
             ttft_slo_s=ttft_slo_s,
             bodies=RequestBodies(config.max_body_bytes, config.client_timeout_s),
             answers=WholeAnswers(),
-            readiness=self._readiness,
-            timelines=self._timelines,
-            media=self._media,
+            readiness=WorkerReadiness(worker_table, config.max_waiting_requests, config.worker_wait_s),
+            timelines=Timelines(self._context, requests, config.peer_endpoints),
+            media=media,
         )
-        self._http = self._make_listeners(listener, state)
+        self._control = Control(self._context, config, self._proxy_id, self._state, self._connections)
+        self._http = self._make_listeners(listener)
         self._abort_timer: asyncio.TimerHandle | None = None
 
-    def _bind_control(self, registry: Registry) -> Control:
-        config = self._config
-        try:
-            control = Control(
-                self._context,
-                config.control_endpoint,
-                config.control_tcp_endpoint,
-                self._proxy_id,
-                config.served_model_name,
-                registry,
-                self,
-            )
-        except ConfigError:
-            raise
-        except Exception as error:  # zmq's own error class, which only `protocol` may name
-            where = " and ".join(filter(None, (config.control_endpoint, config.control_tcp_endpoint)))
-            advice = "; choose another --cluster-port" if config.control_tcp_endpoint else ""
-            raise ConfigError(f"cannot bind the control endpoint {where}: {error}{advice}") from error
-        if config.control_endpoint_file:
-            write_whole(Path(config.control_endpoint_file), control.endpoint)
-        return control
-
-    def _make_listeners(self, listener: socket.socket, state: AppState) -> list[HttpListener]:
-        config = self._config
+    def _make_listeners(self, listener: socket.socket) -> list[HttpListener]:
+        config, state = self._config, self._state
         max_connections = affordable_connections(config.max_connections)
-        on_refused = self._metrics.rejected.labels("connections").inc
+        on_refused = state.metrics.rejected.labels("connections").inc
         limits = ConnectionLimits(max_connections, max(1, max_connections // 2), on_refused)
         http = [HttpListener(make_app(config, state), listener, limits, config, has_tls=True)]
         if config.admin_port:
@@ -222,8 +186,8 @@ class ProxyServer:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, self._stop, config.drain_timeout_s)
         loop.add_signal_handler(signal.SIGINT, self._stop, config.shutdown_grace_s)
-        if self._media is not None:
-            await self._media.start()
+        if self._state.media is not None:
+            await self._state.media.start()
         freeze_loaded_objects()
         log.info("proxy %s serves %s on %s:%d", self._proxy_id, config.served_model_name, config.host, config.port)
         gauges = asyncio.create_task(self._update_gauges())
@@ -234,23 +198,21 @@ class ProxyServer:
 
     def _stop(self, grace_s: float) -> None:
         """Accept no more connections, and end running streams after the grace period. A later call replaces it."""
-        log.info("stopping within %.1f s; %d sequences are running", grace_s, self._dispatcher.num_running)
+        log.info("stopping within %.1f s; %d sequences are running", grace_s, self._state.dispatcher.num_running)
         if self._abort_timer is not None:
             self._abort_timer.cancel()
         error = RequestAborted("the server is shutting down")
-        self._abort_timer = asyncio.get_running_loop().call_later(grace_s, self._dispatcher.fail_all, error)
+        self._abort_timer = asyncio.get_running_loop().call_later(grace_s, self._state.dispatcher.fail_all, error)
         for http in self._http:
             http.stop()
 
     async def close(self) -> None:
-        self._pool.close_all()
-        self._timelines.close()
+        self._connections.close_all()
+        self._state.timelines.close()
         self._control.close()
-        self._readers.close()
-        if self._media is not None:
-            self._media.close()
-        if self._media_cache is not None:
-            self._media_cache.close()
+        self._state.readers.close()
+        if self._state.media is not None:
+            self._state.media.close()
         self._context.destroy(linger=300)
         if self._tracer is not None:
             await asyncio.to_thread(self._tracer.close)
@@ -258,36 +220,8 @@ class ProxyServer:
     async def _update_gauges(self) -> None:
         while True:
             await asyncio.sleep(_GAUGES_INTERVAL_S)
-            self._metrics.waiting.set(self._admission.num_waiting)
-            self._metrics.per_token.flush()
-
-    # ---- `ControlListener`
-
-    def on_worker_joined(self, worker: WorkerInfo) -> None:
-        self._metrics.on_joined(worker.worker_id, worker.role)
-        on_broken = partial(self._dispatcher.on_worker_lost, reason="a connection to it broke")
-        self._pool.open(worker, self._dispatcher.on_message, on_broken)
-
-    def on_worker_lost(self, worker: WorkerInfo, reason: str) -> None:
-        self._metrics.on_lost(worker.role)
-        self._dispatcher.on_worker_lost(worker, reason)
-        self._pool.close(worker)
-
-    def on_cluster_changed(self) -> None:
-        self._readiness.on_cluster_changed()
-        self._dispatcher.on_cluster_changed()
-
-    def on_worker_refusals(self, worker_id: str, refusals: list[tuple[str, int]]) -> None:
-        self._metrics.on_worker_refusals(worker_id, refusals)
-
-    def num_running(self) -> int:
-        return self._dispatcher.num_running
-
-    def serving_figures(self) -> ServingFigures:
-        return serving_figures(self._metrics, self._admission)
-
-    def timeline(self, request_id: str) -> bytes:
-        return self._timelines.own(request_id)
+            self._state.metrics.waiting.set(self._state.admission.num_waiting)
+            self._state.metrics.per_token.flush()
 
 
 def _read_certificate(config: ProxyConfig) -> ssl.SSLContext:

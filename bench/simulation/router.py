@@ -28,8 +28,8 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.protocol.prefix_hash import pack_short_hashes, unpack_short_hashes
-from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import PromptShape, Router
+from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.runtime.errors import Overloaded
 
 BLOCK_SIZE = 64
@@ -117,7 +117,7 @@ class Placement(NamedTuple):
 class Policy(Protocol):
     """Routing policy of one proxy."""
 
-    def pick(self, registry: Registry, turn: Turn) -> Placement:
+    def pick(self, table: WorkerTable, turn: Turn) -> Placement:
         """Raises Overloaded to refuse the request."""
 
     def on_first_token(self, placement: Placement, ttft_s: float) -> None: ...
@@ -128,11 +128,11 @@ class Policy(Protocol):
 class TandemPolicy:
     """The proxy's router."""
 
-    def __init__(self, registry: Registry, num_proxies: int, seed: int, slo_s: float | None = None) -> None:
-        self._router = Router(registry, 0, num_proxies, random.Random(seed))
+    def __init__(self, table: WorkerTable, num_proxies: int, seed: int, slo_s: float | None = None) -> None:
+        self._router = Router(table, 0, num_proxies, random.Random(seed))
         self._slo_s = slo_s
 
-    def pick(self, registry: Registry, turn: Turn) -> Placement:
+    def pick(self, table: WorkerTable, turn: Turn) -> Placement:
         hashes = unpack_short_hashes(pack_short_hashes(turn.prompt_hashes))
         route = self._router.pick(PromptShape(turn.num_tokens, hashes=hashes), self._slo_s)
         assert route.prefill is not None and route.decode is not None
@@ -145,8 +145,8 @@ class TandemPolicy:
         self._router.sequence_ended(placement.route)
 
 
-MakePolicy = Callable[[Registry, int, int], Policy]
-"""Takes registry, number of proxies and seed."""
+MakePolicy = Callable[[WorkerTable, int, int], Policy]
+"""Takes the table of workers, the number of proxies and the seed."""
 
 
 @dataclass(eq=False)
@@ -205,11 +205,11 @@ class Simulation:
         self._decodes = [self._worker("decode", i, num_blocks) for i in range(num_decode)]
         self._by_id = {worker.info.worker_id: worker for worker in self._prefills + self._decodes}
         self._pairs = [PairStatus(w.info.worker_id, w.info.epoch, "ready") for w in self._decodes]
-        self._registries = [Registry(1e9) for _ in range(num_proxies)]
-        for registry in self._registries:
+        self._tables = [WorkerTable(1e9) for _ in range(num_proxies)]
+        for table in self._tables:
             for worker in self._by_id.values():
-                registry.on_register(0, RegisterWorker(PROTOCOL_VERSION, worker.info, 1 << 20, 1, "m", BLOCK_SIZE))
-        self._policies = [make_policy(r, num_proxies, seed + i) for i, r in enumerate(self._registries)]
+                table.on_register(0, RegisterWorker(PROTOCOL_VERSION, worker.info, 1 << 20, 1, "m", BLOCK_SIZE))
+        self._policies = [make_policy(r, num_proxies, seed + i) for i, r in enumerate(self._tables)]
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._now = 0.0
@@ -262,14 +262,14 @@ class Simulation:
         )
         pairs = self._pairs if worker.info.role == "prefill" else []
         status = WorkerStatus(worker.info.worker_id, worker.info.epoch, load, pairs, worker.blocks.prefix_log.take())
-        for registry in self._registries:
-            registry.on_status(self._now, status)
+        for table in self._tables:
+            table.on_status(self._now, status)
 
     def _arrive(self, turn: Turn) -> None:
         proxy = self._rng.randrange(len(self._policies))
-        policy, registry = self._policies[proxy], self._registries[proxy]
+        policy, table = self._policies[proxy], self._tables[proxy]
         try:
-            placement = policy.pick(registry, turn)
+            placement = policy.pick(table, turn)
         except Overloaded:
             self._num_refused += 1
             return

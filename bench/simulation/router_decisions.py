@@ -27,8 +27,8 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes, unpack_short_hashes
-from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import PromptShape, Router
+from tandem.proxy.cluster.worker_table import WorkerTable
 
 NUM_WORKERS = 64
 BLOCK_SIZE = 64
@@ -39,12 +39,12 @@ Spread = Literal["none", "few", "all"]
 more, as in a conversation. `all`: each holds a prefix of another length, which is the worst case."""
 
 
-def build(num_workers: int, rng: random.Random, prompts: list[list[bytes]], spread: Spread) -> Registry:
-    registry = Registry(2.5, decode_may_prefill=True)
+def build(num_workers: int, rng: random.Random, prompts: list[list[bytes]], spread: Spread) -> WorkerTable:
+    table = WorkerTable(2.5, decode_may_prefill=True)
     prefills = [WorkerInfo(f"prefill-{i}", f"p{i}", "prefill", "", i) for i in range(num_workers)]
     decodes = [WorkerInfo(f"decode-{i}", f"d{i}", "decode", "", i) for i in range(num_workers)]
     for info in prefills + decodes:
-        registry.on_register(0, RegisterWorker(PROTOCOL_VERSION, info, 1 << 18, 50_000, "m", BLOCK_SIZE))
+        table.on_register(0, RegisterWorker(PROTOCOL_VERSION, info, 1 << 18, 50_000, "m", BLOCK_SIZE))
     pairs = [PairStatus(info.worker_id, info.epoch, "ready") for info in decodes]
     for info in prefills + decodes:
         log = PrefixLog(max_published=100_000, max_per_update=100_000)
@@ -62,8 +62,8 @@ def build(num_workers: int, rng: random.Random, prompts: list[list[bytes]], spre
             prompt_tokens_per_s=rng.uniform(8_000, 12_000),
         )
         mine = pairs if info.role == "prefill" else []
-        registry.on_status(0, WorkerStatus(info.worker_id, info.epoch, load, mine, log.take()))
-    return registry
+        table.on_status(0, WorkerStatus(info.worker_id, info.epoch, load, mine, log.take()))
+    return table
 
 
 def measure(num_tokens: int, spread: Spread, num_decisions: int) -> dict[str, object]:
@@ -73,8 +73,8 @@ def measure(num_tokens: int, spread: Spread, num_decisions: int) -> dict[str, ob
     started = time.perf_counter()
     prompts = [hasher.prompt_hashes(ids) for ids in packed]
     hashing_us = (time.perf_counter() - started) / len(packed) * 1e6
-    registry = build(NUM_WORKERS, rng, prompts, spread)
-    router = Router(registry, decode_prefill_threshold=32, num_proxies=4, rng=rng)
+    table = build(NUM_WORKERS, rng, prompts, spread)
+    router = Router(table, decode_prefill_threshold=32, num_proxies=4, rng=rng)
     wire = [pack_short_hashes(hashes) for hashes in prompts]
     times = []
     for number in range(num_decisions):

@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.simulation.router import MakePolicy, Placement, Simulation, TandemPolicy, Turn, chats, single_prompts
 from bench.support.report import Report, add_common_options, finish
-from tandem.proxy.cluster.registry import Registry
+from tandem.proxy.cluster.worker_table import WorkerTable
 
 
 class BlindPolicy:
@@ -26,8 +26,8 @@ class BlindPolicy:
         self._rng = rng
         self._numbers = None if is_random else itertools.count(rng.randrange(1000))
 
-    def pick(self, registry: Registry, turn: Turn) -> Placement:
-        prefills, decodes = registry.prefill_workers, registry.decode_workers
+    def pick(self, table: WorkerTable, turn: Turn) -> Placement:
+        prefills, decodes = table.prefill_workers, table.decode_workers
         if self._numbers is None:
             prefill, decode = self._rng.choice(prefills), self._rng.choice(decodes)
         else:
@@ -51,9 +51,9 @@ class LeastLoadedPolicy:
         self._picked_at: Counter[str] = Counter()
         self._num_picks = 0
 
-    def pick(self, registry: Registry, turn: Turn) -> Placement:
-        prefills = {record.worker.worker_id: record.load for record in registry.prefill_workers}
-        decodes = [record.worker.worker_id for record in registry.decode_workers]
+    def pick(self, table: WorkerTable, turn: Turn) -> Placement:
+        prefills = {record.worker.worker_id: record.load for record in table.prefill_workers}
+        decodes = [record.worker.worker_id for record in table.decode_workers]
         prefill = min(prefills, key=lambda i: (self._tokens[i] + prefills[i].num_waiting_tokens, self._picked_at[i]))
         decode = min(decodes, key=lambda i: (self._sequences[i], self._picked_at[i]))
         self._num_picks += 1
@@ -70,9 +70,9 @@ class LeastLoadedPolicy:
 
 
 POLICIES: dict[str, MakePolicy] = {
-    "random": lambda registry, num_proxies, seed: BlindPolicy(random.Random(seed), is_random=True),
-    "round-robin": lambda registry, num_proxies, seed: BlindPolicy(random.Random(seed), is_random=False),
-    "least-loaded": lambda registry, num_proxies, seed: LeastLoadedPolicy(),
+    "random": lambda table, num_proxies, seed: BlindPolicy(random.Random(seed), is_random=True),
+    "round-robin": lambda table, num_proxies, seed: BlindPolicy(random.Random(seed), is_random=False),
+    "least-loaded": lambda table, num_proxies, seed: LeastLoadedPolicy(),
     "tandem": TandemPolicy,
 }
 
@@ -95,7 +95,7 @@ def goodput(load: float, slo_s: float, rejects: bool, duration_s: float, num_wor
     speed, mean_tokens = 4000.0, 1000.0
     trace = single_prompts(random.Random(3), duration_s, load * num_workers * speed / (mean_tokens + 64), mean_tokens)
     simulation = Simulation(
-        lambda registry, num_proxies, seed: TandemPolicy(registry, num_proxies, seed, slo_s if rejects else None),
+        lambda table, num_proxies, seed: TandemPolicy(table, num_proxies, seed, slo_s if rejects else None),
         num_workers,
         num_workers,
         speed=speed,

@@ -124,9 +124,9 @@ class Admission:
     def num_waiting_tokens(self) -> int:
         return self._waiting_tokens.total()
 
-    def check(self, client: str, num_sequences: int = 1, num_tokens: int = 0, priority: int = DEFAULT_PRIORITY) -> None:
-        """Raises as `admit` does, but admits nothing."""
-        self._to_displace(client, num_sequences, num_tokens, priority)
+    def check(self, client: str, priority: int = DEFAULT_PRIORITY) -> None:
+        """Raises as `admit` does for one sequence without a prompt, but admits nothing."""
+        self._to_displace(client, 1, 0, priority)
 
     def admit(
         self,

@@ -6,7 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -14,8 +14,13 @@ from msgspec import UNSET, UnsetType
 from tandem.protocol.messages.generation import SampledToken
 from tandem.proxy.answers.errors import error_body
 from tandem.proxy.answers.logprobs import prompt_logprobs
-from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.api.responses import PromptLogprobs, PromptTokensDetails, Usage
+from tandem.proxy.api.responses import (
+    ChatCompletionChunk,
+    CompletionResponse,
+    PromptLogprobs,
+    PromptTokensDetails,
+    Usage,
+)
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import PromptTokens, TextDelta
 from tandem.proxy.text.token_text import TokensAsIds
@@ -29,21 +34,17 @@ DONE = b"data: [DONE]\n\n"
 encode = msgspec.json.Encoder().encode
 
 
-def encode_event(body: msgspec.Struct) -> bytes:
-    """Encodes one server-sent event."""
-    return b"data: " + encode(body) + b"\n\n"
-
-
 class Answers(ABC):
     """Makes the answer to one request from its text deltas."""
 
     _ID_PREFIX: ClassVar[str]
+    _CHUNK: ClassVar[type[CompletionResponse | ChatCompletionChunk]]
 
-    def __init__(self, generation: Generation, request: GenerationRequest, model: str, request_id: str) -> None:
+    def __init__(self, generation: Generation, model: str) -> None:
         self._generation = generation
-        self._request = request
+        self._request = request = generation.request
         self._model = model
-        self._id = f"{self._ID_PREFIX}-{request_id}"
+        self._id = f"{self._ID_PREFIX}-{generation.record.request_id}"
         self._token_text = (
             TokensAsIds(generation.token_text) if request.return_tokens_as_token_ids else generation.token_text
         )
@@ -74,15 +75,14 @@ class Answers(ABC):
                 error = InternalError("the server failed in mid-stream")
             yield b"data: " + error_body(error) + b"\n\n"
             return
-        yield (self.usage_chunk() + DONE) if self._request.include_usage else DONE
+        if self._request.include_usage:
+            yield self._event([], self._usage()) + DONE
+        else:
+            yield DONE
 
     @abstractmethod
     def chunk(self, delta: TextDelta) -> bytes:
         """Returns the events for one delta, possibly none."""
-
-    @abstractmethod
-    def usage_chunk(self) -> bytes:
-        """Returns the event before the last that reports the usage."""
 
     @abstractmethod
     def _whole(self, sequences: list[TextDelta]) -> msgspec.Struct:
@@ -106,9 +106,15 @@ class Answers(ABC):
             for index, parts in sorted(found.items())
         ]
 
+    def _event(self, choices: list[Any], usage: Usage | UnsetType | None) -> bytes:
+        """Encodes a chunk as a server-sent event."""
+        chunk = self._CHUNK(self._id, self._generation.created, self._model, choices, usage)
+        return b"data: " + encode(chunk) + b"\n\n"
+
     def _usage(self) -> Usage:
-        num_prompt, num_completion = self._generation.num_prompt_tokens, self._generation.num_completion_tokens
-        cached = PromptTokensDetails(self._generation.num_cached_tokens)
+        record = self._generation.record
+        num_prompt, num_completion = record.num_prompt_tokens, record.num_completion_tokens
+        cached = PromptTokensDetails(record.num_cached_tokens)
         return Usage(num_prompt, num_completion, num_prompt + num_completion, cached)
 
     def _chunk_usage(self) -> Usage | UnsetType | None:

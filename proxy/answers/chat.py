@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from msgspec import UnsetType
-
-from tandem.proxy.answers.answers import Answers, encode_event
+from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.logprobs import chat_logprobs
-from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import (
     AssistantMessage,
     ChatChoice,
@@ -16,7 +13,6 @@ from tandem.proxy.api.responses import (
     ChatDelta,
     ChatFinishReason,
     ChatLogprobs,
-    Usage,
 )
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
@@ -26,9 +22,10 @@ _NO_CONTENT = ChatDelta()
 
 class ChatAnswers(Answers):
     _ID_PREFIX = "chatcmpl"
+    _CHUNK = ChatCompletionChunk
 
-    def __init__(self, generation: Generation, request: GenerationRequest, model: str, request_id: str) -> None:
-        super().__init__(generation, request, model, request_id)
+    def __init__(self, generation: Generation, model: str) -> None:
+        super().__init__(generation, model)
         self._begun: set[int] = set()  # sequences whose role was sent
 
     def chunk(self, delta: TextDelta) -> bytes:
@@ -36,15 +33,13 @@ class ChatAnswers(Answers):
         events = b""
         if delta.index not in self._begun:
             self._begun.add(delta.index)
-            events = self._event(ChatChunkChoice(delta.index, ChatDelta("assistant", "")))
+            events = self._event([ChatChunkChoice(delta.index, ChatDelta("assistant", ""))], self._chunk_usage())
         content, finish_reason = self._content(delta)
         if content == _NO_CONTENT and finish_reason is None and not self._shows_tokens:
             return events
         logprobs, token_ids = self._logprobs(delta), self._token_ids(delta.tokens)
-        return events + self._event(ChatChunkChoice(delta.index, content, finish_reason, logprobs, token_ids))
-
-    def usage_chunk(self) -> bytes:
-        return encode_event(self._chunk([], self._usage()))
+        choice = ChatChunkChoice(delta.index, content, finish_reason, logprobs, token_ids)
+        return events + self._event([choice], self._chunk_usage())
 
     def _whole(self, sequences: list[TextDelta]) -> ChatCompletionResponse:
         choices = []
@@ -73,9 +68,3 @@ class ChatAnswers(Answers):
         if self._num_top is None:
             return None
         return chat_logprobs(self._token_text, delta.tokens[: delta.num_shown], self._num_top)
-
-    def _event(self, choice: ChatChunkChoice) -> bytes:
-        return encode_event(self._chunk([choice], self._chunk_usage()))
-
-    def _chunk(self, choices: list[ChatChunkChoice], usage: Usage | UnsetType | None) -> ChatCompletionChunk:
-        return ChatCompletionChunk(self._id, self._generation.created, self._model, choices, usage)

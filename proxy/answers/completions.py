@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
-from msgspec import UnsetType
-
 from tandem.protocol.messages.generation import SampledToken
-from tandem.proxy.answers.answers import Answers, encode_event
+from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.logprobs import completion_logprobs
-from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.api.responses import CompletionChoice, CompletionLogprobs, CompletionResponse, Usage
+from tandem.proxy.api.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
 
 
 class CompletionAnswers(Answers):
     _ID_PREFIX = "cmpl"
+    _CHUNK = CompletionResponse
 
-    def __init__(self, generation: Generation, request: GenerationRequest, model: str, request_id: str) -> None:
-        super().__init__(generation, request, model, request_id)
+    def __init__(self, generation: Generation, model: str) -> None:
+        super().__init__(generation, model)
         self._offsets: dict[int, int] = {}  # characters of the tokens so far, by sequence
 
     def chunk(self, delta: TextDelta) -> bytes:
         if not delta.text and delta.finish_reason is None and not self._shows_tokens:
             return b""
-        return encode_event(self._response([self._choice(delta)], self._chunk_usage()))
-
-    def usage_chunk(self) -> bytes:
-        return encode_event(self._response([], self._usage()))
+        return self._event([self._choice(delta)], self._chunk_usage())
 
     def _whole(self, sequences: list[TextDelta]) -> CompletionResponse:
-        return self._response([self._choice(sequence) for sequence in sequences], self._usage())
-
-    def _response(self, choices: list[CompletionChoice], usage: Usage | UnsetType | None) -> CompletionResponse:
-        return CompletionResponse(self._id, self._generation.created, self._model, choices, usage)
+        choices = [self._choice(sequence) for sequence in sequences]
+        return CompletionResponse(self._id, self._generation.created, self._model, choices, self._usage())
 
     def _choice(self, delta: TextDelta) -> CompletionChoice:
         return CompletionChoice(

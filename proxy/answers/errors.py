@@ -9,15 +9,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
+from tandem.proxy.admission.admission import ClientLimitExceeded
 from tandem.proxy.answers.request_id import id_header
 from tandem.proxy.api.responses import ErrorDetail, ErrorResponse
 from tandem.proxy.api.validation import ModelNotFound
-from tandem.proxy.cluster.router import NoWorkerReady, SLOUnreachable
-from tandem.proxy.media.source import InvalidMedia
-from tandem.proxy.text.prompt import ContextLengthExceeded
 from tandem.runtime.errors import (
-    DeadlineExceeded,
     InternalError,
     InvalidRequest,
     KVTransferFailed,
@@ -29,6 +25,7 @@ from tandem.runtime.errors import (
 
 log = logging.getLogger("proxy")
 
+RETRY_STATUSES = (429, 503)
 RETRY_AFTER_S = "1"
 _JSON = "application/json"
 
@@ -79,31 +76,25 @@ class ClientDisconnected(RequestAborted):
 
 _STATUS: dict[type[TandemError], int] = {
     InvalidRequest: 400,
-    ContextLengthExceeded: 400,
-    InvalidMedia: 400,
+    InvalidApiKey: 401,
     ModelNotFound: 404,
     UnknownRequest: 404,
-    InvalidApiKey: 401,
     BodyTooLarge: 413,
     HeadTooLarge: 431,
-    ClientTooSlow: 408,
-    QueueFull: 503,
-    ClientLimitExceeded: 429,
     Overloaded: 503,
-    SLOUnreachable: 503,
-    TooManyConnections: 503,
+    ClientLimitExceeded: 429,
     TooManyFromClient: 429,
-    NoWorkerReady: 503,
     WorkerLost: 503,
     KVTransferFailed: 503,
     RequestAborted: 504,
-    DeadlineExceeded: 504,
+    ClientTooSlow: 408,
     ClientDisconnected: 499,
 }
+"""Statuses of errors and of their subclasses, unless those have their own. Other errors are the server's: 500."""
 
 
 def status_of(error: TandemError) -> int:
-    return _STATUS.get(type(error), 500)
+    return next((_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), 500)
 
 
 def error_body(error: TandemError) -> bytes:
@@ -114,7 +105,7 @@ def tandem_error_response(request: Request, error: Exception) -> Response:
     assert isinstance(error, TandemError)
     status = status_of(error)
     headers = id_header(request)
-    if status in (429, 503):
+    if status in RETRY_STATUSES:
         headers["retry-after"] = str(error.retry_after_s) if isinstance(error, Overloaded) else RETRY_AFTER_S
     return Response(error_body(error), status, headers, _JSON)
 

@@ -8,7 +8,7 @@ import msgspec
 
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.proxy.api.tool_formats import ToolFormat
-from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.media.media_lease import MediaLease
 from tandem.proxy.text.prompt import AnyPrompt, ContextLengthExceeded
 from tandem.runtime.errors import InvalidRequest
@@ -28,7 +28,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout: seconds from arrival to the last token; None means the server's limit.
     grammar_param: the field that base_sampling.grammar comes from, for errors.
     tool_format: how the answer writes tool calls; None if it may contain none.
-    media_lease: keeps the prompt's media in the cache. The owner of the request releases it.
+    media_lease: keeps the prompt's media in the cache. The owner of the request calls `release_media`.
     """
 
     prompt: AnyPrompt
@@ -64,6 +64,11 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     stream: bool = False
     return_token_ids: bool = False
+
+    def release_media(self) -> None:
+        """Ends the lease of the prompt's media, if there is one. Idempotent."""
+        if self.media_lease is not None:
+            self.media_lease.release()
 
     def samplings(self) -> list[SamplingParams]:
         """Returns the sampling parameters of the n sequences of one prompt, with seeds in [0, 2**63)."""

@@ -13,13 +13,14 @@ from llguidance.gbnf_to_lark import any_to_lark
 from tandem.protocol.messages.grammar import check_grammar, one_line
 from tandem.proxy.api.schema import (
     ChatCompletionRequest,
+    FunctionDefinition,
     GenerationFields,
     NamedToolChoice,
     ResponseFormat,
     StructuredOutputs,
     Tool,
 )
-from tandem.proxy.api.tool_formats import CalledTool, ToolFormat
+from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.runtime.errors import InvalidRequest
 
 _WHITESPACE = r" ?(\r?\n[ \t]{0,32})?"
@@ -166,7 +167,7 @@ def _with_tools(
             constraint.param,
         )
     grammar = tool_format.grammar(
-        [_called(tool) for tool in callable_tools],
+        {tool.function.name: _arguments_schema(tool.function) for tool in callable_tools},
         is_required=is_required,
         # A named function is called once, as OpenAI does.
         is_parallel=request.parallel_tool_calls is not False and not isinstance(choice, NamedToolChoice),
@@ -175,10 +176,9 @@ def _with_tools(
     return OutputPlan(grammar, "tools", [template_tool(tool) for tool in tools], may_call=True)
 
 
-def _called(tool: Tool) -> CalledTool:
-    function = tool.function
+def _arguments_schema(function: FunctionDefinition) -> dict[str, Any]:
     schema = function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
-    return CalledTool(function.name, json_schema({"type": "object"} | schema, bool(function.strict)))
+    return json_schema({"type": "object"} | schema, bool(function.strict))
 
 
 def template_tool(tool: Tool) -> dict[str, Any]:

@@ -7,7 +7,7 @@ llama3_json: the answer is JSON with name and parameters, and nothing else (Llam
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -17,13 +17,6 @@ from tandem.proxy.api.tool_parser import ToolParser
 
 ToolFormatName = Literal["hermes", "llama3_json"]
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
-
-
-class CalledTool(msgspec.Struct, frozen=True):
-    """A tool that the answer may call. parameters: JSON schema of its arguments, with llguidance's options."""
-
-    name: str
-    parameters: dict[str, Any]
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
@@ -43,23 +36,25 @@ class ToolFormat(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, name: ToolFormatName, tokenizer: Tokenizer) -> ToolFormat:
         added = tokenizer.get_added_tokens_decoder()
-        by_text = {token.content: token_id for token_id, token in added.items()}
-        markers = [by_text.get(marker) for marker in (_OPENING, _CLOSING)] if name == "hermes" else []
-        terms = [json.dumps(_OPENING), json.dumps(_CLOSING)]
-        for number, token_id in enumerate(markers):
-            if token_id is not None:
-                terms[number] = f"<[{token_id}]>"
-        text_tokens = sorted(i for i, token in added.items() if not token.special and i not in markers)
-        special = any(token_id is not None and added[token_id].special for token_id in markers)
-        return cls(name, terms[0], terms[1], tuple(text_tokens), special)
+        texts = (_OPENING, _CLOSING) if name == "hermes" else ()
+        markers = {token.content: i for i, token in added.items() if token.content in texts}
+        opening, closing = (f"<[{markers[m]}]>" if m in markers else json.dumps(m) for m in (_OPENING, _CLOSING))
+        text_tokens = sorted(i for i, token in added.items() if not token.special and i not in markers.values())
+        has_special_markers = any(added[i].special for i in markers.values())
+        return cls(name, opening, closing, tuple(text_tokens), has_special_markers)
 
     def grammar(
-        self, tools: Sequence[CalledTool], *, is_required: bool, is_parallel: bool, content: str | None = None
+        self,
+        tools: Mapping[str, dict[str, Any]],
+        *,
+        is_required: bool,
+        is_parallel: bool,
+        content: str | None = None,
     ) -> str:
         """Returns a grammar in llguidance's Lark.
 
-        is_required: the answer consists of calls only. content: the grammar rule for answers without calls; None allows
-        any text.
+        tools: the JSON schema of the arguments, with llguidance's options, by the name of the tool. is_required: the
+        answer consists of calls only. content: the grammar rule for answers without calls; None allows any text.
         """
         rules = self._calls(is_parallel)
         if is_required:
@@ -71,13 +66,13 @@ class ToolFormat(msgspec.Struct, frozen=True):
             start, more = self._free_text(is_parallel)
             rules += more
         options = " | ".join(f"call_{number}" for number in range(len(tools)))
-        rules += [f"call: {options}", *(self._call(number, tool) for number, tool in enumerate(tools))]
+        rules += [f"call: {options}", *(self._call(number, *tool) for number, tool in enumerate(tools.items()))]
         return "\n".join(["%llguidance {}", f"start: {start}", *rules])
 
-    def _call(self, number: int, tool: CalledTool) -> str:
+    def _call(self, number: int, name: str, parameters: dict[str, Any]) -> str:
         key = "arguments" if self.name == "hermes" else "parameters"
-        before = json.dumps(f'{{"name": {json.dumps(tool.name)}, "{key}": ')
-        return f'call_{number}: {before} %json {json.dumps(tool.parameters, ensure_ascii=False)} "}}"'
+        before = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ')
+        return f'call_{number}: {before} %json {json.dumps(parameters, ensure_ascii=False)} "}}"'
 
     def _calls(self, is_parallel: bool) -> list[str]:
         if self.name == "llama3_json":

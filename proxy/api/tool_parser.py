@@ -7,35 +7,23 @@ emitted as they arrive, before the call is complete.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tandem.proxy.text.stop_strings import num_held_back
 
 
-@dataclass(frozen=True, slots=True)
-class Content:
-    """Text outside of calls."""
+@dataclass(slots=True)
+class Parsed:
+    """What a piece of text adds to an answer.
 
-    text: str
+    content: text outside of calls. names: of the calls that begin, by index of the call within the sequence.
+    arguments: text that is added to the calls' arguments, which are JSON objects, by the same index.
+    """
 
+    content: str = ""
+    names: dict[int, str] = field(default_factory=dict)
+    arguments: dict[int, str] = field(default_factory=dict)
 
-@dataclass(frozen=True, slots=True)
-class CallBegun:
-    """The name of a call. index: of the call within the sequence."""
-
-    index: int
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class Arguments:
-    """A piece of a call's arguments, which are a JSON object."""
-
-    index: int
-    text: str
-
-
-Piece = Content | CallBegun | Arguments
 
 _S = r"[ \t\r\n]*"
 _NAME = r'[^"\\]*'
@@ -73,28 +61,22 @@ class ToolParser:
         self._depth = 0
         self._in_string = self._is_escaped = False
 
-    def push(self, text: str) -> list[Piece]:
+    def push(self, text: str, is_end: bool = False) -> Parsed:
+        """is_end: the text of the sequence ends here, so nothing is held back."""
         self._held += text
-        return self._parse(is_end=False)
-
-    def flush(self) -> list[Piece]:
-        """Parses what is held as the end of the text."""
-        return self._parse(is_end=True)
-
-    def _parse(self, is_end: bool) -> list[Piece]:
-        pieces: list[Piece] = []
-        while self._read(pieces, is_end):
+        parsed = Parsed()
+        while self._read(parsed, is_end):
             pass
-        return pieces
+        return parsed
 
     # ---- states: one method each, which returns whether the next state may parse more of the held text
 
-    def _read_content(self, pieces: list[Piece], is_end: bool) -> bool:
+    def _read_content(self, parsed: Parsed, is_end: bool) -> bool:
         start = self._held.find(self._opening)
         if start >= 0:
             # Whitespace before a call is layout.
             content = self._held[:start].rstrip(_SPACE)
-            self._emit(pieces, content)
+            parsed.content += content
             self._before_head = self._held[len(content) : start + len(self._opening)]
             self._held = self._held[start + len(self._opening) :]
             self._read = self._read_head
@@ -103,14 +85,15 @@ class ToolParser:
         if not is_end:
             num_certain -= num_held_back(self._held, [self._opening])
             num_certain = len(self._held[:num_certain].rstrip(_SPACE))
-        self._emit(pieces, self._held[:num_certain])
+        parsed.content += self._held[:num_certain]
         self._held = self._held[num_certain:]
         return False
 
-    def _read_head(self, pieces: list[Piece], is_end: bool) -> bool:
+    def _read_head(self, parsed: Parsed, is_end: bool) -> bool:
         match = _HEAD.match(self._held)
         if match is not None:
-            pieces.append(CallBegun(self.num_calls, match["name"]))
+            parsed.names[self.num_calls] = match["name"]
+            parsed.arguments[self.num_calls] = ""
             self.num_calls += 1
             self._before_head = ""
             self._held = self._held[match.end() :]
@@ -119,13 +102,13 @@ class ToolParser:
             self._read = self._read_arguments
             return True
         if is_end or len(self._held) > _MAX_HEAD_CHARACTERS or not _HEAD_PREFIX.match(self._held):
-            self._emit(pieces, self._before_head)
+            parsed.content += self._before_head
             self._before_head = ""
             self._read = self._read_content if self._opening else self._read_rest
             return True
         return False
 
-    def _read_arguments(self, pieces: list[Piece], is_end: bool) -> bool:
+    def _read_arguments(self, parsed: Parsed, is_end: bool) -> bool:
         for number, character in enumerate(self._held):
             if self._in_string:
                 if self._is_escaped:
@@ -141,15 +124,13 @@ class ToolParser:
             elif character in "}]":
                 self._depth -= 1
                 if self._depth == 0:
-                    self._emit_arguments(pieces, self._held[: number + 1])
-                    self._held = self._held[number + 1 :]
+                    self._take_arguments(parsed, number + 1)
                     self._read = self._read_closing
                     return True
-        self._emit_arguments(pieces, self._held)
-        self._held = ""
+        self._take_arguments(parsed, len(self._held))
         return False
 
-    def _read_closing(self, pieces: list[Piece], is_end: bool) -> bool:
+    def _read_closing(self, parsed: Parsed, is_end: bool) -> bool:
         """Skips the rest of the call's object, up to and including the closing marker."""
         end = self._held.find(self._closing)
         if end < 0:
@@ -160,16 +141,13 @@ class ToolParser:
         self._read = self._read_content if self._opening else self._read_head
         return True
 
-    def _read_rest(self, pieces: list[Piece], is_end: bool) -> bool:
-        self._emit(pieces, self._held)
+    def _read_rest(self, parsed: Parsed, is_end: bool) -> bool:
+        parsed.content += self._held
         self._held = ""
         return False
 
-    @staticmethod
-    def _emit(pieces: list[Piece], text: str) -> None:
-        if text:
-            pieces.append(Content(text))
-
-    def _emit_arguments(self, pieces: list[Piece], text: str) -> None:
-        if text:
-            pieces.append(Arguments(self.num_calls - 1, text))
+    def _take_arguments(self, parsed: Parsed, length: int) -> None:
+        if length:
+            index = self.num_calls - 1
+            parsed.arguments[index] = parsed.arguments.get(index, "") + self._held[:length]
+            self._held = self._held[length:]

@@ -40,7 +40,7 @@ _SAME_IN_REQUEST = (
 )  # fmt: skip
 """Fields of a body that `SamplingParams` and `GenerationRequest` have too. Null means their default."""
 
-R = TypeVar("R")
+R = TypeVar("R", CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
 
 
 class ModelNotFound(InvalidRequest):
@@ -75,8 +75,7 @@ class BodyDecoder:
         self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
     def completion(self, body: bytes) -> GenerationRequest:
-        request = _decode(self._completion, body)
-        self._check_model(request.model)
+        request = self._decode(self._completion, body)
         prompt = CompletionPrompt(msgspec.Raw(bytes(request.prompt)), request.add_special_tokens is not False)
         if request.best_of is not None and request.best_of != (request.n or 1):
             raise InvalidRequest(
@@ -88,8 +87,7 @@ class BodyDecoder:
         return self._check(request, prompt, request.max_tokens, "max_tokens", COMPLETION_DEFAULT_MAX_TOKENS)
 
     def chat(self, body: bytes) -> GenerationRequest:
-        request = _decode(self._chat, body)
-        self._check_model(request.model)
+        request = self._decode(self._chat, body)
         if request.echo:
             raise InvalidRequest("echo is not supported for chats; leave it out.", "echo")
         prompt = self._chat_prompt(request)
@@ -99,8 +97,7 @@ class BodyDecoder:
 
     def tokenize(self, body: bytes) -> tuple[str | ChatPrompt, bool, bool]:
         """Returns the prompt, whether the tokeniser adds its own tokens, and whether the answer has strings."""
-        request = _decode(self._tokenize, body)
-        self._check_model(request.model)
+        request = self._decode(self._tokenize, body)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("Send either prompt (a string) or messages (a list).", "prompt")
         if request.prompt is not None:
@@ -115,15 +112,21 @@ class BodyDecoder:
 
     def detokenize(self, body: bytes) -> list[int]:
         """Returns the token ids."""
-        request = _decode(self._detokenize, body)
-        self._check_model(request.model)
+        request = self._decode(self._detokenize, body)
         return request.tokens
 
-    def _check_model(self, model: str | None) -> None:
-        if model is not None and model != self._served_model_name:
+    def _decode(self, decoder: msgspec.json.Decoder[R], body: bytes) -> R:
+        try:
+            request = decoder.decode(body)
+        except msgspec.ValidationError as error:
+            raise _invalid_field(str(error)) from error
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
+        if request.model is not None and request.model != self._served_model_name:
             raise ModelNotFound(
-                f"The model {model!r} does not exist; this server serves {self._served_model_name!r}.", "model"
+                f"The model {request.model!r} does not exist; this server serves {self._served_model_name!r}.", "model"
             )
+        return request
 
     def _chat_prompt(self, request: ChatCompletionRequest | TokenizeRequest) -> ChatPrompt:
         if request.chat_template is not None and not self._trust_chat_template:
@@ -252,19 +255,14 @@ def _num_prompt_logprobs(request: GenerationFields, num_logprobs: int | None) ->
     return max(num_logprobs, requested or 0)
 
 
-def _decode(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
-    try:
-        return decoder.decode(body)
-    except msgspec.ValidationError as error:
-        message = str(error)
-        path = _ERROR_PATH.search(message)
-        field = path.group(1) if path is not None else None
-        message = message if path is None else message[: path.start()]
-        missing = _MISSING_FIELD.search(message)
-        param = ".".join(name for name in (field, missing and missing.group(1)) if name) or None
-        raise InvalidRequest(f"{field}: {message}." if field else f"{message}.", param) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
+def _invalid_field(message: str) -> InvalidRequest:
+    """message: msgspec's, which ends with the path of the field."""
+    path = _ERROR_PATH.search(message)
+    field = path.group(1) if path is not None else None
+    message = message if path is None else message[: path.start()]
+    missing = _MISSING_FIELD.search(message)
+    param = ".".join(name for name in (field, missing and missing.group(1)) if name) or None
+    return InvalidRequest(f"{field}: {message}." if field else f"{message}.", param)
 
 
 def _refuse_unsupported_fields(request: NotServed) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from tandem.proxy.cluster.registry import ModelLimits, Registry
+from tandem.proxy.cluster.worker_table import ModelLimits, WorkerTable
 from tandem.runtime.errors import Overloaded
 
 
@@ -15,21 +15,21 @@ class WorkerReadiness:
     max_waiting: requests beyond this are refused at once. wait_s: longest wait of one request.
     """
 
-    def __init__(self, registry: Registry, max_waiting: int, wait_s: float) -> None:
-        self._registry = registry
+    def __init__(self, table: WorkerTable, max_waiting: int, wait_s: float) -> None:
+        self._table = table
         self._max_waiting = max_waiting
         self._wait_s = wait_s
         self._num_waiting = 0
-        self._has_registered = asyncio.Event()  # stays set: the registry remembers the last workers' limits
+        self._has_registered = asyncio.Event()  # stays set: the table remembers the last workers' limits
 
     def on_cluster_changed(self) -> None:
-        if self._registry.workers():
+        if self._table.workers():
             self._has_registered.set()
 
     async def limits(self) -> ModelLimits:
         """Returns the model's limits. Raises Overloaded when no worker registers in time."""
         try:
-            return self._registry.limits()
+            return self._table.limits()
         except Overloaded:
             if self._num_waiting >= self._max_waiting:
                 raise
@@ -40,4 +40,4 @@ class WorkerReadiness:
                     await self._has_registered.wait()
         finally:
             self._num_waiting -= 1
-        return self._registry.limits()
+        return self._table.limits()

@@ -1,4 +1,4 @@
-"""Chooses the workers of each request from the registry and from what this proxy has in flight. Pure policy.
+"""Chooses the workers of each request from the worker table and from what this proxy has in flight. Pure policy.
 
 Prefill goes where the first token is predicted soonest: the prompt tokens ahead plus this prompt's uncached tokens,
 divided by the worker's measured speed. Decode goes where few sequences run, where the blocks fit, and where much of
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.protocol.messages.membership import WorkerInfo
-from tandem.proxy.cluster.registry import Registry, WorkerRecord
 from tandem.proxy.cluster.worker_load import PromptQueue, WorkerUse
+from tandem.proxy.cluster.worker_table import WorkerRecord, WorkerTable
 from tandem.runtime.errors import Overloaded
 
 _MIN_TTFT_S = 0.002
@@ -113,12 +113,12 @@ class Router:
 
     def __init__(
         self,
-        registry: Registry,
+        table: WorkerTable,
         decode_prefill_threshold: int = 0,
         num_proxies: int = 1,
         rng: random.Random | None = None,
     ) -> None:
-        self._registry = registry
+        self._table = table
         self._threshold = decode_prefill_threshold
         self._num_proxies = num_proxies
         self._rng = rng or random.Random()
@@ -130,8 +130,8 @@ class Router:
         Raises NoWorkerReady, which names what is missing, or SLOUnreachable when the first token is predicted later
         than max_ttft_s from now (early rejection: Qin et al., Mooncake, FAST 2025, section 7).
         """
-        registry = self._registry
-        depths = registry.prefixes.depths(prompt.hashes) if prompt.can_be_cached else {}
+        table = self._table
+        depths = table.prefixes.depths(prompt.hashes) if prompt.can_be_cached else {}
         prefill, decode = self._pick_workers(prompt, depths)
         computing = prefill or decode
         assert computing is not None
@@ -155,9 +155,6 @@ class Router:
             num_blocks,
         )
 
-    def no_worker(self) -> NoWorkerReady:
-        return NoWorkerReady(self._registry.why_not_ready() or "no prefill worker is ready")
-
     def prefill_ended(self, route: Route, ttft_s: float | None = None) -> None:
         """The first token came ttft_s after the dispatch, or (None) will not come."""
         route.compute_use.prompts.remove(route.priority, route.num_uncached_tokens)
@@ -175,13 +172,13 @@ class Router:
         self, prompt: PromptShape, depths: dict[int, int]
     ) -> tuple[WorkerRecord | None, WorkerRecord | None]:
         """Returns (prefill, decode). Raises NoWorkerReady."""
-        registry = self._registry
+        table = self._table
         may_compute_on_decode = self._threshold > 0 and not prompt.has_media
-        prefills = registry.paired_prefill_workers if prompt.needs_decode else registry.prefill_workers
+        prefills = table.paired_prefill_workers if prompt.needs_decode else table.prefill_workers
         if not prefills:
-            if may_compute_on_decode and registry.decode_workers:
-                return None, self._pick_decode(registry.decode_workers, prompt, depths)
-            raise self.no_worker()
+            if may_compute_on_decode and table.decode_workers:
+                return None, self._pick_decode(table.decode_workers, prompt, depths)
+            raise NoWorkerReady(table.why_not_ready() or "no prefill worker is ready")
         prefill = self._pick_prefill(prefills, prompt, depths)
         if not prompt.needs_decode:
             return prefill, None
@@ -205,7 +202,7 @@ class Router:
 
     def _pick_decode(self, candidates: list[WorkerRecord], prompt: PromptShape, depths: dict[int, int]) -> WorkerRecord:
         candidates = _without(candidates, prompt.avoid)
-        num_full = prompt.num_tokens // self._registry.block_size
+        num_full = prompt.num_tokens // self._table.block_size
         num_needed = self._num_new_blocks(prompt, 0)
         costs = []
         for record in candidates:
@@ -229,12 +226,12 @@ class Router:
 
     def _num_uncached(self, prompt: PromptShape, num_held: int) -> int:
         """Tokens to compute on a worker that holds num_held leading blocks; always the last one, for its logits."""
-        block_size = self._registry.block_size
+        block_size = self._table.block_size
         return prompt.num_tokens - block_size * min(num_held, (prompt.num_tokens - 1) // block_size)
 
     def _num_new_blocks(self, prompt: PromptShape, num_held: int) -> int:
         """Blocks that a decode worker holding num_held needs for the prompt and each sequence's first token."""
-        block_size = self._registry.block_size
+        block_size = self._table.block_size
         num_full = prompt.num_tokens // block_size
         num_own = (prompt.num_tokens + block_size) // block_size - num_full  # not shared by the sequences
         return max(0, num_full - num_held) + prompt.num_sequences * num_own

@@ -30,10 +30,6 @@ class SharedPrefill:
         self._router = router
         self._has_ended = False
 
-    def on_first_token(self, message: FirstToken) -> None:
-        if message.prompt_logprobs is not None:  # only the first of the sequences' first tokens carries them
-            self.prompt_logprobs = message.prompt_logprobs
-
     def end(self, first_token_at: float | None) -> bool:
         """The first token came, or (None) will not come. Returns False when the prefill had already ended."""
         if self._has_ended:
@@ -48,6 +44,7 @@ class Attempt:
 
     on_news: called when there are tokens to take, and at the end. `suspects` are the workers that may have caused the
     error. `has_lost_worker` means that a worker of the attempt was lost and the other one is not to blame.
+    `busy_workers` may still hold something for the attempt.
     """
 
     def __init__(self, attempt_id: str, prefill: SharedPrefill, on_news: Callable[[], None]) -> None:
@@ -68,20 +65,21 @@ class Attempt:
         self.preempted = False
         self.has_lost_worker = False
         self.suspects: list[WorkerInfo] = []
+        self.busy_workers = route.workers
         self._on_news = on_news
         self._decode_reserved = len(route.workers) == 1  # a worker that computes the prompt for itself has reserved
         self._decode_tokens: list[NewToken] = []  # held until the first token is released
         self._first_released = False
         self._num_decoded = 0
         self._tokens: list[SampledToken] = []  # released, but not taken
-        self._busy_workers = route.workers  # those that may still hold something for this attempt
 
     # ---- events
 
     def on_first_token(self, message: FirstToken) -> None:
         if self.first_token is None:
             self.first_token = message
-            self.prefill.on_first_token(message)
+            if message.prompt_logprobs is not None:  # only the first of the sequences' first tokens carries them
+                self.prefill.prompt_logprobs = message.prompt_logprobs
             self._release()
 
     def on_decode_reserved(self) -> None:
@@ -101,7 +99,7 @@ class Attempt:
     def on_preempted(self) -> None:
         """Decode dropped the sequence. All tokens that it sampled came before."""
         self._decode_reserved = True
-        self._busy_workers.clear()
+        self.busy_workers.clear()
         self.preempted = True
         self._release()
 
@@ -147,10 +145,6 @@ class Attempt:
         tokens, self._tokens = self._tokens, []
         return tokens
 
-    def workers_to_abort(self) -> list[WorkerInfo]:
-        """Workers that may still hold something for this attempt when it is dropped."""
-        return list(self._busy_workers)
-
     def _release(self) -> None:
         if self.has_ended or self.first_token is None:
             return
@@ -174,9 +168,9 @@ class Attempt:
         self._num_decoded += 1
         self._tokens.append(token.token)
         if token.finish_reason is not None:
-            self._busy_workers.clear()  # decode has ended the sequence, and prefill ended when decode began
+            self.busy_workers.clear()  # decode has ended the sequence, and prefill ended when decode began
             self.finish_reason = token.finish_reason
 
     def _on_worker_done(self, worker: WorkerInfo) -> None:
-        if worker in self._busy_workers:
-            self._busy_workers.remove(worker)
+        if worker in self.busy_workers:
+            self.busy_workers.remove(worker)

@@ -20,7 +20,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
@@ -42,6 +42,7 @@ from tandem.protocol.prefix_hash import unpack_short_hashes
 from tandem.proxy.cluster.router import NoWorkerReady, PromptShape, Router, SLOUnreachable
 from tandem.proxy.dispatch.attempt import Attempt, SharedPrefill
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
+from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import TandemError, WorkerLost
 from tandem.runtime.host import is_elsewhere
@@ -49,14 +50,6 @@ from tandem.telemetry.proxy_metrics import ProxyMetrics
 
 _RETRY_INTERVAL_S = 0.25
 """Seconds between two looks at the prompts that wait for a worker."""
-
-
-class Sender(Protocol):
-    """Sends messages to workers."""
-
-    def send(self, worker: WorkerInfo, message: msgspec.Struct) -> bool:
-        """Returns False when the worker is lost, or has not read for so long that its queue is full."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,14 +72,14 @@ class Dispatcher:
         self,
         proxy_id: str,
         router: Router,
-        pool: Sender,
+        connections: WorkerConnections,
         metrics: ProxyMetrics,
         worker_wait_s: float = 0.0,
         media_cache: str = "",
     ) -> None:
         self._proxy_id = proxy_id
         self._router = router
-        self._pool = pool
+        self._connections = connections
         self._metrics = metrics
         self._worker_wait_s = worker_wait_s
         self._media_cache = media_cache
@@ -243,19 +236,17 @@ class Dispatcher:
         )
         route = self._router.pick(shape, max_ttft_s)
         shared = SharedPrefill(self._router, route, time.monotonic())
-        numbers = [next(self._numbers) for _ in sequences]
-        attempts = [
-            Attempt(f"{self._prefix}-{number}", shared, sequence.notify)
-            for number, sequence in zip(numbers, sequences, strict=True)
-        ]
-        for sequence, attempt in zip(sequences, attempts, strict=True):
+        attempts = []
+        for sequence in sequences:
+            attempt = Attempt(f"{self._prefix}-{next(self._numbers)}", shared, sequence.notify)
             self._running[attempt.attempt_id] = attempt
             sequence.begin(attempt)
+            attempts.append(attempt)
         prefill, decode = route.prefill, route.decode
         shared_fields: dict[str, Any] = {
             "proxy_id": self._proxy_id,
             "attempt_ids": [attempt.attempt_id for attempt in attempts],
-            "transfer_id": f"{self._proxy_id}-{numbers[0]}",
+            "transfer_id": f"{self._proxy_id}-{next(self._numbers)}",
             "token_ids": prompt.token_ids + pack_token_ids(generated),
             "sampling": first.sampling,
             "seeds": [sequence.sampling.seed for sequence in sequences],
@@ -292,11 +283,11 @@ class Dispatcher:
         attempt.times.lost_at = time.monotonic()
         attempt.prefill.end(None)
         self._router.sequence_ended(attempt.route)
-        for worker in attempt.workers_to_abort():
-            self._pool.send(worker, AbortAttempt(self._proxy_id, attempt.attempt_id))
+        for worker in attempt.busy_workers:
+            self._connections.send(worker, AbortAttempt(self._proxy_id, attempt.attempt_id))
 
     def _send(self, worker: WorkerInfo, attempts: list[Attempt], message: msgspec.Struct) -> None:
-        if not self._pool.send(worker, message):
+        if not self._connections.send(worker, message):
             error = WorkerLost(f"{worker.role} worker {worker.worker_id} does not read its messages")
             for attempt in attempts:
                 attempt.fail(error, suspects=[worker])
@@ -306,28 +297,27 @@ class Dispatcher:
     def on_message(self, worker: WorkerInfo, message: ToProxy) -> None:
         """Passes a message to its attempt. A message about an attempt that is over is ignored."""
         now = time.monotonic()
+        if isinstance(message, TokenBatch):
+            for token in message.tokens:
+                if (attempt := self._find(worker, token.attempt_id)) is not None:
+                    attempt.on_new_token(token)
+            for began in message.began:
+                if (attempt := self._find(worker, began.attempt_id)) is not None:
+                    attempt.times.on_began(now, began.decode_wait_s, began.step_s)
+            return
+        if (attempt := self._find(worker, message.attempt_id)) is None:
+            return
         match message:
-            case TokenBatch():
-                for token in message.tokens:
-                    if (attempt := self._find(worker, token.attempt_id)) is not None:
-                        attempt.on_new_token(token)
-                for began in message.began:
-                    if (attempt := self._find(worker, began.attempt_id)) is not None:
-                        attempt.times.on_began(now, began.decode_wait_s, began.step_s)
             case FirstToken():
-                if (attempt := self._find(worker, message.attempt_id)) is not None:
-                    attempt.times.on_first_token(now, message.queue_s, message.prefill_s)
-                    attempt.on_first_token(message)
+                attempt.times.on_first_token(now, message.queue_s, message.prefill_s)
+                attempt.on_first_token(message)
             case DecodeReserved():
-                if (attempt := self._find(worker, message.attempt_id)) is not None:
-                    attempt.times.reserved_at = now
-                    attempt.on_decode_reserved()
+                attempt.times.reserved_at = now
+                attempt.on_decode_reserved()
             case AttemptPreempted():
-                if (attempt := self._find(worker, message.attempt_id)) is not None:
-                    attempt.on_preempted()
+                attempt.on_preempted()
             case AttemptFailed():
-                if (attempt := self._find(worker, message.attempt_id)) is not None:
-                    attempt.on_failed(worker, message.error.to_error())
+                attempt.on_failed(worker, message.error.to_error())
 
     def _find(self, worker: WorkerInfo, attempt_id: str) -> Attempt | None:
         """Returns the attempt if it runs on this worker."""
@@ -340,7 +330,7 @@ class Dispatcher:
         for attempt in self._running.values():
             if attempt.runs_on(worker):
                 # A worker that was only frozen must not finish the sequence when it wakes up.
-                self._pool.send(worker, AbortAttempt(self._proxy_id, attempt.attempt_id))
+                self._connections.send(worker, AbortAttempt(self._proxy_id, attempt.attempt_id))
                 attempt.on_worker_lost(worker, error)
 
     def fail_all(self, error: TandemError) -> None:

@@ -15,8 +15,8 @@ from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.admission import Admission, Ticket
 from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import NoWorkerReady
+from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.dispatch.sequence_text import PromptTokens, SequenceText, TextDelta
@@ -41,7 +41,7 @@ class GenerationServices:
     text: ModelText
     token_text: TokenText
     readers: ReaderPool
-    registry: Registry
+    worker_table: WorkerTable
     admission: Admission
     dispatcher: Dispatcher
     metrics: ProxyMetrics
@@ -53,8 +53,7 @@ class GenerationServices:
 class Generation:
     """Generates the sequences of one request.
 
-    `num_prompt_tokens` is valid from the first delta on. `num_cached_tokens` and `num_completion_tokens` count the
-    deltas so far.
+    `record` counts the tokens: those of the prompts from the first delta on, the others of the deltas so far.
     """
 
     def __init__(
@@ -73,14 +72,11 @@ class Generation:
         limits_s = (services.request_timeout_s, timeout_s, request.timeout)
         self._timeout_s = min(limit_s for limit_s in limits_s if limit_s is not None)
         self.token_text = services.token_text
-        self._services = services
-        self._request = request
-        self._record = record
-        self._client = client
+        self.request = request
+        self.record = record
         self.created = int(time.time())
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_completion_tokens = 0
+        self._services = services
+        self._client = client
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Yields the text of all sequences as it comes. The last delta of each has a finish_reason.
@@ -100,8 +96,8 @@ class Generation:
         try:
             prompts = self._prompts()
             # A prompt is computed once for all its sequences, so it counts for the first of them.
-            prompt_tokens = [0 if i else prompt.num_tokens for prompt in prompts for i in range(self._request.n)]
-            ticket = services.admission.admit(self._client, prompt_tokens, self._request.priority, on_displaced)
+            prompt_tokens = [0 if i else prompt.num_tokens for prompt in prompts for i in range(self.request.n)]
+            ticket = services.admission.admit(self._client, prompt_tokens, self.request.priority, on_displaced)
             for prompt in prompts:
                 self._start(prompt, texts, ready)
             num_open = len(texts)
@@ -113,7 +109,7 @@ class Generation:
                 if tokens.is_first:
                     ticket.on_first_token(text.index)
                 delta = await self._next_text(sequence, text, tokens)
-                self.num_completion_tokens += len(delta.tokens)
+                self.record.num_completion_tokens += len(delta.tokens)
                 if delta.finish_reason is not None:
                     num_open -= 1
                     outcome = delta.finish_reason if not num_open else outcome
@@ -122,7 +118,7 @@ class Generation:
         except TandemError as error:
             outcome = error.code
             if (reason := rejection_reason(error)) is not None:
-                is_refused = self.num_completion_tokens == 0 and not isinstance(error, NoWorkerReady)
+                is_refused = self.record.num_completion_tokens == 0 and not isinstance(error, NoWorkerReady)
                 services.metrics.rejected.labels(reason).inc()
             raise
         except Exception:
@@ -134,21 +130,17 @@ class Generation:
                 services.dispatcher.drop(sequence)
             if ticket is not None:
                 ticket.close()
-            if self._request.media_lease is not None:
-                self._request.media_lease.release()
+            self.request.release_media()
             services.metrics.requests.labels(outcome).inc()
-            self._record.num_prompt_tokens = self.num_prompt_tokens
-            self._record.num_cached_tokens = self.num_cached_tokens
-            self._record.num_completion_tokens = self.num_completion_tokens
-            services.requests.end(self._record, outcome, is_refused)
+            services.requests.end(self.record, outcome, is_refused)
 
     def _prompts(self) -> list[Prompt]:
         """Returns the prompts as they are dispatched. Raises InvalidRequest for tokens that the model does not have."""
-        request = self._request
-        request.check_vocabulary(self._services.registry.limits())
+        request = self.request
+        request.check_vocabulary(self._services.worker_table.limits())
         assert isinstance(request.prompt, RenderedPrompts)
         prompts = request.prompt.prompts
-        self.num_prompt_tokens = self._record.num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
+        self.record.num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
         return [
             replace(
                 prompt,
@@ -166,15 +158,15 @@ class Generation:
         ready: asyncio.Queue[DispatchedSequence],
     ) -> None:
         """Dispatches a prompt and adds its sequences to `texts`. Raises SLOUnreachable or ContextLengthExceeded."""
-        request, services = self._request, self._services
-        stop = request.stop_conditions(prompt.num_tokens, services.registry.limits(), services.text.eos_token_ids)
-        waited_s = time.monotonic() - self._record.arrived_at
+        request, services = self.request, self._services
+        stop = request.stop_conditions(prompt.num_tokens, services.worker_table.limits(), services.text.eos_token_ids)
+        waited_s = time.monotonic() - self.record.arrived_at
         deadline_s = max(0.001, self._timeout_s - waited_s)
         max_ttft_s = deadline_s if services.ttft_slo_s is None else min(deadline_s, services.ttft_slo_s - waited_s)
         samplings = request.samplings()
         for sequence in services.dispatcher.start(prompt, samplings, stop, deadline_s, ready.put_nowait, max_ttft_s):
-            timer = SequenceTimer(services.metrics, self._record.arrived_at, sequence.times)
-            self._record.sequences.append(timer)
+            timer = SequenceTimer(services.metrics, self.record.arrived_at, sequence.times)
+            self.record.sequences.append(timer)
             texts[sequence] = SequenceText(
                 len(texts),
                 Detokenizer(services.text.tokenizer, prompt.token_ids, request.skip_special_tokens),
@@ -183,7 +175,7 @@ class Generation:
             )
 
     async def _next_text(self, sequence: DispatchedSequence, text: SequenceText, delta: TokenDelta) -> TextDelta:
-        request = self._request
+        request = self.request
         tokens, finish_reason = delta.tokens, delta.finish_reason
         if request.is_prompt_only:  # workers generate at least one token, which the client did not ask for
             tokens, finish_reason = [], "length"
@@ -192,7 +184,7 @@ class Generation:
         echo = ""
         if delta.is_first:
             if text.index % request.n == 0:
-                self.num_cached_tokens += delta.num_cached_tokens
+                self.record.num_cached_tokens += delta.num_cached_tokens
             if request.echo or request.num_prompt_logprobs is not None:
                 token_ids = unpack_token_ids(sequence.prompt.token_ids)
                 echo = await self._services.readers.text_of(token_ids) if request.echo else ""

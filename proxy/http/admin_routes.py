@@ -39,14 +39,14 @@ class ClusterState(msgspec.Struct, frozen=True):
 
 def admin_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
     page = Path(__file__).with_name("dashboard.html").read_text()
-    registry = state.registry
+    table = state.worker_table
 
     async def metrics(request: Request) -> Response:
         text = await asyncio.to_thread(state.metrics.render)  # takes milliseconds
         return answer(request, text, CONTENT_TYPE)
 
     async def service_discovery(request: Request) -> Response:
-        return json_answer(request, scrape_targets(config, request.headers.get("host", ""), registry.workers()))
+        return json_answer(request, scrape_targets(config, request.headers.get("host", ""), table.workers()))
 
     async def timeline(request: Request) -> Response:
         request_id = request.path_params["request_id"]
@@ -56,10 +56,10 @@ def admin_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
         return answer(request, found)
 
     async def cluster(request: Request) -> Response:
-        reason = registry.why_not_ready()
-        if reason is not None and (trouble := registry.pair_trouble()) is not None:
+        reason = table.why_not_ready()
+        if reason is not None and (trouble := table.pair_trouble()) is not None:
             reason += f": {trouble}"
-        workers = registry.report(asyncio.get_running_loop().time())
+        workers = table.report(asyncio.get_running_loop().time())
         return json_answer(request, ClusterState(config.served_model_name, reason is None, reason or "", workers))
 
     return [

@@ -1,4 +1,4 @@
-"""The parts of a proxy that its HTTP routes use."""
+"""The parts of a proxy that its HTTP routes and its control socket use."""
 
 from __future__ import annotations
 

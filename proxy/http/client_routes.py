@@ -7,6 +7,7 @@ import math
 import re
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
@@ -47,7 +48,6 @@ from tandem.runtime.logs import serving
 
 TIMEOUT_HEADER = "x-request-timeout"
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-MakeAnswers = Callable[[Generation, GenerationRequest, str, str], Answers]
 
 
 def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
@@ -55,19 +55,14 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
     keys = [*config.api_keys, *([config.api_key] if config.api_key is not None else [])]
     card = ModelCard(config.served_model_name, int(time.time()), None)
     document = openapi_document(config.served_model_name, bool(keys))
-    registry, readers = state.registry, state.readers
+    table, readers = state.worker_table, state.readers
+    generate = partial(_generate, state, config.served_model_name)
 
     def model_card() -> ModelCard:
         try:
-            return msgspec.structs.replace(card, max_model_len=registry.limits().max_model_len)
+            return msgspec.structs.replace(card, max_model_len=table.limits().max_model_len)
         except Overloaded:
             return card
-
-    async def completions(request: Request) -> Response:
-        return await _generate(request, state, "completion", CompletionAnswers, config.served_model_name)
-
-    async def chat_completions(request: Request) -> Response:
-        return await _generate(request, state, "chat", _chat_answers, config.served_model_name)
 
     async def models(request: Request) -> Response:
         return json_answer(request, ModelList([model_card()]))
@@ -89,14 +84,14 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
         return await _transform(request, state, lambda body: readers.run(BodyReader.detokenize, body))
 
     async def health(request: Request) -> Response:
-        reason = registry.why_not_ready()
+        reason = table.why_not_ready()
         if reason is None:
             return json_answer(request, HealthResponse("ok"))
         return json_answer(request, HealthResponse("unavailable", reason), status=503)
 
     routes = [
-        ApiRoute("POST", "/v1/completions", completions),
-        ApiRoute("POST", "/v1/chat/completions", chat_completions),
+        ApiRoute("POST", "/v1/completions", partial(generate, "completion")),
+        ApiRoute("POST", "/v1/chat/completions", partial(generate, "chat")),
         ApiRoute("GET", "/v1/models", models),
         ApiRoute("GET", "/v1/models/{name:path}", model),
         ApiRoute("POST", "/tokenize", tokenize),
@@ -117,9 +112,7 @@ def make_admin_app(config: ProxyConfig, state: AppState) -> ASGIApp:
     return starlette_app(admin_routes(config, state), None)
 
 
-async def _generate(
-    request: Request, state: AppState, kind: BodyKind, make_answers: MakeAnswers, model: str
-) -> Response:
+async def _generate(state: AppState, model: str, kind: BodyKind, request: Request) -> Response:
     record = state.requests.begin(request_id_of(request), kind, _traceparent(request))
     serving(record.request_id)
     client = client_of(request)
@@ -140,21 +133,21 @@ async def _generate(
     record.read_at = time.monotonic()
     # The header wins over the body: proxies and gateways around the client know the request by it.
     if HEADER not in request.headers and asked.request_id:
+        request.state.request_id = asked.request_id
         state.requests.rename(record, asked.request_id)
         serving(record.request_id)
     generation = Generation(state, asked, record, client, timeout_s)
     try:
-        answers = make_answers(generation, asked, model, record.request_id)
+        answers = _answers(kind, generation, model)
         if not asked.stream:
             whole = await unless_disconnected(request.receive, answers.whole())
-            return state.answers.json(request, whole, record.request_id)
+            return state.answers.json(request, whole)
         events = answers.events()
         # The first event decides between an error's status and a stream, so nothing is sent before.
         first = await unless_disconnected(request.receive, anext(events))
         return EventStream(first, events, record.request_id)
     except BaseException:
-        if asked.media_lease is not None:  # the client may have disconnected before the generation began
-            asked.media_lease.release()
+        asked.release_media()  # the client may have disconnected before the generation began
         raise
 
 
@@ -171,9 +164,11 @@ async def _transform(
             raise DeadlineExceeded("the request was not finished in time") from error
 
 
-def _chat_answers(generation: Generation, request: GenerationRequest, model: str, request_id: str) -> ChatAnswers:
-    answers = ChatAnswers if request.tool_format is None else ToolAnswers
-    return answers(generation, request, model, request_id)
+def _answers(kind: BodyKind, generation: Generation, model: str) -> Answers:
+    if kind == "completion":
+        return CompletionAnswers(generation, model)
+    tool_format = generation.request.tool_format
+    return ChatAnswers(generation, model) if tool_format is None else ToolAnswers(generation, model, tool_format)
 
 
 async def _read(

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from tandem.proxy.answers.errors import RETRY_STATUSES
 from tandem.proxy.api.responses import (
     ChatCompletionChunk,
     ChatCompletionResponse,
@@ -65,7 +66,6 @@ _REQUIRED_TOGETHER: dict[str, Json] = {
     },
 }
 """Conditions between fields that msgspec types cannot express."""
-_RETRY_STATUSES = (429, 503)
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _operation(route: RouteDoc, schema_of: dict[type, Json], has_api_key: bool) 
             continue
         kind = HealthResponse if route.path == "/health" and status == 503 else ErrorResponse
         headers = dict(header)
-        if status in _RETRY_STATUSES and kind is ErrorResponse:
+        if status in RETRY_STATUSES and kind is ErrorResponse:
             headers["Retry-After"] = {"schema": {"type": "string"}, "description": "seconds"}
         responses[str(status)] = {
             "description": ERRORS[status],

@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tandem.proxy.answers.request_id import HEADER, id_header
+from tandem.proxy.answers.request_id import id_header
 from tandem.proxy.http.starlette_app import client_of
 from tandem.runtime.errors import Overloaded
 
@@ -27,13 +27,9 @@ class WholeAnswers:
         self._by_client: Counter[str] = Counter()
         self.num_bytes = 0
 
-    def json(self, request: Request, body: bytes, request_id: str | None = None) -> Response:
-        """Returns an answer, which raises Overloaded in place of its first byte where it would exceed a limit.
-
-        request_id: where it is not the one of `request_id_of`.
-        """
-        headers = id_header(request) if request_id is None else {HEADER: request_id}
-        return _WholeAnswer(self, body, headers=headers, media_type="application/json")
+    def json(self, request: Request, body: bytes) -> Response:
+        """Returns an answer, which raises Overloaded in place of its first byte where it would exceed a limit."""
+        return _WholeAnswer(self, body, headers=id_header(request), media_type="application/json")
 
     @contextmanager
     def hold(self, client: str, num_bytes: int) -> Generator[None, None, None]:

@@ -16,12 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from tandem.proxy.media.source import InvalidMedia, MediaLimits, MediaSource
+from tandem.proxy.media.source import MediaLimits, MediaSource
 from tandem.runtime.errors import first_line
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 VIDEO_FORMATS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
-_PROBE_BYTES = 5 << 20
 _MIN_COMPLETE_SHARE = 0.9
 """A video is damaged if a smaller share of its frames or of its declared duration can be decoded."""
 
@@ -43,21 +42,15 @@ class VideoInfo(msgspec.Struct, frozen=True):
 
 def image_size(source: MediaSource, data: bytes, limits: MediaLimits) -> tuple[int, int]:
     """Returns (width, height) from the header. Raises InvalidMedia if it is no image or has too many pixels."""
-    with _open(source, data) as image:
-        return _checked_size(source, image.size, limits)
+    with _opened_image(source, data, limits) as image:
+        return image.size
 
 
 def decode_image(source: MediaSource, data: bytes, limits: MediaLimits) -> Image.Image:
     """Returns the first frame as RGB, upright, with transparent parts on white. Raises InvalidMedia."""
-    with _open(source, data) as image:
-        _checked_size(source, image.size, limits)
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about unusual metadata
-                image.load()
-                upright = ImageOps.exif_transpose(image)
-        except (OSError, ValueError, SyntaxError, EOFError, MemoryError) as error:
-            raise source.refused(f"it is damaged or cut short: {first_line(error)[:160]}") from error
+    with _opened_image(source, data, limits) as image:
+        image.load()
+        upright = ImageOps.exif_transpose(image)
     if upright.has_transparency_data:
         layers = upright.convert("RGBA")
         white = Image.new("RGBA", layers.size, (255, 255, 255, 255))
@@ -65,13 +58,17 @@ def decode_image(source: MediaSource, data: bytes, limits: MediaLimits) -> Image
     return upright.convert("RGB")
 
 
-def _open(source: MediaSource, data: bytes) -> Image.Image:
+@contextmanager
+def _opened_image(source: MediaSource, data: bytes, limits: MediaLimits) -> Iterator[Image.Image]:
+    """Yields the image with only its header read. Raises InvalidMedia, also for Pillow's errors in the `with`."""
     if not data:
         raise source.refused("it is empty")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return Image.open(io.BytesIO(data), formats=IMAGE_FORMATS)
+            warnings.simplefilter("ignore")  # about unusual metadata
+            with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
+                _checked_size(source, image.size, limits)
+                yield image
     except UnidentifiedImageError as error:
         raise source.refused(f"it is not an image of a supported type ({', '.join(IMAGE_FORMATS)})") from error
     except (OSError, ValueError, SyntaxError, EOFError, MemoryError) as error:
@@ -163,20 +160,12 @@ def _opened_video(source: MediaSource, data: bytes) -> Iterator[Any]:
         raise source.refused("it is empty")
     try:
         # Only these demuxers: others read playlists, which name files and URLs.
-        with av.open(
-            io.BytesIO(data),
-            options={
-                "protocol_whitelist": "",
-                "format_whitelist": ",".join(VIDEO_FORMATS),
-                "probesize": str(_PROBE_BYTES),
-            },
-        ) as container:
+        options = {"protocol_whitelist": "", "format_whitelist": ",".join(VIDEO_FORMATS)}
+        with av.open(io.BytesIO(data), options=options) as container:
             if container.format.name not in VIDEO_FORMATS:
                 raise source.refused("it is not an MP4 or WebM video")
             if not container.streams.video:
                 raise source.refused("it has no video stream")
             yield container
-    except InvalidMedia:
-        raise
     except (av.error.FFmpegError, ValueError, OverflowError, MemoryError) as error:
         raise source.refused(f"it is not an MP4 or WebM video, or it is damaged: {first_line(error)[:160]}") from error

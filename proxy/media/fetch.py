@@ -21,7 +21,7 @@ from urllib.parse import quote, unquote_to_bytes, urljoin, urlsplit
 
 import httpcore
 
-from tandem.proxy.media.source import InvalidMedia, MediaLimits, MediaSource
+from tandem.proxy.media.source import MediaLimits, MediaSource
 from tandem.runtime.errors import Overloaded, first_line
 
 _MAX_REDIRECTS = 4
@@ -89,7 +89,7 @@ class MediaFetcher:
     def __init__(self, limits: MediaLimits) -> None:
         self.limits = limits
         self.held_bytes = 0
-        self._http = httpcore.AsyncConnectionPool(
+        self.http = httpcore.AsyncConnectionPool(
             ssl_context=ssl.create_default_context(),
             max_connections=_MAX_CONNECTIONS,
             max_keepalive_connections=0,  # the address is checked for each connection
@@ -104,12 +104,8 @@ class MediaFetcher:
             )
         self.held_bytes += num_bytes
 
-    def response(self, url: str) -> Any:
-        """Returns the context manager of a response to GET, without following redirects."""
-        return self._http.stream("GET", _ascii(url), headers=_HEADERS)
-
     async def close(self) -> None:
-        await self._http.aclose()
+        await self.http.aclose()
 
 
 class FetchedMedia:
@@ -136,8 +132,6 @@ class FetchedMedia:
         try:
             async with asyncio.timeout(limits.fetch_timeout_s):
                 self.data[source.number] = await self._fetch(source)
-        except (InvalidMedia, Overloaded):
-            raise
         except (TimeoutError, httpcore.TimeoutException) as error:
             raise source.refused(f"its URL was not downloaded within {limits.fetch_timeout_s:g} s") from error
         except _RefusedAddress as error:
@@ -151,7 +145,7 @@ class FetchedMedia:
             parts = urlsplit(url)
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
                 raise source.refused("its URL must be http or https, with a host and without a user name")
-            async with self._fetcher.response(url) as response:
+            async with self._fetcher.http.stream("GET", _ascii(url), headers=_HEADERS) as response:
                 if response.status in _REDIRECTS:
                     location = {k.lower(): v for k, v in response.headers}.get(b"location")
                     if location is None:

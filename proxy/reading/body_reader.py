@@ -11,12 +11,12 @@ from tandem.proxy.api.responses import DetokenizeResponse, TokenizeResponse
 from tandem.proxy.api.structured_output import checked_grammar
 from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.proxy.api.validation import BodyDecoder
-from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import RenderedPrompts, has_media
 from tandem.proxy.text.rendering import Renderer
-from tandem.runtime.errors import TandemError
+from tandem.runtime.errors import InvalidRequest, TandemError
 
 BodyKind = Literal["completion", "chat"]
 
@@ -34,6 +34,7 @@ class BodyReader:
             config.media.max_items if config.media_cache_endpoint else 0,
             text.sampling_defaults,
         )
+        self._tokenizer = text.tokenizer
         self.renderer = Renderer(text)
 
     @classmethod
@@ -67,18 +68,23 @@ class BodyReader:
         """Returns the JSON answer of `/tokenize`. Raises InvalidRequest."""
         prompt, add_special_tokens, with_strings = self._decoder.tokenize(body)
         text = prompt if isinstance(prompt, str) else self.renderer.chat_text(prompt)
-        token_ids = self.renderer.tokens_of(text, add_special_tokens)
-        strings = self.renderer.token_strings(token_ids) if with_strings else None
+        token_ids = self.renderer.encode(text, add_special_tokens, "prompt").ids
+        strings = [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids] if with_strings else None
         return msgspec.json.encode(TokenizeResponse(len(token_ids), max_model_len, token_ids, strings))
 
     def detokenize(self, body: bytes) -> bytes:
         """Returns the JSON answer of `/detokenize`. Raises InvalidRequest."""
-        text = self.renderer.text_with_specials(self._decoder.detokenize(body))
-        return msgspec.json.encode(DetokenizeResponse(text))
+        token_ids = self._decoder.detokenize(body)
+        largest, num_known = max(token_ids, default=0), self._tokenizer.get_vocab_size()
+        if largest >= num_known:
+            raise InvalidRequest(
+                f"Token id {largest} is out of range: this tokeniser's ids are 0 to {num_known - 1}.", "tokens"
+            )
+        return msgspec.json.encode(DetokenizeResponse(self._tokenizer.decode(token_ids, skip_special_tokens=False)))
 
     def text_of(self, token_ids: list[int]) -> str:
         """Returns the text of a prompt without special tokens."""
-        return self.renderer.text_of(token_ids)
+        return self._tokenizer.decode(token_ids)
 
 
 def _with_sampling(request: GenerationRequest, **changes: Any) -> GenerationRequest:

@@ -18,8 +18,8 @@ import msgspec
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.proxy.admission.admission import QueueFull
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.cluster.registry import ModelLimits
 from tandem.proxy.cluster.router import SLOUnreachable
+from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.media.media_lease import MediaLease
 from tandem.proxy.reading.body_reader import BodyKind
@@ -52,7 +52,7 @@ _CANCEL_GRACE_S = 10.0
 
 
 class MediaPool:
-    """Belongs to the proxy's loop.
+    """Belongs to the proxy's loop, and owns `cache`, its connection to the media cache.
 
     At most `max_waiting_media` requests wait or are read at the same time; others are refused. So is one that is not
     read within ttft_slo_s.
@@ -71,10 +71,6 @@ class MediaPool:
         self._watching: asyncio.Task[None] | None = None
         self._unanswered_pings: int | None = None  # None until the process has sent a message
         self._config_error: str | None = None
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._jobs)
 
     async def start(self) -> None:
         """Starts the process if it is not running. Raises Overloaded without descriptors, InternalError."""
@@ -105,7 +101,7 @@ class MediaPool:
             self._watching = asyncio.create_task(self._watch(reader, self._writer, self._process))
 
     async def read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
-        """Returns the request with tokenised prompts and a `media_lease`, which the caller must release.
+        """Returns the request with tokenised prompts. The caller must call its `release_media`.
 
         Raises InvalidRequest, QueueFull, SLOUnreachable, Overloaded if the cache is full, InternalError if the process
         died, WorkerLost if the cache died twice.
@@ -139,7 +135,7 @@ class MediaPool:
             if done.cancelled():
                 self._cancel(lease_id)
             elif done.exception() is None:  # answered at the moment of the time-out or cancellation
-                _release(done.result())
+                done.result().release_media()
             if isinstance(error, TimeoutError) and self._ttft_slo_s is not None:
                 raise SLOUnreachable(self._ttft_slo_s, 0.0) from error
             raise
@@ -219,12 +215,12 @@ class MediaPool:
     def close(self) -> None:
         if self._process is not None:
             _kill(self._process)
+        self._cache.close()
 
 
 def _kill(process: asyncio.subprocess.Process) -> None:
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            process.kill()
+    with contextlib.suppress(ProcessLookupError):  # it has ended
+        process.kill()
 
 
 def _with_lease(request: GenerationRequest, lease: MediaLease) -> GenerationRequest:
@@ -232,8 +228,3 @@ def _with_lease(request: GenerationRequest, lease: MediaLease) -> GenerationRequ
     assert isinstance(request.prompt, RenderedPrompts)
     prompts = [replace(prompt, media=lease.hold(prompt.media)) for prompt in request.prompt.prompts]
     return msgspec.structs.replace(request, prompt=RenderedPrompts(prompts), media_lease=lease)
-
-
-def _release(request: GenerationRequest) -> None:
-    if request.media_lease is not None:
-        request.media_lease.release()

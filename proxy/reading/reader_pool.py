@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import has_media, has_own_template, has_token_ids

@@ -21,7 +21,7 @@ from tokenizers import Encoding
 from tandem.protocol.messages.media import MediaItem, MediaKind
 from tandem.protocol.messages.token_ids import pack_token_ids, unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
-from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import (
     AnyPrompt,
@@ -70,35 +70,19 @@ class Renderer:
         with cpu_time_limit(TEMPLATE_CPU_S) if prompt.template is not None else nullcontext():
             return self._text.render_chat(prompt)
 
-    def tokens_of(self, text: str, add_special_tokens: bool) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool, param: str) -> Encoding:
         """Tokenises a text of any length. Raises InvalidRequest."""
-        token_ids: list[int] = self._encode(text, add_special_tokens, "prompt").ids
-        return token_ids
-
-    def token_strings(self, token_ids: list[int]) -> list[str]:
-        """Returns the tokens as the vocabulary writes them."""
-        return [self._text.tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
+        try:
+            [encoding] = self._text.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        except UnicodeEncodeError as error:
+            raise InvalidRequest(f"The prompt is not valid Unicode: {error.reason}.", param) from error
+        return encoding
 
     def bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
         """Returns the token sequences to avoid: each word with and without a leading space, as vLLM does."""
         texts = [space + word.lstrip() for word in words for space in ("", " ")]
         encodings = self._text.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return tuple(dict.fromkeys(tuple(encoding.ids) for encoding in encodings if len(encoding)))
-
-    def text_of(self, token_ids: list[int]) -> str:
-        """Returns the text without special tokens."""
-        text: str = self._text.tokenizer.decode(token_ids)
-        return text
-
-    def text_with_specials(self, token_ids: list[int]) -> str:
-        """Raises InvalidRequest for ids that the tokeniser does not have."""
-        largest, num_known = max(token_ids, default=0), self._text.tokenizer.get_vocab_size()
-        if largest >= num_known:
-            raise InvalidRequest(
-                f"Token id {largest} is out of range: this tokeniser's ids are 0 to {num_known - 1}.", "tokens"
-            )
-        text: str = self._text.tokenizer.decode(token_ids, skip_special_tokens=False)
-        return text
 
     def _tokens(self, prompt: AnyPrompt, limits: ModelLimits, max_tokens: int | None) -> list[Prompt]:
         match prompt:
@@ -128,7 +112,7 @@ class Renderer:
     ) -> Prompt:
         if max_tokens is None:
             self._refuse_if_too_long(text, limits, param)
-        encoding = self._encode(text, add_special_tokens, param)
+        encoding = self.encode(text, add_special_tokens, param)
         # The length is checked first, so that a refused prompt needs no list of ids.
         check_prompt_length(min(len(encoding), max_tokens or len(encoding)), limits, param)
         # Truncates the ids, because the tokeniser's own truncation is state that threads share.
@@ -144,13 +128,6 @@ class Renderer:
             )
         return replace(rendered, media=place_media(rendered.token_ids, prompt.media, prompt.placeholder_ids))
 
-    def _encode(self, text: str, add_special_tokens: bool, param: str) -> Encoding:
-        try:
-            [encoding] = self._text.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        except UnicodeEncodeError as error:
-            raise InvalidRequest(f"The prompt is not valid Unicode: {error.reason}.", param) from error
-        return encoding
-
     def _refuse_if_too_long(self, text: str, limits: ModelLimits, param: str) -> None:
         """Raises ContextLengthExceeded for a text that certainly does not fit, at a fraction of the cost of tokenising.
 
@@ -159,7 +136,7 @@ class Renderer:
         limit = limits.max_model_len
         num_probed = limit * _PROBE_CHARACTERS_PER_TOKEN
         while 4 * num_probed <= len(text):
-            num_tokens = len(self._encode(text[:num_probed], False, param))
+            num_tokens = len(self.encode(text[:num_probed], False, param))
             if num_tokens > limit + _PROBE_SLACK_TOKENS:
                 raise ContextLengthExceeded(
                     f"The prompt has far more than {limit} tokens (the first {num_probed} of its {len(text)} "

@@ -117,7 +117,9 @@ def test_request_ids_of_clients_are_kept(client: httpx.Client) -> None:
             assert answer.headers["x-request-id"] == "mine-7"
             answer_id = events(answer.text)[0]["id"] if stream else answer.json()["id"]
             assert answer_id == f"{prefix}mine-7"
-        assert client.post(path, json=body).headers["x-request-id"] == "of-the-body"
+        for num_tokens in (2, 10**6):  # the second is refused
+            answer = client.post(path, json=body | {"max_tokens": num_tokens})
+            assert answer.is_success == (num_tokens == 2) and answer.headers["x-request-id"] == "of-the-body"
     for method, path in (("GET", "/health"), ("GET", "/nothing"), ("PUT", "/tokenize"), ("POST", "/v1/completions")):
         assert client.request(method, path, headers={"x-request-id": "abc"}).headers["x-request-id"] == "abc"
     new = {client.get("/live").headers["x-request-id"] for _ in range(3)}

@@ -33,12 +33,13 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.admission.admission import Admission
-from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import Router
+from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
+from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.model_text import ModelText
@@ -55,7 +56,7 @@ PROMPT = Prompt(pack_token_ids([1, 2, 3]), 3)
 EOS = 0
 
 
-class FakePool:
+class FakePool(WorkerConnections):
     """Records the messages to the workers."""
 
     def __init__(self) -> None:
@@ -91,8 +92,8 @@ class Cluster:
     def __init__(
         self, threshold: int = 0, worker_wait_s: float = 0.0, workers: tuple[WorkerInfo, ...] = (PREFILL, DECODE)
     ) -> None:
-        self.registry = Registry(2.5, decode_may_prefill=threshold > 0)
-        self.router = Router(self.registry, threshold, rng=random.Random(0))
+        self.worker_table = WorkerTable(2.5, decode_may_prefill=threshold > 0)
+        self.router = Router(self.worker_table, threshold, rng=random.Random(0))
         self.metrics = ProxyMetrics()
         self.pool = FakePool()
         self.dispatcher = Dispatcher("proxy", self.router, self.pool, self.metrics, worker_wait_s)
@@ -107,7 +108,7 @@ class Cluster:
             text,
             TokenText(self.text.tokenizer),
             readers,
-            self.registry,
+            self.worker_table,
             self.admission,
             self.dispatcher,
             self.metrics,
@@ -119,17 +120,17 @@ class Cluster:
     def join(self, *workers: WorkerInfo) -> None:
         """Registers the workers and makes all pairs ready."""
         for worker in workers:
-            self.registry.on_register(0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 500, "m", 64))
-        there = self.registry.workers()
+            self.worker_table.on_register(0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 500, "m", 64))
+        there = self.worker_table.workers()
         pairs = [PairStatus(w.worker_id, w.epoch, "ready") for w in there if w.role == "decode"]
         for worker in there:
             if worker.role == "prefill":
-                self.registry.on_status(0, WorkerStatus(worker.worker_id, worker.epoch, WorkerLoad(), pairs))
+                self.worker_table.on_status(0, WorkerStatus(worker.worker_id, worker.epoch, WorkerLoad(), pairs))
         self.dispatcher.on_cluster_changed()
 
     def lose(self, worker: WorkerInfo, reason: str = "its process has ended") -> None:
-        """Loses a worker in the order that Control uses: first the registry, then the dispatcher."""
-        assert self.registry.on_exited(worker.worker_id, worker.pid)
+        """Loses a worker in the order that Control uses: first the worker table, then the dispatcher."""
+        assert self.worker_table.on_exited(worker.worker_id, worker.pid)
         self.dispatcher.on_worker_lost(worker, reason)
 
     def start(self, samplings: list[SamplingParams], max_tokens: int, deadline_s: float) -> list[DispatchedSequence]:
@@ -188,7 +189,7 @@ class Cluster:
     def check_nothing_is_left(self) -> None:
         assert self.dispatcher.num_running == 0
         assert self.admission.num_waiting == 0
-        records = self.registry.prefill_workers + self.registry.decode_workers
+        records = self.worker_table.prefill_workers + self.worker_table.decode_workers
         assert all(record.use.is_idle for record in records)
 
 

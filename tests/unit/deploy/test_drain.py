@@ -21,7 +21,7 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.protocol.messages.operations import LaunchedProcess
-from tandem.proxy.cluster.registry import Registry
+from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.runtime.drain import SETTLE_S, Drain
 
 
@@ -47,32 +47,32 @@ def test_a_restart_drain_may_become_permanent() -> None:
     assert drain.for_good
 
 
-def _registry() -> tuple[Registry, list[WorkerInfo]]:
-    registry = Registry(2.5)
+def _table() -> tuple[WorkerTable, list[WorkerInfo]]:
+    table = WorkerTable(2.5)
     names: list[tuple[str, Role]] = [("prefill-0", "prefill"), ("decode-0", "decode"), ("decode-1", "decode")]
     workers = [WorkerInfo(name, f"{name}/1", role, f"ipc://{name}", pid) for pid, (name, role) in enumerate(names)]
     for worker in workers:
-        registry.on_register(0.0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 500, "m", 64))
+        table.on_register(0.0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 500, "m", 64))
     pairs = [PairStatus(worker.worker_id, worker.epoch, "ready") for worker in workers[1:]]
-    registry.on_status(0.0, WorkerStatus("prefill-0", "prefill-0/1", WorkerLoad(), pairs))
-    return registry, workers
+    table.on_status(0.0, WorkerStatus("prefill-0", "prefill-0/1", WorkerLoad(), pairs))
+    return table, workers
 
 
 def test_draining_workers_get_no_requests_but_stay_registered() -> None:
-    registry, (prefill, first, second) = _registry()
-    changes = registry.num_changes
-    registry.on_status(0.1, WorkerStatus(first.worker_id, first.epoch, WorkerLoad(), draining=True))
-    assert registry.num_changes > changes
-    [record] = registry.paired_prefill_workers
+    table, (prefill, first, second) = _table()
+    changes = table.num_changes
+    table.on_status(0.1, WorkerStatus(first.worker_id, first.epoch, WorkerLoad(), draining=True))
+    assert table.num_changes > changes
+    [record] = table.paired_prefill_workers
     assert [peer.worker for peer in record.decode_peers] == [second]
-    assert {report.worker.worker_id: report.draining for report in registry.report(0.1)} == {
+    assert {report.worker.worker_id: report.draining for report in table.report(0.1)} == {
         "prefill-0": False, "decode-0": True, "decode-1": False,
     }  # fmt: skip
-    registry.on_status(0.2, WorkerStatus(second.worker_id, second.epoch, WorkerLoad(), draining=True))
-    assert registry.why_not_ready() == "no decode worker is ready"
-    assert [gone.reason for gone in registry.on_left(first.epoch).lost] == ["it has left"]
-    assert not registry.on_left(first.epoch)
-    assert registry.workers() == [prefill, second]
+    table.on_status(0.2, WorkerStatus(second.worker_id, second.epoch, WorkerLoad(), draining=True))
+    assert table.why_not_ready() == "no decode worker is ready"
+    assert [gone.reason for gone in table.on_left(first.epoch).lost] == ["it has left"]
+    assert not table.on_left(first.epoch)
+    assert table.workers() == [prefill, second]
 
 
 class LeavingWorker:

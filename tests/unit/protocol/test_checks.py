@@ -30,7 +30,7 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import KVLayout, KVReserved, OpenPair
-from tandem.proxy.cluster.registry import Registry
+from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.runtime.errors import InvalidMessage
 
 VOCAB_SIZE, MAX_MODEL_LEN = 300, 256
@@ -157,13 +157,13 @@ LOADS = st.builds(
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(load=LOADS, packed=st.binary(max_size=20), number=st.integers(-1, 3), restart=st.booleans())
 def test_a_status_is_refused_or_harmless(load: WorkerLoad, packed: bytes, number: int, restart: bool) -> None:
-    """A status that passes the check must not make the registry fail, which would drop the worker's heartbeat."""
-    registry = Registry(2.5)
-    registry.on_register(0.0, REGISTER)
+    """A status that passes the check must not make the worker table fail, which would drop the worker's heartbeat."""
+    table = WorkerTable(2.5)
+    table.on_register(0.0, REGISTER)
     status = WorkerStatus("w", "e", load, [], PrefixUpdate(number, restart, packed, packed))
     try:
         check_status(status)
     except InvalidMessage:
         return
-    assert registry.on_status(0.1, status)
-    registry.report(0.2)
+    assert table.on_status(0.1, status)
+    table.report(0.2)

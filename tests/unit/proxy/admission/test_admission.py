@@ -35,7 +35,7 @@ def test_sequences_without_a_first_token_count_as_waiting() -> None:
     second = admission.admit("b", [1, 1])
     assert (admission.num_waiting, admission.num_waiting_tokens) == (4, 2)
     with pytest.raises(InvalidRequest, match="asks for 5 sequences"):
-        admission.check("a", 5)
+        admission.admit("a", [1] * 5)
     first.close()
     first.close()
     second.close()
@@ -65,7 +65,7 @@ def test_sequences_in_flight_per_client_are_limited() -> None:
     one.close()
     admission.admit("a", [1])
     with pytest.raises(InvalidRequest, match="the limit is 2"):
-        admission.check("c", 3)
+        admission.admit("c", [1] * 3)
 
 
 def test_sooner_priorities_displace_the_newest_of_the_latest() -> None:
@@ -113,7 +113,7 @@ def test_low_priorities_have_a_share_of_the_queue() -> None:
     for ticket in tickets:
         ticket.close()
     with pytest.raises(InvalidRequest, match=r"the limit is 2 for a priority over 0\."):
-        admission.check("a", 3, priority=1)
+        admission.admit("a", [1] * 3, 1)
     large = admission.admit("a", [60], 1)
     with pytest.raises(QueueFull, match=r"60 prompt tokens with a priority over 0 .* limit is 25\."):
         admission.admit("a", [1], 1)

@@ -14,7 +14,7 @@ from llguidance import LLMatcher
 from tandem.engine.sampling.grammar import compile_grammar, read_tokenizer
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool

@@ -12,30 +12,23 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tandem.proxy.api.tool_formats import CalledTool, ToolFormat, ToolFormatName
-from tandem.proxy.api.tool_parser import Arguments, CallBegun, Content, Piece, ToolParser
+from tandem.proxy.api.tool_formats import ToolFormat, ToolFormatName
+from tandem.proxy.api.tool_parser import Parsed, ToolParser
 
 HERMES, LLAMA = ToolFormat("hermes"), ToolFormat("llama3_json")
 
 
 def parse(parser: ToolParser, cuts: list[str]) -> tuple[str, list[tuple[str, str]]]:
     """Returns the content and the calls as (name, arguments)."""
-    pieces: list[Piece] = []
-    for cut in cuts:
-        pieces += parser.push(cut)
-    pieces += parser.flush()
     content, calls = "", list[tuple[str, str]]()
-    for piece in pieces:
-        match piece:
-            case Content(text):
-                assert text
-                content += text
-            case CallBegun(index, name):
-                assert index == len(calls)
-                calls.append((name, ""))
-            case Arguments(index, text):
-                assert text and index == len(calls) - 1
-                calls[-1] = (calls[-1][0], calls[-1][1] + text)
+    for number, cut in enumerate(cuts, start=1):
+        parsed = parser.push(cut, is_end=number == len(cuts))
+        content += parsed.content
+        assert list(parsed.names) == list(range(len(calls), len(calls) + len(parsed.names)))
+        calls += [(name, "") for name in parsed.names.values()]
+        for index, text in parsed.arguments.items():
+            assert text or index in parsed.names
+            calls[index] = (calls[index][0], calls[index][1] + text)
     assert parser.num_calls == len(calls)
     return content, calls
 
@@ -111,7 +104,7 @@ def test_llama_calls_are_parsed_however_the_text_is_split(
 def test_splitting_any_text_does_not_change_the_result(tool_format: ToolFormat, text: str, places: list[int]) -> None:
     whole = parse(tool_format.parser(), [text])
     assert parse(tool_format.parser(), cut_up(text, places)) == whole
-    assert parse(tool_format.parser(), list(text)) == whole
+    assert parse(tool_format.parser(), [*text, ""]) == whole
     if not whole[1]:
         assert whole[0] == text  # text outside calls is kept
 
@@ -133,12 +126,12 @@ def test_text_that_is_not_a_call_becomes_content(text: str) -> None:
 
 def test_text_and_arguments_are_emitted_as_soon_as_they_are_certain() -> None:
     parser = HERMES.parser()
-    assert parser.push("I see. ") == [Content("I see.")]
-    assert parser.push("<too") == [] and parser.push('l_call>\n{"name": "f", "argum') == []
-    assert parser.push('ents": {"a": "') == [CallBegun(0, "f"), Arguments(0, '{"a": "')]
-    assert parser.push('}"') == [Arguments(0, '}"')]
-    assert parser.push("}}\n</tool_call> and") == [Arguments(0, "}"), Content(" and")]
-    assert LLAMA.parser().push("No,") == [Content("No,")]
+    assert parser.push("I see. ") == Parsed("I see.")
+    assert parser.push("<too") == Parsed() and parser.push('l_call>\n{"name": "f", "argum') == Parsed()
+    assert parser.push('ents": {"a": "') == Parsed(names={0: "f"}, arguments={0: '{"a": "'})
+    assert parser.push('}"') == Parsed(arguments={0: '}"'})
+    assert parser.push("}}\n</tool_call> and") == Parsed(" and", arguments={0: "}"})
+    assert LLAMA.parser().push("No,") == Parsed("No,")
 
 
 def test_an_incomplete_call_keeps_its_arguments() -> None:
@@ -150,16 +143,12 @@ def test_an_incomplete_call_keeps_its_arguments() -> None:
 
 # ---- the grammars
 
-TOOLS = [
-    CalledTool(
-        "f",
-        {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
-    ),
-    CalledTool(
-        "get_weather",
-        {"type": "object", "properties": {"b": {"$ref": "#/$defs/B"}}, "$defs": {"B": {"enum": ["é", 1]}}},
-    ),
-]
+TOOLS: dict[str, dict[str, Any]] = {
+    "f": {
+        "type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False,
+    },
+    "get_weather": {"type": "object", "properties": {"b": {"$ref": "#/$defs/B"}}, "$defs": {"B": {"enum": ["é", 1]}}},
+}  # fmt: skip
 
 
 def tokenizer_with(*added: AddedToken) -> tuple[Tokenizer, LLTokenizer]:

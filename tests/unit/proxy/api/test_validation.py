@@ -15,7 +15,7 @@ from tandem.protocol.messages.generation import SamplingParams
 from tandem.proxy.answers.errors import error_body, status_of
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.validation import BodyDecoder
-from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.proxy.text.rendering import check_prompt_length, split_prompt
 from tandem.runtime.errors import InvalidRequest

@@ -20,8 +20,8 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes, unpack_short_hashes
-from tandem.proxy.cluster.registry import Registry
 from tandem.proxy.cluster.router import PromptShape, Route, Router, SLOUnreachable
+from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.runtime.errors import Overloaded
 
 BLOCK_SIZE = 4
@@ -37,7 +37,7 @@ class World:
     """Workers with all pairs ready; each computes 1000 tokens per second and has 100 blocks."""
 
     def __init__(self, num_prefill: int, num_decode: int, threshold: int = 0, num_proxies: int = 1) -> None:
-        self.registry = Registry(2.5, decode_may_prefill=threshold > 0)
+        self.table = WorkerTable(2.5, decode_may_prefill=threshold > 0)
         self.prefills = [worker(f"prefill-{i}") for i in range(num_prefill)]
         self.decodes = [worker(f"decode-{i}") for i in range(num_decode)]
         self.logs = {info.epoch: PrefixLog() for info in self.prefills + self.decodes}
@@ -45,10 +45,10 @@ class World:
             self.join(info)
         for info in self.prefills + self.decodes:
             self.report(info)
-        self.router = Router(self.registry, threshold, num_proxies, random.Random(0))
+        self.router = Router(self.table, threshold, num_proxies, random.Random(0))
 
     def join(self, info: WorkerInfo) -> None:
-        self.registry.on_register(0, RegisterWorker(PROTOCOL_VERSION, info, 4096, 1000, "m", BLOCK_SIZE))
+        self.table.on_register(0, RegisterWorker(PROTOCOL_VERSION, info, 4096, 1000, "m", BLOCK_SIZE))
 
     def report(
         self, info: WorkerInfo, speed: float = 1000.0, free: int = 100, running: int = 0, **load: object
@@ -61,9 +61,7 @@ class World:
             prompt_tokens_per_s=speed,
             **load,  # type: ignore[arg-type]
         )
-        self.registry.on_status(
-            0, WorkerStatus(info.worker_id, info.epoch, reported, pairs, self.logs[info.epoch].take())
-        )
+        self.table.on_status(0, WorkerStatus(info.worker_id, info.epoch, reported, pairs, self.logs[info.epoch].take()))
 
     def cache(self, info: WorkerInfo, token_ids: list[int]) -> None:
         for block_hash in HASHER.prompt_hashes(pack_token_ids(token_ids)):
@@ -102,7 +100,7 @@ def test_prefill_goes_to_the_shortest_queue_in_seconds() -> None:
 
 def test_own_prompts_are_not_counted_twice() -> None:
     world = World(1, 1)
-    [record] = world.registry.prefill_workers
+    [record] = world.table.prefill_workers
     route = world.router.pick(PromptShape(300))
     assert record.use.prompts.total == 300
     world.report(world.prefills[0], waiting_tokens=[(0, 300)])
@@ -117,7 +115,7 @@ def test_own_prompts_are_not_counted_twice() -> None:
 
 def test_other_proxies_are_assumed_to_send_as_much_as_this_one() -> None:
     world = World(1, 1, num_proxies=4)
-    [record] = world.registry.prefill_workers
+    [record] = world.table.prefill_workers
     world.router.pick(PromptShape(100))
     assert record.use.prompts.total == 400
     world.report(world.prefills[0], waiting_tokens=[(0, 100)])
@@ -224,7 +222,7 @@ def test_a_long_prompt_mostly_cached_on_decode_counts_as_short() -> None:
 
 def test_without_prefill_workers_decode_computes_all_prompts_unless_disabled() -> None:
     alone = World(0, 2, threshold=16)
-    assert alone.registry.why_not_ready() is None
+    assert alone.table.why_not_ready() is None
     assert alone.router.pick(PromptShape(4000)).prefill is None
     assert alone.router.pick(PromptShape(5, needs_decode=False)).decode is not None
     never = World(0, 2)
@@ -238,7 +236,7 @@ def test_requests_predicted_to_be_late_are_refused_at_once() -> None:
     with pytest.raises(SLOUnreachable, match="predicted after 3") as refused:
         world.router.pick(PromptShape(100), max_ttft_s=1.0)
     assert refused.value.retry_after_s == 3
-    [prefill], [decode] = world.registry.prefill_workers, world.registry.decode_workers
+    [prefill], [decode] = world.table.prefill_workers, world.table.decode_workers
     assert prefill.use.is_idle and decode.use.is_idle, "the request left no load"
     assert prefill_of(world.router.pick(PromptShape(100), max_ttft_s=4.0))
 
@@ -278,16 +276,16 @@ def test_ended_requests_leave_no_load(events: list[tuple[str, int]]) -> None:
             info = (world.prefills + world.decodes)[number % 4]
             world.report(info, waiting_tokens=[(0, number)], running=number)
         elif event == "lose" and number < 2:
-            world.registry.on_exited(f"decode-{number}", 1)
+            world.table.on_exited(f"decode-{number}", 1)
         elif event == "return":  # lost and back under the same epoch: load from before does not count
             info = (world.prefills + world.decodes)[number % 4]
-            world.registry.on_left(info.epoch)
+            world.table.on_left(info.epoch)
             world.join(info)
     for route in waiting:
         world.router.prefill_ended(route)
     for route in running:
         world.router.sequence_ended(route)
-    for record in world.registry.prefill_workers + world.registry.decode_workers:
+    for record in world.table.prefill_workers + world.table.decode_workers:
         world.report(record.worker)
         assert record.use.is_idle
         assert (record.use.prompts.total, record.use.num_sequences, record.use.num_free_blocks) == (0, 0, 100)

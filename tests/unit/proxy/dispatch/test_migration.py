@@ -242,7 +242,7 @@ def test_a_request_that_waits_for_a_worker_may_end(end: str) -> None:
 def test_a_new_proxy_waits_for_its_first_worker() -> None:
     async def test(cluster: Cluster) -> None:
         bare = Cluster(worker_wait_s=60, workers=())
-        readiness = WorkerReadiness(bare.registry, 8, 60)
+        readiness = WorkerReadiness(bare.worker_table, 8, 60)
         waiting = asyncio.create_task(readiness.limits())
         await turn()
         assert not waiting.done()

@@ -204,7 +204,7 @@ class Requests(RuleBasedStateMachine):
     def receive_late(self, pick: int) -> None:
         """Any worker sends a message about an attempt that is over."""
         over = [a for a in self.attempts.values() if a.attempt_id not in self.cluster.dispatcher._running]
-        workers = self.gone + self.cluster.registry.workers()
+        workers = self.gone + self.cluster.worker_table.workers()
         if over and workers:
             attempt_id = over[pick % len(over)].attempt_id
             worker = workers[pick % len(workers)]
@@ -213,13 +213,13 @@ class Requests(RuleBasedStateMachine):
 
     @rule(role=st.sampled_from(["prefill", "decode"]))
     def join(self, role: Role) -> None:
-        if len(self.cluster.registry.workers()) < 5:
+        if len(self.cluster.worker_table.workers()) < 5:
             self.num_workers += 1
             name = f"{role}-{self.num_workers}"
             worker = WorkerInfo(name, f"{name}/e", role, f"ipc://{name}", self.num_workers)
             self.do(lambda: self.cluster.join(worker))
 
-    @precondition(lambda self: len(self.cluster.registry.workers()) > 1)
+    @precondition(lambda self: len(self.cluster.worker_table.workers()) > 1)
     @rule(pick=PICK)
     def replace(self, pick: int) -> None:
         """Plays the usual case: work, a loss, and a new worker of that role."""
@@ -227,19 +227,19 @@ class Requests(RuleBasedStateMachine):
         self.lose(pick)
         self.join(self.gone[-1].role)
 
-    @precondition(lambda self: self.cluster.registry.workers())
+    @precondition(lambda self: self.cluster.worker_table.workers())
     @rule(pick=PICK)
     def lose(self, pick: int) -> None:
-        workers = self.cluster.registry.workers()
+        workers = self.cluster.worker_table.workers()
         worker = workers[pick % len(workers)]
         self.gone.append(worker)
         self.do(lambda: self.cluster.lose(worker))
 
-    @precondition(lambda self: self.cluster.registry.workers())
+    @precondition(lambda self: self.cluster.worker_table.workers())
     @rule(pick=PICK)
     def lose_sight_of(self, pick: int) -> None:
         """Loses a worker, which registers again under the same epoch."""
-        workers = self.cluster.registry.workers()
+        workers = self.cluster.worker_table.workers()
         worker = workers[pick % len(workers)]
         self.do(lambda: self.cluster.lose(worker))
         self.do(lambda: self.cluster.join(worker))

@@ -222,7 +222,7 @@ def test_a_worker_that_does_not_read_fails_the_request(monkeypatch: pytest.Monke
 
 def test_a_request_without_a_pair_is_refused_before_dispatch() -> None:
     async def test(cluster: Cluster) -> None:
-        cluster.registry.on_exited("decode-0", 2)
+        cluster.worker_table.on_exited("decode-0", 2)
         with pytest.raises(Overloaded, match="no decode worker is ready"):
             await collect(cluster.generate())
         assert cluster.pool.sent == []
@@ -235,9 +235,9 @@ def test_a_request_without_a_pair_is_refused_before_dispatch() -> None:
 
 def generation(cluster: Cluster, **fields: Any) -> tuple[Generation, Any]:
     body = json.dumps({"prompt": "abc", "max_tokens": 20, **fields}).encode()
-    request = cluster.reader.read(body, "completion", cluster.registry.limits())
+    request = cluster.reader.read(body, "completion", cluster.worker_table.limits())
     made = Generation(cluster.services, request, RequestRecord("r", "completion"))
-    return made, CompletionAnswers(made, request, "m", "id")
+    return made, CompletionAnswers(made, "m")
 
 
 async def prefills(cluster: Cluster, number: int) -> list[str]:
@@ -355,10 +355,10 @@ def test_one_failed_sequence_of_several_fails_and_aborts_the_rest() -> None:
 def test_an_error_before_the_first_event_is_raised_and_after_it_is_the_last_event() -> None:
     async def test(cluster: Cluster) -> None:
         body = b'{"prompt": "abc", "max_tokens": 20, "stream": true}'
-        request = cluster.reader.read(body, "completion", cluster.registry.limits())
+        request = cluster.reader.read(body, "completion", cluster.worker_table.limits())
         for has_begun in (False, True):
             made = Generation(cluster.services, request, RequestRecord("r", "completion"))
-            events = CompletionAnswers(made, request, "m", "id").events()
+            events = CompletionAnswers(made, "m").events()
             waiting = asyncio.ensure_future(anext(events))
             attempt_id = (await prefills(cluster, 1 + has_begun))[-1]
             if has_begun:
@@ -406,7 +406,7 @@ def test_too_many_waiting_are_refused() -> None:
         for attempt_id in attempt_ids:
             feed(cluster, attempt_id, "ab", "length")
         await task
-        assert made.num_completion_tokens == 16
+        assert made.record.num_completion_tokens == 16
 
     play(test)
 
@@ -417,7 +417,7 @@ def test_a_first_token_predicted_after_the_deadline_is_refused() -> None:
 
         def report(num_waiting_tokens: int) -> None:
             load = WorkerLoad(prompt_tokens_per_s=1000.0, waiting_tokens=[(0, num_waiting_tokens)])
-            cluster.registry.on_status(0, WorkerStatus(PREFILL.worker_id, PREFILL.epoch, load, pairs))
+            cluster.worker_table.on_status(0, WorkerStatus(PREFILL.worker_id, PREFILL.epoch, load, pairs))
 
         report(100_000)  # 100 s; the server's deadline is 60 s
         with pytest.raises(SLOUnreachable, match=r"predicted after 100\.\d+ s, but only 60\.00 s are left"):
@@ -476,7 +476,7 @@ def test_a_short_prompt_may_end_at_its_first_token_or_lose_its_worker() -> None:
 
 def test_prompts_are_served_without_prefill_workers() -> None:
     async def test(cluster: Cluster) -> None:
-        cluster.registry.on_exited(PREFILL.worker_id, PREFILL.pid)
+        cluster.worker_table.on_exited(PREFILL.worker_id, PREFILL.pid)
         reader = asyncio.create_task(collect(cluster.generate(max_tokens=1)))
         await turn()
         [(_, prepare)] = cluster.pool.of(PrepareDecode)

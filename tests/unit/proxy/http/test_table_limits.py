@@ -9,9 +9,9 @@ import pytest
 from pytest import MonkeyPatch
 
 from tandem.protocol.messages.membership import PROTOCOL_VERSION, PrefixUpdate, RegisterWorker, WorkerInfo
-from tandem.proxy.cluster import prefix_index, registry
+from tandem.proxy.cluster import prefix_index, worker_table
 from tandem.proxy.cluster.prefix_index import PrefixIndex
-from tandem.proxy.cluster.registry import Registry
+from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.reading import reader_pool
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
@@ -54,8 +54,8 @@ def test_jobs_waiting_for_a_reader_are_limited(monkeypatch: MonkeyPatch) -> None
 
 
 def test_workers(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MAX_WORKERS", 2)
-    there = Registry(2.5)
+    monkeypatch.setattr(worker_table, "MAX_WORKERS", 2)
+    there = WorkerTable(2.5)
 
     def register(name: str, epoch: str) -> None:
         worker = WorkerInfo(name, epoch, "prefill", f"ipc:///x/{name}", 1)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tandem.protocol.messages.token_ids import unpack_token_ids
-from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.text.model_text import ModelText

@@ -14,8 +14,8 @@ from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.sockets import new_context
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.validation import BodyDecoder
-from tandem.proxy.cluster.registry import ModelLimits
 from tandem.proxy.cluster.router import SLOUnreachable
+from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.reading.media_messages import (
     TO_PROCESS,
@@ -60,6 +60,10 @@ class Pool(MediaPool):
         super().__init__(CONFIG, cache, ttft_slo_s)
         self.cache = cache
         self.process = Process()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._jobs)
 
     async def start(self) -> None:
         self._writer = self.process  # type: ignore[assignment]

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from transformers import AutoProcessor
 
-from tandem.proxy.cluster.registry import ModelLimits
+from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.reading.media_messages import CancelMediaJob, MediaJob, MediaJobDone, MediaJobFailed
 from tandem.proxy.reading.media_reader import MediaReader as ThreadsReader

@@ -25,7 +25,7 @@ from tandem.runtime.errors import Overloaded, ProtocolError
 from tandem.worker.registration import PROXY_SILENCE_S
 
 CHECK_INTERVAL_S = 0.25
-"""Seconds between two calls of `Registry.check`."""
+"""Seconds between two calls of `WorkerTable.check`."""
 MAX_WORKERS = 1024
 """Workers that may register; each costs connections on this proxy and on every prefill worker."""
 _UNKNOWN_SPEED = 5000.0
@@ -86,7 +86,7 @@ class MembershipChange:
         return bool(self.lost or self.joined)
 
 
-class Registry:
+class WorkerTable:
     """The table of workers. decode_may_prefill: whether decode workers can serve without prefill workers."""
 
     def __init__(self, worker_silence_s: float, decode_may_prefill: bool = False) -> None:
@@ -108,16 +108,16 @@ class Registry:
 
     def on_register(self, now: float, message: RegisterWorker) -> MembershipChange:
         """Adds a worker. Raises ProtocolError for another protocol version, a name in use, or too many workers."""
+        worker = message.worker
         if message.version != PROTOCOL_VERSION:
             raise ProtocolError(
-                f"worker {message.worker.worker_id} speaks protocol version {message.version}, but this proxy speaks "
+                f"worker {worker.worker_id} speaks protocol version {message.version}, but this proxy speaks "
                 f"version {PROTOCOL_VERSION}; run the same release on both"
             )
-        known = self._by_epoch.get(message.worker.epoch)
-        if known is not None and known.worker == message.worker:
+        known = self._by_epoch.get(worker.epoch)
+        if known is not None and known.worker == worker:
             known.last_message_at = now
             return MembershipChange()
-        worker = message.worker
         namesakes = [record.worker for record in self._by_epoch.values() if record.worker.worker_id == worker.worker_id]
         for other in namesakes:
             if other.endpoint != worker.endpoint:
@@ -125,17 +125,15 @@ class Registry:
                     f"the worker at {other.endpoint} (process {other.pid}) is already called {worker.worker_id}; start "
                     "this worker with another --name, or stop the other one"
                 )
-        lost = [LostWorker(other, "it was restarted") for other in namesakes]
-        if len(self._by_epoch) - len(lost) >= MAX_WORKERS:
+        if len(self._by_epoch) - len(namesakes) >= MAX_WORKERS:
             raise ProtocolError(f"{MAX_WORKERS} workers are registered, which is the limit; stop some first")
-        for old in lost:
-            self._delete(old.worker.epoch)
+        for old in namesakes:
+            self._delete(old.epoch)
         limits = ModelLimits(message.max_model_len, message.vocab_size, message.model_id, message.block_size)
-        bit = self.prefixes.join(message.worker.epoch)
         use = WorkerUse(PromptQueue(1 / self._typical_speed))
-        self._by_epoch[message.worker.epoch] = WorkerRecord(message.worker, limits, now, bit, use)
+        self._by_epoch[worker.epoch] = WorkerRecord(worker, limits, now, self.prefixes.join(worker.epoch), use)
         self._rebuild()
-        return MembershipChange(lost, [message.worker])
+        return MembershipChange([LostWorker(old, "it was restarted") for old in namesakes], [worker])
 
     def on_status(self, now: float, message: WorkerStatus) -> bool:
         """Stores a report. Returns False when the sender is not registered, so that it must register again."""
@@ -191,9 +189,6 @@ class Registry:
         )
 
     # ---- state
-
-    def find(self, epoch: str) -> WorkerRecord | None:
-        return self._by_epoch.get(epoch)
 
     def workers(self) -> list[WorkerInfo]:
         return [record.worker for record in self._by_epoch.values()]

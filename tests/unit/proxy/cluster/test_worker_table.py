@@ -1,0 +1,170 @@
+"""Membership, driven by messages and a clock value."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from tandem.protocol.messages.membership import (
+    PROTOCOL_VERSION,
+    PairStatus,
+    RegisterWorker,
+    Role,
+    WorkerInfo,
+    WorkerLoad,
+    WorkerStatus,
+)
+from tandem.proxy.cluster.worker_table import WorkerTable
+from tandem.runtime.errors import Overloaded, ProtocolError
+from tandem.worker.registration import PROXY_SILENCE_S
+
+SILENCE_S = 2.5
+
+
+def worker(worker_id: str, epoch: str | None = None, pid: int = 1) -> WorkerInfo:
+    role: Role = "prefill" if worker_id.startswith("prefill") else "decode"
+    return WorkerInfo(worker_id, epoch or f"{worker_id}/1", role, f"ipc://{worker_id}", pid)
+
+
+def register(info: WorkerInfo, max_model_len: int = 2048, version: int = PROTOCOL_VERSION) -> RegisterWorker:
+    return RegisterWorker(version, info, max_model_len, vocab_size=1000, model_id="m", block_size=4)
+
+
+def status(info: WorkerInfo, *peers: WorkerInfo, state: str = "ready") -> WorkerStatus:
+    pairs = [PairStatus(peer.worker_id, peer.epoch, state) for peer in peers]  # type: ignore[arg-type]
+    return WorkerStatus(info.worker_id, info.epoch, WorkerLoad(), pairs)
+
+
+def cluster(num_prefill: int, num_decode: int) -> tuple[WorkerTable, list[WorkerInfo], list[WorkerInfo]]:
+    """Returns a table with all pairs ready, and the prefill and decode workers."""
+    table = WorkerTable(SILENCE_S)
+    prefills = [worker(f"prefill-{i}") for i in range(num_prefill)]
+    decodes = [worker(f"decode-{i}") for i in range(num_decode)]
+    for info in prefills + decodes:
+        table.on_register(0.0, register(info))
+    for info in prefills:
+        table.on_status(0.0, status(info, *decodes))
+    return table, prefills, decodes
+
+
+def test_a_worker_joins_once() -> None:
+    table = WorkerTable(SILENCE_S)
+    info = worker("prefill-0")
+    assert table.on_register(0.0, register(info)).joined == [info]
+    assert not table.on_register(1.0, register(info))
+    assert table.workers() == [info]
+
+
+def test_another_protocol_version_is_refused_with_both_numbers() -> None:
+    table = WorkerTable(SILENCE_S)
+    with pytest.raises(ProtocolError, match=rf"version 99.*speaks version {PROTOCOL_VERSION}"):
+        table.on_register(0.0, register(worker("prefill-0"), version=99))
+    assert table.workers() == []
+
+
+def test_status_of_an_unknown_worker_or_epoch_asks_it_to_register() -> None:
+    table = WorkerTable(SILENCE_S)
+    assert not table.on_status(0.0, status(worker("decode-0")))
+    table.on_register(0.0, register(worker("decode-0")))
+    assert table.on_status(0.1, status(worker("decode-0")))
+    assert not table.on_status(0.1, status(worker("decode-0", "another epoch")))
+
+
+def test_silence_is_loss_and_status_is_a_heartbeat() -> None:
+    table = WorkerTable(SILENCE_S)
+    quiet, lively = worker("decode-0"), worker("decode-1")
+    for info in (quiet, lively):
+        table.on_register(0.0, register(info))
+    for step in range(1, 11):
+        table.on_status(step * 0.25, status(lively))
+        assert not table.check(step * 0.25)
+    assert [gone.worker for gone in table.check(2.75).lost] == [quiet]
+    assert table.workers() == [lively]
+    assert not table.on_status(3.0, status(quiet)), "the worker must register again"
+    assert table.on_register(3.0, register(quiet)).joined == [quiet]
+
+
+def test_a_stopped_proxy_declares_no_worker_lost() -> None:
+    table = WorkerTable(SILENCE_S)
+    table.on_register(0.0, register(worker("decode-0")))
+    table.check(0.25)
+    assert not table.check(4.0)
+    assert not table.check(4.25)
+    assert [table.check(4.0 + 0.25 * i) for i in range(2, 20)], "later silence counts"
+    assert table.workers() == []
+
+
+def test_a_proxy_stopped_for_long_fails_its_requests() -> None:
+    table = WorkerTable(SILENCE_S)
+    info = worker("decode-0")
+    table.on_register(0.0, register(info))
+    table.check(0.25)
+    [gone] = table.check(0.25 + PROXY_SILENCE_S).lost
+    assert gone.worker == info and "this proxy was stopped for 5.0 s" in gone.reason
+    assert table.on_register(5.5, register(info)).joined == [info]
+    assert not table.check(5.75)
+
+
+def test_a_name_belongs_to_its_worker_while_it_lives() -> None:
+    table = WorkerTable(SILENCE_S)
+    first = worker("decode-0", "e1", pid=10)
+    second = msgspec.structs.replace(first, epoch="e2", endpoint="tcp://10.0.0.9:4000", pid=99)
+    table.on_register(0.0, register(first))
+    for step in range(1, 40):
+        now = step * 0.25
+        with pytest.raises(ProtocolError, match=r"process 10.*is already called decode-0.*another --name"):
+            table.on_register(now, register(second))
+        assert table.on_status(now, status(first)) and not table.check(now)
+        assert table.workers() == [first]
+    while not table.check(now):
+        now += 0.25
+    assert table.on_register(now, register(second)).joined == [second], "the first worker is silent"
+    with pytest.raises(ProtocolError, match="process 99"):
+        table.on_register(now, register(first))
+    table.on_exited("decode-0", 99)
+    assert table.on_register(now, register(first)).joined == [first]
+
+
+def test_an_exited_process_is_lost_at_once_but_not_its_successor() -> None:
+    table = WorkerTable(SILENCE_S)
+    old, new = worker("decode-0", "e1", pid=10), worker("decode-0", "e2", pid=11)
+    table.on_register(0.0, register(old))
+    change = table.on_register(1.0, register(new))
+    assert ([gone.worker for gone in change.lost], change.joined) == ([old], [new])
+    assert not table.on_exited("decode-0", 10)
+    assert [gone.worker for gone in table.on_exited("decode-0", 11).lost] == [new]
+
+
+def test_limits_are_those_of_the_weakest_worker() -> None:
+    table = WorkerTable(SILENCE_S)
+    with pytest.raises(Overloaded, match="no worker is ready"):
+        table.limits()
+    table.on_register(0.0, register(worker("prefill-0"), max_model_len=4096))
+    table.on_register(0.0, register(worker("decode-0"), max_model_len=2048))
+    assert table.limits().max_model_len == 2048
+
+
+def test_readiness_names_what_is_missing() -> None:
+    table = WorkerTable(SILENCE_S)
+    prefill, decode = worker("prefill-0"), worker("decode-0")
+    assert table.why_not_ready() == "no worker is ready"
+    table.on_register(0.0, register(prefill))
+    assert table.why_not_ready() == "no decode worker is ready"
+    table.on_register(0.0, register(decode))
+    assert "is connected" in str(table.why_not_ready())
+    table.on_status(0.0, status(prefill, decode, state="refused"))
+    assert "prefill-0 to decode-0 is refused" in str(table.pair_trouble())
+    assert "decode-0" not in str(table.why_not_ready()), "strangers see this"
+    table.on_status(0.0, status(prefill, decode))
+    assert table.why_not_ready() is None
+
+
+def test_a_pair_with_an_old_epoch_is_not_used() -> None:
+    table, [prefill], [_old] = cluster(1, 1)
+    assert len(table.paired_prefill_workers) == 1
+    new = worker("decode-0", "decode-0/2")
+    table.on_register(1.0, register(new))
+    assert not table.paired_prefill_workers
+    table.on_status(1.0, status(prefill, new))
+    [record] = table.paired_prefill_workers
+    assert [peer.worker for peer in record.decode_peers] == [new]
