@@ -47,7 +47,7 @@ def make_input(rng: random.Random, model: str) -> Input:
         kind, tail = _attack(rng, model)
     data = b"".join(sent for sent, _ in requests) + tail
     end: End = rng.choices(("read", "half_close", "reset", "close"), weights=(76, 8, 8, 8))[0]
-    pieces = (data,)
+    pieces: tuple[bytes, ...] = (data,)
     pause_s = 0.0
     if rng.random() < 0.3:
         cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.randrange(1, _MAX_PIECES)))
@@ -145,7 +145,10 @@ def split_answers(data: bytes, expected: tuple[Expected, ...]) -> tuple[list[int
         if not separator or not head.startswith(b"HTTP/1.1 "):
             break
         status = int(head[9:12])
-        is_head = len(statuses) < len(expected) and expected[len(statuses)].is_head
+        if len(statuses) < len(expected):
+            is_head = expected[len(statuses)].is_head
+        else:  # mutated bytes may have become a HEAD request
+            is_head = not rest or rest.startswith(b"HTTP/1.1 ")
         end = 0 if status == 100 or is_head else _body_size(head.lower(), rest)
         if end is None:
             break

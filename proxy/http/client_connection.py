@@ -21,7 +21,7 @@ import contextlib
 import socket
 import ssl
 from collections.abc import Callable
-from contextvars import ContextVar
+from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -64,19 +64,19 @@ class ClientConnection(asyncio.Protocol, asyncio.Transport):
 
     def __init__(
         self,
-        http: asyncio.Protocol,
-        framing: RequestFraming,
+        make_http: Callable[[RequestFraming], asyncio.Protocol],
         limits: ConnectionLimits,
         timeout_s: float,
     ) -> None:
-        """http: uvicorn's protocol, which reports to `framing`.
+        """make_http: makes uvicorn's protocol, when the connection opens. It reports to the framing.
 
         timeout_s: for a head to arrive, and for 16 KiB of an answer to be read.
         """
         super().__init__()
         self.is_open = False
-        self._http = http
-        self._framing = framing
+        self._make_http = make_http
+        self._http = asyncio.Protocol()
+        self._framing = RequestFraming()
         self._limits = limits
         self._timeout_s = timeout_s
         self._transport: asyncio.Transport
@@ -111,6 +111,7 @@ class ClientConnection(asyncio.Protocol, asyncio.Transport):
             transport.close()
             return
         self.is_open = True
+        self._http = self._make_http(self._framing)
         self._http.connection_made(self)
         self._start_head_timer()
 
@@ -145,6 +146,8 @@ class ClientConnection(asyncio.Protocol, asyncio.Transport):
         if self.is_open:
             self.is_open = False
             self._http.connection_lost(exc)
+            # Both refer to each other. A cycle would keep TLS's buffers of 256 KiB until the next garbage collection.
+            self._http = asyncio.Protocol()
 
     # ---- requests as they arrive
 
@@ -155,7 +158,6 @@ class ClientConnection(asyncio.Protocol, asyncio.Transport):
     def _parse(self, data: bytes) -> None:
         if not self._in_flight and not self._head_timer.is_running:
             self._start_head_timer()
-        _current.set(self)
         self._is_parsing = True
         for start in range(0, len(data), _PIECE_BYTES):
             piece = data[start : start + _PIECE_BYTES]
@@ -269,10 +271,6 @@ class ClientConnection(asyncio.Protocol, asyncio.Transport):
             self._read_watch.start(self._transport)
 
 
-_current: ContextVar[ClientConnection] = ContextVar("client connection")
-"""The connection whose data uvicorn parses. The task that uvicorn starts for a request inherits it."""
-
-
 def connection_factory(
     limits: ConnectionLimits, timeout_s: float, tls: ssl.SSLContext | None
 ) -> Callable[..., asyncio.Protocol]:
@@ -280,8 +278,7 @@ def connection_factory(
     handshakes: set[asyncio.Task[None]] = set()
 
     def make(**arguments: Any) -> asyncio.Protocol:
-        framing = RequestFraming()
-        connection = ClientConnection(FramedHttpProtocol(framing, **arguments), framing, limits, timeout_s)
+        connection = ClientConnection(partial(FramedHttpProtocol, **arguments), limits, timeout_s)
         return TlsAccept(connection, tls, handshakes) if tls is not None else connection
 
     return make
@@ -333,7 +330,7 @@ def track_requests(app: ASGIApp) -> ASGIApp:
     """ASGI middleware that reports each request to its connection and closes connections after their last answer."""
 
     async def tracked(scope: Scope, receive: Receive, send: Send) -> None:
-        connection = _current.get()
+        connection: ClientConnection = scope["state"]["connection"]
         names = {name for name, value in scope["headers"] if value != b"0"}
         connection.on_request(has_body=b"content-length" in names or b"transfer-encoding" in names)
 

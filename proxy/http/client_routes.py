@@ -113,7 +113,7 @@ def make_admin_app(config: ProxyConfig, state: AppState) -> ASGIApp:
 
 
 async def _generate(state: AppState, model: str, kind: BodyKind, request: Request) -> Response:
-    record = state.requests.begin(request_id_of(request), kind, _traceparent(request))
+    record = state.requests.begin(request_id_of(request), kind, traceparent_of(request))
     serving(record.request_id)
     client = client_of(request)
     try:
@@ -208,8 +208,8 @@ def _soonest_priority(body: bytes | SpooledBody) -> int:
     return 0 if has_none else SOONEST_PRIORITY
 
 
-def _traceparent(request: Request) -> str:
-    """Returns the client's W3C traceparent, or "" where it has none of the standard's form. It is kept for a while."""
+def traceparent_of(request: Request) -> str:
+    """Returns the client's W3C traceparent, or "" where it has none of the standard's form."""
     given = request.headers.get("traceparent", "")
     return given if _TRACEPARENT.fullmatch(given) else ""
 

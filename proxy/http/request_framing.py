@@ -89,7 +89,10 @@ class _LimitReached(Exception):
 
 
 class FramedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's protocol, which reports to `framing`. It overrides the callbacks that httptools documents."""
+    """uvicorn's protocol, which reports to `framing`. It overrides the callbacks that httptools documents.
+
+    Each request's scope has the connection, which is the transport of this protocol, as `state["connection"]`.
+    """
 
     def __init__(self, framing: RequestFraming, **arguments: Any) -> None:
         self._framing = framing
@@ -99,6 +102,7 @@ class FramedHttpProtocol(HttpToolsProtocol):
         self._framing.on_begin(len(self.pipeline))
         self._stop_at_limit()
         super().on_message_begin()
+        self.scope["state"]["connection"] = self.transport
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._framing.on_header()
