@@ -26,8 +26,8 @@ $(VENV)/.installed: requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Tandem needs Python 3.11 or newer; name one with: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 2; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "cannot make $(VENV); on Debian and Ubuntu: apt-get install python3-venv"; exit 2; }
 	$(call step,"1/3 installing uv into $(VENV)",test -x $(BIN)/uv || $(BIN)/python -m pip install --quiet --disable-pip-version-check uv)
-	$(call step,"2/3 installing $$(grep -c == requirements.lock) packages",$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -r requirements.lock)
-	$(call step,"3/3 installing tandem",$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --editable .)
+	$(call step,"2/3 installing $$(grep -c == requirements.lock) packages",$(BIN)/uv pip install --quiet --compile-bytecode --require-hashes --python $(BIN)/python -r requirements.lock)
+	$(call step,"3/3 installing tandem",$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .)
 	@touch $@
 
 serve: setup
@@ -71,8 +71,11 @@ format: setup
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# The second file is what the image installs: the same versions, without the tools for development.
+COMPILE := $(BIN)/uv pip compile --quiet --universal --generate-hashes --no-emit-index-url --no-header --no-annotate
 lock: setup
-	$(BIN)/uv pip compile --quiet --universal --upgrade --no-emit-index-url --no-header --no-annotate --extra dev --extra ray --extra tracing pyproject.toml -o requirements.lock
+	$(COMPILE) --upgrade --extra dev --extra ray --extra tracing pyproject.toml -o requirements.lock
+	$(COMPILE) --extra ray --extra tracing --constraint requirements.lock pyproject.toml -o deploy/docker/requirements.lock
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

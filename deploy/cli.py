@@ -16,12 +16,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from tandem.deploy.commands import draining
 from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.commands.scale import scale
 from tandem.deploy.config import ClusterConfig, bracketed, flag_name, load_config, settings, unknown_name
 from tandem.protocol.messages.membership import Role
-from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import make_keys
 from tandem.runtime.errors import ConfigError, TandemError
 
@@ -126,13 +127,8 @@ def _parser() -> CommandParser:
     cache = add("cache", _cache, "empty the media cache of a running cluster")
     cache.add_argument("action", choices=["clear"], help="clear: drop all processed images and videos")
     for command in (status, scale, drain, restart, cache):
-        command.add_argument(
-            "--port",
-            type=int,
-            default=ClusterConfig().port,
-            metavar="N",
-            help="HTTP port of the cluster (default: 8000)",
-        )
+        help_text = "HTTP port of the cluster (default: 8000)"
+        command.add_argument("--port", type=int, default=ClusterConfig().port, metavar="N", help=help_text)
     for command, timeout_s in ((scale, 600.0), (drain, 60.0), (restart, 600.0)):
         zero = "; 0 does not wait" if command is scale else ""
         help_text = f"seconds to wait{' for each process' if command is restart else ''} (default: {timeout_s:g}{zero})"
@@ -198,41 +194,39 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
         raise ConfigError("--join is missing: give the proxies' endpoints, which `tandem up --cluster-host` prints")
     logging.basicConfig(level=config.log_level.upper(), format="%(message)s", stream=sys.stderr)
     console = Console(stderr=True, highlight=False)
-    model = config.model or str(DEMO_MODEL)
+    name = config.served_model_name or (Path(config.model).name if config.model else "tandem-demo")
+    config = msgspec.structs.replace(config, model=config.model or str(DEMO_MODEL), served_model_name=name)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TaskProgressColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("Starting", total=None)
-        served_name = config.served_model_name or (Path(model).name if config.model else "tandem-demo")
 
         def show_progress(text: str, loaded: float | None) -> None:
-            progress.update(task, description=f"Starting {served_name}: {text}", total=loaded and 1, completed=loaded)
+            progress.update(task, description=f"Starting {name}: {text}", total=loaded and 1, completed=loaded)
 
         def show_ready(logs: Path) -> None:
             progress.stop()
-            _print_ready(console, config, served_name, logs)
+            _print_ready(console, config, logs)
 
-        asyncio.run(run_cluster(config, model, served_name, show_progress, show_ready))
+        asyncio.run(run_cluster(config, show_progress, show_ready))
     console.print("Stopped.")
     return 0
 
 
-def _print_ready(console: Any, config: ClusterConfig, served_name: str, logs: Path) -> None:
+def _print_ready(console: Any, config: ClusterConfig, logs: Path) -> None:
     if config.join:
-        print(f"Workers for {served_name} have joined {config.join}", flush=True)
+        print(f"Workers for {config.served_model_name} have joined {config.join}", flush=True)
         console.print(f"Logs: {logs}. Press Ctrl-C to stop them.", soft_wrap=True)
         return
     url = f"{'https' if config.ssl_certfile else 'http'}://{bracketed(config.host)}:{config.port}"
     messages = [{"role": "user", "content": "Hello!"}]
     options = {"max_tokens": 48, "temperature": 0, "stream": True}
-    body = json.dumps({"model": served_name, "messages": messages, **options})
+    body = json.dumps({"model": config.served_model_name, "messages": messages, **options})
     key = " -H 'Authorization: Bearer YOUR_KEY'" if config.api_key or config.api_keys_file else ""
-    print(f"Tandem serves {served_name} on {url}/v1", flush=True)
+    print(f"Tandem serves {config.served_model_name} on {url}/v1", flush=True)
     print(f"\ncurl -N {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'\n", flush=True)
     if config.proxy_endpoints:
-        print(
-            f"Workers on other hosts join with: tandem worker ROLE --join {','.join(config.proxy_endpoints)}",
-            flush=True,
-        )
+        endpoints = ",".join(config.proxy_endpoints)
+        print(f"Workers on other hosts join with: tandem worker ROLE --join {endpoints}", flush=True)
     admin_host, admin_port = config.admin_address
     console.print(f"Dashboard: http://{bracketed(admin_host)}:{admin_port}/dashboard", soft_wrap=True)
     console.print(f"Logs: {logs}. Press Ctrl-C to stop the cluster.", soft_wrap=True)
@@ -241,10 +235,9 @@ def _print_ready(console: Any, config: ClusterConfig, served_name: str, logs: Pa
 def _status(arguments: argparse.Namespace) -> int:
     from tandem.deploy.commands.status import print_status, watch_status
 
-    endpoints = [endpoint.strip() for endpoint in arguments.join.split(",") if endpoint.strip()]
-    cluster = ClusterClient(
-        arguments.port, endpoints, NetworkConfig(arguments.network_keys, arguments.insecure_network)
-    )
+    join, keys, insecure = arguments.join, arguments.network_keys, arguments.insecure_network
+    config = ClusterConfig(join=join, network_keys=keys, insecure_network=insecure)
+    cluster = ClusterClient(arguments.port, config.join_endpoints, config.network)
     if arguments.watch:
         asyncio.run(watch_status(cluster))  # until Ctrl-C
     return asyncio.run(print_status(cluster, arguments.json))

@@ -27,12 +27,11 @@ def attention_maker(pool: KVPool, model_config: Any) -> Callable[[Sequence[Batch
         if pool.tensor.dtype in DTYPES:
             return lambda items: CPUAttention(pool, items)
         log.warning("using plain attention, which is slower: the CPU kernel does not support %s", pool.tensor.dtype)
-    if pool.tensor.device.type != "cuda":
-        return lambda items: PlainAttention(pool, items)
-    varlen = find_varlen_attn()
-    windows = {NO_WINDOW, getattr(model_config, "sliding_window", None) or NO_WINDOW}
-    problem = varlen_problem(pool, varlen, model_config.num_attention_heads, sorted(windows))
-    if problem is not None or varlen is None:
+    elif pool.tensor.device.type == "cuda":
+        varlen = find_varlen_attn()
+        windows = {NO_WINDOW, getattr(model_config, "sliding_window", None) or NO_WINDOW}
+        problem = varlen_problem(pool, varlen, model_config.num_attention_heads, sorted(windows))
+        if problem is None and varlen is not None:
+            return lambda items: varlen_attention(pool, items, varlen)
         log.warning("using plain attention, which is slower: %s", problem)
-        return lambda items: PlainAttention(pool, items)
-    return lambda items: varlen_attention(pool, items, varlen)
+    return lambda items: PlainAttention(pool, items)

@@ -23,7 +23,7 @@ from tandem.engine.sampling.grammar_mask import GrammarMasks
 from tandem.engine.sampling.sampler import sample
 from tandem.engine.vision.media_input import MediaInput, positions_of
 from tandem.protocol.messages.generation import SamplingParams, TokenLogprobs
-from tandem.runtime.errors import ErrorInfo, InvalidRequest
+from tandem.runtime.errors import ErrorInfo, InvalidRequest, first_line
 
 log = logging.getLogger(__name__)
 
@@ -168,7 +168,7 @@ class ModelRunner:
             with torch.inference_mode():
                 graphs.capture_all(StepIndex.of([BatchItem([0], 0, [0])], block_size))
         except Exception as problem:  # e.g. mixtures of experts that synchronise with the host
-            log.warning("decode runs without CUDA graphs: %s", str(problem).strip().splitlines()[0])
+            log.warning("decode runs without CUDA graphs: %s", first_line(problem))
             return
         self._graphs = graphs
 

@@ -52,7 +52,7 @@ class MediaCacheServer:
         self._store = MediaStore(config.capacity_bytes, max_segments())
         self._segments = Segments()
         self._callers: dict[str, bytes] = {}  # by waiting lease, the identity to answer
-        self._clients: dict[str, int] = {}  # pidfd by client
+        self._clients: dict[int, int] = {}  # pidfd by client's pid
         self._stopped = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         # Without a tcp endpoint no keys are needed, and a host of workers does not have the proxy's.
@@ -135,9 +135,8 @@ class MediaCacheServer:
             len(item.key.digest) != DIGEST_BYTES or item.num_bytes < 0 for item in message.items
         ):
             raise InvalidRequest(f"a call takes at most {MAX_ITEMS} items, with digests of {DIGEST_BYTES} bytes")
-        client = str(message.client_pid)
-        self._watch(client, message.client_pid)
-        actions = self._store.acquire(client, message.lease_id, message.items)
+        self._watch(message.client_pid)
+        actions = self._store.acquire(message.client_pid, message.lease_id, message.items)
         self._callers[message.lease_id] = caller
         self._perform(actions)
 
@@ -163,11 +162,9 @@ class MediaCacheServer:
             store.num_items,
             store.used_bytes,
             store.pinned_bytes,
-            store.capacity_bytes,
             store.num_leases,
             store.num_hits,
             store.num_misses,
-            store.num_evicted,
         )
 
     # ---- actions
@@ -185,21 +182,20 @@ class MediaCacheServer:
 
     # ---- clients
 
-    def _watch(self, client: str, pid: int) -> None:
-        """Watches the client's process. Raises InvalidRequest if it does not exist."""
-        if client in self._clients:
+    def _watch(self, pid: int) -> None:
+        """Watches a client's process. Raises InvalidRequest if it does not exist."""
+        if pid in self._clients:
             return
         try:
             pidfd = os.pidfd_open(pid)
         except OSError as error:
             raise InvalidRequest(f"the client's process {pid} does not exist: {error.strerror}") from error
-        self._clients[client] = pidfd
-        self._loop.add_reader(pidfd, self._on_gone, client)
+        self._clients[pid] = pidfd
+        self._loop.add_reader(pidfd, self._on_gone, pid)
 
-    def _on_gone(self, client: str) -> None:
-        pidfd = self._clients.pop(client)
+    def _on_gone(self, pid: int) -> None:
+        pidfd = self._clients.pop(pid)
         self._loop.remove_reader(pidfd)
         os.close(pidfd)
-        actions = self._store.client_lost(client)
-        log.info("client %s has exited; its leases end", client)
-        self._perform(actions)
+        log.info("client %d has exited; its leases end", pid)
+        self._perform(self._store.client_lost(pid))

@@ -45,7 +45,7 @@ class _ItemLease:
     """wanted: keys in the order asked for. entries: by key, None where there is none. num_waits: entries that the lease
     waits for."""
 
-    client: str
+    client_pid: int
     wanted: list[MediaKey]
     entries: dict[MediaKey, Entry | None]
     num_waits: int = 0
@@ -80,7 +80,6 @@ class MediaStore:
         self.used_bytes = 0
         self.num_hits = 0
         self.num_misses = 0
-        self.num_evicted = 0
         self._entries: dict[int, Entry] = {}
         self._by_key: dict[MediaKey, Entry] = {}
         self._stale: dict[MediaKey, Entry] = {}  # from before a `clear`, still held
@@ -114,7 +113,7 @@ class MediaStore:
 
     # ---- calls
 
-    def acquire(self, client: str, lease_id: str, wanted: Sequence[WantedMedia]) -> list[Action]:
+    def acquire(self, client_pid: int, lease_id: str, wanted: Sequence[WantedMedia]) -> list[Action]:
         """Pins cached items and allocates space for the others. The grant is among the actions, or follows when all
         items that the lease waits for are ready.
 
@@ -138,7 +137,7 @@ class MediaStore:
         # Items of this call must not be evicted to make space for the rest of it.
         spared = [entry for entry in hits if entry.number in self._unused]
         self._check_space(num_bytes, len(new), sum(e.num_bytes for e in spared), len(spared))
-        lease = self._leases[lease_id] = _ItemLease(client, [item.key for item in wanted], {})
+        lease = self._leases[lease_id] = _ItemLease(client_pid, [item.key for item in wanted], {})
         for entry in hits:
             self._hold(lease_id, entry)
         actions = self._evict(num_bytes, len(new))
@@ -195,9 +194,9 @@ class MediaStore:
         # A released lease may have been granted an item that another released lease was writing.
         return [action for action in actions if isinstance(action, Drop) or action.lease_id in self._leases]
 
-    def client_lost(self, client: str) -> list[Action]:
+    def client_lost(self, pid: int) -> list[Action]:
         """Ends all leases of the client."""
-        return self.release([lease_id for lease_id, lease in self._leases.items() if lease.client == client])
+        return self.release([lease_id for lease_id, lease in self._leases.items() if lease.client_pid == pid])
 
     def clear(self) -> tuple[int, int, list[Action]]:
         """Forgets all items and returns (their number, their size in bytes, actions).
@@ -290,7 +289,6 @@ class MediaStore:
         while self._unused and (
             self.used_bytes + num_bytes > self.capacity_bytes or self.num_items + num_items > self.max_items
         ):
-            self.num_evicted += 1
             actions.append(self._remove(next(iter(self._unused.values()))))
         return actions
 

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 
 import msgspec
 import torch
@@ -27,21 +28,27 @@ class EmbeddingShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SharedEmbeddings:
-    """Copies embeddings out of the cache, so that it holds no lease after a call."""
+    """Copies embeddings out of the cache, so that it holds no lease after a call.
 
-    def __init__(self, client: MediaCacheClient) -> None:
+    model_id: the cache outlives workers, so embeddings computed with other weights must not be found.
+    """
+
+    def __init__(self, client: MediaCacheClient, model_id: str) -> None:
         self._client = client
+        self._model_id = model_id.encode()
         self._tasks: set[asyncio.Task[None]] = set()
         self._shape: msgspec.msgpack.Decoder[EmbeddingShape] = msgspec.msgpack.Decoder(EmbeddingShape)
 
     async def get(self, digests: Sequence[bytes]) -> dict[bytes, torch.Tensor]:
         """Returns the embeddings that are cached. One round trip. Raises TandemError."""
-        keys = [MediaKey(digest, "embedding") for digest in digests]
+        keys = [self._key(digest) for digest in digests]
         lease_id = self._client.new_id()
         try:
             granted = await self._client.acquire(lease_id, [WantedMedia(key, 0) for key in keys])
             return {
-                key.digest: self._read(key, item) for key, item in zip(keys, granted, strict=True) if item is not None
+                digest: self._read(key, item)
+                for digest, key, item in zip(digests, keys, granted, strict=True)
+                if item is not None
             }
         finally:
             self._client.release([lease_id])
@@ -53,7 +60,7 @@ class SharedEmbeddings:
         task.add_done_callback(self._tasks.discard)
 
     async def _share(self, embeddings: dict[bytes, torch.Tensor]) -> None:
-        keys = [MediaKey(digest, "embedding") for digest in embeddings]
+        keys = [self._key(digest) for digest in embeddings]
         parts = [embedding.contiguous().view(torch.uint8).numpy().data for embedding in embeddings.values()]
         lease_id = self._client.new_id()
         try:
@@ -73,6 +80,9 @@ class SharedEmbeddings:
             log.warning("embeddings could not be shared: %s", error)
         finally:
             self._client.release([lease_id])
+
+    def _key(self, digest: bytes) -> MediaKey:
+        return MediaKey(sha256(digest + self._model_id).digest(), "embedding")
 
     def _read(self, key: MediaKey, item: GrantedMedia) -> torch.Tensor:
         shape = self._shape.decode(item.description)

@@ -84,7 +84,8 @@ class PrefillWorker:
         context = new_context("worker", config.network)
         self._refusals = context.refusals
         endpoint = self._config.media_cache_endpoint
-        shared = SharedEmbeddings(MediaCacheClient(context, endpoint)) if endpoint else None
+        model_id = host.loaded.layout.model_id
+        shared = SharedEmbeddings(MediaCacheClient(context, endpoint), model_id) if endpoint else None
         takes_media = host.loaded.vision is not None
         self._media = MediaIntake(
             host.loaded.vision,

@@ -133,12 +133,7 @@ class MediaCacheClient:
         return answer
 
     def _on_message(self, message: FromMediaCache) -> None:
-        match message:
-            case MediaGranted() | MediaCommitted() | MediaRefused():
-                call_id = message.lease_id
-            case _:
-                call_id = message.call_id
-        future = self._calls.get(call_id)
+        future = self._calls.get(message.call_id)
         if future is not None and not future.done():  # else the caller has given up
             future.set_result(message)
 

@@ -12,9 +12,7 @@ import os
 from collections.abc import Sequence
 
 from tandem.protocol.messages.media_cache import HEADER_BYTES, MediaKey, header_of
-from tandem.runtime.errors import InternalError, WorkerLost
-
-ALIGNMENT = HEADER_BYTES
+from tandem.runtime.errors import WorkerLost
 
 
 def offsets_of(sizes: Sequence[int]) -> tuple[list[int], int]:
@@ -22,7 +20,7 @@ def offsets_of(sizes: Sequence[int]) -> tuple[list[int], int]:
     offsets, end = [], HEADER_BYTES
     for size in sizes:
         offsets.append(end)
-        end += -(-size // ALIGNMENT) * ALIGNMENT
+        end += -(-size // HEADER_BYTES) * HEADER_BYTES
     return offsets, end
 
 
@@ -70,5 +68,5 @@ def map_segment(path: str, key: MediaKey) -> mmap.mmap:
     return mapped
 
 
-def _gone(error: Exception) -> InternalError | WorkerLost:
+def _gone(error: Exception) -> WorkerLost:
     return WorkerLost(f"the media cache's memory cannot be opened: {error}")

@@ -63,11 +63,15 @@ def make_keys(folder: Path) -> list[Path]:
 
 
 def load_keys(folder: Path, part: Part) -> NetworkKeys:
-    """Reads a part's keys. Raises ConfigError for files that are missing, unreadable, or readable by other users."""
+    """Reads a part's keys. Raises ConfigError for files that are missing, unreadable, or readable by other users.
+
+    A file of root may be readable by its group, because a Secret that is mounted for another user has to be.
+    """
     secret_file = folder / f"{part}.key_secret"
     try:
-        mode = secret_file.stat().st_mode
-        if mode & 0o077:
+        status = secret_file.stat()
+        is_mounted = status.st_uid == 0 and os.getuid() != 0
+        if status.st_mode & (0o037 if is_mounted else 0o077):
             raise ConfigError(f"{secret_file} can be read by others; run: chmod 600 {secret_file}")
         secret = zmq.auth.load_certificate(secret_file)[1]
         public = {each: zmq.auth.load_certificate(folder / f"{each}.key")[0] for each in PARTS}

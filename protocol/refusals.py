@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import Literal
 
 log = logging.getLogger(__name__)
 
@@ -16,7 +17,6 @@ RefusalReason = Literal["unknown_key", "bad_handshake", "not_a_message", "not_po
 """For connections: a key that is not on the list; a failed handshake. For messages: bytes that are no expected message;
 a message with invalid values. ZeroMQ closes connections with oversized messages by itself, unreported."""
 
-REASONS: tuple[RefusalReason, ...] = get_args(RefusalReason)
 _LOG_INTERVAL_S = 10.0
 
 
@@ -28,9 +28,9 @@ class Refusals:
     ) -> None:
         self._clock = clock
         self.on_refused = on_refused
-        self._counts: dict[RefusalReason, int] = dict.fromkeys(REASONS, 0)
+        self._counts: Counter[RefusalReason] = Counter()
         self._logged_at: dict[RefusalReason, float] = {}
-        self._num_unlogged: dict[RefusalReason, int] = dict.fromkeys(REASONS, 0)
+        self._num_unlogged: Counter[RefusalReason] = Counter()
 
     def count(self, reason: RefusalReason, detail: str) -> None:
         """Counts and logs a refusal. detail: for the log; must not contain client data."""
@@ -48,8 +48,4 @@ class Refusals:
 
     def totals(self) -> list[tuple[str, int]]:
         """Returns (reason, count) of the reasons that have occurred."""
-        return [(reason, count) for reason, count in self._counts.items() if count]
-
-    @property
-    def total(self) -> int:
-        return sum(self._counts.values())
+        return list(self._counts.items())

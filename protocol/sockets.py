@@ -223,9 +223,7 @@ class DealerSocket(_MessageSocket[M]):
 def listen_on_free_port(host: str) -> tuple[int, int]:
     """Returns (file descriptor, port) of a listening TCP socket on `host`. The caller closes the descriptor."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as listener:
-        listener.bind((host, 0))
-        listener.listen(128)
+    with socket.create_server((host, 0), family=family, backlog=128) as listener:
         port: int = listener.getsockname()[1]
         return listener.detach(), port
 

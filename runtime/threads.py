@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 import threading
 from pathlib import Path
 
@@ -13,7 +12,6 @@ _MAX_NAME_BYTES = 15
 
 def show_thread_name() -> None:
     """Gives the calling thread's Python name to the kernel. Python 3.14 and newer do so themselves."""
-    if sys.platform.startswith("linux"):
-        name = threading.current_thread().name.encode()[:_MAX_NAME_BYTES]
-        with contextlib.suppress(OSError):  # /proc may be missing or read-only
-            Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_bytes(name)
+    name = threading.current_thread().name.encode()[:_MAX_NAME_BYTES]
+    with contextlib.suppress(OSError):  # /proc may be read-only
+        Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_bytes(name)

@@ -69,9 +69,7 @@ class ProxyMetrics:
         self.migrated = self._counter("tandem_migrations", "Sequences that lost a worker and migrated to another.")
         self.generation_tokens = self._counter("tandem_generation_tokens", "Tokens generated for clients.")
         self.refusals = self._counter(
-            "tandem_refusals",
-            "Connections and messages that this proxy's sockets refused, by reason.",
-            "reason",
+            "tandem_refusals", "Connections and messages that this proxy's sockets refused, by reason.", "reason"
         )
         self.rejected = self._counter(
             "tandem_rejections",

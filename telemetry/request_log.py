@@ -131,31 +131,25 @@ class RequestLog:
         self._on_end(record)
 
     def find(self, request_id: str) -> RequestRecord | None:
-        return self._records.find(request_id) or self._refused.find(request_id)
+        return self._records.get(request_id) or self._refused.get(request_id)
 
     def __len__(self) -> int:
         return len(self._records) + len(self._refused)
 
 
-class _Ring:
-    """Records by id. The oldest one is forgotten when there are too many."""
+class _Ring(OrderedDict[str, RequestRecord]):
+    """Records by id. The oldest one is forgotten when there are more than `size`."""
 
     def __init__(self, size: int) -> None:
+        super().__init__()
         self._size = size
-        self._records: OrderedDict[str, RequestRecord] = OrderedDict()
 
     def keep(self, record: RequestRecord) -> None:
-        self._records.pop(record.request_id, None)  # of several with one id, the newest
-        self._records[record.request_id] = record
-        if len(self._records) > self._size:
-            self._records.popitem(last=False)
+        self.pop(record.request_id, None)  # of several with one id, the newest
+        self[record.request_id] = record
+        if len(self) > self._size:
+            self.popitem(last=False)
 
     def forget(self, record: RequestRecord) -> None:
-        if self._records.get(record.request_id) is record:
-            del self._records[record.request_id]
-
-    def find(self, request_id: str) -> RequestRecord | None:
-        return self._records.get(request_id)
-
-    def __len__(self) -> int:
-        return len(self._records)
+        if self.get(record.request_id) is record:
+            del self[record.request_id]

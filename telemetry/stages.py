@@ -24,8 +24,6 @@ STAGES: Final = {
 }
 """By name, in order; the first five make up TTFT."""
 
-FIRST_TOKEN_STAGES: Final = tuple(STAGES)[:5]
-
 
 @dataclass(slots=True)
 class AttemptTimes:

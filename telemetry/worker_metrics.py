@@ -46,34 +46,14 @@ _LONG_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 1
 _TRANSFER_S = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10)
 
 
-class _LastLoad:
-    """A prometheus_client collector of the last heartbeat's load report."""
-
-    def __init__(self) -> None:
-        self.load: Any = None
-
-    def collect(self) -> Iterable[Any]:
-        load = self.load  # one read, because the loop may replace it
-        if load is None:
-            return
-        for name, (field, text) in _GAUGES.items():
-            yield GaugeMetricFamily(f"tandem_worker_{name}", text, getattr(load, field))
-        used = 1 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0
-        yield GaugeMetricFamily(
-            "tandem_worker_kv_cache_usage_perc", "Share of KV blocks that are held; 1 is all.", used
-        )
-        for name, (field, text) in _COUNTERS.items():
-            yield CounterMetricFamily(f"tandem_worker_{name}", text, getattr(load, field))
-
-
 class WorkerMetrics:
-    """Call its methods on the loop."""
+    """Call its methods on the loop, except `collect`."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
-        self._last_load = _LastLoad()
-        self.registry.register(self._last_load)
+        self._load: Any = None  # the last heartbeat's load report
+        self.registry.register(self)
         self.step = self._histogram("tandem_worker_step_seconds", "One step of the model.", _STEP_S)
         self.queue = self._histogram(
             "tandem_worker_request_queue_time_seconds", "From a prompt's arrival to its first chunk.", _LONG_S
@@ -99,7 +79,21 @@ class WorkerMetrics:
 
     def on_load(self, load: object) -> None:
         """load: has the attributes `LOAD_FIELDS` and is not modified afterwards."""
-        self._last_load.load = load
+        self._load = load
+
+    def collect(self) -> Iterable[Any]:
+        """Yield the values of the last load report; called by prometheus_client in the endpoint's thread."""
+        load = self._load  # one read, because the loop may replace it
+        if load is None:
+            return
+        for name, (field, text) in _GAUGES.items():
+            yield GaugeMetricFamily(f"tandem_worker_{name}", text, getattr(load, field))
+        used = 1 - load.num_free_blocks / load.num_blocks if load.num_blocks else 0.0
+        yield GaugeMetricFamily(
+            "tandem_worker_kv_cache_usage_perc", "Share of KV blocks that are held; 1 is all.", used
+        )
+        for name, (field, text) in _COUNTERS.items():
+            yield CounterMetricFamily(f"tandem_worker_{name}", text, getattr(load, field))
 
     def on_shipped(self, pair: tuple[str, str, str], num_bytes: int, seconds: float) -> None:
         """pair: prefill worker, decode worker, connector."""

@@ -7,8 +7,8 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from tandem.deploy.autoscale.demand import Demand, DemandMeter
-from tandem.deploy.autoscale.planner import Planner, PlannerConfig, Proposal
+from tandem.deploy.autoscale.demand import DemandMeter
+from tandem.deploy.autoscale.planner import Planner, PlannerConfig
 from tandem.deploy.config import ClusterConfig
 from tandem.protocol.messages.membership import Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.protocol.messages.operations import PlanReport
@@ -46,9 +46,8 @@ class Autoscaler:
         self._acts = config.autoscale
         self._meter = DemandMeter(config.max_num_seqs)
         self._planner = Planner(planner_config(config, foresee_s=min(max(boot_s, 1.0), MAX_BOOT_S)))
-        self._demand = Demand()
-        self._proposal: Proposal | None = None
         self._proposed: tuple[int, int] | None = None
+        self.plan: PlanReport | None = None  # of the last observation
 
     async def run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -59,11 +58,13 @@ class Autoscaler:
 
     def observe(self, now: float, reports: Sequence[StatusReport]) -> None:
         """Update the proposal from the latest reports and act on it."""
-        self._demand = self._meter.observe(now, freshest_loads(reports), num_refused(reports))
+        demand = self._meter.observe(now, freshest_loads(reports), num_refused(reports))
         counts = self._cluster.counts
         current = counts["prefill"], counts["decode"]
-        self._proposal = proposal = self._planner.propose(now, self._demand, *current)
+        proposal = self._planner.propose(now, demand, *current)
         proposed = proposal.prefill, proposal.decode
+        reasons = proposal.prefill_need.reason, proposal.decode_need.reason
+        self.plan = PlanReport(self._acts, *current, *proposed, *reasons, demand.predicted_ttft_s)
         if proposed == current:
             self._proposed = None
             return
@@ -74,30 +75,13 @@ class Autoscaler:
                 "sets" if self._acts else "would set (without --autoscale it does not)",
                 *proposed,
                 *current,
-                proposal.prefill_need.reason,
-                proposal.decode_need.reason,
+                *reasons,
             )
         if self._acts:
             try:
                 self._cluster.scale({"prefill": proposal.prefill, "decode": proposal.decode})
             except ConfigError as error:  # not enough resources; the next observation tries again
                 log.warning("autoscaling: %s", error)
-
-    def report(self) -> PlanReport | None:
-        """None before the first observation."""
-        if self._proposal is None:
-            return None
-        counts = self._cluster.counts
-        return PlanReport(
-            acts=self._acts,
-            prefill=counts["prefill"],
-            decode=counts["decode"],
-            proposed_prefill=self._proposal.prefill,
-            proposed_decode=self._proposal.decode,
-            prefill_reason=self._proposal.prefill_need.reason,
-            decode_reason=self._proposal.decode_need.reason,
-            predicted_ttft_s=self._demand.predicted_ttft_s,
-        )
 
 
 def planner_config(config: ClusterConfig, foresee_s: float) -> PlannerConfig:

@@ -90,34 +90,30 @@ class StepTime:
     """
 
     def __init__(self) -> None:
-        self._weight = self._n = self._s = self._nn = self._ns = 0.0
+        self._sums = [0.0] * 5  # of 1, n, s, n * n and n * s over the samples (n sequences, s seconds)
 
     def forget(self) -> None:
         """Reduce the weight of earlier samples; called once per observation."""
-        self._weight, self._n, self._s, self._nn, self._ns = (
-            _REMEMBERED * each for each in (self._weight, self._n, self._s, self._nn, self._ns)
-        )
+        self._sums = [_REMEMBERED * each for each in self._sums]
 
     def add(self, num_sequences: int, step_s: float) -> None:
-        self._weight += 1
-        self._n += num_sequences
-        self._s += step_s
-        self._nn += num_sequences * num_sequences
-        self._ns += num_sequences * step_s
+        terms = (1, num_sequences, step_s, num_sequences * num_sequences, num_sequences * step_s)
+        self._sums = [sum(pair) for pair in zip(self._sums, terms, strict=True)]
 
     @property
     def coefficients(self) -> tuple[float, float]:
         """(fixed_s, s_per_sequence); zeros before the first sample."""
-        if self._weight < 1e-6 or self._nn <= 0:
+        weight, n, s, nn, ns = self._sums
+        if weight < 1e-6 or nn <= 0:
             return 0.0, 0.0
-        mean_n, mean_s = self._n / self._weight, self._s / self._weight
-        variance = self._nn / self._weight - mean_n * mean_n
+        mean_n, mean_s = n / weight, s / weight
+        variance = nn / weight - mean_n * mean_n
         if variance > (_LEAST_SPREAD * mean_n) ** 2:
-            slope = (self._ns / self._weight - mean_n * mean_s) / variance
+            slope = (ns / weight - mean_n * mean_s) / variance
             fixed = mean_s - slope * mean_n
             if slope > 0 and fixed >= 0:
                 return fixed, slope
-        return 0.0, self._ns / self._nn
+        return 0.0, ns / nn
 
 
 class _Sample(NamedTuple):

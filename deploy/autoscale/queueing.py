@@ -7,8 +7,6 @@ import math
 
 def wait_probability(num_servers: int, load: float) -> float:
     """Erlang C: probability that a customer waits. load: arrival rate times mean service time, in servers."""
-    if load <= 0:
-        return 0.0
     if load >= num_servers:
         return 1.0
     blocking = 1.0  # Erlang B by its recursion, which does not overflow
@@ -19,11 +17,11 @@ def wait_probability(num_servers: int, load: float) -> float:
 
 def late_fraction(num_servers: int, load: float, service_s: float, max_wait_s: float) -> float:
     """Fraction of customers that waits longer than `max_wait_s` before service."""
-    if load <= 0:
+    if load >= num_servers:
+        return 1.0
+    if service_s <= 0:
         return 0.0
-    if load >= num_servers or service_s <= 0:
-        return 1.0 if load >= num_servers else 0.0
-    return wait_probability(num_servers, load) * math.exp(-(num_servers - load) * max(0.0, max_wait_s) / service_s)
+    return wait_probability(num_servers, load) * math.exp(-(num_servers - load) * max_wait_s / service_s)
 
 
 def servers_needed(load: float, service_s: float, max_wait_s: float, most_late: float, most: int) -> int:

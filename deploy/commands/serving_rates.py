@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tandem.protocol.messages.membership import LatencyBuckets, ServingFigures, StatusReport
-from tandem.telemetry.quantile import histogram_quantile
 
 QUANTILES = (0.5, 0.9, 0.99)
 
@@ -86,6 +85,22 @@ def _quantiles(pairs: list[tuple[LatencyBuckets, LatencyBuckets | None]]) -> lis
         for i, count in enumerate(new.counts):
             counts[i] += count - (old.counts[i] if old is not None else 0)
     return [histogram_quantile(limits, counts, q) for q in QUANTILES]
+
+
+def histogram_quantile(bounds: Sequence[float], counts: Sequence[float], q: float) -> float | None:
+    """Percentile as Prometheus computes it: interpolated within a bucket, the last finite bound for values above it.
+
+    bounds: upper bounds, ascending, the last one infinite. counts: per bucket, not cumulative. None if all are 0.
+    """
+    rank = q * sum(counts)
+    if rank <= 0:
+        return None
+    low = under = 0.0
+    for bound, count in zip(bounds, counts, strict=True):
+        if count and under + count >= rank:
+            return low if math.isinf(bound) else low + (bound - low) * (rank - under) / count
+        low, under = bound if not math.isinf(bound) else low, under + count
+    return low
 
 
 def _bandwidth(now: RateSample, then: RateSample | None) -> dict[tuple[str, str], float]:

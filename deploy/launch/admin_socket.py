@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from tandem.deploy.autoscale.autoscaler import Autoscaler
+from tandem.deploy.autoscale.autoscaler import Autoscaler, Scalable
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.messages.operations import (
@@ -30,18 +29,13 @@ MAX_WORKERS = 256
 """Per role."""
 
 
-class ManagedCluster(Protocol):
+class ManagedCluster(Scalable, Protocol):
     """Interface of the launcher that the admin socket uses."""
 
     @property
     def processes(self) -> list[LaunchedProcess]: ...
 
     def restart(self, name: str) -> None: ...
-
-    @property
-    def counts(self) -> dict[Role, int]: ...
-
-    def scale(self, counts: Mapping[Role, int]) -> None: ...
 
 
 class AdminSocket:
@@ -59,7 +53,7 @@ class AdminSocket:
             case ScaleCluster():
                 self._socket.send(identity, self._scale(message))
             case GetPlan():
-                if (plan := self._autoscaler.report()) is not None:  # else the caller's question times out
+                if (plan := self._autoscaler.plan) is not None:  # else the caller's question times out
                     self._socket.send(identity, plan)
             case ListProcesses():
                 self._socket.send(identity, ProcessList(self._cluster.processes))

@@ -52,9 +52,7 @@ OnProgress = Callable[[str, float | None], None]
 """Called with a text and the fraction of the weights that is loaded, None before that is known."""
 
 
-async def run_cluster(
-    config: ClusterConfig, model: str, served_model_name: str, on_progress: OnProgress, on_ready: Callable[[Path], None]
-) -> None:
+async def run_cluster(config: ClusterConfig, on_progress: OnProgress, on_ready: Callable[[Path], None]) -> None:
     """Run a cluster until SIGINT, SIGTERM or SIGHUP. on_ready: called with the folder of the logs.
 
     Raises ConfigError for what the operator can correct, InternalError if the cluster does not start.
@@ -78,9 +76,9 @@ async def run_cluster(
         if config.ray:
             from tandem.deploy.sites.ray_site import RaySite  # optional, and slow to import
 
-            site = RaySite(config, model, served_model_name, folder, logs)
+            site = RaySite(config, folder, logs)
         else:
-            site = LocalSite(config, model, served_model_name, folder, logs)
+            site = LocalSite(config, folder, logs)
         cleanup.callback(site.close)
         launcher = Launcher(config, site, context, folder)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # after the site: Ray sets its own handlers
@@ -395,9 +393,9 @@ class Launcher:
 
     async def _wait(self, tasks: list[asyncio.Task[None]], timeout_s: float) -> bool:
         """True if all tasks have ended in time."""
-        running = [task for task in tasks if not task.done()]
+        running = {task for task in tasks if not task.done()}
         if running:
-            _, running = await asyncio.wait(running, timeout=timeout_s)  # type: ignore[assignment]
+            _, running = await asyncio.wait(running, timeout=timeout_s)
         return not running
 
 

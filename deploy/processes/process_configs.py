@@ -16,6 +16,7 @@ from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import NetworkKeys, Part
 from tandem.proxy.config import ProxyConfig
+from tandem.proxy.media.source import MediaLimits
 from tandem.worker.config import WorkerConfig
 
 PROXY_GRACE_S = 1.5
@@ -58,16 +59,8 @@ class ProcessConfigs:
     ConfigError for API keys that cannot be read.
     """
 
-    def __init__(
-        self,
-        cluster: ClusterConfig,
-        model: str,
-        served_model_name: str,
-        keys: Mapping[Part, NetworkKeys] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, cluster: ClusterConfig, keys: Mapping[Part, NetworkKeys] = MappingProxyType({})) -> None:
         self._cluster = cluster
-        self._model = model
-        self._served_model_name = served_model_name
         self._keys = keys
         self._api_keys = read_api_keys(Path(cluster.api_keys_file)) if cluster.api_keys_file else []
 
@@ -85,8 +78,8 @@ class ProcessConfigs:
             control_endpoint_file=place.endpoint_file,
             control_tcp_endpoint=place.control_tcp_endpoint,
             network=self._network("proxy"),
-            model=self._model,
-            served_model_name=self._served_model_name,
+            model=cluster.model,
+            served_model_name=cluster.served_model_name,
             api_key=cluster.api_key or None,
             api_keys=self._api_keys,
             ssl_certfile=cluster.ssl_certfile,
@@ -111,7 +104,13 @@ class ProcessConfigs:
             media_cache_endpoint=place.media_cache_endpoint,
             media_cache_tcp_endpoint=place.media_cache_tcp_endpoint,
             media_threads=cluster.media_threads,
-            media=cluster.media_limits(),
+            media=MediaLimits(
+                max_items=cluster.max_media_items,
+                max_request_pixels=max(cluster.max_media_items, 32) << 24,
+                allowed_path=cluster.allowed_media_path,
+                allow_private=cluster.allow_private_media,
+                allowed_domains=cluster.media_domains,
+            ),
             trust_remote_code=cluster.trust_remote_code,
             log_level=cluster.log_level,
             log_format=cluster.log_format,
@@ -161,7 +160,7 @@ class ProcessConfigs:
     def _engine(self, role: Role, progress_file: str) -> EngineConfig:
         cluster = self._cluster
         return EngineConfig(
-            model=self._model,
+            model=cluster.model,
             dtype=cluster.dtype,
             load_format=cluster.load_format,
             device=cluster.device,

@@ -33,8 +33,7 @@ def create_runtime_dir(port: int | str) -> Path:
     if folder.exists():
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():
             raise ConfigError(f"{folder} belongs to another user; choose another --port, or remove the folder")
-        pid = _read_pid(pid_file)
-        if pid is not None and _is_alive(pid):
+        if (pid := _running_pid(pid_file)) is not None:
             if isinstance(port, str):
                 raise ConfigError(f"workers of this name are already running (process {pid}); choose another --name")
             raise ConfigError(f"a cluster already uses port {port} (process {pid}); choose another --port")
@@ -44,21 +43,14 @@ def create_runtime_dir(port: int | str) -> Path:
     return folder
 
 
-def _read_pid(file: Path) -> int | None:
+def _running_pid(file: Path) -> int | None:
+    """The process id in the file; None unless it is that of one of this user's processes."""
     try:
-        return int(file.read_text())
+        pid = int(file.read_text())
+        os.kill(pid, 0)
     except (OSError, ValueError):
         return None
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return pid
 
 
 def cache_dir() -> Path:

@@ -14,6 +14,7 @@ from tandem.deploy.config import ClusterConfig, bracketed
 from tandem.deploy.processes.child_process import ChildProcess
 from tandem.deploy.processes.gpus import least_used, visible_gpus
 from tandem.deploy.processes.log_file import LogFile
+from tandem.deploy.processes.nccl_interface import nccl_environment
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs, process_environment
 from tandem.deploy.processes.supervisor import OnExit, Supervised
 from tandem.deploy.sites.site import WORKER_MODULES
@@ -29,10 +30,9 @@ class LocalSite:
     of a proxy that crashed are served by its successor. Raises ConfigError when it cannot bind them.
     """
 
-    def __init__(self, cluster: ClusterConfig, model: str, served_model_name: str, folder: Path, logs: Path) -> None:
+    def __init__(self, cluster: ClusterConfig, folder: Path, logs: Path) -> None:
         self._cluster = cluster
-        self._model = model
-        self._configs = ProcessConfigs(cluster, model, served_model_name)
+        self._configs = ProcessConfigs(cluster)
         self._folder = folder
         self._logs = logs
         self._metrics_dir = folder / "metrics"
@@ -84,6 +84,8 @@ class LocalSite:
             media_cache_endpoint=self.media_cache_endpoint if role == "prefill" else "",
         )
         env = process_environment(self._cluster.num_threads(role))
+        if self._gpus != []:  # there are GPUs, or it is not known
+            env |= nccl_environment(place.host, os.environ)
         if self._gpus is not None:
             used = Counter(gpu for gpus in self._gpus_of.values() for gpu in gpus)
             self._gpus_of[name] = least_used(self._gpus, used, self._cluster.num_ranks(role))
@@ -92,7 +94,7 @@ class LocalSite:
         return self._child(name, WORKER_MODULES[role], self._configs.worker(role, name, place), env, on_exit)
 
     def make_media_cache(self, on_exit: OnExit) -> Supervised | None:
-        if not takes_media(self._model):
+        if not takes_media(self._cluster.model):
             return None
         self.media_cache_endpoint = self._endpoint("media-cache")
         env = process_environment(1) | {"CUDA_VISIBLE_DEVICES": ""}

@@ -17,6 +17,7 @@ import msgspec
 
 from tandem.deploy.processes.child_process import ChildProcess, start_module
 from tandem.deploy.processes.log_file import LogFile
+from tandem.deploy.processes.nccl_interface import nccl_environment
 from tandem.media_cache.config import MediaCacheConfig
 from tandem.protocol.proxy_endpoints import write_endpoints
 
@@ -34,7 +35,6 @@ class NodePlace(msgspec.Struct, frozen=True):
 class ProcessEnd(msgspec.Struct, frozen=True):
     """log: last lines of the process's output."""
 
-    pid: int
     returncode: int
     log: str
 
@@ -54,6 +54,10 @@ class ProcessActor:
         import ray
 
         return NodePlace(ray.util.get_node_ip_address(), str(self._folder))
+
+    async def nccl_environment(self) -> dict[str, str]:
+        """See `deploy.processes.nccl_interface`. Raises ConfigError."""
+        return nccl_environment((await self.place()).host, os.environ)
 
     async def start_media_cache(self, config: bytes, env: dict[str, str]) -> str:
         """Start the media cache and return its tcp endpoint, which it keeps when it is restarted.
@@ -114,7 +118,7 @@ class ProcessActor:
     async def wait(self) -> ProcessEnd:
         assert self._process is not None
         returncode = await self._process.wait()
-        return ProcessEnd(self._process.pid, returncode, self._output.tail())
+        return ProcessEnd(returncode, self._output.tail())
 
     async def send_signal(self, number: int) -> None:
         if self._process is not None and self._process.returncode is None:

@@ -31,7 +31,7 @@ from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import NetworkKeys, Part, load_keys
 from tandem.protocol.proxy_endpoints import write_endpoints
 from tandem.proxy.text.model_files import takes_media
-from tandem.runtime.errors import ConfigError
+from tandem.runtime.errors import ConfigError, first_line
 
 try:
     import ray
@@ -54,12 +54,12 @@ MakeConfig = Callable[[str, Place], msgspec.Struct]
 class RaySite:
     """folder: the launcher's, where commands on its host find the proxies. Raises ConfigError without a Ray cluster."""
 
-    def __init__(self, cluster: ClusterConfig, model: str, served_model_name: str, folder: Path, logs: Path) -> None:
+    def __init__(self, cluster: ClusterConfig, folder: Path, logs: Path) -> None:
         self._cluster = cluster
         self._folder = folder
         self._logs = logs
-        self._configs = ProcessConfigs(cluster, model, served_model_name, keys_to_hand_out(cluster.network))
-        self._takes_media = takes_media(model)
+        self._configs = ProcessConfigs(cluster, keys_to_hand_out(cluster.network))
+        self._takes_media = takes_media(cluster.model)
         self._processes: dict[str, RayProcess] = {}
         self._proxies: list[str] = []
         self.progress_files: dict[str, Path] = {}  # always empty: the files are on the nodes
@@ -68,9 +68,8 @@ class RaySite:
         try:
             ray.init(address=cluster.ray, namespace="tandem", log_to_driver=False, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError, ValueError) as error:
-            reason = str(error).strip().splitlines()[0]
             raise ConfigError(
-                f"--ray: cannot connect to the Ray cluster at {cluster.ray!r} ({reason}); start one with "
+                f"--ray: cannot connect to the Ray cluster at {cluster.ray!r} ({first_line(error)}); start one with "
                 "`ray start --head`"
             ) from error
         resources = ray.cluster_resources()
@@ -87,19 +86,10 @@ class RaySite:
     def make_proxy(self, name: str, on_exit: OnExit, on_endpoint: Callable[[str, str], None]) -> Supervised:
         env = process_environment(1) | {"CUDA_VISIBLE_DEVICES": ""}
         make_cache = self._media_cache if self._takes_media else None
+        log_file, bundle = self._logs / f"{name}.log", self._proxy_bundle
+        make = self._configs.proxy
         return self._add(
-            RayProcess(
-                name,
-                "tandem.proxy",
-                self._configs.proxy,
-                self._proxy_bundle,
-                env,
-                self._logs / f"{name}.log",
-                on_exit,
-                lambda: self._proxies,
-                on_endpoint,
-                make_cache,
-            )
+            RayProcess(name, "tandem.proxy", make, bundle, env, log_file, on_exit, on_endpoint, make_cache)
         )
 
     def _media_cache(self, place: NodePlace) -> MediaCacheConfig:
@@ -119,10 +109,10 @@ class RaySite:
         env = process_environment(num_threads)
         make = partial(self._configs.worker, role)
         log_file = self._logs / f"{name}.log"
-        proxies = lambda: self._proxies  # noqa: E731
-        return self._add(RayProcess(name, WORKER_MODULES[role], make, bundle, env, log_file, on_exit, proxies))
+        return self._add(RayProcess(name, WORKER_MODULES[role], make, bundle, env, log_file, on_exit))
 
     def _add(self, process: RayProcess) -> RayProcess:
+        process.set_proxy_endpoints(self._proxies)
         self._processes[process.name] = process
         return process
 
@@ -160,9 +150,8 @@ def keys_to_hand_out(network: NetworkConfig) -> dict[Part, NetworkKeys]:
 class RayProcess(Supervised):
     """A process in a Ray actor. Each start gets a new placement group, actor and configuration.
 
-    make_config(name, place): configuration for a start at `place`. bundle: Ray resources. proxies(): current control
-    endpoints of the proxies. on_endpoint: called with a proxy's control endpoint; None for workers. make_media_cache:
-    configuration of a media cache beside the process.
+    make_config(name, place): configuration for a start at `place`. bundle: Ray resources. on_endpoint: called with a
+    proxy's control endpoint; None for workers. make_media_cache: configuration of a media cache beside the process.
     """
 
     def __init__(
@@ -174,7 +163,6 @@ class RayProcess(Supervised):
         env: dict[str, str],
         log_file: Path,
         on_exit: OnExit,
-        proxies: Callable[[], list[str]],
         on_endpoint: Callable[[str, str], None] | None = None,
         make_media_cache: Callable[[NodePlace], MediaCacheConfig] | None = None,
     ) -> None:
@@ -185,7 +173,7 @@ class RayProcess(Supervised):
         self._make_config = make_config
         self._bundle = bundle
         self._env = env
-        self._proxies = proxies
+        self._proxies: list[str] = []
         self._on_endpoint = on_endpoint
         self._make_media_cache = make_media_cache
         self._actor: Any = None
@@ -231,10 +219,13 @@ class RayProcess(Supervised):
             tcp_endpoint: str = await actor.start_media_cache.remote(msgspec.json.encode(cache), self._env)
             place = replace(place, media_cache_endpoint=cache.endpoint, media_cache_tcp_endpoint=tcp_endpoint)
         config = msgspec.json.encode(self._make_config(self.name, place))
-        self.last_pid = await actor.start.remote(self._module, config, self._env, self._proxies())
+        env = self._env
+        if self._bundle.get("GPU"):
+            env = env | await actor.nccl_environment.remote()
+        self.last_pid = await actor.start.remote(self._module, config, env, self._proxies)
         if self._stopping.is_set():
             self.send_signal(signal.SIGINT)
-        self.set_proxy_endpoints(self._proxies())  # they may have changed during the start
+        self.set_proxy_endpoints(self._proxies)  # they may have changed during the start
         log.info("%s runs on %s (process %d)", self.name, node.host, self.last_pid)
         if self._on_endpoint is not None and (endpoint := await actor.endpoint.remote()) is not None:
             self._on_endpoint(self.name, endpoint)
@@ -256,6 +247,7 @@ class RayProcess(Supervised):
         return False
 
     def set_proxy_endpoints(self, endpoints: list[str]) -> None:
+        self._proxies = endpoints
         if self._actor is not None and self._on_endpoint is None:
             self._actor.set_proxies.remote(endpoints)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -13,8 +13,7 @@ from tandem.engine.batch import BatchItem
 Int32 = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True)
-class StepIndex:
+class StepIndex(NamedTuple):
     """A step of T tokens of N sequences. All arrays are int32.
 
     token_ids, positions (as the model gets them): [T]. blocks, offsets: [T], the pool block of each token's keys and

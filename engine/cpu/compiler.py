@@ -19,6 +19,10 @@ FAST_MATH = {"reassoc", "contract", "nsz", "arcp", "nnan"}
 """Allows reordered sums. Infinities keep their meaning, because models mask with them."""
 
 
+def _unchanged(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    return args[0]
+
+
 @intrinsic
 def as_float(context: Any, value: Any) -> Any:
     """Converts a float32, or bfloat16's bits, to float32."""
@@ -27,10 +31,7 @@ def as_float(context: Any, value: Any) -> Any:
         bits = builder.shl(builder.zext(args[0], ir.IntType(32)), ir.Constant(ir.IntType(32), 16))
         return builder.bitcast(bits, ir.FloatType())
 
-    def of_itself(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return args[0]
-
-    return types.float32(value), of_bits if value == types.uint16 else of_itself
+    return types.float32(value), of_bits if value == types.uint16 else _unchanged
 
 
 @intrinsic
@@ -44,10 +45,7 @@ def rounded(context: Any, value: Any, like: Any) -> Any:
         result = builder.add(bits, builder.add(is_odd, word(0x7FFF)))
         return builder.trunc(builder.lshr(result, word(16)), ir.IntType(16))
 
-    def to_itself(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return args[0]
-
-    return like(types.float32, like), to_bits if like == types.uint16 else to_itself
+    return like(types.float32, like), to_bits if like == types.uint16 else _unchanged
 
 
 def compile_kernel(signature: Any, function: Callable[..., None]) -> Callable[..., None]:

@@ -7,6 +7,7 @@ float32 on the inputs that the layer gets in a run of the whole model. All other
 from __future__ import annotations
 
 import copy
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,11 +177,11 @@ class _RecordingAttention:
         return mixed[0].transpose(0, 1).contiguous()
 
 
-def fuse_layers(model: Any) -> int:
-    """Replace every layer of `model` that can be fused; return how many were."""
+def fuse_layers(model: Any) -> None:
+    """Replace every layer of `model` that can be fused."""
     layers: nn.ModuleList | None = getattr(model.base_model, "layers", None)
     if layers is None or model.dtype not in DTYPES:
-        return 0
+        return
     inputs: dict[int, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     hooks = []
     for i, layer in enumerate(layers):
@@ -198,17 +199,11 @@ def fuse_layers(model: Any) -> int:
     finally:
         for hook in hooks:
             hook.remove()
-    num_fused = 0
     for i, layer in enumerate(layers):
-        if i not in inputs or i not in recording.options:
-            continue
-        try:
-            _check_equal(layer, recording.options[i], *inputs[i])
-            layers[i] = FusedLayer(layer, recording.options[i])
-        except NotFusedError:
-            continue
-        num_fused += 1
-    return num_fused
+        if i in inputs and i in recording.options:
+            with suppress(NotFusedError):
+                _check_equal(layer, recording.options[i], *inputs[i])
+                layers[i] = FusedLayer(layer, recording.options[i])
 
 
 def _check_equal(layer: nn.Module, options: AttentionOptions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ def keep_freed_memory() -> None:
     """Make malloc keep freed memory, in one arena for all threads. Call before threads start.
 
     Every CPU worker gains: otherwise each layer of a prefill step returns its activations to the kernel and faults
-    them in again, up to a third of the step. Without glibc (musl, macOS) this does nothing.
+    them in again, up to a third of the step. Without glibc (musl) this does nothing.
     """
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt") and hasattr(libc, "gnu_get_libc_version"):

@@ -20,6 +20,7 @@ from tandem.engine.attention.interface import NO_WINDOW, AttentionOptions
 from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import BatchItem
+from tandem.runtime.errors import first_line
 
 if TYPE_CHECKING:
     from tandem.engine.kv_pool import KVPool
@@ -59,7 +60,7 @@ class StepTensors:
     def of(cls, index: StepIndex, device: torch.device, max_context_len: int | None = None) -> StepTensors:
         """Copy the arrays to the device at once. max_context_len: by default the longest context of the step."""
         flat = flat_on_host(index, device).to(device, non_blocking=True)
-        sizes = [index.num_tokens] * 4 + [index.num_sequences + 1, index.num_sequences, index.block_table.size]
+        sizes = [array.size for array in index]
         token_ids, positions, blocks, offsets, cu_seqlens, num_context, table = torch.split(flat, sizes)
         return cls(
             flat, token_ids, positions, blocks, offsets, cu_seqlens, num_context, table.view(index.block_table.shape),
@@ -69,11 +70,7 @@ class StepTensors:
 
 def flat_on_host(index: StepIndex, device: torch.device) -> torch.Tensor:
     """Concatenate the arrays of `index`, in the order of its fields; pinned if `device` is a GPU."""
-    arrays = (
-        index.token_ids, index.positions, index.blocks, index.offsets, index.cu_seqlens, index.num_context,
-        index.block_table.reshape(-1),
-    )  # fmt: skip
-    host = torch.from_numpy(np.concatenate(arrays))
+    host = torch.from_numpy(np.concatenate([array.reshape(-1) for array in index]))
     return host.pin_memory() if device.type == "cuda" else host
 
 
@@ -150,7 +147,7 @@ def varlen_problem(pool: KVPool, varlen: VarlenFunction | None, num_heads: int, 
             if not error < 0.05:
                 return f"varlen_attn is off by {error:.3g} from plain attention"
     except Exception as problem:  # backends raise various errors
-        return f"varlen_attn does not take this pool: {str(problem).strip().splitlines()[0]}"
+        return f"varlen_attn does not take this pool: {first_line(problem)}"
     finally:
         pool.tensor[:2] = saved
     return None

@@ -55,36 +55,29 @@ class DecodeGraphs:
     """Graphs of one model. max_blocks: of one sequence. capture: `cuda_capture()`, or the identity in CPU tests."""
 
     def __init__(
-        self,
-        run_model: RunModel,
-        max_blocks: int,
-        max_context_len: int,
-        device: torch.device,
-        capture: Capture,
-        ladder: tuple[int, ...] = LADDER,
+        self, run_model: RunModel, max_blocks: int, max_context_len: int, device: torch.device, capture: Capture
     ) -> None:
         self._run_model = run_model
         self._max_blocks = max_blocks
         self._max_context_len = max_context_len
         self._device = device
         self._capture = capture
-        self._ladder = ladder
         self._graphs: dict[int, tuple[StepTensors, Callable[[], torch.Tensor]]] = {}
 
     def capture_all(self, example: StepIndex) -> None:
         """Capture the largest graph first, so that the others fit in its memory. example: one token of one sequence."""
-        for size in sorted(self._ladder, reverse=True):
+        for size in reversed(LADDER):
             # A graph is fixed to one context length, so it is captured with the longest.
             padded = example.padded(size, self._max_blocks)
             buffers = StepTensors.of(padded, self._device, self._max_context_len)
             self._graphs[size] = buffers, self._capture(lambda buffers=buffers: self._run_model(buffers))  # type: ignore[misc]
-        log.info("captured decode graphs for %s sequences", ", ".join(map(str, self._ladder)))
+        log.info("captured decode graphs for %s sequences", ", ".join(map(str, LADDER)))
 
     def run(self, index: StepIndex) -> torch.Tensor | None:
         """Return each sequence's logits, valid until the next run, or None if no graph fits."""
         if index.num_tokens > index.num_sequences:
             return None
-        size = next((size for size in sorted(self._graphs) if size >= index.num_sequences), None)
+        size = next((size for size in LADDER if size >= index.num_sequences), None)
         if size is None:
             return None
         buffers, replay = self._graphs[size]

@@ -22,3 +22,8 @@ def make_dummy_model(auto_class: Any, config: Any, dtype: torch.dtype, device: t
         torch.manual_seed(_SEED)
         model.initialize_weights()  # including buffers, such as rotary frequencies
     return model
+
+
+def dummy_recipe(device: torch.device) -> str:
+    """All that the random weights depend on besides the config, as part of the model's identity."""
+    return f"seed {_SEED}, torch {torch.__version__}, {device.type}"

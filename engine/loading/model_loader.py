@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from tandem.engine.config import EngineConfig
-from tandem.engine.loading.dummy_weights import make_dummy_model
+from tandem.engine.loading.dummy_weights import dummy_recipe, make_dummy_model
+from tandem.engine.loading.model_identity import dummy_identity, folder_identity, hub_identity
 from tandem.engine.loading.model_probe import PROBE_NAME, UnsuitableModelError, probe_model
 from tandem.engine.loading.progress import report_progress
 from tandem.engine.loading.rope import fix_longrope
@@ -20,7 +20,7 @@ from tandem.engine.loading.sharding import check_shards, shard_arguments, unwrap
 from tandem.engine.loading.supported_models import check_config, unsuitable
 from tandem.engine.vision.models import Decoder, VisionTower, takes_media
 from tandem.protocol.messages.transfer import KVLayout
-from tandem.runtime.errors import ConfigError, first_line
+from tandem.runtime.errors import ConfigError, InternalError, first_line
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -43,7 +43,10 @@ class LoadedModel:
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
-    """Load the model, or this rank's share of it. Raises ConfigError."""
+    """Load the model, or this rank's share of it.
+
+    Raises ConfigError, and InternalError if the checkpoint is replaced meanwhile.
+    """
     device = _resolve_device(config)
     model_config, text_config = check_model(config)
     max_model_len = _resolve_max_model_len(config, text_config)
@@ -55,15 +58,19 @@ def load_model(config: EngineConfig) -> LoadedModel:
         attention = {"text_config": PROBE_NAME, "vision_config": "sdpa"}
     options = {"attn_implementation": attention, "trust_remote_code": config.trust_remote_code}
     try:
+        model_id = _model_id(config, model_config, device)
         if config.load_format == "dummy":
             model = make_dummy_model(auto_class, model_config, dtype, device, **options)
         else:
             options |= shard_arguments(config.tensor_parallel_size)
             with report_progress(config.progress_file):
                 model = auto_class.from_pretrained(config.model, config=model_config, dtype=dtype, **options)
+        is_unchanged = _model_id(config, model_config, device) == model_id
     except Exception as error:
         # A broken checkpoint may fail in any of several libraries.
         raise ConfigError(f"the weights of {config.model} cannot be loaded: {first_line(error)}") from error
+    if not is_unchanged:
+        raise InternalError(f"the files of {config.model} changed while they were loaded; the worker must start again")
     model = model.to(device).eval().requires_grad_(False)
     vision = None
     if takes_media(model_config):
@@ -75,7 +82,7 @@ def load_model(config: EngineConfig) -> LoadedModel:
     except UnsuitableModelError as error:
         raise unsuitable(config.model, model_config, str(error)) from error
     layout = KVLayout(
-        model_id=_model_id(config.model, model_config),
+        model_id=model_id,
         dtype=str(dtype).removeprefix("torch."),
         num_layers=probed.num_layers,
         num_kv_heads=probed.num_kv_heads,  # of this rank
@@ -136,12 +143,17 @@ def _resolve_max_model_len(config: EngineConfig, text_config: Any) -> int:
     return config.max_model_len or limit
 
 
-def _model_id(name: str, model_config: Any) -> str:
-    """Identify the checkpoint: a hub revision, or a hash of the config and the names and sizes of the weight files."""
-    folder = Path(name)
-    if not folder.is_dir():
-        return f"{name}@{getattr(model_config, '_commit_hash', None) or 'main'}"
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{file.name}:{file.stat().st_size}\n".encode())
-    return digest.hexdigest()[:16]
+def _model_id(config: EngineConfig, model_config: Any, device: torch.device) -> str:
+    """Identify the weights. Raises ConfigError for a hub model of an unknown commit; see also `folder_identity`."""
+    folder = Path(config.model)
+    is_dummy = config.load_format == "dummy"
+    if folder.is_dir():
+        checkpoint = folder_identity(folder, with_weights=not is_dummy, with_code=config.trust_remote_code)
+    elif commit := getattr(model_config, "_commit_hash", None):
+        checkpoint = hub_identity(config.model, commit)
+    else:
+        raise ConfigError(
+            f"the hub's cache does not tell which commit of {config.model} it holds, so workers could have different "
+            "weights; download the model into a folder and give that as --model"
+        )
+    return dummy_identity(checkpoint, dummy_recipe(device)) if is_dummy else checkpoint

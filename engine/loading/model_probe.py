@@ -13,7 +13,7 @@ any other way. A list of model names cannot tell; a few forward passes can:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,8 +24,9 @@ from tandem.runtime.errors import first_line
 
 PROBE_NAME = "tandem_probe"
 
-_UNDERSTOOD = {"cache_position", "dropout", "is_causal", "position_ids", "sliding_window", "use_cache"}
-"""Attention arguments that the mask already expresses, or that do not affect the result."""
+_USED = {"scaling", "softcap"}
+_IGNORED = {"cache_position", "dropout", "is_causal", "position_ids", "sliding_window", "use_cache"}
+"""Further attention arguments: those of `paged_attention`, and those that the mask expresses or that change nothing."""
 
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 """Relative to the largest value. Equal rows of a matrix product may differ slightly if a library splits it."""
@@ -120,35 +121,13 @@ def _forward(
     return logits
 
 
+@dataclass
 class _Probe:
-    """Records the attention calls of one forward pass, in place of a `StepAttention`."""
+    """Collects the attention calls of one forward pass, in place of a `StepAttention`."""
 
-    def __init__(self, max_model_len: int, check_masks: bool) -> None:
-        self.calls: list[_Call] = []
-        self._max_model_len = max_model_len
-        self._check_masks = check_masks
-
-    def record(
-        self,
-        module: torch.nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        mask: torch.Tensor | None,
-        sinks: torch.Tensor | None,
-    ) -> None:
-        if any(call.module is module for call in self.calls):
-            raise UnsuitableModelError("one attention module is used several times in a forward")
-        if query.ndim != 4 or key.shape[:3] != value.shape[:3] or query.shape[::2] != key.shape[::2]:
-            raise UnsuitableModelError("its attention looks at other tokens than those of the step")
-        if query.shape[-1] != key.shape[-1] or query.shape[1] % key.shape[1]:
-            raise UnsuitableModelError("its query heads do not fit its key heads")
-        if sinks is not None and sinks.shape != (query.shape[1],):
-            raise UnsuitableModelError("its attention sinks are not one for each head")
-        window = NO_WINDOW
-        if self._check_masks:
-            window = _window_of(getattr(mask, "tandem_sees", None), self._max_model_len, query.device)
-        self.calls.append(_Call(module, query[0], key[0], value[0], window))
+    max_model_len: int
+    check_masks: bool
+    calls: list[_Call] = field(default_factory=list)
 
 
 def _probe_attention(
@@ -157,20 +136,29 @@ def _probe_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
     tandem: _Probe | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Has the signature of `paged_attention`, and refuses the arguments that that would ignore."""
+    """Record a call, and refuse what `paged_attention` could not compute. Returns the tokens' own values."""
     if tandem is None:
         raise UnsuitableModelError("it does not hand our metadata on to its attention")
     given = [name for name, argument in kwargs.items() if argument is not None and not name.startswith("output_")]
-    unknown = [name for name in given if name not in _UNDERSTOOD]
+    unknown = [name for name in given if name not in _USED | _IGNORED]
     if unknown:
         raise UnsuitableModelError(f"its attention asks for {', '.join(unknown)}, which Tandem does not know")
-    tandem.record(module, query, key, value, attention_mask, s_aux)
+    if any(call.module is module for call in tandem.calls):
+        raise UnsuitableModelError("one attention module is used several times in a forward")
+    if query.ndim != 4 or key.shape[:3] != value.shape[:3] or query.shape[::2] != key.shape[::2]:
+        raise UnsuitableModelError("its attention looks at other tokens than those of the step")
+    if query.shape[-1] != key.shape[-1] or query.shape[1] % key.shape[1]:
+        raise UnsuitableModelError("its query heads do not fit its key heads")
+    if s_aux is not None and s_aux.shape != (query.shape[1],):
+        raise UnsuitableModelError("its attention sinks are not one for each head")
+    window = NO_WINDOW
+    if tandem.check_masks:
+        window = _window_of(getattr(attention_mask, "tandem_sees", None), tandem.max_model_len, query.device)
+    tandem.calls.append(_Call(module, query[0], key[0], value[0], window))
     return value.repeat_interleave(query.shape[1] // key.shape[1], 1).transpose(1, 2).contiguous(), None
 
 

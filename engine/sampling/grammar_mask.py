@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,31 +54,23 @@ def _allowed(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
     return torch.nn.functional.pad(allowed, (0, missing)) if missing > 0 else allowed[:, :vocab_size]
 
 
-_tables: dict[torch.device, torch.Tensor] = {}
-
-
+@functools.cache
 def _table(device: torch.device) -> torch.Tensor:
     """Return int64 [256]; the eight bytes of entry i are the bits of i as booleans, lowest first."""
-    if device not in _tables:
-        bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-        _tables[device] = torch.from_numpy(bits).view(torch.int64)[:, 0].contiguous().to(device)
-    return _tables[device]
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return torch.from_numpy(bits).view(torch.int64)[:, 0].contiguous().to(device)
 
 
 class GrammarMasks:
     """The thread that computes masks. It starts with the first grammar."""
 
     def __init__(self) -> None:
-        self._thread: ThreadPoolExecutor | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
 
     def start(self, samples: Sequence[Sample]) -> Future[StepMask] | None:
         """Start computing a step's masks. samples: one per row of the logits. None if no row has a grammar."""
         rows = [row for row, sample in enumerate(samples) if sample.grammar is not None]
-        if not rows:
-            return None
-        if self._thread is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
-        return self._thread.submit(compute_masks, samples, rows)
+        return self._thread.submit(compute_masks, samples, rows) if rows else None
 
 
 def compute_masks(samples: Sequence[Sample], rows: list[int]) -> StepMask:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
@@ -50,11 +50,6 @@ def _bad_next(sample: Sample) -> list[int]:
     ]
 
 
-def _banned(sample: Sample) -> Collection[int]:
-    """Return the banned tokens. With a grammar they are applied in its mask, unless it allows nothing else."""
-    return sample.banned_token_ids if sample.grammar is None else ()
-
-
 def _allow(row: torch.Tensor, token_ids: Sequence[int]) -> None:
     """Set all other tokens of `row` [vocab_size] to -inf, in place."""
     index = torch.tensor([i for i in token_ids if i < len(row)], device=row.device)
@@ -67,7 +62,9 @@ def _ban_and_bias(logits: torch.Tensor, samples: Sequence[Sample]) -> None:
     added: dict[tuple[int, int], float] = {}
     for row, s in enumerate(samples):
         added.update({(row, token_id): bias for token_id, bias in s.params.logit_bias})
-        added.update({(row, token_id): float("-inf") for token_id in (*_banned(s), *_bad_next(s))})
+        # With a grammar, the banned tokens are excluded by its mask, unless it allows nothing else.
+        banned = s.banned_token_ids if s.grammar is None else ()
+        added.update({(row, token_id): float("-inf") for token_id in (*banned, *_bad_next(s))})
     inside = [(row, token_id) for row, token_id in added if token_id < logits.shape[-1]]
     if not inside:
         return

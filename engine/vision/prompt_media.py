@@ -8,6 +8,7 @@ A unit is one run of the vision tower: an image, or some frames of a video, whic
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -47,11 +48,7 @@ class PromptMedia:
     """
 
     def __init__(
-        self,
-        token_ids: Sequence[int],
-        items: Sequence[MediaItem],
-        unit_tokens: int,
-        cache: EmbeddingCache,
+        self, token_ids: Sequence[int], items: Sequence[MediaItem], unit_tokens: int, cache: EmbeddingCache
     ) -> None:
         self.token_ids = token_ids
         self.items = items
@@ -66,7 +63,7 @@ class PromptMedia:
         self.position_offset = 0
         self.error: ErrorInfo | None = None
         self._units: list[EncodeUnit] = []
-        self._on_release: list[Callable[[], object]] = []
+        self._on_release = ExitStack()
 
     def set_tensors(self, tensors: Sequence[Mapping[str, torch.Tensor]], num_frames: Sequence[int]) -> None:
         """Set each item's tensors by name, once. Pixels may be missing if the item's embedding is cached.
@@ -79,16 +76,14 @@ class PromptMedia:
 
     def on_release(self, callback: Callable[[], object]) -> None:
         """Has `release` call this once."""
-        self._on_release.append(callback)
+        self._on_release.callback(callback)
 
     def release(self) -> None:
         """Drops all tensors, and with them mapped memory. No step may use the prompt any more. Idempotent."""
         self.tensors, self.positions = (), None
         self.embeddings = [None] * len(self.items)
         self.partial.clear()
-        callbacks, self._on_release = self._on_release, []
-        for callback in callbacks:
-            callback()
+        self._on_release.close()
 
     def afford(
         self, start: int, end: int, budget: int, planned: Collection[EncodeUnit] = (), may_exceed: bool = False

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from tandem.protocol.messages.dispatch import PrepareDecode, StartPrefill
+from tandem.protocol.messages.dispatch import PrepareDecode, PromptMessage, StartPrefill
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
 from tandem.protocol.messages.membership import RegisterWorker, WorkerStatus
@@ -36,15 +36,14 @@ _INT64 = range(-(2**63), 2**64)
 _ENDPOINT = re.compile(r"ipc:///[^\s\0]{1,100}|tcp://(?:\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):\d{1,5}")
 
 
-def check_request(message: StartPrefill | PrepareDecode, vocab_size: int, max_model_len: int) -> None:
+def check_request(message: PromptMessage, vocab_size: int, max_model_len: int) -> None:
     """Checks a prompt for a worker whose model has this vocabulary and length."""
     kind = type(message).__name__
     _require(1 <= len(message.attempt_ids) <= MAX_SEQUENCES, kind, "attempt_ids", "too few or too many")
     _require(len(set(message.attempt_ids)) == len(message.attempt_ids), kind, "attempt_ids", "a duplicate")
     _require(len(message.seeds) == len(message.attempt_ids), kind, "seeds", "not one for each attempt")
     _require(all(seed in _INT64 for seed in message.seeds), kind, "seeds", "more than 64 bits")
-    for name in (message.proxy_id, message.transfer_id, *message.attempt_ids):
-        _require(0 < len(name) <= MAX_NAME_CHARACTERS, kind, "ids", "empty or too long")
+    _check_names(kind, (message.proxy_id, message.transfer_id, *message.attempt_ids))
     _require(abs(message.deadline_s) <= MAX_DEADLINE_S, kind, "deadline_s", "not finite, or too long")
     num_tokens, rest = divmod(len(message.token_ids), BYTES_PER_TOKEN)
     _require(rest == 0 and num_tokens > 0, kind, "token_ids", "empty or truncated")
@@ -61,7 +60,7 @@ def check_request(message: StartPrefill | PrepareDecode, vocab_size: int, max_mo
         is_endpoint = _ENDPOINT.fullmatch(message.media_cache) is not None
         _require(not message.media_cache or is_endpoint, kind, "media_cache", "cannot be connected to")
         is_complete = (message.decode_worker_id is None) == (message.decode_epoch is None)
-    else:
+    elif isinstance(message, PrepareDecode):
         is_complete = (message.prefill_worker_id is None) == (message.prefill_epoch is None)
     _require(is_complete, kind, "peer", "id without epoch, or epoch without id")
 

@@ -20,16 +20,14 @@ from tandem.protocol.messages.media import MediaItem
 from tandem.runtime.errors import ErrorInfo
 
 
-class StartPrefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to prefill: compute this prompt, report its first tokens, ship its KV to `decode_worker_id`.
+class PromptMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Fields that StartPrefill and PrepareDecode share.
 
     attempt_ids: one for each sequence that shares the prompt. seeds: one for each attempt, replacing `sampling.seed`.
     token_ids: see `protocol.messages.token_ids`; the last `num_generated` of them were generated in earlier attempts.
     cache_salt: prompts with different salts share no cached KV. deadline_s: from receipt of the message.
-    decode_worker_id: None if only one token is requested, so that there is nothing to ship. num_prompt_logprobs: None,
-    or how many top tokens to report for each prompt token but the first. priority: lower is sooner. media: images and
-    videos, see `protocol.messages.media`. media_cache: tcp endpoint of the media cache that holds them; empty if the
-    worker can map their segments.
+    num_prompt_logprobs: None, or how many top tokens to report for each prompt token but the first. priority: lower is
+    sooner. media: images and videos, see `protocol.messages.media`.
     """
 
     proxy_id: str
@@ -39,39 +37,35 @@ class StartPrefill(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     sampling: SamplingParams
     seeds: list[int]
     stop: StopConditions
-    decode_worker_id: str | None
-    decode_epoch: str | None
     deadline_s: float
     num_prompt_logprobs: int | None = None
     num_generated: int = 0
     cache_salt: str = ""
     priority: int = 0
     media: tuple[MediaItem, ...] = ()
+
+
+class StartPrefill(PromptMessage, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
+    """Proxy to prefill: compute this prompt, report its first tokens, ship its KV to `decode_worker_id`.
+
+    decode_worker_id, decode_epoch: None if only one token is requested, so that there is nothing to ship. media_cache:
+    tcp endpoint of the media cache that holds the media; empty if the worker can map their segments.
+    """
+
+    decode_worker_id: str | None
+    decode_epoch: str | None
     media_cache: str = ""
 
 
-class PrepareDecode(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to decode: sequences will arrive from `prefill_worker_id`. Other fields are those of StartPrefill.
+class PrepareDecode(PromptMessage, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
+    """Proxy to decode: sequences will arrive from `prefill_worker_id`.
 
     prefill_worker_id, prefill_epoch: None if the decode worker computes the prompt itself and sends FirstToken. Only
     prompts without media can be computed so.
     """
 
-    proxy_id: str
-    attempt_ids: list[str]
-    transfer_id: str
-    token_ids: bytes
-    sampling: SamplingParams
-    seeds: list[int]
-    stop: StopConditions
     prefill_worker_id: str | None
     prefill_epoch: str | None
-    deadline_s: float
-    num_prompt_logprobs: int | None = None
-    num_generated: int = 0
-    cache_salt: str = ""
-    priority: int = 0
-    media: tuple[MediaItem, ...] = ()
 
 
 class AbortAttempt(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

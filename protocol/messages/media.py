@@ -17,8 +17,6 @@ import msgspec
 from tandem.runtime.errors import InvalidRequest
 
 DIGEST_BYTES = 32
-SEGMENT_HEADER_BYTES = 64
-"""Header before the first tensor of a segment. It begins with the item's digest."""
 MediaKind = Literal["image", "video"]
 
 BYTES_PER_ELEMENT = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "uint8": 1}

@@ -14,10 +14,9 @@ from typing import Literal
 
 import msgspec
 
-from tandem.protocol.messages.media import SEGMENT_HEADER_BYTES
 from tandem.runtime.errors import ErrorInfo
 
-HEADER_BYTES = SEGMENT_HEADER_BYTES
+HEADER_BYTES = 64
 """Size of a segment's header: the item's digest and part. Later parts are aligned to this size."""
 MAX_ITEMS = 4096
 """Items per call."""
@@ -73,17 +72,17 @@ class AcquireMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 class MediaGranted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """One entry for each requested item, in order; None if the item is not cached and no space was asked for.
 
-    Sent once all items that other leases were writing are ready.
+    Sent once all items that other leases were writing are ready. call_id, here and below: the id of the lease.
     """
 
-    lease_id: str
+    call_id: str
     items: list[GrantedMedia | None]
 
 
 class MediaRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Answer to AcquireMedia: there is no lease; to CommitMedia: nothing was committed."""
 
-    lease_id: str
+    call_id: str
     error: ErrorInfo
 
 
@@ -95,7 +94,7 @@ class CommitMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=T
 
 
 class MediaCommitted(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    lease_id: str
+    call_id: str
 
 
 class ReleaseMedia(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -149,11 +148,9 @@ class MediaCacheStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fie
     num_items: int
     used_bytes: int
     pinned_bytes: int
-    capacity_bytes: int
     num_leases: int
     num_hits: int
     num_misses: int
-    num_evicted: int
 
 
 FromOtherHosts = GetMedia

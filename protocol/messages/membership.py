@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 Role = Literal["prefill", "decode"]

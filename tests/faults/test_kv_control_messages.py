@@ -76,7 +76,8 @@ class FakePeers:
         stop = StopConditions(NUM_TOKENS, frozenset())
         self.proxy.send(
             PrepareDecode(
-                PROXY, [f"r-{name}"], name, tokens, SamplingParams(), [1], stop, "prefill-0", prefill_epoch, 60.0,
+                PROXY, [f"r-{name}"], name, tokens, SamplingParams(), [1], stop, 60.0,
+                prefill_worker_id="prefill-0", prefill_epoch=prefill_epoch,
                 cache_salt=name,
             )
         )  # fmt: skip

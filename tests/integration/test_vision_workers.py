@@ -74,10 +74,30 @@ class FakeProxy:
         common = (SamplingParams(temperature=0.0), [0], StopConditions(NUM_NEW, frozenset()))
         packed = pack_token_ids(token_ids)
         self._sockets[1].send(
-            PrepareDecode(PROXY, [name], name, packed, *common, prefill.worker_id, prefill.epoch, 60.0, media=media)
+            PrepareDecode(
+                PROXY,
+                [name],
+                name,
+                packed,
+                *common,
+                60.0,
+                prefill_worker_id=prefill.worker_id,
+                prefill_epoch=prefill.epoch,
+                media=media,
+            )
         )
         self._sockets[0].send(
-            StartPrefill(PROXY, [name], name, packed, *common, decode.worker_id, decode.epoch, 60.0, media=media)
+            StartPrefill(
+                PROXY,
+                [name],
+                name,
+                packed,
+                *common,
+                60.0,
+                decode_worker_id=decode.worker_id,
+                decode_epoch=decode.epoch,
+                media=media,
+            )
         )
 
     async def finish(self) -> None:

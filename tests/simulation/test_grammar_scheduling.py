@@ -43,9 +43,9 @@ def start(number: int, sampling: SamplingParams, num_sequences: int = 1, num_gen
         sampling,
         [0] * num_sequences,
         STOP,
-        None,
-        None,
         9.0,
+        decode_worker_id=None,
+        decode_epoch=None,
         num_generated=num_generated,
     )
 
@@ -54,7 +54,8 @@ def prepare(number: int, sampling: SamplingParams, num_sequences: int = 1, num_g
     """Salted, so that each prompt is shipped whole."""
     s = start(number, sampling, num_sequences, num_generated)
     return PrepareDecode(
-        s.proxy_id, s.attempt_ids, s.transfer_id, s.token_ids, sampling, s.seeds, STOP, "prefill-0", "e", 9.0,
+        s.proxy_id, s.attempt_ids, s.transfer_id, s.token_ids, sampling, s.seeds, STOP, 9.0,
+        prefill_worker_id="prefill-0", prefill_epoch="e",
         num_generated=num_generated, cache_salt=s.transfer_id,
     )  # fmt: skip
 

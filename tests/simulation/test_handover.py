@@ -170,14 +170,14 @@ class Handover(RuleBasedStateMachine):
             self.to_decode.append(
                 PrepareDecode(
                     "proxy", attempt_ids, transfer_id, packed, SamplingParams(), seeds, first.stop,
-                    None, None, DEADLINE_S, num_generated=generated, priority=priority,
+                    DEADLINE_S, prefill_worker_id=None, prefill_epoch=None, num_generated=generated, priority=priority,
                 )
             )  # fmt: skip
             return
         self.to_prefill.append(
             StartPrefill(
                 "proxy", attempt_ids, transfer_id, packed, SamplingParams(), seeds, first.stop,
-                None if alone else "decode-0", None if alone else "epoch", DEADLINE_S,
+                DEADLINE_S, decode_worker_id=None if alone else "decode-0", decode_epoch=None if alone else "epoch",
                 num_generated=generated, priority=priority,
             )
         )  # fmt: skip
@@ -185,7 +185,7 @@ class Handover(RuleBasedStateMachine):
             self.to_decode.append(
                 PrepareDecode(
                     "proxy", attempt_ids, transfer_id, packed, SamplingParams(), seeds, first.stop,
-                    "prefill-0", "epoch", DEADLINE_S, num_generated=generated,
+                    DEADLINE_S, prefill_worker_id="prefill-0", prefill_epoch="epoch", num_generated=generated,
                 )
             )  # fmt: skip
 

@@ -26,8 +26,8 @@ def begin(decode: DecodeScheduler, name: str, prefill: str, salt: str = "") -> K
     decode.on_prepare(
         0.0,
         PrepareDecode(
-            "p", [f"r-{name}"], name, pack_token_ids(PROMPT), SamplingParams(), [0], StopConditions(4), prefill,
-            f"{prefill}/1", 9.0, cache_salt=salt,
+            "p", [f"r-{name}"], name, pack_token_ids(PROMPT), SamplingParams(), [0], StopConditions(4), 9.0,
+            prefill_worker_id=prefill, prefill_epoch=f"{prefill}/1", cache_salt=salt,
         ),
     )  # fmt: skip
     [answer] = to_prefill(decode.on_reserve(0.0, ReserveKV(f"pair-{prefill}", name, len(PROMPT))))

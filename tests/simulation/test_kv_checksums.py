@@ -77,7 +77,7 @@ def test_exactly_the_corrupted_blocks_are_detected(seed: int, one_sided: bool, s
 def reserved(scheduler: DecodeScheduler) -> None:
     request = PrepareDecode(
         "proxy", ["r"], "t", pack_token_ids(list(range(14))), SamplingParams(), [1],
-        StopConditions(10, frozenset()), "prefill-0", "e", 60.0,
+        StopConditions(10, frozenset()), 60.0, prefill_worker_id="prefill-0", prefill_epoch="e",
     )  # fmt: skip
     scheduler.on_prepare(0.0, request)
     scheduler.on_reserve(0.0, ReserveKV("pair", "t", 14))

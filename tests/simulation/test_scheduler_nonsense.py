@@ -46,7 +46,16 @@ def prepare(transfer_id: str, count: int) -> PrepareDecode:
     ids = attempt_ids(transfer_id, count)
     tokens = pack_token_ids(range(7))
     return PrepareDecode(
-        "proxy", ids, transfer_id, tokens, SamplingParams(), [0] * count, StopConditions(3), "p", "epoch", 100.0
+        "proxy",
+        ids,
+        transfer_id,
+        tokens,
+        SamplingParams(),
+        [0] * count,
+        StopConditions(3),
+        100.0,
+        prefill_worker_id="p",
+        prefill_epoch="epoch",
     )
 
 
@@ -111,7 +120,7 @@ def test_prefill(events: list[Any]) -> None:
                 sent = prepare(transfer_id, count)
                 start = StartPrefill(
                     "proxy", sent.attempt_ids, transfer_id, sent.token_ids, sent.sampling, sent.seeds, sent.stop,
-                    "d", "epoch", 100.0,
+                    100.0, decode_worker_id="d", decode_epoch="epoch",
                 )  # fmt: skip
                 actions = scheduler.on_start(0.0, start, "pair-0")
             case ("abort", transfer_id, number):
@@ -166,7 +175,16 @@ def test_reservations_that_do_not_fit_the_prompt_are_refused(answer: KVReserved)
     scheduler = PrefillScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "m", 50, 4, lease_s=10.0)
     sent = prepare("t0", 1)
     start = StartPrefill(
-        "proxy", sent.attempt_ids, "t0", sent.token_ids, sent.sampling, sent.seeds, sent.stop, "d", "epoch", 100.0
+        "proxy",
+        sent.attempt_ids,
+        "t0",
+        sent.token_ids,
+        sent.sampling,
+        sent.seeds,
+        sent.stop,
+        100.0,
+        decode_worker_id="d",
+        decode_epoch="epoch",
     )
     scheduler.on_start(0.0, start, "pair-0")
     batch, _ = scheduler.schedule(0.0)

@@ -182,7 +182,8 @@ class World:
         prefill.inbox["proxy"].append(
             StartPrefill(
                 "proxy", [attempt_id], f"t-{attempt_id}", packed, SamplingParams(), [1], sequence.stop,
-                None if alone else self.decode.name, None if alone else self.decode.epoch, DEADLINE_S,
+                DEADLINE_S,
+                decode_worker_id=None if alone else self.decode.name, decode_epoch=None if alone else self.decode.epoch,
                 num_generated=num_generated,
             )
         )  # fmt: skip
@@ -190,7 +191,8 @@ class World:
             self.decode.inbox["proxy"].append(
                 PrepareDecode(
                     "proxy", [attempt_id], f"t-{attempt_id}", packed, SamplingParams(), [1], sequence.stop,
-                    prefill.name, prefill.epoch, DEADLINE_S, num_generated=num_generated,
+                    DEADLINE_S,
+                    prefill_worker_id=prefill.name, prefill_epoch=prefill.epoch, num_generated=num_generated,
                 )
             )  # fmt: skip
 

@@ -26,7 +26,8 @@ from transformers import (
     Qwen3VLMoeForConditionalGeneration,
 )
 
-from tandem.protocol.messages.media import SEGMENT_HEADER_BYTES, MediaItem, MediaTensor
+from tandem.protocol.messages.media import MediaItem, MediaTensor
+from tandem.protocol.messages.media_cache import HEADER_BYTES
 
 VISION_START, IMAGE, VIDEO = 310, 311, 312  # tokens
 _NUM_WORDS = 300
@@ -180,7 +181,7 @@ def _padded(one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch
 def make_item(medium: Medium, spans: Sequence[tuple[int, int]]) -> MediaItem:
     digest = blake2b(digest_size=32)
     fd = os.memfd_create("tandem-test-media", os.MFD_CLOEXEC)
-    tensors, offset = [], SEGMENT_HEADER_BYTES
+    tensors, offset = [], HEADER_BYTES
     for name, tensor in medium.tensors.items():
         data = tensor.contiguous().numpy().tobytes()
         digest.update(name.encode() + data)

@@ -90,11 +90,13 @@ class VisionPair:
         stop = StopConditions(max_tokens=num_new)
         packed = pack_token_ids(token_ids + generated)
         start = StartPrefill(
-            "proxy", [transfer_id], transfer_id, packed, GREEDY, [0], stop, "decode", "epoch", 1e9,
+            "proxy", [transfer_id], transfer_id, packed, GREEDY, [0], stop, 1e9,
+            decode_worker_id="decode", decode_epoch="epoch",
             num_generated=len(generated), media=items,
         )  # fmt: skip
         prepare = PrepareDecode(
-            "proxy", [transfer_id], transfer_id, packed, GREEDY, [0], stop, "prefill", "epoch", 1e9,
+            "proxy", [transfer_id], transfer_id, packed, GREEDY, [0], stop, 1e9,
+            prefill_worker_id="prefill", prefill_epoch="epoch",
             num_generated=len(generated), media=items,
         )  # fmt: skip
         media = self.intake.open(start)

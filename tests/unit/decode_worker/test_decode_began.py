@@ -22,7 +22,7 @@ def join(scheduler: DecodeScheduler, number: int) -> None:
     transfer_id = f"t{number}"
     message = PrepareDecode(
         "p", [f"r{number}"], transfer_id, pack_token_ids(TOKENS), SamplingParams(), [0], StopConditions(10),
-        "prefill-0", "e", 9.0, cache_salt=transfer_id,
+        9.0, prefill_worker_id="prefill-0", prefill_epoch="e", cache_salt=transfer_id,
     )  # fmt: skip
     scheduler.on_prepare(0.0, message)
     scheduler.on_reserve(0.0, ReserveKV("pair", transfer_id, len(TOKENS)))

@@ -19,8 +19,8 @@ def ask(scheduler: DecodeScheduler, name: str, num_sequences: int = 1, prefill: 
     """Returns the transfers that are reserved now."""
     ids = [f"{name}{number}" for number in range(num_sequences)]
     message = PrepareDecode(
-        "p", ids, name, pack_token_ids(TOKENS), SamplingParams(), [0] * num_sequences, StopConditions(3), prefill,
-        prefill and "e", 9.0, cache_salt=name,
+        "p", ids, name, pack_token_ids(TOKENS), SamplingParams(), [0] * num_sequences, StopConditions(3), 9.0,
+        prefill_worker_id=prefill, prefill_epoch=prefill and "e", cache_salt=name,
     )  # fmt: skip
     actions = scheduler.on_prepare(0.0, message)
     if prefill:

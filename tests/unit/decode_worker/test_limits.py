@@ -45,7 +45,10 @@ def test_sequences_on_a_prefill_worker_are_limited(monkeypatch: MonkeyPatch) -> 
         sent = prepare(transfer_id, count)
         ids = (sent.attempt_ids, transfer_id, sent.token_ids, sent.sampling, sent.seeds, sent.stop)
         return messages(
-            scheduler.on_start(0.0, StartPrefill("proxy", *ids, "d", "epoch", 100.0), "pair-0"), AttemptFailed
+            scheduler.on_start(
+                0.0, StartPrefill("proxy", *ids, 100.0, decode_worker_id="d", decode_epoch="epoch"), "pair-0"
+            ),
+            AttemptFailed,
         )
 
     assert not start("t0", 2)

@@ -18,8 +18,9 @@ from tandem.proxy.config import ProxyConfig
 
 
 def make_site(folder: Path, **settings: object) -> LocalSite:
-    config = ClusterConfig(port=free_port(), admin_port=free_port(), device="cpu", **settings)  # type: ignore[arg-type]
-    return LocalSite(config, str(DEMO_MODEL), "m", folder, folder)
+    ports = {"port": free_port(), "admin_port": free_port()}
+    config = ClusterConfig(**ports, model=str(DEMO_MODEL), device="cpu", **settings)  # type: ignore[arg-type]
+    return LocalSite(config, folder, folder)
 
 
 def test_each_proxy_inherits_only_its_own_sockets_which_the_launcher_keeps_open(tmp_path: Path) -> None:

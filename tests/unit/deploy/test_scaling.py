@@ -199,12 +199,12 @@ class Recorded:
 def test_the_planner_scales_only_if_allowed_and_logs_proposals(acts: bool) -> None:
     cluster = Recorded()
     autoscaler = Autoscaler(ClusterConfig(autoscale=acts, autoscale_prefill="1:4"), cluster, boot_s=30.0)
-    assert autoscaler.report() is None
+    assert autoscaler.plan is None
     for second in range(6):
         tokens = 8000 * second
         load = WorkerLoad(num_prompt_tokens=tokens, num_finished=4 * second, prompt_tokens_per_s=4000.0)
         autoscaler.observe(second, [report(0.1, ("prefill-0", "prefill", 0), load=load)])
-    plan = autoscaler.report()
+    plan = autoscaler.plan
     assert plan is not None and plan.acts is acts
     if acts:
         assert cluster.counts["prefill"] >= 3

@@ -114,6 +114,6 @@ def _parse(*arguments: str) -> argparse.Namespace:
 
 
 def test_readme_has_the_curl_line_that_tandem_up_prints(capsys: pytest.CaptureFixture[str]) -> None:
-    cli._print_ready(Console(quiet=True), ClusterConfig(), "tandem-demo", Path("logs"))
+    cli._print_ready(Console(quiet=True), ClusterConfig(served_model_name="tandem-demo"), Path("logs"))
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("curl ")]
     assert printed == [line for line in README.read_text().splitlines() if line.startswith("curl ")][:1]

@@ -12,6 +12,8 @@ from tandem.media_cache.store import Action, Drop, Entry, Grant, MediaStore
 from tandem.protocol.messages.media_cache import CommittedMedia, MediaKey, WantedMedia
 from tandem.runtime.errors import InvalidRequest, Overloaded, WorkerLost
 
+P, Q, R = 101, 102, 103  # process ids of clients
+
 
 def check(store: MediaStore) -> None:
     """Asserts the invariants of the store."""
@@ -64,20 +66,20 @@ def cached(store: MediaStore, *numbers: int) -> list[bool]:
 def fill(store: MediaStore, *numbers: int) -> None:
     """Caches one item after the other and releases it."""
     for number in numbers:
-        store.acquire("p", f"fill {number}", want(number))
+        store.acquire(P, f"fill {number}", want(number))
         store.commit(f"fill {number}", done(number))
         store.release([f"fill {number}"])
 
 
 def test_committed_items_are_found_with_their_description() -> None:
     store = MediaStore(100, 10)
-    [first, again, second] = granted(store.acquire("p", "a", want(1, 1, 2)), "a")
+    [first, again, second] = granted(store.acquire(P, "a", want(1, 1, 2)), "a")
     assert first is not None and second is not None
     assert first is again, "duplicates in one request are one item"
     assert not first.is_ready and first.writer == "a" and store.used_bytes == 20
     store.commit("a", done(1, 2, num_bytes=7))
     assert store.used_bytes == 14, "unused reserved bytes are returned"
-    [hit] = granted(store.acquire("p", "b", want(1)), "b")
+    [hit] = granted(store.acquire(P, "b", want(1)), "b")
     assert hit is first and hit.is_ready and hit.description == b"item 1"
     check(store)
 
@@ -85,9 +87,9 @@ def test_committed_items_are_found_with_their_description() -> None:
 def test_the_least_recently_used_item_is_evicted_first() -> None:
     store = MediaStore(30, 10)
     fill(store, 1, 2, 3)
-    store.acquire("p", "a", want(1))
+    store.acquire(P, "a", want(1))
     store.release(["a"])
-    actions = store.acquire("p", "b", want(4))
+    actions = store.acquire(P, "b", want(4))
     assert cached(store, 1, 2, 3) == [True, False, True]
     assert [type(action) for action in actions] == [Drop, Grant]
 
@@ -95,7 +97,7 @@ def test_the_least_recently_used_item_is_evicted_first() -> None:
 def test_hits_are_not_evicted_for_the_misses_of_their_own_request() -> None:
     store = MediaStore(30, 10)
     fill(store, 1, 2, 3)  # 1 would be evicted first
-    entries = granted(store.acquire("p", "a", want(4, 1)), "a")
+    entries = granted(store.acquire(P, "a", want(4, 1)), "a")
     assert entries[1] is not None and entries[1].is_ready
     assert cached(store, 1, 2, 3) == [True, False, True]
 
@@ -103,14 +105,14 @@ def test_hits_are_not_evicted_for_the_misses_of_their_own_request() -> None:
 def test_an_allocation_is_whole_or_not_at_all() -> None:
     store = MediaStore(30, 10)
     fill(store, 1, 2)
-    store.acquire("p", "holder", want(3))
+    store.acquire(P, "holder", want(3))
     before = (store.used_bytes, store.num_items, store.num_leases)
     with pytest.raises(Overloaded, match="the media cache is full: 20 of its 30 bytes"):
-        store.acquire("p", "a", want(1, 4, 5))
+        store.acquire(P, "a", want(1, 4, 5))
     assert before == (store.used_bytes, store.num_items, store.num_leases)
     assert cached(store, 1, 2) == [True, True], "a refused request evicts nothing"
     with pytest.raises(InvalidRequest, match="take 40 bytes; the media cache has 30"):
-        store.acquire("p", "a", want(4, 5, 6, 7))
+        store.acquire(P, "a", want(4, 5, 6, 7))
     check(store)
 
 
@@ -118,15 +120,15 @@ def test_the_number_of_items_is_limited() -> None:
     store = MediaStore(1000, 2)
     fill(store, 1, 2, 3)
     assert cached(store, 1, 2, 3) == [False, True, True]
-    store.acquire("p", "a", want(4, 5))
+    store.acquire(P, "a", want(4, 5))
     with pytest.raises(Overloaded, match="2 of its 2 items"):
-        store.acquire("p", "b", want(6))
+        store.acquire(P, "b", want(6))
 
 
 def test_a_request_waits_for_an_item_that_is_being_written() -> None:
     store = MediaStore(100, 10)
-    store.acquire("p", "writer", want(1))
-    assert store.acquire("q", "reader", want(1, 2)) == []
+    store.acquire(P, "writer", want(1))
+    assert store.acquire(Q, "reader", want(1, 2)) == []
     entries = granted(store.commit("writer", done(1)), "reader")
     assert [entry is not None and entry.is_ready for entry in entries] == [True, False]
     assert store.num_misses == 2 and store.num_hits == 1
@@ -134,10 +136,10 @@ def test_a_request_waits_for_an_item_that_is_being_written() -> None:
 
 def test_the_first_waiter_becomes_the_writer_if_the_writer_fails() -> None:
     store = MediaStore(100, 10)
-    [lost] = granted(store.acquire("p", "writer", want(1)), "writer")
-    store.acquire("q", "first", want(1))
-    store.acquire("q", "second", want(1))
-    actions = store.client_lost("p")
+    [lost] = granted(store.acquire(P, "writer", want(1)), "writer")
+    store.acquire(Q, "first", want(1))
+    store.acquire(Q, "second", want(1))
+    actions = store.client_lost(P)
     [heir] = granted(actions, "first")
     assert heir is not None and lost is not None and heir.writer == "first"
     assert heir.number != lost.number and Drop(lost.number) in actions, (
@@ -150,21 +152,21 @@ def test_the_first_waiter_becomes_the_writer_if_the_writer_fails() -> None:
 
 def test_a_lookup_takes_no_space_and_does_not_wait() -> None:
     store = MediaStore(100, 10)
-    store.acquire("p", "writer", want(1))
-    assert granted(store.acquire("q", "a", want(1, 2, num_bytes=0)), "a") == (None, None)
+    store.acquire(P, "writer", want(1))
+    assert granted(store.acquire(Q, "a", want(1, 2, num_bytes=0)), "a") == (None, None)
     assert store.used_bytes == 10
 
 
 def test_clear_keeps_held_items_for_their_holders_only() -> None:
     store = MediaStore(100, 10)
     fill(store, 1)
-    store.acquire("p", "holder", want(2))
+    store.acquire(P, "holder", want(2))
     store.commit("holder", done(2))
-    store.acquire("p", "writer", want(3))
-    store.acquire("p", "reader", want(3))
+    store.acquire(P, "writer", want(3))
+    store.acquire(P, "reader", want(3))
     num_items, num_bytes, actions = store.clear()
     assert (num_items, num_bytes) == (3, 30) and len(actions) == 1 and store.num_items == 2
-    [new] = granted(store.acquire("p", "later", want(3)), "later")
+    [new] = granted(store.acquire(P, "later", want(3)), "later")
     assert new is not None and new.writer == "later", "an item started before the clear is not found after it"
     [old] = granted(store.commit("writer", done(3)), "reader")
     assert old is not None and old is not new
@@ -178,18 +180,18 @@ def test_a_lease_released_before_its_request_is_refused() -> None:
     store = MediaStore(100, 10)
     store.release(["a"])
     with pytest.raises(InvalidRequest, match="used before"):
-        store.acquire("p", "a", want(1))
+        store.acquire(P, "a", want(1))
     assert store.num_items == 0
 
 
 def test_a_commit_that_grows_evicts_or_is_refused() -> None:
     store = MediaStore(30, 10)
     fill(store, 1)
-    store.acquire("p", "a", want(2))
+    store.acquire(P, "a", want(2))
     store.commit("a", done(2, num_bytes=25))
     assert cached(store, 1, 2) == [False, True]
     store.release(["a"])
-    store.acquire("p", "b", want(2, 3, num_bytes=5))
+    store.acquire(P, "b", want(2, 3, num_bytes=5))
     with pytest.raises(Overloaded):
         store.commit("b", done(3, num_bytes=6))
     store.commit("b", done(3, num_bytes=5))
@@ -206,7 +208,7 @@ class _Schedule(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.store = MediaStore(100, 6)
-        self.clients: dict[str, str] = {}  # of all leases that were admitted
+        self.clients: dict[str, int] = {}  # of all leases that were admitted
         self.granted: dict[str, tuple[Entry | None, ...]] = {}
         self.segments: set[int] = set()
         self.count = 0
@@ -233,10 +235,10 @@ class _Schedule(RuleBasedStateMachine):
             self.clients.pop(lease_id)
 
     @rule(
-        client=st.sampled_from("pqr"),
+        client=st.sampled_from([P, Q, R]),
         wanted=st.lists(st.tuples(st.integers(0, 7), st.sampled_from([0, 1, 20, 45, 101])), min_size=1, max_size=5),
     )
-    def acquire(self, client: str, wanted: list[tuple[int, int]]) -> None:
+    def acquire(self, client: int, wanted: list[tuple[int, int]]) -> None:
         self.count += 1
         lease_id = f"lease {self.count}"
         before = self.store.used_bytes, self.store.num_items, self.store.num_leases
@@ -272,8 +274,8 @@ class _Schedule(RuleBasedStateMachine):
         self.forget(lease_ids)
         self.perform(self.store.release(lease_ids))
 
-    @rule(client=st.sampled_from("pqr"))
-    def client_lost(self, client: str) -> None:
+    @rule(client=st.sampled_from([P, Q, R]))
+    def client_lost(self, client: int) -> None:
         self.forget([lease_id for lease_id, owner in self.clients.items() if owner == client])
         self.perform(self.store.client_lost(client))
 

@@ -24,7 +24,17 @@ class Worker:
     def start(self, name: str, num_tokens: int, priority: int = 0) -> None:
         ids = pack_token_ids([crc32(name.encode()) % 2**30 + i for i in range(num_tokens)])  # no shared prefix
         request = StartPrefill(
-            "proxy", [name], name, ids, SamplingParams(), [0], StopConditions(1), None, None, 1e9, priority=priority
+            "proxy",
+            [name],
+            name,
+            ids,
+            SamplingParams(),
+            [0],
+            StopConditions(1),
+            1e9,
+            decode_worker_id=None,
+            decode_epoch=None,
+            priority=priority,
         )
         assert self.scheduler.on_start(self.now, request, None) == []
 

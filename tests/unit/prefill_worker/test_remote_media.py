@@ -274,8 +274,8 @@ class Tower:
 
 def a_request(item: MediaItem, endpoint: str) -> StartPrefill:
     return StartPrefill(
-        "proxy", ["r"], "t", pack_token_ids(range(9)), SamplingParams(), [0], StopConditions(max_tokens=1), None, None,
-        1e9, media=(item,), media_cache=endpoint,
+        "proxy", ["r"], "t", pack_token_ids(range(9)), SamplingParams(), [0], StopConditions(max_tokens=1), 1e9,
+        decode_worker_id=None, decode_epoch=None, media=(item,), media_cache=endpoint,
     )  # fmt: skip
 
 

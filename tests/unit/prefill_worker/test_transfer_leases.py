@@ -78,7 +78,7 @@ def start(scheduler: PrefillScheduler, *names: str) -> None:
     for name in names:
         request = StartPrefill(
             "proxy", [f"r-{name}"], name, pack_token_ids(list(range(12))), SamplingParams(), [1],
-            StopConditions(4, frozenset()), "decode-0", "epoch", 600.0, cache_salt=name,
+            StopConditions(4, frozenset()), 600.0, decode_worker_id="decode-0", decode_epoch="epoch", cache_salt=name,
         )  # fmt: skip
         assert scheduler.on_start(0.0, request, "pair-0") == []
     _, actions = scheduler.schedule(0.0)

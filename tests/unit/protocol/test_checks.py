@@ -42,12 +42,21 @@ START = StartPrefill(
     SamplingParams(),
     [1, -(2**63)],
     StopConditions(253),
-    "d",
-    "e",
     1.0,
+    decode_worker_id="d",
+    decode_epoch="e",
 )
 PREPARE = PrepareDecode(
-    "p", ["r1"], "t", pack_token_ids([1, 2, 3]), SamplingParams(), [1], StopConditions(1), None, None, -0.5
+    "p",
+    ["r1"],
+    "t",
+    pack_token_ids([1, 2, 3]),
+    SamplingParams(),
+    [1],
+    StopConditions(1),
+    -0.5,
+    prefill_worker_id=None,
+    prefill_epoch=None,
 )
 OPEN = OpenPair(PROTOCOL_VERSION, "p", "e", [1], "pair", KVLayout("m", "float32", 2, 2, 16, 64), "h", "cpu", ["ipc"])
 REGISTER = RegisterWorker(

@@ -58,7 +58,9 @@ def test_truncated_messages_are_refused(data: st.DataObject) -> None:
 
 
 def test_unknown_fields_and_directions_are_refused() -> None:
-    start = StartPrefill("p", ["r"], "t", b"", SamplingParams(), [1], StopConditions(1), None, None, 1.0)
+    start = StartPrefill(
+        "p", ["r"], "t", b"", SamplingParams(), [1], StopConditions(1), 1.0, decode_worker_id=None, decode_epoch=None
+    )
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(start))
     codec: Codec[ToPrefill] = Codec(ToPrefill)
     with pytest.raises(ProtocolError, match="extra"):

@@ -23,7 +23,8 @@ from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, PrepareDecode, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
-from tandem.protocol.messages.media import SEGMENT_HEADER_BYTES, MediaItem, MediaTensor
+from tandem.protocol.messages.media import MediaItem, MediaTensor
+from tandem.protocol.messages.media_cache import HEADER_BYTES
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.runtime.errors import ErrorInfo, InvalidRequest, WorkerLost
 from tandem.worker.actions import SendToProxy
@@ -59,7 +60,7 @@ def encode(media: PromptMedia, unit: EncodeUnit) -> None:
 def a_request(media: Sequence[MediaItem], num_tokens: int, name: str = "t") -> StartPrefill:
     return StartPrefill(
         "proxy", [name], name, pack_token_ids(range(num_tokens)), SamplingParams(), [0], StopConditions(max_tokens=1),
-        None, None, 1e9, media=tuple(media),
+        1e9, decode_worker_id=None, decode_epoch=None, media=tuple(media),
     )  # fmt: skip
 
 
@@ -212,8 +213,8 @@ def test_a_prompt_may_end_while_its_media_are_encoded() -> None:
 def test_decode_refuses_prompts_with_media() -> None:
     scheduler = DecodeScheduler(BlockManager(100, 8), "model", 8)
     request = PrepareDecode(
-        "proxy", ["t"], "t", pack_token_ids(range(9)), SamplingParams(), [0], StopConditions(max_tokens=4), None, None,
-        1e9, media=(an_item([(1, 4)]),),
+        "proxy", ["t"], "t", pack_token_ids(range(9)), SamplingParams(), [0], StopConditions(max_tokens=4), 1e9,
+        prefill_worker_id=None, prefill_epoch=None, media=(an_item([(1, 4)]),),
     )  # fmt: skip
     (action,) = scheduler.on_prepare(0.0, request)
     assert isinstance(action, SendToProxy) and isinstance(action.message, AttemptFailed)
@@ -246,7 +247,7 @@ def test_an_embedding_of_another_length_is_not_used() -> None:
 
 def stored(*tensors: tuple[str, torch.Tensor], **changes: Any) -> MediaItem:
     fd = os.memfd_create("tandem-test-media", os.MFD_CLOEXEC)
-    offset, descriptions = SEGMENT_HEADER_BYTES, []
+    offset, descriptions = HEADER_BYTES, []
     os.pwrite(fd, b"d" * 32, 0)
     for name, tensor in tensors:
         data = bytes(tensor.contiguous().flatten().view(torch.uint8).tolist())

@@ -1,0 +1,47 @@
+"""Restricts NCCL to the network interface of the worker's address; by itself NCCL picks any interface of the host."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from ipaddress import ip_address
+
+import psutil
+
+from tandem.runtime.errors import ConfigError
+
+
+def nccl_environment(host: str, environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables that make NCCL listen and connect on the interface that has the address `host`.
+
+    A variable that the operator has set in `environment` keeps its value. NCCL takes an interface, not an address: on
+    an interface with several addresses of one family it uses the first. Raises ConfigError for an address that no
+    interface of this host has.
+    """
+    if "NCCL_SOCKET_IFNAME" in environment:
+        return {}
+    interface, family = _interface_of(host)
+    found = {"NCCL_SOCKET_IFNAME": f"={interface}", "NCCL_SOCKET_FAMILY": family.name}  # without = it is a prefix
+    return {name: value for name, value in found.items() if name not in environment}
+
+
+def _interface_of(host: str) -> tuple[str, socket.AddressFamily]:
+    """Return the name of the interface and the family of the address. Loopback addresses are all on one interface."""
+    try:
+        resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise ConfigError(f"the address {host!r} of this host cannot be resolved: {error.strerror}") from error
+    interfaces = psutil.net_if_addrs()
+    for family, *_, address in resolved:
+        wanted = ip_address(str(address[0]).partition("%")[0])
+        for name, entries in interfaces.items():
+            for entry in entries:
+                if entry.family != family:
+                    continue
+                own = ip_address(entry.address.partition("%")[0])  # without a link-local address's scope
+                if own == wanted or (own.is_loopback and wanted.is_loopback):
+                    return name, family
+    raise ConfigError(
+        f"no network interface of this host has the address {host}; give one of its addresses, or name the interface "
+        "that NCCL must use in the environment variable NCCL_SOCKET_IFNAME"
+    )

@@ -1,0 +1,100 @@
+"""NCCL uses only the network that --cluster-host names. Without a GPU, this asserts what NCCL is told."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bench.ports import free_port
+from tandem.deploy.config import ClusterConfig
+from tandem.deploy.demo_model import DEMO_MODEL
+from tandem.deploy.processes.log_file import LogFile
+from tandem.deploy.processes.nccl_interface import nccl_environment
+from tandem.deploy.sites import local
+from tandem.deploy.sites.ray_actor import ProcessActor
+from tandem.runtime.errors import ConfigError
+
+
+def test_the_interface_is_that_of_the_address() -> None:
+    tried = 0
+    for interface, addresses in psutil.net_if_addrs().items():
+        for each in addresses:
+            if each.family in (socket.AF_INET, socket.AF_INET6):
+                tried += 1
+                expected = {"NCCL_SOCKET_IFNAME": f"={interface}", "NCCL_SOCKET_FAMILY": each.family.name}
+                assert nccl_environment(each.address, {}) == expected
+    assert tried > 0
+
+
+def test_a_loopback_address_that_is_not_listed_is_on_the_loopback_interface() -> None:
+    assert nccl_environment("127.0.0.3", {}) == nccl_environment("127.0.0.1", {})
+
+
+def test_variables_of_the_operator_win() -> None:
+    assert nccl_environment("127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib0"}) == {}
+    assert list(nccl_environment("127.0.0.1", {"NCCL_SOCKET_FAMILY": "AF_INET"})) == ["NCCL_SOCKET_IFNAME"]
+
+
+def test_an_address_of_another_host_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no network interface of this host has the address"):
+        nccl_environment("198.51.100.7", {})
+
+
+@pytest.mark.parametrize(
+    ("settings", "interface_of"),
+    [({}, "127.0.0.1"), ({"cluster_host": "localhost", "insecure_network": True}, "localhost")],
+    ids=["one host", "--cluster-host"],
+)
+def test_workers_on_gpus_are_started_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], interface_of: str
+) -> None:
+    environment = start_worker(tmp_path, monkeypatch, gpus="0", **settings)
+    assert environment.items() >= nccl_environment(interface_of, {}).items()
+
+
+def test_workers_without_gpus_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment = start_worker(tmp_path, monkeypatch, gpus="", cluster_host="198.51.100.7", insecure_network=True)
+    assert "NCCL_SOCKET_IFNAME" not in environment
+
+
+@pytest.mark.filterwarnings("default")  # Ray's own
+def test_a_ray_node_uses_the_interface_of_its_address_in_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.4")
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("NCCL_SOCKET_FAMILY", raising=False)
+
+    async def ask() -> dict[str, str]:
+        actor = ProcessActor("decode-0")
+        try:
+            return await actor.nccl_environment()
+        finally:
+            await actor.close()
+
+    assert asyncio.run(ask()) == nccl_environment("127.0.0.1", {})
+
+
+def start_worker(folder: Path, monkeypatch: pytest.MonkeyPatch, gpus: str, **settings: Any) -> dict[str, str]:
+    """Returns the variables that the launcher adds to a worker's environment."""
+    added: list[dict[str, str]] = []
+
+    def record(name: str, module: str, config_file: Path, output: LogFile, env: dict[str, str], *_: object) -> None:
+        added.append(env)
+
+    monkeypatch.setattr(local, "ChildProcess", record)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("NCCL_SOCKET_FAMILY", raising=False)
+    config = ClusterConfig(model=str(DEMO_MODEL), port=free_port(), admin_port=free_port(), **settings)
+    site = local.LocalSite(config, folder, folder)
+    try:
+        site.make_worker("decode", "decode-0", lambda *_: True)
+    finally:
+        site.close()
+    [environment] = added
+    return environment
