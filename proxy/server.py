@@ -33,8 +33,9 @@ from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import RequestBodies
+from tandem.proxy.http.client_connection import connection_factory, track_requests
 from tandem.proxy.http.client_routes import make_admin_app, make_app
-from tandem.proxy.http.connections import ConnectionLimits, affordable_connections, connection_factory, track_requests
+from tandem.proxy.http.connection_limits import ConnectionLimits, affordable_connections
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.observe.tracing import make_tracer
 from tandem.proxy.reading.media_pool import MediaPool
@@ -85,10 +86,11 @@ class HttpListener:
         self._listener = listener
         self._limits = limits
         grace_s = max(config.shutdown_grace_s, config.drain_timeout_s) + _ERROR_EVENT_S
-        certfile, keyfile = (config.ssl_certfile, config.ssl_keyfile) if has_tls else ("", "")
+        # uvicorn gets the socket without TLS, because connections count from before their handshake.
+        tls = _read_certificate(config) if has_tls and config.ssl_certfile else None
         uvicorn_config = uvicorn.Config(
             track_requests(app),
-            http=connection_factory(limits, config.client_timeout_s),  # type: ignore[arg-type]  # any callable works
+            http=connection_factory(limits, config.client_timeout_s, tls),  # type: ignore[arg-type]  # any callable works
             lifespan="off",
             ws="none",
             log_config=None,
@@ -97,14 +99,7 @@ class HttpListener:
             proxy_headers=False,
             timeout_keep_alive=config.keep_alive_s,  # type: ignore[arg-type]  # any number works
             timeout_graceful_shutdown=grace_s,  # type: ignore[arg-type]
-            ssl_certfile=certfile or None,
-            ssl_keyfile=keyfile or None,
         )
-        try:
-            uvicorn_config.load()
-        except (OSError, ssl.SSLError) as error:
-            keyfile = keyfile or "(none)"
-            raise ConfigError(f"cannot read the certificate {certfile} with the key {keyfile}: {error}") from error
         self._server = HttpServer(uvicorn_config)
 
     async def serve(self) -> None:
@@ -239,6 +234,17 @@ class ProxyServer:
             await asyncio.sleep(_GAUGES_INTERVAL_S)
             self._state.metrics.waiting.set(self._state.admission.num_waiting)
             self._state.metrics.per_token.flush()
+
+
+def _read_certificate(config: ProxyConfig) -> ssl.SSLContext:
+    """Raises ConfigError when it cannot be read."""
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile or None)
+    except (OSError, ssl.SSLError) as error:
+        files = f"{config.ssl_certfile} with the key {config.ssl_keyfile or '(none)'}"
+        raise ConfigError(f"cannot read the certificate {files}: {error}") from error
+    return context
 
 
 def _listen_socket(fd: int | None, host: str, port: int) -> socket.socket:

@@ -213,7 +213,7 @@ class WorkerTable:
         return self._limits
 
     def why_not_ready(self) -> str | None:
-        """Returns what is missing to serve requests, or None when nothing is."""
+        """Returns what is missing to serve requests, or None. Strangers may read it: it names no worker."""
         if not self.prefill_workers and not self.decode_workers:
             return "no worker is ready"
         if self.decode_workers and self._decode_may_prefill:
@@ -224,14 +224,16 @@ class WorkerTable:
             return "no decode worker is ready"
         if self.paired_prefill_workers:
             return None
-        troubles = [
-            f"{record.worker.worker_id} to {pair.decode_worker_id} is {pair.state}"
-            + (f" ({pair.reason})" if pair.reason else "")
-            for record in self.prefill_workers
-            for pair in record.pairs
-            if pair.state != "ready"
-        ]
-        return "no prefill worker is connected to a decode worker yet" + (f": {troubles[0]}" if troubles else "")
+        return "no prefill worker is connected to a decode worker yet"
+
+    def pair_trouble(self) -> str | None:
+        """Returns why a pair of workers is not connected, for operators: it names workers and their addresses."""
+        for record in self.prefill_workers:
+            for pair in record.pairs:
+                if pair.state != "ready":
+                    reason = f" ({pair.reason})" if pair.reason else ""
+                    return f"{record.worker.worker_id} to {pair.decode_worker_id} is {pair.state}{reason}"
+        return None
 
     def report(self, now: float) -> list[WorkerReport]:
         return [

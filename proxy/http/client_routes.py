@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -48,6 +49,7 @@ from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidReques
 from tandem.runtime.logs import serving
 
 TIMEOUT_HEADER = "x-request-timeout"
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
@@ -112,7 +114,7 @@ def make_admin_app(config: ProxyConfig, state: AppState) -> ASGIApp:
 
 
 async def _generate(state: AppState, model: str, kind: BodyKind, request: Request) -> Response:
-    record = state.requests.begin(request_id_of(request), kind, request.headers.get("traceparent", ""))
+    record = state.requests.begin(request_id_of(request), kind, traceparent_of(request))
     serving(record.request_id)
     client, api_key = client_of(request), api_key_of(request)
     cache_scope = api_key.cache_scope if api_key is not None else ""
@@ -212,6 +214,12 @@ def _soonest_priority(body: bytes | SpooledBody) -> int:
     """Returns the soonest priority that the request can have, as far as that is known before it is read."""
     has_none = isinstance(body, bytes) and b'"priority"' not in body
     return 0 if has_none else SOONEST_PRIORITY
+
+
+def traceparent_of(request: Request) -> str:
+    """Returns the client's W3C traceparent, or "" where it has none of the standard's form."""
+    given = request.headers.get("traceparent", "")
+    return given if _TRACEPARENT.fullmatch(given) else ""
 
 
 def _request_timeout_s(request: Request) -> float | None:

@@ -23,6 +23,7 @@ from tandem.proxy.answers.errors import (
 )
 from tandem.proxy.answers.request_id import id_header
 from tandem.proxy.http.api_keys import ApiKeys
+from tandem.proxy.http.connection_limits import client_network
 from tandem.runtime.errors import TandemError
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -76,10 +77,10 @@ def _with_key(keys: ApiKeys, handler: Handler) -> Handler:
 
 
 def client_of(request: Request) -> str:
-    """Returns the client whose limits the request counts towards: its API key, or its address without keys."""
+    """Returns the client whose limits the request counts towards: its API key, or its network without keys."""
     if (key := api_key_of(request)) is not None:
         return key.client
-    return request.client.host if request.client is not None else ""
+    return client_network(request.client.host) if request.client is not None else ""
 
 
 def api_key_of(request: Request) -> ApiKey | None:

@@ -24,8 +24,13 @@ def test_parameters_of_a_selected_test_are_selected() -> None:
 
 
 def test_cluster_tests_form_one_group() -> None:
-    clusters = ["tests/integration/test_a.py::test_b", "tests/faults/test_c.py::test_d"]
+    clusters = [
+        "tests/integration/test_a.py::test_b",
+        "tests/faults/test_c.py::test_d",
+        "tests/security/test_e.py::test_f",  # may start processes
+    ]
     assert len({group_of(node_id) for node_id in clusters}) == 1
     units = ["tests/unit/a/test_b.py::test_c[d]", "tests/unit/a/test_b.py::test_e", "tests/unit/a/test_f.py::test_g"]
     assert len({group_of(node_id) for node_id in units}) == 2
+    assert stage_of("tests/security/test_x.py::test_y") == "security"
     assert stage_of("tests/simulation/test_x.py::test_y") == "simulation"
