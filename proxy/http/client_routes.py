@@ -178,7 +178,7 @@ async def _read(
         state.admission.check(client, priority=_soonest_priority(body))  # before the work of tokenising
         try:
             async with asyncio.timeout(timeout_s):
-                return await _read_body(state, kind, body, cache_scope)
+                return await _read_body(state, kind, body, client, cache_scope)
         except TimeoutError as error:
             raise DeadlineExceeded(f"the request was not finished within its {timeout_s:.3g} s") from error
     except TandemError as error:
@@ -188,17 +188,19 @@ async def _read(
         raise
 
 
-async def _read_body(state: AppState, kind: BodyKind, body: bytes | SpooledBody, cache_scope: str) -> GenerationRequest:
+async def _read_body(
+    state: AppState, kind: BodyKind, body: bytes | SpooledBody, client: str, cache_scope: str
+) -> GenerationRequest:
     """Requests with media are read by the media process, all others by the tokeniser processes."""
     limits = await state.readiness.limits()
     if state.media is None:
         return await state.readers.read(kind, body, limits, cache_scope)
     if kind == "chat" and mentions_media(body):
-        return await state.media.read(kind, body, limits, cache_scope)
+        return await state.media.read(kind, body, limits, client, cache_scope)
     try:
         return await state.readers.read(kind, body, limits, cache_scope)
     except HasMedia:
-        return await state.media.read(kind, body, limits, cache_scope)
+        return await state.media.read(kind, body, limits, client, cache_scope)
 
 
 def _soonest_priority(body: bytes | SpooledBody) -> int:
