@@ -30,10 +30,11 @@ from tandem.proxy.config import ProxyConfig
 from tandem.proxy.control import Control
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
+from tandem.proxy.http.accept import connection_factory
 from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import RequestBodies
-from tandem.proxy.http.client_connection import connection_factory, track_requests
+from tandem.proxy.http.client_connection import track_requests
 from tandem.proxy.http.client_routes import make_admin_app, make_app
 from tandem.proxy.http.connection_limits import ConnectionLimits, affordable_connections
 from tandem.proxy.observe.timelines import Timelines

@@ -2,7 +2,7 @@
 
 uvicorn parses requests and runs the application. This module adds what uvicorn has no options for:
 
-- the number of connections, counted from accept, and a TLS handshake in limited time;
+- the number of connections;
 - the size of what a request has beside its body (431) and the time its head may take to arrive (408);
 - a client that does not read its answer is disconnected;
 - a request that is answered before its body has arrived: the answer says `Connection: close`, and what the client still
@@ -11,17 +11,14 @@ uvicorn parses requests and runs the application. This module adds what uvicorn 
 
 `ClientConnection` stands between asyncio's transport and uvicorn's protocol and uses the public interface of both.
 `track_requests`, an ASGI middleware, reports to it when a request begins and when its answer is complete.
-The size and pace of bodies are limited in `proxy.http.bodies`.
+The time for a TLS handshake is limited in `proxy.http.accept`, the size and pace of bodies in `proxy.http.bodies`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
-import ssl
 from collections.abc import Callable
-from functools import partial
 from http import HTTPStatus
 from typing import Any, cast
 
@@ -29,17 +26,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tandem.proxy.answers.errors import ClientTooSlow, error_body, status_of
 from tandem.proxy.http.connection_limits import ConnectionLimits
-from tandem.proxy.http.request_framing import FramedHttpProtocol, RequestFraming
+from tandem.proxy.http.request_framing import RequestFraming
 from tandem.proxy.http.slow_readers import ReadWatch
 from tandem.proxy.http.timer import Timer
 from tandem.runtime.errors import TandemError
 
 KERNEL_BUFFER_BYTES = 256 * 1024
 """Kernel send buffer per connection. Without a limit it grows to several MiB for a client that does not read."""
-HANDSHAKE_S = 5.0
-"""Time for a whole TLS handshake, which takes two round trips."""
-_TLS_SHUTDOWN_S = 2.0
-"""How long a closing connection waits for the client's end of TLS."""
 _PIECE_BYTES = 4096
 """Data is parsed in pieces of this size. After each one the limits are checked."""
 _LAST_HEAD_S = 0.5
@@ -269,61 +262,6 @@ class ClientConnection(asyncio.Protocol, asyncio.Transport):
         self._transport.close()
         if self._transport.get_write_buffer_size():
             self._read_watch.start(self._transport)
-
-
-def connection_factory(
-    limits: ConnectionLimits, timeout_s: float, tls: ssl.SSLContext | None
-) -> Callable[..., asyncio.Protocol]:
-    """Returns what makes a connection's protocol, for `uvicorn.Config(http=...)`."""
-    handshakes: set[asyncio.Task[None]] = set()
-
-    def make(**arguments: Any) -> asyncio.Protocol:
-        connection = ClientConnection(partial(FramedHttpProtocol, **arguments), limits, timeout_s)
-        return TlsAccept(connection, tls, handshakes) if tls is not None else connection
-
-    return make
-
-
-class TlsAccept(asyncio.Protocol):
-    """Accepts a connection without reading from it, counts it, and hands its socket over to a TLS transport.
-
-    An asyncio server that speaks TLS itself reports a connection only after its handshake. `loop.start_tls` cannot be
-    used on a connection just accepted: uvloop may have read from it before.
-
-    handshakes: keeps the tasks alive.
-    """
-
-    def __init__(
-        self, connection: ClientConnection, context: ssl.SSLContext, handshakes: set[asyncio.Task[None]]
-    ) -> None:
-        self._connection = connection
-        self._context = context
-        self._handshakes = handshakes
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        transport = cast(asyncio.Transport, transport)
-        if self._connection.admit(transport) is None:
-            try:
-                duplicate = transport.get_extra_info("socket").dup()
-            except OSError:  # no descriptor is left
-                self._connection.connection_lost(None)
-            else:
-                task = asyncio.get_running_loop().create_task(self._shake_hands(duplicate))
-                self._handshakes.add(task)
-                task.add_done_callback(self._handshakes.discard)
-        transport.abort()  # closes its own descriptor; the connection lives on where it was duplicated
-
-    async def _shake_hands(self, duplicate: socket.socket) -> None:
-        with contextlib.suppress(OSError):  # also ssl.SSLError: the client speaks no TLS, or too slowly
-            await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: self._connection,
-                duplicate,
-                ssl=self._context,
-                ssl_handshake_timeout=HANDSHAKE_S,
-                ssl_shutdown_timeout=_TLS_SHUTDOWN_S,
-            )
-        if not self._connection.is_open:  # the handshake failed, or the client left during it
-            self._connection.connection_lost(None)
 
 
 def track_requests(app: ASGIApp) -> ASGIApp:
