@@ -108,7 +108,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_media_path: Annotated[str, _in("media", description=
         "Folder whose files clients may name by file: URLs; empty allows none.")] = ""
     allow_private_media: Annotated[bool, _in("media", description=
-        "Fetch media from private, loopback and link-local addresses too.")] = False
+        "Fetch media from private and loopback addresses too, and from ports other than 80 and 443.")] = False
+    allowed_media_domains: Annotated[str, _in("media", pattern="^[^/:@]*$", description=
+        "Hosts that media may be fetched from, separated by commas; *.DOMAIN stands for all hosts below a domain. "
+        "Empty allows every public host.")] = ""
 
     request_timeout_s: Annotated[float, _in("limits", "Seconds after which an unfinished request fails.", gt=0)] = 600.0
     max_body_mib: Annotated[int, _in("limits", "Maximum size of a request body in MiB.", ge=1, le=1024)] = 16
@@ -191,7 +194,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def join_endpoints(self) -> list[str]:
-        return [endpoint.strip() for endpoint in self.join.split(",") if endpoint.strip()]
+        return _listed(self.join)
+
+    @property
+    def media_domains(self) -> list[str]:
+        return _listed(self.allowed_media_domains)
 
     @property
     def tokenizer_threads(self) -> int:
@@ -220,6 +227,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return max(1, self.threads_per_worker // num_ranks)
         all_ranks = self.prefill * self.num_ranks("prefill") + self.decode * self.num_ranks("decode")
         return max(1, num_cores() // all_ranks)
+
+
+def _listed(text: str) -> list[str]:
+    """Items of a list that is separated by commas."""
+    return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def bracketed(host: str) -> str:

@@ -106,8 +106,10 @@ class ProcessConfigs:
             media_threads=cluster.media_threads,
             media=MediaLimits(
                 max_items=cluster.max_media_items,
+                max_request_pixels=max(cluster.max_media_items, 32) << 24,
                 allowed_path=cluster.allowed_media_path,
                 allow_private=cluster.allow_private_media,
+                allowed_domains=cluster.media_domains,
             ),
             trust_remote_code=cluster.trust_remote_code,
             log_level=cluster.log_level,

@@ -183,7 +183,7 @@ async def _read(
         state.admission.check(client, priority=_soonest_priority(body))  # before the work of tokenising
         try:
             async with asyncio.timeout(timeout_s):
-                return await _read_body(state, kind, body)
+                return await _read_body(state, kind, body, client)
         except TimeoutError as error:
             raise DeadlineExceeded(f"the request was not finished within its {timeout_s:.3g} s") from error
     except TandemError as error:
@@ -193,17 +193,17 @@ async def _read(
         raise
 
 
-async def _read_body(state: AppState, kind: BodyKind, body: bytes | SpooledBody) -> GenerationRequest:
+async def _read_body(state: AppState, kind: BodyKind, body: bytes | SpooledBody, client: str) -> GenerationRequest:
     """Requests with media are read by the media process, all others by the tokeniser processes."""
     limits = await state.readiness.limits()
     if state.media is None:
         return await state.readers.read(kind, body, limits)
     if kind == "chat" and mentions_media(body):
-        return await state.media.read(kind, body, limits)
+        return await state.media.read(kind, body, limits, client)
     try:
         return await state.readers.read(kind, body, limits)
     except HasMedia:
-        return await state.media.read(kind, body, limits)
+        return await state.media.read(kind, body, limits, client)
 
 
 def _soonest_priority(body: bytes | SpooledBody) -> int:

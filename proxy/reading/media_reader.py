@@ -50,11 +50,11 @@ class MediaReader:
             )
         return request
 
-    def inspect(self, source: MediaSource, fetched: bytes | None) -> MediaContent:
+    def inspect(self, source: MediaSource, fetched: bytes | None, cache_salt: str) -> MediaContent:
         """Reads the item's header and hashes its bytes. fetched: None for data and file URLs. Raises InvalidMedia."""
         data = read_local(source, self._limits) if fetched is None else fetched
         size = self.processor.size(source, data)
-        return MediaContent(source, data, MediaKey(self.processor.digest(source, data), "input"), size)
+        return MediaContent(source, data, MediaKey(self.processor.digest(source, data, cache_salt), "input"), size)
 
     def write(self, content: MediaContent, segment: str) -> CommittedMedia:
         """Decodes and processes the item, and writes its tensors to the cache's segment. Raises InvalidMedia."""
