@@ -47,7 +47,7 @@ def findings(source: str) -> Iterator[str]:
             case ast.Call(func=ast.Attribute(attr=name)) if name in CALLS:
                 yield name
             case ast.Call(func=ast.Attribute(attr=name, value=ast.Attribute(attr=of) | ast.Name(id=of))) if (
-                name in CONNECTION_CALLS and "connection" in of.lower()
+                name in CONNECTION_CALLS and of.lower().endswith("connection")
             ):
                 yield f"{of}.{name}"
             case ast.Call(func=ast.Attribute(attr="load", value=ast.Name(id="torch")), keywords=keywords) if not any(
