@@ -18,6 +18,7 @@ from tandem.proxy.admission.client_slots import ClientSlots
 from tandem.proxy.answers.errors import status_of
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.config import ProxyConfig
+from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.bodies import RequestBodies
 from tandem.proxy.http.client_routes import make_app
 from tandem.proxy.reading import body_reader
@@ -50,12 +51,15 @@ class StuckReaders:
         return b"{}"
 
 
-def test_a_client_over_its_limit_gets_429_and_others_are_served() -> None:
+def test_a_client_over_its_limit_gets_429_and_others_are_served(tmp_path: Path) -> None:
     async def run() -> None:
-        config = ProxyConfig("proxy-0", "", "m", "m", api_keys=["one", "two"])
+        config = ProxyConfig("proxy-0", "", "m", "m")
+        file = tmp_path / "keys"
+        file.write_text("one\ntwo\n")
         readers = StuckReaders()
         state: Any = SimpleNamespace(
             answer_budget=AnswerBudget(),
+            api_keys=ApiKeys(None, file),
             bodies=RequestBodies(100_000, 10),
             calls=ClientSlots(max_per_client=2),
             readers=readers,
