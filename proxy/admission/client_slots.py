@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
 
 MAX_CALLS, MAX_CALLS_PER_CLIENT = 256, 128
-"""Calls of `/tokenize` and `/detokenize` per proxy that may be worked on or wait for a process. One client may have half
-of them, because clients behind a load balancer share its address."""
+"""Calls of `/tokenize` and `/detokenize` per proxy that may be worked on or wait for a process. One client may have
+half of them, because clients behind a load balancer share its address."""
 _RETRY_AFTER_S = 1
 
 
