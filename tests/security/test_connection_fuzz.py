@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from bench.faults.fuzz_connection import MODEL, run
 from bench.faults.fuzz_connection_inputs import Expected, make_input, split_answers
 
 NUM_INPUTS = 1000
 
 
+@pytest.mark.extended
 def test_raw_bytes_neither_stop_a_proxy_nor_stay_in_it() -> None:
     for figures in run(NUM_INPUTS, seed=0).values():
         assert figures["statuses"].keys() >= {"200", "400", "404", "431"}
