@@ -72,7 +72,7 @@ def _run(render: Callable[[], str], fd: int) -> None:
     """Runs in the forked process and ends it. It writes one byte and a text; nothing if the kernel ends it."""
     try:
         _write(fd, _limited(render))
-    except BaseException:  # the parent reports that nothing came
+    except BaseException:  # noqa: S110  # the parent reports that nothing came
         pass
     finally:
         os._exit(0)
