@@ -54,7 +54,7 @@ def test_a_request_whose_workers_die_is_refused_and_no_other() -> None:
                         killed.add(pid)
                 time.sleep(0.01)
             assert poison.outcome == "request_crashes_workers" and poison.token_ids == []
-            # One more if the decode worker reports a death before the launcher does, or another prompt is a suspect too.
+            # One more if the decode worker reports a death before the launcher, or another prompt is a suspect too.
             assert MAX_DEATHS <= len(killed) <= MAX_DEATHS + 1
             again = httpx.post(f"{cluster.url}/v1/completions", json=POISON, timeout=60)
             assert (again.status_code, again.json()["error"]["code"]) == (400, "request_crashes_workers")
