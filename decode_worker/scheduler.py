@@ -331,6 +331,9 @@ class DecodeScheduler:
             if len(transfer.first_token_ids) != len(prompt.request.attempt_ids):
                 counts = f"{len(transfer.first_token_ids)} first tokens for {len(prompt.request.attempt_ids)} sequences"
                 return self._give_up(transfer, KVTransferFailed(f"the prefill worker sent {counts}"))
+            if transfer.position_offset and not prompt.request.media:  # it could lie outside of the model's positions
+                error = KVTransferFailed("the prefill worker sent a position offset for a prompt without media")
+                return self._give_up(transfer, error)
             self._transfers.close(transfer.transfer_id)
             blocks = transfer.cached_block_ids + transfer.written_block_ids
             first_token_ids, spare = transfer.first_token_ids, transfer.spare_block_ids

@@ -89,7 +89,8 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     port: Annotated[int, _in("HTTP", "Port of the HTTP endpoint.", ge=1, le=65535)] = 8000
     api_key: Annotated[str, _in("HTTP", "API key that clients must send; empty allows every client.")] = ""
     api_keys_file: Annotated[str, _in("HTTP", description=
-        "File with further API keys, one per line; blank lines and lines that begin with # are ignored.")] = ""
+        "File with further API keys, `KEY` or `KEY NAME` on each line; blank lines and lines that begin with # are "
+        "ignored. Read again when it changes. Keys of one NAME share limits and cached prefixes.")] = ""
     ssl_certfile: Annotated[str, _in("HTTP", "PEM certificate; the endpoint then serves HTTPS only.")] = ""
     ssl_keyfile: Annotated[str, _in("HTTP", description=
         "PEM private key of --ssl-certfile; empty reads it from the certificate file.")] = ""
@@ -108,7 +109,10 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     allowed_media_path: Annotated[str, _in("media", description=
         "Folder whose files clients may name by file: URLs; empty allows none.")] = ""
     allow_private_media: Annotated[bool, _in("media", description=
-        "Fetch media from private, loopback and link-local addresses too.")] = False
+        "Fetch media from private and loopback addresses too, and from ports other than 80 and 443.")] = False
+    allowed_media_domains: Annotated[str, _in("media", pattern="^[^/:@]*$", description=
+        "Hosts that media may be fetched from, separated by commas; *.DOMAIN stands for all hosts below a domain. "
+        "Empty allows every public host.")] = ""
 
     request_timeout_s: Annotated[float, _in("limits", "Seconds after which an unfinished request fails.", gt=0)] = 600.0
     max_body_mib: Annotated[int, _in("limits", "Maximum size of a request body in MiB.", ge=1, le=1024)] = 16
@@ -191,7 +195,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def join_endpoints(self) -> list[str]:
-        return [endpoint.strip() for endpoint in self.join.split(",") if endpoint.strip()]
+        return _listed(self.join)
+
+    @property
+    def media_domains(self) -> list[str]:
+        return _listed(self.allowed_media_domains)
 
     @property
     def tokenizer_threads(self) -> int:
@@ -220,6 +228,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return max(1, self.threads_per_worker // num_ranks)
         all_ranks = self.prefill * self.num_ranks("prefill") + self.decode * self.num_ranks("decode")
         return max(1, num_cores() // all_ranks)
+
+
+def _listed(text: str) -> list[str]:
+    """Items of a list that is separated by commas."""
+    return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def bracketed(host: str) -> str:
@@ -371,16 +384,3 @@ def _check_network(config: ClusterConfig) -> None:
         )
     if config.network_keys:
         load_keys(Path(config.network_keys), "operator" if config.ray else "worker")
-
-
-def read_api_keys(file: Path) -> list[str]:
-    """Read one key per line. Raises ConfigError, in one line, for a file that cannot be read or holds no keys."""
-    try:
-        lines = [line.strip() for line in file.read_text().splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ConfigError(f"api_keys_file: cannot read {file}: {reason}") from error
-    keys = [line for line in lines if line and not line.startswith("#")]
-    if not keys:
-        raise ConfigError(f"api_keys_file: {file} holds no keys; write one on each line")
-    return list(dict.fromkeys(keys))

@@ -11,7 +11,7 @@ from tandem.engine.prompt_chunks import chunk, first_samples
 from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
-from tandem.protocol.messages.generation import SampledToken, TokenLogprobs
+from tandem.protocol.messages.generation import SampledToken
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 from tandem.protocol.worker_actions import Ship
@@ -40,7 +40,7 @@ class PrefillPrompt:
     hashes: list[bytes] = field(default_factory=list)  # of full blocks, once it has begun
     num_published_blocks: int = 0
     block_table: list[int] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[bytes] = field(default_factory=list)  # packed
     reserve_sent: bool = False
     dst_block_ids: list[int] | None = None
     num_decode_cached_blocks: int = 0

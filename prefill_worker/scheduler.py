@@ -28,6 +28,7 @@ from tandem.prefill_worker.transfer_leases import Leases
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
 from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, StartPrefill
 from tandem.protocol.messages.generation import SampledToken
+from tandem.protocol.messages.prompt_logprobs import pack_logprobs
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVReserved, RenewLeases, ReserveKV
 from tandem.protocol.worker_actions import Action, SendToPeer, SendToProxy
 from tandem.runtime.errors import (
@@ -324,7 +325,7 @@ class PrefillScheduler:
             self._publish(prompt)
             if prompt.media is not None:
                 prompt.media.forget_before(prompt.num_computed_tokens)
-            prompt.prompt_logprobs += output.prompt_logprobs
+            prompt.prompt_logprobs += pack_logprobs(output.prompt_logprobs)
             if prompt.is_computed:
                 prompt.computed_at = now
                 actions += self._on_first_tokens(now, prompt, output.tokens)

@@ -6,7 +6,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from tandem.runtime.errors import ProtocolError
+from tandem.runtime.errors import InvalidRequest, ProtocolError
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 """Limit on one message: 8 million token ids, far above any prompt."""
@@ -14,9 +14,14 @@ MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 M = TypeVar("M")
 
 
+class MessageTooLarge(InvalidRequest):
+    """A message over the size limit. It is not sent, because the receiver would close the connection."""
+
+
 class Codec(Generic[M]):
     """Encodes any message, decodes those of one direction (a union of tagged structs).
 
+    `encode` raises MessageTooLarge.
     `decode` raises ProtocolError for unknown tags or fields, wrong types, and truncated or oversized bytes.
     """
 
@@ -25,7 +30,13 @@ class Codec(Generic[M]):
         self._decoder: msgspec.msgpack.Decoder[M] = msgspec.msgpack.Decoder(message_type)
 
     def encode(self, message: msgspec.Struct) -> bytes:
-        return self._encoder.encode(message)
+        data = self._encoder.encode(message)
+        if len(data) > MAX_MESSAGE_BYTES:
+            raise MessageTooLarge(
+                f"The request needs a message ({type(message).__name__}) of {len(data)} bytes; the limit is "
+                f"{MAX_MESSAGE_BYTES}. Send a shorter prompt or ask for fewer log-probabilities."
+            )
+        return data
 
     def decode(self, data: bytes) -> M:
         if len(data) > MAX_MESSAGE_BYTES:

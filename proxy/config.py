@@ -34,7 +34,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     HTTP:
       listen_fd, admin_listen_fd: inherited sockets, bound to the address; None binds host and port.
       admin_host, admin_port: address of the admin routes, which need no key there; port 0 serves them on `port`.
-      api_key, api_keys: None and [] let every client in.
+      api_key, api_keys_file: None and "" let every client in. The file is read again when it changes, see
+      `proxy.http.api_keys`.
       ssl_certfile, ssl_keyfile: PEM files; with them only HTTPS is served.
       max_connections: HTTP connections, half of them from one address; the descriptor limit may allow fewer.
       max_body_bytes: of one request. client_timeout_s: for a request's head to arrive, for each 16 KiB of its body,
@@ -69,7 +70,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     listen_fd: int | None = None
     admin_listen_fd: int | None = None
     api_key: str | None = None
-    api_keys: list[str] = []
+    api_keys_file: str = ""
     tokenizer_threads: Annotated[int, Meta(ge=1, le=64)] = 2
     request_timeout_s: Annotated[float, Meta(gt=0)] = 600.0
     worker_wait_s: Annotated[float, Meta(ge=0)] = 60.0

@@ -142,7 +142,7 @@ class Control:
             log.warning("lost %s (epoch %s): %s", gone.worker.worker_id, gone.worker.epoch, gone.reason)
             self._identities.pop(gone.worker.epoch, None)
             self._state.metrics.on_lost(gone.worker.role)
-            self._state.dispatcher.on_worker_lost(gone.worker, gone.reason)
+            self._state.dispatcher.on_worker_lost(gone.worker, gone.reason, gone.is_death)
             self._connections.close(gone.worker)
         for worker in change.joined:
             log.info("%s joined (epoch %s, pid %d)", worker.worker_id, worker.epoch, worker.pid)

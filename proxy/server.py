@@ -12,6 +12,7 @@ import ssl
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -19,6 +20,8 @@ from starlette.types import ASGIApp
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.sockets import new_context
 from tandem.proxy.admission.admission import Admission
+from tandem.proxy.admission.answer_budget import AnswerBudget
+from tandem.proxy.admission.client_slots import ClientSlots
 from tandem.proxy.admission.queue_delay import QueueDelayController
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import Router
@@ -27,10 +30,13 @@ from tandem.proxy.config import ProxyConfig
 from tandem.proxy.control import Control
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
+from tandem.proxy.http.accept import connection_factory
+from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import RequestBodies
+from tandem.proxy.http.client_connection import track_requests
 from tandem.proxy.http.client_routes import make_admin_app, make_app
-from tandem.proxy.http.connections import ConnectionLimits, affordable_connections, connection_factory, track_requests
+from tandem.proxy.http.connection_limits import ConnectionLimits, affordable_connections
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.observe.tracing import make_tracer
 from tandem.proxy.reading.media_pool import MediaPool
@@ -81,10 +87,11 @@ class HttpListener:
         self._listener = listener
         self._limits = limits
         grace_s = max(config.shutdown_grace_s, config.drain_timeout_s) + _ERROR_EVENT_S
-        certfile, keyfile = (config.ssl_certfile, config.ssl_keyfile) if has_tls else ("", "")
+        # uvicorn gets the socket without TLS, because connections count from before their handshake.
+        tls = _read_certificate(config) if has_tls and config.ssl_certfile else None
         uvicorn_config = uvicorn.Config(
             track_requests(app),
-            http=connection_factory(limits, config.client_timeout_s),  # type: ignore[arg-type]  # any callable works
+            http=connection_factory(limits, config.client_timeout_s, tls),  # type: ignore[arg-type]  # any callable works
             lifespan="off",
             ws="none",
             log_config=None,
@@ -93,14 +100,7 @@ class HttpListener:
             proxy_headers=False,
             timeout_keep_alive=config.keep_alive_s,  # type: ignore[arg-type]  # any number works
             timeout_graceful_shutdown=grace_s,  # type: ignore[arg-type]
-            ssl_certfile=certfile or None,
-            ssl_keyfile=keyfile or None,
         )
-        try:
-            uvicorn_config.load()
-        except (OSError, ssl.SSLError) as error:
-            keyfile = keyfile or "(none)"
-            raise ConfigError(f"cannot read the certificate {certfile} with the key {keyfile}: {error}") from error
         self._server = HttpServer(uvicorn_config)
 
     async def serve(self) -> None:
@@ -116,7 +116,7 @@ class ProxyServer:
     """Owns all parts of a proxy. Construct on the running loop; `close` once."""
 
     def __init__(self, config: ProxyConfig, text: ModelText, readers: ReaderPool) -> None:
-        """Raises ConfigError when an address cannot be bound or a certificate cannot be read."""
+        """Raises ConfigError when an address cannot be bound, or a certificate or the API keys cannot be read."""
         self._config = config
         listener = _listen_socket(config.listen_fd, config.host, config.port)
         # Unique for each start: workers drop the requests of a proxy's predecessor.
@@ -150,17 +150,24 @@ class ProxyServer:
         if config.media_cache_endpoint:
             media = MediaPool(config, MediaCacheClient(self._context, config.media_cache_endpoint), ttft_slo_s)
 
+        api_keys: ApiKeys | None = None
+        if config.api_key is not None or config.api_keys_file:
+            api_keys = ApiKeys(config.api_key, Path(config.api_keys_file) if config.api_keys_file else None)
+
         self._state = AppState(
             text=text,
             token_text=TokenText(text.tokenizer),
             readers=readers,
             worker_table=worker_table,
             admission=admission,
+            answer_budget=AnswerBudget(),
+            calls=ClientSlots(),
             dispatcher=dispatcher,
             metrics=metrics,
             requests=requests,
             request_timeout_s=config.request_timeout_s,
             ttft_slo_s=ttft_slo_s,
+            api_keys=api_keys,
             bodies=RequestBodies(config.max_body_bytes, config.client_timeout_s),
             readiness=WorkerReadiness(worker_table, config.max_waiting_requests, config.worker_wait_s),
             timelines=Timelines(self._context, requests, config.peer_endpoints),
@@ -193,11 +200,14 @@ class ProxyServer:
             await self._state.media.start()
         freeze_loaded_objects()
         log.info("proxy %s serves %s on %s:%d", self._proxy_id, config.served_model_name, config.host, config.port)
-        gauges = asyncio.create_task(self._update_gauges())
+        tasks = [asyncio.create_task(self._update_gauges())]
+        if self._state.api_keys is not None:
+            tasks.append(asyncio.create_task(self._state.api_keys.watch()))
         try:
             await asyncio.gather(*(http.serve() for http in self._http))
         finally:
-            gauges.cancel()
+            for task in tasks:
+                task.cancel()
 
     def _stop(self, grace_s: float) -> None:
         """Accept no more connections, and end running streams after the grace period. A later call replaces it."""
@@ -225,6 +235,17 @@ class ProxyServer:
             await asyncio.sleep(_GAUGES_INTERVAL_S)
             self._state.metrics.waiting.set(self._state.admission.num_waiting)
             self._state.metrics.per_token.flush()
+
+
+def _read_certificate(config: ProxyConfig) -> ssl.SSLContext:
+    """Raises ConfigError when it cannot be read."""
+    try:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile or None)
+    except (OSError, ssl.SSLError) as error:
+        files = f"{config.ssl_certfile} with the key {config.ssl_keyfile or '(none)'}"
+        raise ConfigError(f"cannot read the certificate {files}: {error}") from error
+    return context
 
 
 def _listen_socket(fd: int | None, host: str, port: int) -> socket.socket:

@@ -20,7 +20,7 @@ from tests.selection import PARALLEL_STAGES, STAGES, stage_of
 
 TERMINAL_INTERVAL_S = 1.0
 LOG_INTERVAL_S = 20.0
-TYPICAL_S = {"unit": 0.15, "simulation": 4.0, "integration": 4.0, "faults": 15.0}
+TYPICAL_S = {"unit": 0.15, "simulation": 4.0, "security": 1.0, "integration": 4.0, "faults": 15.0}
 """Seconds per test assumed before any test of the stage has run."""
 PRIOR_WEIGHT = 10
 """Number of finished tests after which a stage's own average counts as much as TYPICAL_S."""

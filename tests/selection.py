@@ -1,17 +1,19 @@
 """Which tests `make test` runs, and in which order.
 
-Unit and simulation tests all run. Of the tests that start clusters, those named in REPRESENTATIVE run; all others are
-marked `extended` and run with `make test-all`. A single test or parameter of a named module is left out by
-`pytest.mark.extended`.
+Unit, simulation and security tests all run. Of the tests that start clusters, those named in REPRESENTATIVE run; all
+others are marked `extended` and run with `make test-all`. A single test or parameter of a named module, or a security
+test that starts a cluster, is left out by `pytest.mark.extended`.
 """
 
 from __future__ import annotations
 
 import pytest
 
-STAGES = ("unit", "simulation", "integration", "faults")
+STAGES = ("unit", "simulation", "security", "integration", "faults")
 PARALLEL_STAGES = ("unit", "simulation")
 """Stages whose tests may run beside each other; clusters run one at a time."""
+CLUSTER_STAGES = ("integration", "faults")
+"""Stages whose tests start clusters."""
 
 REPRESENTATIVE = (
     "integration/test_cli.py",
@@ -20,14 +22,13 @@ REPRESENTATIVE = (
     "integration/test_openai_surface.py",
     "integration/test_parity.py",
     "integration/test_sampling.py",
-    "integration/test_scale.py::test_roles_are_scaled_up_and_down_while_it_serves",
     "integration/test_serving.py",
     "integration/test_tensor_parallel.py",
     "integration/test_wheel.py",
     "faults/test_cancel.py",
     "faults/test_migration.py",
 )
-"""Modules, or single tests of modules, below tests/."""
+"""Modules below tests/."""
 
 
 def stage_of(node_id: str) -> str:
@@ -36,20 +37,19 @@ def stage_of(node_id: str) -> str:
 
 
 def is_representative(node_id: str) -> bool:
-    path, _, test = node_id.removeprefix("tests/").partition("::")
-    return path in REPRESENTATIVE or f"{path}::{test.partition('[')[0]}" in REPRESENTATIVE
+    return node_id.removeprefix("tests/").partition("::")[0] in REPRESENTATIVE
 
 
 def select(items: list[pytest.Item]) -> None:
     """Marks the extended tests and sorts all by stage. The order within a stage stays pytest's."""
     for item in items:
-        if stage_of(item.nodeid) not in PARALLEL_STAGES and not is_representative(item.nodeid):
+        if stage_of(item.nodeid) in CLUSTER_STAGES and not is_representative(item.nodeid):
             item.add_marker("extended")
     items.sort(key=lambda item: STAGES.index(stage_of(item.nodeid)))
 
 
 def group_of(node_id: str) -> str:
-    """Tests of one group run in one process, one after the other: a file, a simulation, or all clusters."""
+    """Tests of one group run in one process, one after the other: a file, a simulation, or all that start processes."""
     stage = stage_of(node_id)
     if stage == "simulation":
         return node_id

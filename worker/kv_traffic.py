@@ -15,7 +15,7 @@ import msgspec
 from tandem.kv_transfer.checksums import corrupt_blocks
 from tandem.kv_transfer.handshake import offered_connectors
 from tandem.kv_transfer.registry import load_connector
-from tandem.protocol.messages.checks import check_first_tokens, check_open_pair, check_reserved
+from tandem.protocol.messages.checks import check_finish_transfer, check_open_pair, check_reserved
 from tandem.protocol.messages.membership import PairStatus, WorkerInfo, WorkerLoad
 from tandem.protocol.messages.transfer import (
     ClosePair,
@@ -163,7 +163,7 @@ class KVTraffic:
             case ShipKV():
                 self._on_ship(message)
             case FinishTransfer():
-                check_first_tokens(message.first_token_ids, vocab_size)
+                check_finish_transfer(message, vocab_size)
                 self._perform(self._decode.on_finish_transfer(message))
             case CloseTransfer():
                 self._perform(self._decode.on_close_transfer(message.transfer_id))

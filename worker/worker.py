@@ -17,7 +17,7 @@ from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.remote_media import RemoteMedia
 from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
-from tandem.protocol.codec import Codec
+from tandem.protocol.codec import Codec, MessageTooLarge
 from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.messages.checks import MAX_SEQUENCES, check_request
 from tandem.protocol.messages.dispatch import (
@@ -205,7 +205,15 @@ class Worker:
                 self._metrics.prefill.observe(message.prefill_s)
 
     def _send_to_proxy(self, proxy_id: str, message: ToProxy) -> None:
-        if not self._router.send(f"{proxy_id}:0".encode(), message):
+        """Sends a message, or drops it if the proxy is gone. A first token over the size limit fails its attempt."""
+        identity = f"{proxy_id}:0".encode()
+        try:
+            is_sent = self._router.send(identity, message)
+        except MessageTooLarge as error:
+            if not isinstance(message, FirstToken):
+                raise
+            is_sent = self._router.send(identity, AttemptFailed(message.attempt_id, ErrorInfo.of(error)))
+        if not is_sent:
             log.warning("proxy %s is not connected; a message to it was dropped", proxy_id)
 
     def _send_to_peer(self, pair_id: str, message: msgspec.Struct) -> None:

@@ -23,9 +23,11 @@ from typing import Any, get_args
 
 import httpx
 import msgspec
+import uvloop
 import zmq
 
 from bench.faults.fuzz_cache import fuzz_cache
+from bench.faults.fuzz_connection import ConnectionFuzzer
 from bench.faults.fuzz_http import HttpFuzzer
 from bench.faults.fuzz_messages import MessageFuzzer, sender
 from bench.faults.fuzz_replay import ReplayingProxy
@@ -237,16 +239,19 @@ def run(port: int, admin_url: str, num_inputs: int, seed: int) -> dict[str, Any]
     before = {name: (num_descriptors(pid), process_memory(pid).own_mib) for name, pid in pids.items()}
     started = time.monotonic()
     cache = fuzz_cache(random.Random(seed), num_inputs // 10)
+    connections = ConnectionFuzzer(seed, port, MODEL, waits=False)
+    uvloop.run(connections.run(0, num_inputs // 10))
     fuzz.run(num_inputs)
     took_s = time.monotonic() - started
     assert fuzz.pids() == pids, "a process ended and was restarted"
     # ZeroMQ keeps the connection of an incomplete handshake open for five seconds.
     _wait_until(lambda: all(num_descriptors(pid) <= before[name][0] for name, pid in pids.items()))
     return {
-        "num_inputs": fuzz.inputs.total() + sum(cache["inputs"].values()),
+        "num_inputs": fuzz.inputs.total() + sum(cache["inputs"].values()) + connections.outcomes.total(),
         "media_cache": cache,
         "inputs": dict(sorted(fuzz.inputs.items())),
         "http_outcomes": dict(sorted(fuzz.http.outcomes.items())),
+        "connection_outcomes": dict(sorted(connections.outcomes.items())),
         "replay_outcomes": dict(sorted(fuzz.replay_outcomes.items())),
         "num_internal_errors": fuzz.http.outcomes["500"],
         "refusals": refusals(httpx.get(f"{admin_url}/metrics", headers={"Cache-Control": "no-cache"}, timeout=30).text),

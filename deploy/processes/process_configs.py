@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 
-from tandem.deploy.config import ClusterConfig, read_api_keys
+from tandem.deploy.config import ClusterConfig
 from tandem.engine.config import EngineConfig
 from tandem.media_cache.config import MediaCacheConfig
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import NetworkKeys, Part
 from tandem.proxy.config import ProxyConfig
+from tandem.proxy.http.api_keys import KeyFile, parse_keys
 from tandem.proxy.media.source import MediaLimits
 from tandem.worker.config import WorkerConfig
 
@@ -34,6 +35,7 @@ class Place:
     progress_file: file to which a worker writes how much of its model is loaded.
     control_tcp_endpoint: control endpoint of a proxy for workers of other hosts.
     media_cache_endpoint: media cache of this host, empty if there is none; media_cache_tcp_endpoint: for other hosts.
+    api_keys_file: copy of the operator's file for a proxy on another host; empty to read the operator's.
     listen_fd, admin_listen_fd: bound sockets that a proxy inherits; None lets it bind its own.
     """
 
@@ -47,6 +49,7 @@ class Place:
     peer_endpoints: list[str] = field(default_factory=list)
     media_cache_endpoint: str = ""
     media_cache_tcp_endpoint: str = ""
+    api_keys_file: str = ""
     listen_fd: int | None = None
     admin_listen_fd: int | None = None
 
@@ -61,7 +64,8 @@ class ProcessConfigs:
     def __init__(self, cluster: ClusterConfig, keys: Mapping[Part, NetworkKeys] = MappingProxyType({})) -> None:
         self._cluster = cluster
         self._keys = keys
-        self._api_keys = read_api_keys(Path(cluster.api_keys_file)) if cluster.api_keys_file else []
+        if cluster.api_keys_file:
+            parse_keys(KeyFile(Path(cluster.api_keys_file)).read())
 
     def proxy(self, name: str, place: Place) -> ProxyConfig:
         cluster = self._cluster
@@ -80,7 +84,7 @@ class ProcessConfigs:
             model=cluster.model,
             served_model_name=cluster.served_model_name,
             api_key=cluster.api_key or None,
-            api_keys=self._api_keys,
+            api_keys_file=place.api_keys_file or cluster.api_keys_file,
             ssl_certfile=cluster.ssl_certfile,
             ssl_keyfile=cluster.ssl_keyfile,
             tokenizer_threads=cluster.tokenizer_threads,
@@ -105,8 +109,10 @@ class ProcessConfigs:
             media_threads=cluster.media_threads,
             media=MediaLimits(
                 max_items=cluster.max_media_items,
+                max_request_pixels=max(cluster.max_media_items, 32) << 24,
                 allowed_path=cluster.allowed_media_path,
                 allow_private=cluster.allow_private_media,
+                allowed_domains=cluster.media_domains,
             ),
             trust_remote_code=cluster.trust_remote_code,
             log_level=cluster.log_level,

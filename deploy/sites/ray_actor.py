@@ -19,7 +19,7 @@ from tandem.deploy.processes.child_process import ChildProcess, start_module
 from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.nccl_interface import nccl_environment
 from tandem.media_cache.config import MediaCacheConfig
-from tandem.protocol.proxy_endpoints import write_endpoints
+from tandem.protocol.proxy_endpoints import write_endpoints, write_whole
 
 POLL_S = 0.05
 MEDIA_CACHE_START_S = 60.0
@@ -104,6 +104,10 @@ class ProcessActor:
 
     async def set_proxies(self, endpoints: list[str]) -> None:
         write_endpoints(self._folder / "proxies", endpoints)
+
+    async def set_api_keys(self, text: str) -> None:
+        """Writes the API keys that a proxy reads, as the operator's file has them."""
+        write_whole(self._folder / "api-keys", text)
 
     async def endpoint(self) -> str | None:
         """The control endpoint that the proxy has bound; None if it ended before that."""

@@ -30,6 +30,7 @@ from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import NetworkKeys, Part, load_keys
 from tandem.protocol.proxy_endpoints import write_endpoints
+from tandem.proxy.http.api_keys import KeyFile, parse_keys
 from tandem.proxy.text.model_files import takes_media
 from tandem.runtime.errors import ConfigError, first_line
 
@@ -62,6 +63,12 @@ class RaySite:
         self._takes_media = takes_media(cluster.model)
         self._processes: dict[str, RayProcess] = {}
         self._proxies: list[str] = []
+        self._api_keys = ""
+        self._copying_keys: asyncio.Task[None] | None = None
+        if cluster.api_keys_file:
+            file = KeyFile(Path(cluster.api_keys_file))
+            self._api_keys = file.read()
+            self._copying_keys = asyncio.create_task(self._copy_api_keys(file))
         self.progress_files: dict[str, Path] = {}  # always empty: the files are on the nodes
         self.media_cache_endpoint = ""
         (folder / NETWORK_FILE).write_bytes(msgspec.json.encode(cluster.network))
@@ -88,9 +95,9 @@ class RaySite:
         make_cache = self._media_cache if self._takes_media else None
         log_file, bundle = self._logs / f"{name}.log", self._proxy_bundle
         make = self._configs.proxy
-        return self._add(
-            RayProcess(name, "tandem.proxy", make, bundle, env, log_file, on_exit, on_endpoint, make_cache)
-        )
+        process = RayProcess(name, "tandem.proxy", make, bundle, env, log_file, on_exit, on_endpoint, make_cache)
+        process.set_api_keys(self._api_keys)
+        return self._add(process)
 
     def _media_cache(self, place: NodePlace) -> MediaCacheConfig:
         """Media cache beside a proxy. Prefill workers of other nodes read from it and do not share embeddings."""
@@ -129,10 +136,24 @@ class RaySite:
         for process in self._processes.values():
             process.set_proxy_endpoints(endpoints)
 
+    async def _copy_api_keys(self, file: KeyFile) -> None:
+        """Passes the API keys to all proxies whenever the file has changed. A file without valid keys is not passed."""
+        async for text in file.changes():
+            try:
+                parse_keys(text)
+            except ConfigError as error:
+                log.error("%s; the keys that were read before stay valid", error)
+                continue
+            self._api_keys = text
+            for process in self._processes.values():
+                process.set_api_keys(text)
+
     def stop_listening(self) -> None:
         """Does nothing: each proxy binds its own socket on its node."""
 
     def close(self) -> None:
+        if self._copying_keys is not None:
+            self._copying_keys.cancel()
         ray.shutdown()
 
 
@@ -176,6 +197,7 @@ class RayProcess(Supervised):
         self._proxies: list[str] = []
         self._on_endpoint = on_endpoint
         self._make_media_cache = make_media_cache
+        self._api_keys = ""
         self._actor: Any = None
         self.log_file.write_bytes(b"")
 
@@ -218,6 +240,9 @@ class RayProcess(Supervised):
             cache = self._make_media_cache(node)
             tcp_endpoint: str = await actor.start_media_cache.remote(msgspec.json.encode(cache), self._env)
             place = replace(place, media_cache_endpoint=cache.endpoint, media_cache_tcp_endpoint=tcp_endpoint)
+        if self._api_keys:
+            await actor.set_api_keys.remote(self._api_keys)
+            place = replace(place, api_keys_file=f"{node.folder}/api-keys")
         config = msgspec.json.encode(self._make_config(self.name, place))
         env = self._env
         if self._bundle.get("GPU"):
@@ -250,6 +275,12 @@ class RayProcess(Supervised):
         self._proxies = endpoints
         if self._actor is not None and self._on_endpoint is None:
             self._actor.set_proxies.remote(endpoints)
+
+    def set_api_keys(self, text: str) -> None:
+        """Text of the operator's file of API keys, which a proxy reads from its node; empty if there is none."""
+        self._api_keys = text
+        if text and self._actor is not None and self._on_endpoint is not None:
+            self._actor.set_api_keys.remote(text)
 
     def send_signal(self, number: signal.Signals) -> None:
         if self._actor is None:

@@ -18,7 +18,7 @@ from tandem.protocol.messages.generation import SamplingParams
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
 from tandem.protocol.messages.membership import RegisterWorker, WorkerStatus
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
-from tandem.protocol.messages.transfer import KVReserved, OpenPair
+from tandem.protocol.messages.transfer import FinishTransfer, KVReserved, OpenPair
 from tandem.runtime.errors import InvalidMessage
 
 MAX_SEQUENCES = 1024
@@ -29,6 +29,8 @@ MAX_HELD_SEQUENCES = 100_000
 MAX_NAME_CHARACTERS = 1024
 MAX_RANKS = 1024
 MAX_TOP_LOGPROBS = 20
+MAX_POSITION_OFFSET = 2**24
+"""Positions up to this are exact in float32. A larger offset would overflow a step's int32 positions."""
 MAX_PAIRS = 4096
 """Pairs of one worker, i.e. workers of the other role."""
 _MAX_PID = 2**22
@@ -81,11 +83,13 @@ def _check_sampling(kind: str, sampling: SamplingParams) -> None:
     _require(len(sampling.grammar or "") <= MAX_GRAMMAR_BYTES, kind, "grammar", "too long")
 
 
-def check_first_tokens(first_token_ids: list[int], vocab_size: int) -> None:
-    """Checks the first tokens that a decode worker starts from."""
-    _require(1 <= len(first_token_ids) <= MAX_SEQUENCES, "FinishTransfer", "first_token_ids", "too few or too many")
+def check_finish_transfer(message: FinishTransfer, vocab_size: int) -> None:
+    """Checks the first tokens and the position that a decode worker starts from."""
+    kind, first_token_ids = "FinishTransfer", message.first_token_ids
+    _require(1 <= len(first_token_ids) <= MAX_SEQUENCES, kind, "first_token_ids", "too few or too many")
     in_range = all(0 <= token_id < vocab_size for token_id in first_token_ids)
-    _require(in_range, "FinishTransfer", "first_token_ids", "not in the vocabulary")
+    _require(in_range, kind, "first_token_ids", "not in the vocabulary")
+    _require(abs(message.position_offset) <= MAX_POSITION_OFFSET, kind, "position_offset", "out of range")
 
 
 def check_reserved(message: KVReserved) -> None:

@@ -14,7 +14,6 @@ from tandem.protocol.messages.generation import (
     SampledToken,
     SamplingParams,
     StopConditions,
-    TokenLogprobs,
 )
 from tandem.protocol.messages.media import MediaItem
 from tandem.runtime.errors import ErrorInfo
@@ -76,7 +75,8 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     """Worker to proxy: the prompt is computed. Terminal if `finish_reason` is set.
 
     queue_s: from receipt to the first chunk. prefill_s: from the first chunk to this token. prompt_logprobs: for every
-    prompt token but the first, if requested. num_cached_tokens: prompt tokens found in the prefix cache.
+    prompt token but the first, if requested, packed (`protocol.messages.prompt_logprobs`). num_cached_tokens: prompt
+    tokens found in the prefix cache.
     """
 
     attempt_id: str
@@ -84,7 +84,7 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     finish_reason: FinishReason | None
     queue_s: float
     prefill_s: float
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[bytes] | None = None
     num_cached_tokens: int = 0
 
 

@@ -22,7 +22,7 @@ MediaKind = Literal["image", "video"]
 BYTES_PER_ELEMENT = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "int64": 8, "int32": 4, "uint8": 1}
 """Supported tensor types."""
 
-_SEGMENT = re.compile(r"/dev/shm/[^/\0]+|/proc/\d+/fd/\d+")
+_SEGMENT = re.compile(r"/dev/shm/[^/\0]+|/proc/\d+/fd/\d+")  # noqa: S108  # a pattern, not a file
 """Paths that workers open. Others could lead to private files, or to a pipe that blocks the worker."""
 
 

@@ -4,25 +4,20 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
 from typing import Any, ClassVar
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from tandem.protocol.messages.generation import SampledToken
+from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.answers.errors import error_body
-from tandem.proxy.answers.logprobs import prompt_logprobs
-from tandem.proxy.api.responses import (
-    ChatCompletionChunk,
-    CompletionResponse,
-    PromptLogprobs,
-    PromptTokensDetails,
-    Usage,
-)
+from tandem.proxy.answers.json_parts import Holes, JsonArray, JsonText, Part, encode
+from tandem.proxy.answers.prompt_part import PromptPart, encode_prompt
+from tandem.proxy.api.responses import ChatCompletionChunk, CompletionResponse, PromptTokensDetails, Usage
 from tandem.proxy.dispatch.generation import Generation
-from tandem.proxy.dispatch.sequence_text import PromptTokens, TextDelta
+from tandem.proxy.dispatch.sequence_text import TextDelta
 from tandem.proxy.text.token_text import TokensAsIds
 from tandem.runtime.errors import InternalError, TandemError
 
@@ -31,7 +26,23 @@ log = logging.getLogger("proxy")
 DONE = b"data: [DONE]\n\n"
 """Ends the last event of a stream that is complete."""
 
-encode = msgspec.json.Encoder().encode
+
+class Choice:
+    """One choice of a whole answer while it is generated. `add` encodes what its deltas bring.
+
+    prompt: the part that repeats the prompt; None if the answer has none.
+    """
+
+    def __init__(self, index: int, prompt: PromptPart | None, held: HeldAnswer) -> None:
+        self.index = index
+        self.prompt = prompt
+        self.finish_reason: Any = None
+        self.text = JsonText(held.grow)
+        self.token_ids = JsonArray(held.grow)
+
+    def add(self, delta: TextDelta) -> None:
+        self.text.push(delta.text)
+        self.finish_reason = delta.finish_reason
 
 
 class Answers(ABC):
@@ -50,23 +61,43 @@ class Answers(ABC):
         )
         self._num_top = request.base_sampling.logprobs
         self._shows_tokens = request.return_token_ids or self._num_top is not None
+        self._held = generation.held
+        self._prompts: dict[int, PromptPart] = {}  # by number of the prompt
 
-    async def whole(self) -> bytes:
-        """Returns the body of an answer that is not streamed."""
-        return encode(self._whole(await self._collect()))
+    async def whole(self) -> list[Part]:
+        """Returns the body of an answer that is not streamed. The caller calls `release` when it is sent."""
+        choices: dict[int, Choice] = {}
+        try:
+            async with aclosing(self._generation.deltas()) as deltas:
+                async for delta in deltas:
+                    await self._encode_prompt(delta)
+                    choice = choices.get(delta.index)
+                    if choice is None:
+                        choice = choices[delta.index] = self._new_choice(delta.index)
+                    self._add(choice, delta)
+            return self._whole([choice for _, choice in sorted(choices.items())])
+        except BaseException:
+            self.release()
+            raise
+
+    def release(self) -> None:
+        """Ends counting the answer's memory."""
+        self._held.release()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
         """Yields the server-sent events of a streamed answer, none of them empty, up to `[DONE]`.
 
-        An error before the first event is raised, so that it becomes an HTTP status. A later one is the last event.
+        An event that repeats a long prompt comes in pieces. An error before the first event is raised, so that it
+        becomes an HTTP status. A later one is the last event.
         """
         has_begun = False
         try:
             async with aclosing(self._generation.deltas()) as deltas:
                 async for delta in deltas:
-                    if event := self.chunk(delta):
+                    await self._encode_prompt(delta)
+                    for piece in self.chunk(delta):
                         has_begun = True
-                        yield event
+                        yield piece
         except Exception as error:
             if not has_begun:
                 raise
@@ -75,36 +106,47 @@ class Answers(ABC):
                 error = InternalError("the server failed in mid-stream")
             yield b"data: " + error_body(error) + b"\n\n"
             return
+        finally:
+            self.release()
         if self._request.include_usage:
             yield self._event([], self._usage()) + DONE
         else:
             yield DONE
 
     @abstractmethod
-    def chunk(self, delta: TextDelta) -> bytes:
+    def chunk(self, delta: TextDelta) -> Iterable[bytes]:
         """Returns the events for one delta, possibly none."""
 
     @abstractmethod
-    def _whole(self, sequences: list[TextDelta]) -> msgspec.Struct:
-        """sequences: one delta for each, with all its text and tokens."""
+    def _new_choice(self, index: int) -> Choice:
+        """Returns an empty choice of a whole answer."""
 
-    async def _collect(self) -> list[TextDelta]:
-        """Generates all sequences to their ends."""
-        found: dict[int, list[TextDelta]] = {}
-        async with aclosing(self._generation.deltas()) as deltas:
-            async for delta in deltas:
-                found.setdefault(delta.index, []).append(delta)
-        return [
-            TextDelta(
-                index,
-                "".join(delta.text for delta in parts),
-                [token for delta in parts for token in delta.tokens],
-                sum(delta.num_shown for delta in parts),
-                parts[-1].finish_reason,
-                parts[0].prompt,
-            )
-            for index, parts in sorted(found.items())
-        ]
+    @abstractmethod
+    def _add_logprobs(self, choice: Any, tokens: list[SampledToken]) -> None:
+        """Encodes the logprobs of tokens for a choice that `_new_choice` has made."""
+
+    @abstractmethod
+    def _whole(self, choices: list[Any]) -> list[Part]:
+        """Returns the body of an answer. choices: made by `_new_choice`, complete and in order."""
+
+    def _add(self, choice: Choice, delta: TextDelta) -> None:
+        choice.add(delta)
+        if self._request.return_token_ids:
+            choice.token_ids.extend([token.token_id for token in delta.tokens])
+        if self._num_top is not None:
+            self._add_logprobs(choice, delta.tokens[: delta.num_shown])
+
+    async def _encode_prompt(self, delta: TextDelta) -> None:
+        """Encodes the prompt that comes with the first delta of its sequences."""
+        if delta.prompt is None:
+            return
+        part = PromptPart(self._held.grow)
+        await encode_prompt(part, delta.prompt, self._request, self._token_text, self._generation.turn)
+        self._prompts[delta.index // self._request.n] = part
+
+    def _prompt_of(self, index: int) -> PromptPart | None:
+        """index: of a sequence."""
+        return self._prompts.get(index // self._request.n)
 
     def _event(self, choices: list[Any], usage: Usage | UnsetType | None) -> bytes:
         """Encodes a chunk as a server-sent event."""
@@ -126,8 +168,10 @@ class Answers(ABC):
     def _token_ids(self, tokens: list[SampledToken]) -> list[int] | UnsetType:
         return [token.token_id for token in tokens] if self._request.return_token_ids else UNSET
 
-    def _prompt_logprobs(self, prompt: PromptTokens | None) -> PromptLogprobs | UnsetType:
-        num_top = self._request.prompt_logprobs
-        if prompt is None or num_top is None:
+    def _token_id_hole(self, choice: Choice, holes: Holes) -> Any:
+        return holes.array(choice.token_ids) if self._request.return_token_ids else UNSET
+
+    def _prompt_logprobs_hole(self, prompt: PromptPart | None, holes: Holes) -> Any:
+        if prompt is None or self._request.prompt_logprobs is None:
             return UNSET
-        return prompt_logprobs(self._token_text, prompt.token_ids, prompt.logprobs, num_top)
+        return holes.array(prompt.prompt_logprobs)

@@ -2,12 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tandem.protocol.messages.generation import SampledToken
-from tandem.proxy.answers.answers import Answers
+from tandem.proxy.admission.answer_budget import HeldAnswer
+from tandem.proxy.answers.answers import Answers, Choice
+from tandem.proxy.answers.json_parts import Holes, JsonText, Part, pieces
 from tandem.proxy.answers.logprobs import completion_logprobs
+from tandem.proxy.answers.prompt_part import CompletionArrays, PromptPart
 from tandem.proxy.api.responses import CompletionChoice, CompletionLogprobs, CompletionResponse
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
+
+
+class _Choice(Choice):
+    def __init__(self, index: int, prompt: PromptPart | None, held: HeldAnswer) -> None:
+        super().__init__(index, prompt, held)
+        self.logprobs = CompletionArrays(held.grow)
+
+    @property
+    def echoed(self) -> list[PromptPart]:
+        """The part that repeats the prompt, if there is one. It is empty unless the prompt is echoed."""
+        return [] if self.prompt is None else [self.prompt]
 
 
 class CompletionAnswers(Answers):
@@ -18,32 +34,68 @@ class CompletionAnswers(Answers):
         super().__init__(generation, model)
         self._offsets: dict[int, int] = {}  # characters of the tokens so far, by sequence
 
-    def chunk(self, delta: TextDelta) -> bytes:
+    def chunk(self, delta: TextDelta) -> Iterable[bytes]:
+        if delta.is_first and self._prompt_of(delta.index) is not None:
+            return self._first_chunk(delta)
         if not delta.text and delta.finish_reason is None and not self._shows_tokens:
-            return b""
-        return self._event([self._choice(delta)], self._chunk_usage())
-
-    def _whole(self, sequences: list[TextDelta]) -> CompletionResponse:
-        choices = [self._choice(sequence) for sequence in sequences]
-        return CompletionResponse(self._id, self._generation.created, self._model, choices, self._usage())
-
-    def _choice(self, delta: TextDelta) -> CompletionChoice:
-        return CompletionChoice(
-            delta.index,
-            delta.text,
-            self._logprobs(delta),
-            delta.finish_reason,
-            self._token_ids(delta.tokens),
-            self._prompt_logprobs(delta.prompt),
+            return ()
+        choice = CompletionChoice(
+            delta.index, delta.text, self._logprobs(delta), delta.finish_reason, self._token_ids(delta.tokens)
         )
+        return (self._event([choice], self._chunk_usage()),)
+
+    def _first_chunk(self, delta: TextDelta) -> Iterable[bytes]:
+        """Returns the event that repeats the prompt."""
+        choice, holes = self._new_choice(delta.index), Holes()
+        self._add(choice, delta)
+        self._offsets[delta.index] = self._first_offset(choice) + choice.logprobs.num_characters
+        return pieces([b"data: ", *self._body([choice], holes, is_whole=False), b"\n\n"])
 
     def _logprobs(self, delta: TextDelta) -> CompletionLogprobs | None:
         if self._num_top is None:
             return None
         tokens = delta.tokens[: delta.num_shown]
-        if self._request.echo and delta.prompt is not None:
-            with_logprobs = zip(delta.prompt.token_ids, [None, *delta.prompt.logprobs], strict=True)
-            tokens = [*(SampledToken(token_id, logprobs) for token_id, logprobs in with_logprobs), *tokens]
         offset = self._offsets.get(delta.index, 0)
         self._offsets[delta.index] = offset + sum(len(self._token_text.plain(token.token_id)) for token in tokens)
         return completion_logprobs(self._token_text, tokens, self._num_top, offset)
+
+    def _new_choice(self, index: int) -> _Choice:
+        return _Choice(index, self._prompt_of(index), self._held)
+
+    def _add_logprobs(self, choice: _Choice, tokens: list[SampledToken]) -> None:
+        assert self._num_top is not None
+        choice.logprobs.extend(self._token_text, tokens, self._num_top, self._first_offset(choice))
+
+    def _first_offset(self, choice: _Choice) -> int:
+        """Returns the characters of an echoed prompt's tokens."""
+        return sum(part.logprobs.num_characters for part in choice.echoed)
+
+    def _whole(self, choices: list[_Choice]) -> list[Part]:
+        return self._body(choices, Holes(), is_whole=True)
+
+    def _body(self, choices: list[_Choice], holes: Holes, is_whole: bool) -> list[Part]:
+        usage = self._usage() if is_whole else self._chunk_usage()
+        shown = [self._choice(choice, holes) for choice in choices]
+        return holes.fill(CompletionResponse(self._id, self._generation.created, self._model, shown, usage))
+
+    def _choice(self, choice: _Choice, holes: Holes) -> CompletionChoice:
+        texts: list[JsonText] = [*(part.text for part in choice.echoed), choice.text]
+        return CompletionChoice(
+            choice.index,
+            holes.text(*texts),
+            self._logprobs_hole(choice, holes),
+            choice.finish_reason,
+            self._token_id_hole(choice, holes),
+            self._prompt_logprobs_hole(choice.prompt, holes),
+        )
+
+    def _logprobs_hole(self, choice: _Choice, holes: Holes) -> CompletionLogprobs | None:
+        if self._num_top is None:
+            return None
+        arrays = [*(part.logprobs for part in choice.echoed), choice.logprobs]
+        return CompletionLogprobs(
+            holes.array(*(each.tokens for each in arrays)),
+            holes.array(*(each.token_logprobs for each in arrays)),
+            holes.array(*(each.top_logprobs for each in arrays)),
+            holes.array(*(each.text_offset for each in arrays)),
+        )

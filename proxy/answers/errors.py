@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.proxy.admission.admission import ClientLimitExceeded
+from tandem.proxy.admission.api_key import InvalidApiKey
 from tandem.proxy.answers.request_id import id_header
 from tandem.proxy.api.responses import ErrorDetail, ErrorResponse
 from tandem.proxy.api.validation import ModelNotFound
@@ -28,12 +29,6 @@ log = logging.getLogger("proxy")
 RETRY_STATUSES = (429, 503)
 RETRY_AFTER_S = "1"
 _JSON = "application/json"
-
-
-class InvalidApiKey(InvalidRequest):
-    """The API key is missing or wrong."""
-
-    code = "invalid_api_key"
 
 
 class TooManyConnections(Overloaded):

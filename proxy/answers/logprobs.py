@@ -60,12 +60,9 @@ def chat_logprobs(text: TokenText, tokens: Sequence[SampledToken], num_top: int)
 def prompt_logprobs(
     text: TokenText, token_ids: Sequence[int], given: Sequence[TokenLogprobs], num_top: int
 ) -> PromptLogprobs:
-    """Logprobs of the prompt's tokens and of the `num_top` most likely ones. The first token has no logprobs.
-
-    given: of all tokens but the first.
-    """
-    result: PromptLogprobs = [None]
-    for token_id, logprobs in zip(token_ids[1:], given, strict=True):
+    """Logprobs of a prompt's tokens and of the `num_top` most likely ones. given: one for each of these tokens."""
+    result: PromptLogprobs = []
+    for token_id, logprobs in zip(token_ids, given, strict=True):
         ranked = {i: (logprob, rank) for rank, (i, logprob) in enumerate(logprobs.top[:num_top], start=1)}
         ranked[token_id] = (logprobs.logprob, logprobs.rank)
         result.append(

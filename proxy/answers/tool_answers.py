@@ -8,7 +8,9 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from tandem.protocol.messages.generation import FinishReason
+from tandem.proxy.answers.answers import Choice
 from tandem.proxy.answers.chat import ChatAnswers
+from tandem.proxy.answers.json_parts import Holes
 from tandem.proxy.api.responses import AnsweredToolCall, AssistantMessage, CalledFunction, ChatDelta, ChatFinishReason
 from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.proxy.api.tool_parser import Parsed, ToolParser
@@ -32,13 +34,13 @@ class ToolAnswers(ChatAnswers):
         content = ChatDelta(content=parsed.content or UNSET, tool_calls=_calls(parsed) or UNSET)
         return content, _reason(delta.finish_reason, parser)
 
-    def _message(self, sequence: TextDelta) -> tuple[AssistantMessage, ChatFinishReason | None]:
+    def _message(self, choice: Choice, holes: Holes) -> tuple[AssistantMessage, ChatFinishReason | None]:
         parser = self._format.parser()
-        parsed = parser.push(sequence.text, is_end=True)
+        parsed = parser.push(str(choice.text), is_end=True)
         if not parsed.names:
-            return AssistantMessage(parsed.content), sequence.finish_reason
+            return AssistantMessage(parsed.content), choice.finish_reason
         calls = [replace(call, index=UNSET) for call in _calls(parsed)]
-        return AssistantMessage(parsed.content or None, tool_calls=calls), _reason(sequence.finish_reason, parser)
+        return AssistantMessage(parsed.content or None, tool_calls=calls), _reason(choice.finish_reason, parser)
 
 
 def _reason(finish_reason: FinishReason | None, parser: ToolParser) -> ChatFinishReason | None:

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 
 import msgspec
 
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.prompt_logprobs import MAX_PROMPT_LOGPROBS_BYTES, max_packed_bytes
+from tandem.proxy.admission.answer_budget import MAX_ANSWER_BYTES, answer_too_large
 from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.media.media_lease import MediaLease
-from tandem.proxy.text.prompt import AnyPrompt, ContextLengthExceeded
+from tandem.proxy.text.prompt import AnyPrompt, CompletionPrompt, ContextLengthExceeded
 from tandem.runtime.errors import InvalidRequest
+
+_ECHO_BYTES, _LOGPROBS_BYTES, _TOP_LOGPROB_BYTES, _PROMPT_LOGPROB_BYTES = 5, 80, 28, 80
+"""Usual sizes, in JSON, of an echoed token, of its logprobs, of each top token in them, and of each token in
+prompt_logprobs."""
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +92,39 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
             largest = max(token_ids, default=0)
             if largest >= limits.vocab_size:
                 raise InvalidRequest(f"{param} must have token ids below {limits.vocab_size}, not {largest}.", param)
+
+    def check_answer_size(self, num_tokens: Sequence[int]) -> None:
+        """Raises InvalidRequest if what the answer repeats of the prompts would be too large.
+
+        Call it before the prompts are rendered. num_tokens: of each prompt.
+        """
+        num_top = self.num_prompt_logprobs
+        if num_top is not None and max_packed_bytes(longest := max(num_tokens), num_top) > MAX_PROMPT_LOGPROBS_BYTES:
+            raise InvalidRequest(
+                f"The prompt has {longest} tokens, too many for {num_top} log-probabilities of each: at most "
+                f"{MAX_PROMPT_LOGPROBS_BYTES // max_packed_bytes(1, num_top)} tokens are possible. Shorten the prompt "
+                "or ask for fewer log-probabilities.",
+                "logprobs" if self.prompt_logprobs is None else "prompt_logprobs",
+            )
+        num_choices = self.n if isinstance(self.prompt, CompletionPrompt) else 1  # a chat repeats its prompt once
+        if num_choices * sum(num_tokens) * self._num_repeated_bytes() > MAX_ANSWER_BYTES:
+            raise answer_too_large(MAX_ANSWER_BYTES)
+
+    def num_held_bytes(self, num_tokens: int) -> int:
+        """Estimates the memory of what the answer repeats of the prompts. num_tokens: of all prompts."""
+        num_packed = 0 if self.num_prompt_logprobs is None else max_packed_bytes(num_tokens, self.num_prompt_logprobs)
+        return num_packed + num_tokens * self._num_repeated_bytes()
+
+    def _num_repeated_bytes(self) -> int:
+        """Estimates the size of what one choice repeats of each prompt token."""
+        num_bytes = 0
+        if self.echo:
+            num_bytes += _ECHO_BYTES
+            if self.base_sampling.logprobs is not None:
+                num_bytes += _LOGPROBS_BYTES + _TOP_LOGPROB_BYTES * self.base_sampling.logprobs
+        if self.prompt_logprobs is not None:
+            num_bytes += _PROMPT_LOGPROB_BYTES * (1 + self.prompt_logprobs)
+        return num_bytes
 
     def max_prompt_tokens(self, limits: ModelLimits) -> int | None:
         """Returns the length to which longer prompts are truncated; None refuses prompts that do not fit."""

@@ -302,5 +302,5 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True):
-    tokens: list[TokenId]
+    tokens: Annotated[list[TokenId], Meta(max_length=2**20)]
     model: str | None = None

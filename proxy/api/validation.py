@@ -53,7 +53,7 @@ class BodyDecoder:
     """Decodes and checks bodies. All methods raise InvalidRequest.
 
     trust_chat_template: clients may send their own chat templates. max_media: images and videos per chat; 0 if the
-    model takes text only.
+    model takes text only. max_sequences: prompts times n.
     """
 
     def __init__(
@@ -63,7 +63,9 @@ class BodyDecoder:
         tool_format: ToolFormat | None = None,
         max_media: int = 0,
         sampling_defaults: SamplingDefaults = SamplingDefaults(),  # noqa: B008  # frozen
+        max_sequences: int = 1024,
     ) -> None:
+        self._max_sequences = max_sequences
         self._sampling_defaults = sampling_defaults
         self._max_media = max_media
         self._served_model_name = served_model_name
@@ -77,6 +79,13 @@ class BodyDecoder:
     def completion(self, body: bytes) -> GenerationRequest:
         request = self._decode(self._completion, body)
         prompt = CompletionPrompt(msgspec.Raw(bytes(request.prompt)), request.add_special_tokens is not False)
+        max_prompts = self._max_sequences // (request.n or 1)
+        if prompt.num_prompts(max_prompts) > max_prompts:
+            raise InvalidRequest(
+                f"The request asks for more than {self._max_sequences} sequences (prompts times n), the limit; "
+                "send fewer prompts in one request, or lower n.",
+                "prompt" if max_prompts else "n",
+            )
         if request.best_of is not None and request.best_of != (request.n or 1):
             raise InvalidRequest(
                 f"best_of must equal n ({request.n or 1}): all choices are returned; select among them in the client.",

@@ -71,8 +71,11 @@ class WorkerRecord:
 
 @dataclass(frozen=True, slots=True)
 class LostWorker:
+    """is_death: its process ended or is silent. False for a worker that left, or if this proxy is the cause."""
+
     worker: WorkerInfo
     reason: str
+    is_death: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +159,7 @@ class WorkerTable:
     def on_left(self, epoch: str) -> MembershipChange:
         """The worker announced that it leaves."""
         record = self._by_epoch.get(epoch)
-        return self._remove([LostWorker(record.worker, "it has left")] if record is not None else [])
+        return self._remove([LostWorker(record.worker, "it has left", is_death=False)] if record is not None else [])
 
     def on_exited(self, worker_id: str, pid: int) -> MembershipChange:
         """The launcher saw the process exit. A new process of that name that has already registered stays."""
@@ -175,7 +178,7 @@ class WorkerTable:
         if stalled_s > _GIVEN_UP_S:
             # The workers register again, and this proxy's sequences are dispatched again.
             reason = f"this proxy was stopped for {stalled_s:.1f} s, so workers may have dropped its requests"
-            return self._remove([LostWorker(record.worker, reason) for record in self._by_epoch.values()])
+            return self._remove([LostWorker(record.worker, reason, False) for record in self._by_epoch.values()])
         if stalled_s > _STALL_S:
             # This process was frozen or starved, and the workers' messages are still unread.
             for record in self._by_epoch.values():
@@ -210,7 +213,7 @@ class WorkerTable:
         return self._limits
 
     def why_not_ready(self) -> str | None:
-        """Returns what is missing to serve requests, or None when nothing is."""
+        """Returns what is missing to serve requests, or None. Strangers may read it: it names no worker."""
         if not self.prefill_workers and not self.decode_workers:
             return "no worker is ready"
         if self.decode_workers and self._decode_may_prefill:
@@ -221,14 +224,16 @@ class WorkerTable:
             return "no decode worker is ready"
         if self.paired_prefill_workers:
             return None
-        troubles = [
-            f"{record.worker.worker_id} to {pair.decode_worker_id} is {pair.state}"
-            + (f" ({pair.reason})" if pair.reason else "")
-            for record in self.prefill_workers
-            for pair in record.pairs
-            if pair.state != "ready"
-        ]
-        return "no prefill worker is connected to a decode worker yet" + (f": {troubles[0]}" if troubles else "")
+        return "no prefill worker is connected to a decode worker yet"
+
+    def pair_trouble(self) -> str | None:
+        """Returns why a pair of workers is not connected, for operators: it names workers and their addresses."""
+        for record in self.prefill_workers:
+            for pair in record.pairs:
+                if pair.state != "ready":
+                    reason = f" ({pair.reason})" if pair.reason else ""
+                    return f"{record.worker.worker_id} to {pair.decode_worker_id} is {pair.state}{reason}"
+        return None
 
     def report(self, now: float) -> list[WorkerReport]:
         return [

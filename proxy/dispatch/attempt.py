@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from tandem.protocol.messages.dispatch import FirstToken, NewToken
-from tandem.protocol.messages.generation import FinishReason, SampledToken, TokenLogprobs
+from tandem.protocol.messages.generation import FinishReason, SampledToken
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.proxy.cluster.router import Route, Router
 from tandem.runtime.errors import TandemError
@@ -26,9 +28,14 @@ class SharedPrefill:
     def __init__(self, router: Router, route: Route, started_at: float) -> None:
         self.route = route
         self.started_at = started_at
-        self.prompt_logprobs: list[TokenLogprobs] | None = None
+        self.prompt_logprobs: list[bytes] | None = None  # packed
         self._router = router
         self._has_ended = False
+
+    def take_prompt_logprobs(self) -> list[bytes] | None:
+        """Returns the packed logprobs to the first caller. The prompt's other sequences share what is made of them."""
+        logprobs, self.prompt_logprobs = self.prompt_logprobs, None
+        return logprobs
 
     def end(self, first_token_at: float | None) -> bool:
         """The first token came, or (None) will not come. Returns False when the prefill had already ended."""
@@ -44,10 +51,13 @@ class Attempt:
 
     on_news: called when there are tokens to take, and at the end. `suspects` are the workers that may have caused the
     error. `has_lost_worker` means that a worker of the attempt was lost and the other one is not to blame.
-    `busy_workers` may still hold something for the attempt.
+    `busy_workers` may still hold something for the attempt. is_alone: no other attempt of a suspect is in flight, see
+    `proxy.dispatch.crashes`.
     """
 
-    def __init__(self, attempt_id: str, prefill: SharedPrefill, on_news: Callable[[], None]) -> None:
+    def __init__(
+        self, attempt_id: str, prefill: SharedPrefill, on_news: Callable[[], None], is_alone: bool = False
+    ) -> None:
         route = prefill.route
         self.attempt_id = attempt_id
         self.prefill = prefill
@@ -66,7 +76,9 @@ class Attempt:
         self.has_lost_worker = False
         self.suspects: list[WorkerInfo] = []
         self.busy_workers = route.workers
+        self.is_alone = is_alone
         self._on_news = on_news
+        self._may_have_killed = False
         self._decode_reserved = len(route.workers) == 1  # a worker that also decodes has the blocks
         self._decode_tokens: list[NewToken] = []  # held until the first token is released
         self._first_released = False
@@ -77,9 +89,9 @@ class Attempt:
 
     def on_first_token(self, message: FirstToken) -> None:
         if self.first_token is None:
-            self.first_token = message
             if message.prompt_logprobs is not None:  # only the first of the sequences' first tokens carries them
                 self.prefill.prompt_logprobs = message.prompt_logprobs
+            self.first_token = msgspec.structs.replace(message, prompt_logprobs=None)
             self._release()
 
     def on_decode_reserved(self) -> None:
@@ -110,11 +122,24 @@ class Attempt:
 
     def on_worker_lost(self, worker: WorkerInfo, error: TandemError) -> None:
         """Ends the attempt, unless only prefill was lost and decode already runs."""
-        if self.route.is_shipped and worker == self.route.prefill and self._first_released and self._num_decoded:
+        if self.route.is_shipped and worker == self.route.prefill and self._first_released and self.has_decoded:
             self._on_worker_done(worker)
         elif not self.preempted:
             self.has_lost_worker = True
             self.fail(error, suspects=[worker])  # it may still run, behind a broken connection
+
+    def may_have_killed(self, worker: WorkerInfo) -> bool:
+        """Whether the attempt may be the cause of this worker's death: its part there had not succeeded.
+
+        True once, so that a host that fails with both workers counts as one death.
+        """
+        has_prefilled = self.route.is_shipped and worker == self.route.prefill and self.first_token is not None
+        has_succeeded = self.has_decoded or has_prefilled
+        is_over = self.finish_reason is not None or self.preempted or (self.error and worker not in self.suspects)
+        if has_succeeded or is_over or self._may_have_killed:
+            return False
+        self._may_have_killed = self.runs_on(worker)
+        return self._may_have_killed
 
     def fail(self, error: TandemError, suspects: Sequence[WorkerInfo] = ()) -> None:
         if suspects:
@@ -128,6 +153,11 @@ class Attempt:
     @property
     def has_ended(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def has_decoded(self) -> bool:
+        """Whether a decode step of the sequence has succeeded."""
+        return self._num_decoded > 0
 
     @property
     def has_tokens(self) -> bool:

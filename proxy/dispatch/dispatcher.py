@@ -9,6 +9,7 @@ A request in five steps:
    `on_ready`.
 4. `take` hands the tokens to the reader. An attempt that was preempted, or lost a worker, is followed by another one
    (`_start_over`, docs/adr/0013-migration.md).
+   Prompts that may have ended two workers wait for each other (`proxy.dispatch.crashes`).
 5. `drop` ends the sequence. Workers that may still hold something for it are sent `AbortAttempt`.
 """
 
@@ -16,14 +17,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import secrets
 import time
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
+from tandem.protocol.codec import MessageTooLarge
 from tandem.protocol.messages.dispatch import (
     AbortAttempt,
     AttemptFailed,
@@ -40,13 +44,17 @@ from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.prefix_hash import unpack_short_hashes
 from tandem.proxy.cluster.router import NoWorkerReady, PromptShape, Router, SLOUnreachable
+from tandem.proxy.cluster.worker_table import MAX_WORKERS
 from tandem.proxy.dispatch.attempt import Attempt, SharedPrefill
+from tandem.proxy.dispatch.crashes import MAX_DEATHS, REFUSAL_S, RefusedPrompts, RequestCrashesWorkers
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import TandemError, WorkerLost
 from tandem.runtime.host import is_elsewhere
 from tandem.telemetry.proxy_metrics import ProxyMetrics
+
+log = logging.getLogger(__name__)
 
 _RETRY_INTERVAL_S = 0.25
 """Seconds between two looks at the prompts that wait for a worker."""
@@ -86,6 +94,10 @@ class Dispatcher:
         self._sequences: dict[DispatchedSequence, None] = {}  # open ones, in order
         self._running: dict[str, Attempt] = {}  # by attempt_id
         self._waiting: list[_WaitingPrompt] = []
+        self._refused = RefusedPrompts()
+        self._suspects: deque[_WaitingPrompt] = deque()  # wait until no other suspect is in flight
+        self._alone: list[DispatchedSequence] = []  # of the suspected prompt in flight, or about to be retried
+        self._dead: deque[str] = deque(maxlen=MAX_WORKERS)  # epochs of workers whose death was counted
         self._retry_timer: asyncio.TimerHandle | None = None
         self._prefix = secrets.token_hex(4)
         self._numbers = itertools.count()
@@ -109,9 +121,10 @@ class Dispatcher:
         """Dispatches one prompt for as many sequences as there are samplings, which differ in their seeds.
 
         The caller calls `take` after each `on_ready(sequence)`, and owes each sequence one `drop`. deadline_s,
-        max_ttft_s: seconds from now. Raises SLOUnreachable when the first token is predicted later than max_ttft_s;
-        then nothing is owed.
+        max_ttft_s: seconds from now. Raises SLOUnreachable when the first token is predicted later than max_ttft_s, and
+        RequestCrashesWorkers for a prompt that is refused; then nothing is owed.
         """
+        self._refused.check(asyncio.get_running_loop().time(), prompt, samplings[0])
         sequences: list[DispatchedSequence] = []
         for sampling in samplings:
             sequences.append(DispatchedSequence(prompt, sampling, stop, deadline_s, on_ready, siblings=sequences))
@@ -140,6 +153,7 @@ class Dispatcher:
             is_new = attempt.prefill.end(time.monotonic())
             if is_new and delta.is_first:
                 self._metrics.cached_prompt_tokens.inc(delta.num_cached_tokens)
+            self._begin_next_suspect()
         elif sequence.error is not None:
             raise sequence.error
         elif sequence.must_start_over:
@@ -153,6 +167,7 @@ class Dispatcher:
             del self._sequences[sequence]
             self._metrics.running.dec()
             self._end_attempt(sequence)
+            self._begin_next_suspect()
 
     # ---- attempts
 
@@ -191,9 +206,13 @@ class Dispatcher:
         sequences = [sequence for sequence in waiting.sequences if sequence.is_wanted]
         if not sequences:
             return
+        is_suspect = any(sequence.is_suspect for sequence in sequences)
+        if is_suspect and self._alone and self._alone[0].prompt is not sequences[0].prompt:
+            self._suspects.append(waiting)
+            return
         loop = asyncio.get_running_loop()
         try:
-            self._dispatch(sequences, waiting.max_ttft_s)
+            self._dispatch(sequences, waiting.max_ttft_s, is_alone=is_suspect)
         except NoWorkerReady as error:
             if loop.time() >= waiting.until:
                 for sequence in sequences:
@@ -203,6 +222,14 @@ class Dispatcher:
             if self._retry_timer is None:
                 interval_s = min(_RETRY_INTERVAL_S, self._worker_wait_s)
                 self._retry_timer = loop.call_later(interval_s, self._on_retry_timer)
+
+    def _begin_next_suspect(self) -> None:
+        """Dispatches the next suspect when the one before has ended or is none any more."""
+        if any(sequence.is_wanted and sequence.is_suspect for sequence in self._alone):
+            return
+        self._alone = []
+        while self._suspects and not self._alone:
+            self._begin(replace(self._suspects.popleft(), until=self._wait_until()))
 
     def _on_retry_timer(self) -> None:
         self._retry_timer = None
@@ -218,7 +245,7 @@ class Dispatcher:
                 for sequence in each.sequences:
                     sequence.fail(error)
 
-    def _dispatch(self, sequences: list[DispatchedSequence], max_ttft_s: float | None) -> None:
+    def _dispatch(self, sequences: list[DispatchedSequence], max_ttft_s: float | None, is_alone: bool) -> None:
         """Sends the prompt and what was generated so far to workers. Raises NoWorkerReady or SLOUnreachable."""
         first = sequences[0]
         prompt, stop, generated = first.prompt, first.stop, first.generated
@@ -237,10 +264,12 @@ class Dispatcher:
         shared = SharedPrefill(self._router, route, time.monotonic())
         attempts = []
         for sequence in sequences:
-            attempt = Attempt(f"{self._prefix}-{next(self._numbers)}", shared, sequence.notify)
+            attempt = Attempt(f"{self._prefix}-{next(self._numbers)}", shared, sequence.notify, is_alone)
             self._running[attempt.attempt_id] = attempt
             sequence.begin(attempt)
             attempts.append(attempt)
+        if is_alone:
+            self._alone += [sequence for sequence in sequences if sequence not in self._alone]
         prefill, decode = route.prefill, route.decode
         shared_fields: dict[str, Any] = {
             "proxy_id": self._proxy_id,
@@ -280,10 +309,14 @@ class Dispatcher:
             self._connections.send(worker, AbortAttempt(self._proxy_id, attempt.attempt_id))
 
     def _send(self, worker: WorkerInfo, attempts: list[Attempt], message: msgspec.Struct) -> None:
-        if not self._connections.send(worker, message):
-            error = WorkerLost(f"{worker.role} worker {worker.worker_id} does not read its messages")
-            for attempt in attempts:
-                attempt.fail(error, suspects=[worker])
+        try:
+            if self._connections.send(worker, message):
+                return
+            error: TandemError = WorkerLost(f"{worker.role} worker {worker.worker_id} does not read its messages")
+        except MessageTooLarge as too_large:
+            error = too_large
+        for attempt in attempts:
+            attempt.fail(error, suspects=[worker])
 
     # ---- called by the connections to the workers
 
@@ -317,8 +350,18 @@ class Dispatcher:
         attempt = self._running.get(attempt_id)
         return attempt if attempt is not None and attempt.runs_on(worker) else None
 
-    def on_worker_lost(self, worker: WorkerInfo, reason: str) -> None:
-        """A worker, or a connection to it, was lost. Call before the worker's connections are closed."""
+    def on_worker_lost(self, worker: WorkerInfo, reason: str, is_death: bool = True) -> None:
+        """A worker, or a connection to it, was lost. Call before the worker's connections are closed.
+
+        is_death: a request may be the cause. A connection breaks when its worker dies, and counts as a death.
+        """
+        if is_death and worker.epoch not in self._dead:  # it may still be chosen after its connection broke
+            self._dead.append(worker.epoch)
+            for sequence in self._sequences:
+                if sequence.on_worker_died(worker):
+                    log.error("a request that was lost with %d workers is refused for %.0f s", MAX_DEATHS, REFUSAL_S)
+                    self._refused.add(asyncio.get_running_loop().time(), sequence.prompt, sequence.sampling)
+                    sequence.fail(RequestCrashesWorkers())
         error = WorkerLost(f"{worker.role} worker {worker.worker_id} was lost while it held the request: {reason}")
         for attempt in self._running.values():
             if attempt.runs_on(worker):

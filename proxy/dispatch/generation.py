@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, replace
 
-from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.protocol.messages.generation import FinishReason, SampledToken
 from tandem.proxy.admission.admission import Admission, Ticket
+from tandem.proxy.admission.answer_budget import AnswerBudget, HeldAnswer
+from tandem.proxy.admission.api_key import ApiKey
 from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.router import NoWorkerReady
@@ -30,6 +32,11 @@ from tandem.runtime.errors import TandemError
 from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
 from tandem.telemetry.request_log import RequestLog, RequestRecord
 
+_TAKEN_PER_TURN = 16
+"""Sequences of one request that are served before the event loop runs again (about 2 ms). A thousand may be ready."""
+_LOGPROBS_PER_SLICE = 1024
+"""Encoding them takes about 2 ms of the event loop."""
+
 
 @dataclass(frozen=True, slots=True)
 class GenerationServices:
@@ -43,6 +50,7 @@ class GenerationServices:
     readers: ReaderPool
     worker_table: WorkerTable
     admission: Admission
+    answer_budget: AnswerBudget
     dispatcher: Dispatcher
     metrics: ProxyMetrics
     requests: RequestLog
@@ -53,7 +61,8 @@ class GenerationServices:
 class Generation:
     """Generates the sequences of one request.
 
-    `record` counts the tokens: those of the prompts from the first delta on, the others of the deltas so far.
+    `record` counts the tokens: those of the prompts from the first delta on, the others of the deltas so far. `held` is
+    the memory of the answer, which its maker releases. `turn` is awaited after each slice of the answer.
     """
 
     def __init__(
@@ -63,20 +72,25 @@ class Generation:
         record: RequestRecord,
         client: str = "",
         timeout_s: float | None = None,
+        api_key: ApiKey | None = None,
     ) -> None:
         """request: with tokenised prompts, as `ReaderPool.read` returns it. record: ended by `deltas`.
 
         client: whose limits the request counts towards. timeout_s: the client's, from arrival; the server's and the
-        request's own hold as well.
+        request's own hold as well. api_key: ends the request when it is revoked.
         """
         limits_s = (services.request_timeout_s, timeout_s, request.timeout)
         self._timeout_s = min(limit_s for limit_s in limits_s if limit_s is not None)
         self.token_text = services.token_text
+        self.held = HeldAnswer(services.answer_budget, client)
+        self.turn = services.answer_budget.turn
         self.request = request
         self.record = record
         self.created = int(time.time())
         self._services = services
         self._client = client
+        self._shown_prompts: set[int] = set()  # numbers of the prompts that a delta had
+        self._api_key = api_key
 
     async def deltas(self) -> AsyncGenerator[TextDelta, None]:
         """Yields the text of all sequences as it comes. The last delta of each has a finish_reason.
@@ -89,32 +103,49 @@ class Generation:
         ready: asyncio.Queue[DispatchedSequence] = asyncio.Queue()
         ticket: Ticket | None = None
 
-        def on_displaced(error: TandemError) -> None:
+        def fail(error: TandemError) -> None:
             for sequence in texts:
                 sequence.fail(error)
 
         try:
+            if self._api_key is not None:
+                self._api_key.begin(fail)
             prompts = self._prompts()
             # A prompt is computed once for all its sequences, so it counts for the first of them.
             prompt_tokens = [0 if i else prompt.num_tokens for prompt in prompts for i in range(self.request.n)]
-            ticket = services.admission.admit(self._client, prompt_tokens, self.request.priority, on_displaced)
+            self.held.reserve(self.request.num_held_bytes(self.record.num_prompt_tokens))
+            ticket = services.admission.admit(self._client, prompt_tokens, self.request.priority, fail)
             for prompt in prompts:
                 self._start(prompt, texts, ready)
-            num_open = len(texts)
+                await asyncio.sleep(0)  # starting a thousand sequences takes 0.1 s
+            num_open, num_taken = len(texts), 0
             while num_open:
+                num_taken += 1
+                if num_taken % _TAKEN_PER_TURN == 0:  # while `ready` is not empty, getting from it does not yield
+                    await asyncio.sleep(0)
                 sequence = await ready.get()
-                if (tokens := services.dispatcher.take(sequence)) is None:
+                if (taken := services.dispatcher.take(sequence)) is None:
                     continue
-                text = texts[sequence]
-                if tokens.is_first:
+                text, is_first, shown = texts[sequence], taken.is_first, None
+                text.timer.on_tokens(time.monotonic(), 0 if self.request.is_prompt_only else len(taken.tokens))
+                if is_first:
                     ticket.on_first_token(text.index)
-                delta = await self._next_text(sequence, text, tokens)
-                self.record.num_completion_tokens += len(delta.tokens)
-                if delta.finish_reason is not None:
-                    num_open -= 1
-                    outcome = delta.finish_reason if not num_open else outcome
-                    services.dispatcher.drop(sequence)  # the workers do not know of a stop string
-                yield delta
+                    if text.index % self.request.n == 0:
+                        self.record.num_cached_tokens += taken.num_cached_tokens
+                    shown = await self._shown_prompt(sequence, text, taken)
+                for number, (tokens, finish_reason) in enumerate(self._slices(taken)):
+                    if number:
+                        await asyncio.sleep(0)
+                    delta = await text.push(tokens, finish_reason, is_first, shown)
+                    is_first, shown = False, None
+                    self.record.num_completion_tokens += len(delta.tokens)
+                    if delta.finish_reason is not None:
+                        num_open -= 1
+                        outcome = delta.finish_reason if not num_open else outcome
+                        services.dispatcher.drop(sequence)  # the workers do not know of a stop string
+                    yield delta
+                    if delta.finish_reason is not None:
+                        break
         except TandemError as error:
             outcome = error.code
             if (reason := rejection_reason(error)) is not None:
@@ -125,6 +156,8 @@ class Generation:
             outcome = "internal_error"
             raise
         finally:
+            if self._api_key is not None:
+                self._api_key.end(fail)
             for sequence, text in texts.items():
                 text.timer.close()
                 services.dispatcher.drop(sequence)
@@ -174,19 +207,25 @@ class Generation:
                 timer,
             )
 
-    async def _next_text(self, sequence: DispatchedSequence, text: SequenceText, delta: TokenDelta) -> TextDelta:
-        request = self.request
-        tokens, finish_reason = delta.tokens, delta.finish_reason
-        if request.is_prompt_only:  # workers generate at least one token, which the client did not ask for
-            tokens, finish_reason = [], "length"
-        text.timer.on_tokens(time.monotonic(), len(tokens))
-        prompt: PromptTokens | None = None
-        echo = ""
-        if delta.is_first:
-            if text.index % request.n == 0:
-                self.record.num_cached_tokens += delta.num_cached_tokens
-            if request.echo or request.num_prompt_logprobs is not None:
-                token_ids = unpack_token_ids(sequence.prompt.token_ids)
-                echo = await self._services.readers.text_of(token_ids) if request.echo else ""
-                prompt = PromptTokens(token_ids, delta.prompt_logprobs or [])
-        return await text.push(tokens, finish_reason, prompt, echo)
+    def _slices(self, delta: TokenDelta) -> Iterator[tuple[list[SampledToken], FinishReason | None]]:
+        """Yields the tokens in slices that are quick to encode. Many come at once when a client reads slowly."""
+        if self.request.is_prompt_only:  # workers generate at least one token, which the client did not ask for
+            yield [], "length"
+            return
+        num_top, tokens = self.request.base_sampling.logprobs, delta.tokens
+        length = len(tokens) if num_top is None else max(1, _LOGPROBS_PER_SLICE // (1 + num_top))
+        for start in range(0, len(tokens), length):
+            is_last = start + length >= len(tokens)
+            yield tokens[start : start + length], delta.finish_reason if is_last else None
+
+    async def _shown_prompt(
+        self, sequence: DispatchedSequence, text: SequenceText, delta: TokenDelta
+    ) -> PromptTokens | None:
+        """Returns what the answer shows of the sequence's prompt, or None if it shows nothing or has it already."""
+        request, number = self.request, text.index // self.request.n
+        if not (request.echo or request.num_prompt_logprobs is not None) or number in self._shown_prompts:
+            return None
+        self._shown_prompts.add(number)
+        token_ids = sequence.prompt.token_ids
+        echo = await self._services.readers.text_of(token_ids) if request.echo else ""
+        return PromptTokens(token_ids, echo, delta.prompt_logprobs or [])

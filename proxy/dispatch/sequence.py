@@ -19,9 +19,10 @@ from tandem.protocol.messages.generation import (
     SampledToken,
     SamplingParams,
     StopConditions,
-    TokenLogprobs,
 )
+from tandem.protocol.messages.membership import WorkerInfo
 from tandem.proxy.dispatch.attempt import Attempt
+from tandem.proxy.dispatch.crashes import MAX_DEATHS, SUSPECT_DEATHS
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import DeadlineExceeded, KVTransferFailed, TandemError, WorkerLost
 from tandem.runtime.host import is_elsewhere
@@ -36,7 +37,7 @@ _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 1.0
 class TokenDelta(msgspec.Struct, frozen=True):
     """The tokens of a sequence since the last delta: at least one. `finish_reason` is set on the last delta.
 
-    is_first: no delta came before. Such a one has the num_cached_tokens of the prompt and, if asked for, the
+    is_first: no delta came before. Such a one has the num_cached_tokens of the prompt and, if asked for, the packed
     prompt_logprobs of all prompt tokens but the first.
     """
 
@@ -44,7 +45,7 @@ class TokenDelta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None
     is_first: bool = False
     num_cached_tokens: int = 0
-    prompt_logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[bytes] | None = None
 
 
 class DispatchedSequence:
@@ -53,7 +54,7 @@ class DispatchedSequence:
     deadline_s: seconds from now until the sequence fails with DeadlineExceeded. on_ready(sequence): called when the
     reader has something to take, and not again until it has been taken. siblings: the sequences of the same prompt,
     including this one. avoid: epochs of the workers suspected of the last failure. near: epoch of the last decode
-    worker, unless it is in `avoid`.
+    worker, unless it is in `avoid`. num_deaths: of workers, since the last decoded token, that it may have caused.
     """
 
     def __init__(
@@ -76,9 +77,11 @@ class DispatchedSequence:
         self.attempt: Attempt | None = None
         self.error: TandemError | None = None
         self.num_lost = 0
+        self.num_deaths = 0
         self.avoid: frozenset[str] = frozenset()
         self.near = ""
         self.is_open = True
+        self._lost_attempt: Attempt | None = None  # the last one that failed
         self._on_ready = on_ready
         self._is_ready = False
         late = DeadlineExceeded(f"the request was not finished within its {deadline_s:.3g} s")
@@ -104,6 +107,7 @@ class DispatchedSequence:
         """Handles a failed attempt. Returns the seconds to wait before the next one, or None when it is the last."""
         error = attempt.error
         assert error is not None
+        self._lost_attempt = attempt
         decode, prefill = attempt.route.decode, attempt.route.prefill
         self.avoid = frozenset(worker.epoch for worker in attempt.suspects)
         if self.prompt.media and attempt.first_token is None and is_elsewhere(prefill.host_id):
@@ -121,6 +125,17 @@ class DispatchedSequence:
         delay_s: float = _FIRST_DELAY_S * 2 ** (self.num_lost - 2)
         return min(_MAX_DELAY_S, delay_s)
 
+    def on_worker_died(self, worker: WorkerInfo) -> bool:
+        """Counts the death of a worker if this sequence may be its cause. Returns whether it is the only suspect.
+
+        The peer of a dead worker may have reported the loss before, so the last failed attempt is asked too.
+        """
+        for attempt in (self.attempt, self._lost_attempt):
+            if attempt is not None and attempt.may_have_killed(worker):
+                self.num_deaths += 1
+                return attempt.is_alone and self.num_deaths >= MAX_DEATHS
+        return False
+
     def notify(self) -> None:
         if not self._is_ready:
             self._is_ready = True
@@ -134,12 +149,14 @@ class DispatchedSequence:
             return None
         if self.error is not None or (attempt.is_over and attempt.finish_reason is None):
             self.notify()  # the end follows the tokens
+        if attempt.has_decoded:
+            self.num_deaths = 0
         is_first = not self.generated
         self.generated += [token.token_id for token in tokens]
         if not is_first:
             return TokenDelta(tokens, attempt.finish_reason)
         assert attempt.first_token is not None
-        num_cached_tokens, logprobs = attempt.first_token.num_cached_tokens, attempt.prefill.prompt_logprobs
+        num_cached_tokens, logprobs = attempt.first_token.num_cached_tokens, attempt.prefill.take_prompt_logprobs()
         return TokenDelta(tokens, attempt.finish_reason, True, num_cached_tokens, logprobs)
 
     def close(self) -> None:
@@ -149,6 +166,10 @@ class DispatchedSequence:
     @property
     def is_wanted(self) -> bool:
         return self.is_open and self.error is None
+
+    @property
+    def is_suspect(self) -> bool:
+        return self.num_deaths >= SUSPECT_DEATHS
 
     @property
     def must_start_over(self) -> bool:

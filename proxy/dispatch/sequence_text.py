@@ -7,7 +7,7 @@ import time
 
 import msgspec
 
-from tandem.protocol.messages.generation import FinishReason, SampledToken, TokenLogprobs
+from tandem.protocol.messages.generation import FinishReason, SampledToken
 from tandem.proxy.text.detokenizer import Detokenizer
 from tandem.proxy.text.stop_strings import StopStrings
 from tandem.telemetry.proxy_metrics import SequenceTimer
@@ -17,18 +17,23 @@ _MAX_TOKENS_AT_ONCE = 64
 
 
 class PromptTokens(msgspec.Struct, frozen=True):
-    """A prompt as its client sees it. logprobs: of all tokens but the first; empty unless requested."""
+    """A prompt as its client sees it.
 
-    token_ids: list[int]
-    logprobs: list[TokenLogprobs]
+    token_ids: packed. text: empty unless it is echoed. logprobs: of all tokens but the first, packed; empty unless
+    requested.
+    """
+
+    token_ids: bytes
+    text: str
+    logprobs: list[bytes]
 
 
 class TextDelta(msgspec.Struct, frozen=True):
     """The next piece of one sequence's text, and its tokens.
 
     index: prompt index * n + number of the sequence. text: may be empty while a possible stop string is held back.
-    num_shown: how many of the tokens are part of the text; a stop token is not. prompt: on the first delta if the
-    client asked for it; an echoed prompt is part of the text already.
+    num_shown: how many of the tokens are part of the text; a stop token is not. is_first: no delta of the sequence came
+    before. prompt: on the first delta of all sequences of the prompt, if the client asked for it; not part of the text.
     """
 
     index: int
@@ -36,6 +41,7 @@ class TextDelta(msgspec.Struct, frozen=True):
     tokens: list[SampledToken]
     num_shown: int
     finish_reason: FinishReason | None
+    is_first: bool = False
     prompt: PromptTokens | None = None
 
 
@@ -49,10 +55,14 @@ class SequenceText:
         self._stop_strings = stop_strings
 
     async def push(
-        self, tokens: list[SampledToken], finish_reason: FinishReason | None, prompt: PromptTokens | None, echo: str
+        self,
+        tokens: list[SampledToken],
+        finish_reason: FinishReason | None,
+        is_first: bool,
+        prompt: PromptTokens | None,
     ) -> TextDelta:
         """Returns the delta for these tokens. It ends earlier than they do when a stop string is complete."""
-        pieces = [echo]
+        pieces: list[str] = []
         # A stop token ends the text without being part of it, but was generated and counts.
         num_shown = len(tokens) - (finish_reason == "stop")
         for number in range(num_shown):
@@ -73,4 +83,4 @@ class SequenceText:
         self.timer.on_text(now)
         if finish_reason is not None:
             self.timer.on_finished(now)
-        return TextDelta(self.index, "".join(pieces), tokens, num_shown, finish_reason, prompt)
+        return TextDelta(self.index, "".join(pieces), tokens, num_shown, finish_reason, is_first, prompt)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tandem.proxy.admission.client_slots import ClientSlots
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.dispatch.generation import GenerationServices
+from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.bodies import RequestBodies
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.reading.media_pool import MediaPool
@@ -13,8 +15,11 @@ from tandem.proxy.reading.media_pool import MediaPool
 
 @dataclass(frozen=True, slots=True)
 class AppState(GenerationServices):
-    """media: None where the model takes text only."""
+    """api_keys: None lets every client in. calls: of `/tokenize` and `/detokenize` in flight. media: None where the
+    model takes text only."""
 
+    calls: ClientSlots
+    api_keys: ApiKeys | None
     bodies: RequestBodies
     readiness: WorkerReadiness
     timelines: Timelines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import re
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -15,13 +16,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.completions import CompletionAnswers
-from tandem.proxy.answers.request_id import HEADER, check_request_id, request_id_of
+from tandem.proxy.answers.request_id import HEADER, check_request_id, id_header, request_id_of
 from tandem.proxy.answers.streaming_response import EventStream, unless_disconnected
 from tandem.proxy.answers.tool_answers import ToolAnswers
+from tandem.proxy.answers.whole_answer import WholeAnswer
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import HealthResponse, ModelCard, ModelList, VersionResponse
 from tandem.proxy.api.schema import SOONEST_PRIORITY
@@ -33,9 +36,8 @@ from tandem.proxy.http.admin_routes import admin_routes
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.openapi import docs_page, openapi_document
 from tandem.proxy.http.starlette_app import (
-    ApiKeys,
     ApiRoute,
-    answer,
+    api_key_of,
     client_of,
     fixed_answer,
     json_answer,
@@ -47,13 +49,13 @@ from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidReques
 from tandem.runtime.logs import serving
 
 TIMEOUT_HEADER = "x-request-timeout"
+_TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
     """Returns the application for clients. It has the admin routes too where there is no admin address."""
-    keys = [*config.api_keys, *([config.api_key] if config.api_key is not None else [])]
     card = ModelCard(config.served_model_name, int(time.time()), None)
-    document = openapi_document(config.served_model_name, bool(keys))
+    document = openapi_document(config.served_model_name, state.api_keys is not None)
     table, readers = state.worker_table, state.readers
     generate = partial(_generate, state, config.served_model_name)
 
@@ -76,11 +78,11 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
 
     async def tokenize(request: Request) -> Response:
         return await _transform(
-            request, state, lambda body: readers.run(BodyReader.tokenize, body, model_card().max_model_len)
+            request, state, lambda body: readers.transform(BodyReader.tokenize, body, model_card().max_model_len)
         )
 
     async def detokenize(request: Request) -> Response:
-        return await _transform(request, state, lambda body: readers.run(BodyReader.detokenize, body))
+        return await _transform(request, state, lambda body: readers.transform(BodyReader.detokenize, body))
 
     async def health(request: Request) -> Response:
         reason = table.why_not_ready()
@@ -103,7 +105,7 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
     ]
     if not config.admin_port:
         routes += admin_routes(config, state)
-    return starlette_app(routes, ApiKeys(keys) if keys else None)
+    return starlette_app(routes, state.api_keys)
 
 
 def make_admin_app(config: ProxyConfig, state: AppState) -> ASGIApp:
@@ -112,14 +114,15 @@ def make_admin_app(config: ProxyConfig, state: AppState) -> ASGIApp:
 
 
 async def _generate(state: AppState, model: str, kind: BodyKind, request: Request) -> Response:
-    record = state.requests.begin(request_id_of(request), kind, request.headers.get("traceparent", ""))
+    record = state.requests.begin(request_id_of(request), kind, traceparent_of(request))
     serving(record.request_id)
-    client = client_of(request)
+    client, api_key = client_of(request), api_key_of(request)
+    cache_scope = api_key.cache_scope if api_key is not None else ""
     try:
         check_request_id(request)
         timeout_s = _request_timeout_s(request)
         async with state.bodies.receive(request.receive, request.headers) as body:
-            reading = _read(state, kind, body, client, min(state.request_timeout_s, timeout_s or math.inf))
+            reading = _read(state, kind, body, client, cache_scope, min(state.request_timeout_s, timeout_s or math.inf))
             is_long = not isinstance(body, bytes) or (state.media is not None and mentions_media(body))
             asked = await (unless_disconnected(request.receive, reading) if is_long else reading)
     except TandemError as error:
@@ -135,12 +138,12 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
         request.state.request_id = asked.request_id
         state.requests.rename(record, asked.request_id)
         serving(record.request_id)
-    generation = Generation(state, asked, record, client, timeout_s)
+    generation = Generation(state, asked, record, client, timeout_s, api_key)
     try:
         answers = _answers(kind, generation, model)
         if not asked.stream:
             whole = await unless_disconnected(request.receive, answers.whole())
-            return answer(request, whole)
+            return WholeAnswer(whole, id_header(request), answers.release)
         events = answers.events()
         # The first event decides between an error's status and a stream, so nothing is sent before.
         first = await unless_disconnected(request.receive, anext(events))
@@ -158,9 +161,13 @@ async def _transform(
     async with state.bodies.receive(request.receive, request.headers) as body:
         try:
             async with asyncio.timeout(state.request_timeout_s):
-                return answer(request, await unless_disconnected(request.receive, work(body)))
+                with state.calls.hold(client_of(request)):
+                    transformed = await unless_disconnected(request.receive, work(body))
         except TimeoutError as error:
             raise DeadlineExceeded("the request was not finished in time") from error
+    held = HeldAnswer(state.answer_budget, client_of(request))
+    held.grow(len(transformed))
+    return WholeAnswer([transformed], id_header(request), held.release)
 
 
 def _answers(kind: BodyKind, generation: Generation, model: str) -> Answers:
@@ -171,14 +178,14 @@ def _answers(kind: BodyKind, generation: Generation, model: str) -> Answers:
 
 
 async def _read(
-    state: AppState, kind: BodyKind, body: bytes | SpooledBody, client: str, timeout_s: float
+    state: AppState, kind: BodyKind, body: bytes | SpooledBody, client: str, cache_scope: str, timeout_s: float
 ) -> GenerationRequest:
     """Returns the request with its prompts as tokens. Counts errors, as `Generation` does for what follows."""
     try:
         state.admission.check(client, priority=_soonest_priority(body))  # before the work of tokenising
         try:
             async with asyncio.timeout(timeout_s):
-                return await _read_body(state, kind, body)
+                return await _read_body(state, kind, body, client, cache_scope)
         except TimeoutError as error:
             raise DeadlineExceeded(f"the request was not finished within its {timeout_s:.3g} s") from error
     except TandemError as error:
@@ -188,23 +195,31 @@ async def _read(
         raise
 
 
-async def _read_body(state: AppState, kind: BodyKind, body: bytes | SpooledBody) -> GenerationRequest:
+async def _read_body(
+    state: AppState, kind: BodyKind, body: bytes | SpooledBody, client: str, cache_scope: str
+) -> GenerationRequest:
     """Requests with media are read by the media process, all others by the tokeniser processes."""
     limits = await state.readiness.limits()
     if state.media is None:
-        return await state.readers.read(kind, body, limits)
+        return await state.readers.read(kind, body, limits, cache_scope)
     if kind == "chat" and mentions_media(body):
-        return await state.media.read(kind, body, limits)
+        return await state.media.read(kind, body, limits, client, cache_scope)
     try:
-        return await state.readers.read(kind, body, limits)
+        return await state.readers.read(kind, body, limits, cache_scope)
     except HasMedia:
-        return await state.media.read(kind, body, limits)
+        return await state.media.read(kind, body, limits, client, cache_scope)
 
 
 def _soonest_priority(body: bytes | SpooledBody) -> int:
     """Returns the soonest priority that the request can have, as far as that is known before it is read."""
     has_none = isinstance(body, bytes) and b'"priority"' not in body
     return 0 if has_none else SOONEST_PRIORITY
+
+
+def traceparent_of(request: Request) -> str:
+    """Returns the client's W3C traceparent, or "" where it has none of the standard's form."""
+    given = request.headers.get("traceparent", "")
+    return given if _TRACEPARENT.fullmatch(given) else ""
 
 
 def _request_timeout_s(request: Request) -> float | None:

@@ -40,7 +40,7 @@ ERRORS = {
     408: "the body arrived too slowly",
     413: "the body is too large",
     429: "this client has too many running requests; see Retry-After",
-    431: "the headers are too large",
+    431: "the headers or trailers are too large or too many",
     500: "the server failed",
     503: "no worker could take the request in time, or too many attempts failed; see Retry-After",
     504: "the request was not finished in time",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,13 +15,15 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tandem.proxy.admission.api_key import ApiKey, InvalidApiKey
 from tandem.proxy.answers.errors import (
-    InvalidApiKey,
     http_exception_response,
     tandem_error_response,
     unexpected_error_response,
 )
 from tandem.proxy.answers.request_id import id_header
+from tandem.proxy.http.api_keys import ApiKeys
+from tandem.proxy.http.connection_limits import client_network
 from tandem.runtime.errors import TandemError
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -36,22 +37,6 @@ class ApiRoute:
     path: str
     handler: Handler
     is_open: bool = False
-
-
-class ApiKeys:
-    """Compares a key in constant time with every valid one, so that the time of an answer reveals nothing."""
-
-    def __init__(self, keys: Sequence[str]) -> None:
-        self._expected = [f"Bearer {key}".encode() for key in keys]
-
-    def client_of(self, authorization: str) -> str | None:
-        """Returns a name for the key in this header that does not contain the key, or None for a wrong one."""
-        given = authorization.encode("utf-8", "surrogateescape")
-        found = None
-        for number, expected in enumerate(self._expected):
-            if hmac.compare_digest(given, expected):
-                found = f"key {number}"
-        return found
 
 
 def starlette_app(routes: Sequence[ApiRoute], keys: ApiKeys | None) -> ASGIApp:
@@ -80,11 +65,11 @@ def starlette_app(routes: Sequence[ApiRoute], keys: ApiKeys | None) -> ASGIApp:
 
 
 def _with_key(keys: ApiKeys, handler: Handler) -> Handler:
-    """Requires a key and notes whose it is, because limits for each client then hold for each key."""
+    """Requires a key and notes it, because limits and cached prefixes are then those of its client."""
 
     async def guarded(request: Request) -> Response:
-        request.state.client = keys.client_of(request.headers.get("authorization", ""))
-        if request.state.client is None:
+        request.state.api_key = keys.find(request.headers.get("authorization", ""))
+        if request.state.api_key is None:
             raise InvalidApiKey("The API key is missing or wrong; send it as 'Authorization: Bearer KEY'.")
         return await handler(request)
 
@@ -92,9 +77,15 @@ def _with_key(keys: ApiKeys, handler: Handler) -> Handler:
 
 
 def client_of(request: Request) -> str:
-    """Returns the client whose limits the request counts towards: its API key, or its address without keys."""
-    key: str | None = getattr(request.state, "client", None)
-    return key or (request.client.host if request.client is not None else "")
+    """Returns the client whose limits the request counts towards: its API key, or its network without keys."""
+    if (key := api_key_of(request)) is not None:
+        return key.client
+    return client_network(request.client.host) if request.client is not None else ""
+
+
+def api_key_of(request: Request) -> ApiKey | None:
+    key: ApiKey | None = getattr(request.state, "api_key", None)
+    return key
 
 
 def answer(

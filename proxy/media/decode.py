@@ -1,10 +1,16 @@
-"""Decodes images (Pillow) and video (PyAV). Items that are too large are refused before decoding."""
+"""Decodes images (Pillow) and video (PyAV). Items that are too large are refused before decoding.
+
+MemoryError is never turned into InvalidMedia: another request may have used the memory.
+"""
 
 from __future__ import annotations
 
 import io
+import math
+import re
 import time
 import warnings
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +29,11 @@ IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 VIDEO_FORMATS = ("mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm")
 _MIN_COMPLETE_SHARE = 0.9
 """A video is damaged if a smaller share of its frames or of its declared duration can be decoded."""
+_MAX_JPEG_SCANS = 100
+"""A progressive JPEG has about ten. Each is a pass over all pixels (10 ms at 33 million), and may be 75 bytes long."""
+_MAX_JPEG_SEGMENTS = 10_000
+_JPEG_MARKER = re.compile(rb"\xff([^\x00\x01\xd0-\xd7\xff])")  # without restart markers, which are inside of scans
+_JPEG_SCAN, _JPEG_END = b"\xda", b"\xd9"
 
 Image.MAX_IMAGE_PIXELS = None  # MediaLimits.max_pixels is checked instead
 
@@ -63,35 +74,53 @@ def _opened_image(source: MediaSource, data: bytes, limits: MediaLimits) -> Iter
     """Yields the image with only its header read. Raises InvalidMedia, also for Pillow's errors in the `with`."""
     if not data:
         raise source.refused("it is empty")
+    if data.startswith(b"\xff\xd8"):
+        _check_jpeg(source, data)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about unusual metadata
             with Image.open(io.BytesIO(data), formats=IMAGE_FORMATS) as image:
-                _checked_size(source, image.size, limits)
+                _checked_size(source, image.size, limits.max_pixels)
                 yield image
     except UnidentifiedImageError as error:
         raise source.refused(f"it is not an image of a supported type ({', '.join(IMAGE_FORMATS)})") from error
-    except (OSError, ValueError, SyntaxError, EOFError, MemoryError) as error:
+    except (OSError, ValueError, SyntaxError, EOFError) as error:
         raise source.refused(f"it is damaged or cut short: {first_line(error)[:160]}") from error
 
 
-def _checked_size(source: MediaSource, size: tuple[int, int], limits: MediaLimits) -> tuple[int, int]:
+def _check_jpeg(source: MediaSource, data: bytes) -> None:
+    """Raises InvalidMedia for a JPEG with too many scans or segments. Their number is in no header."""
+    position, num_scans = 2, 0
+    for _ in range(_MAX_JPEG_SEGMENTS):
+        marker = _JPEG_MARKER.search(data, position)
+        if marker is None or marker[1] == _JPEG_END:
+            return
+        num_scans += marker[1] == _JPEG_SCAN
+        if num_scans > _MAX_JPEG_SCANS:
+            raise source.refused(f"it has more than {_MAX_JPEG_SCANS} scans; save it again as a plain JPEG")
+        position = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2])
+    raise source.refused(f"it has more than {_MAX_JPEG_SEGMENTS} segments; save it again as a plain JPEG")
+
+
+def _checked_size(source: MediaSource, size: tuple[int, int], max_pixels: int) -> tuple[int, int]:
     width, height = size
     if width < 1 or height < 1:
         raise source.refused("it has no pixels")
-    if width * height > limits.max_pixels:
-        raise source.refused(f"it has {width} x {height} pixels; the limit is {limits.max_pixels}")
+    if width * height > max_pixels:
+        what = "it has" if source.kind == "image" else "its frames have"
+        raise source.refused(f"{what} {width} x {height} pixels; the limit is {max_pixels}")
     return width, height
 
 
 def video_info(source: MediaSource, data: bytes, limits: MediaLimits) -> VideoInfo:
     """Counts the frames without decoding them. Raises InvalidMedia."""
+    deadline = time.monotonic() + limits.decode_timeout_s
     with _opened_video(source, data) as container:
         stream = container.streams.video[0]
         size = stream.codec_context.width, stream.codec_context.height
         if size == (0, 0):  # unknown without a frame
             raise source.refused("it has no frames")
-        width, height = _checked_size(source, size, limits)
+        width, height = _checked_size(source, size, limits.max_video_frame_pixels)
         max_frames = limits.max_video_pixels // (width * height)
         rate = stream.average_rate or stream.guessed_rate
         fps = float(rate) if rate else 24.0
@@ -105,6 +134,8 @@ def video_info(source: MediaSource, data: bytes, limits: MediaLimits) -> VideoIn
                     f"it has more than {max_frames} frames of {width} x {height}; "
                     f"the limit is {limits.max_video_pixels} pixels"
                 )
+            if time.monotonic() > deadline:
+                raise source.refused(f"counting its frames takes more than {limits.decode_timeout_s:g} s")
         if not num_frames:
             raise source.refused("it has no frames")
         declared_s = (container.duration or 0) / av.time_base
@@ -118,32 +149,47 @@ def video_info(source: MediaSource, data: bytes, limits: MediaLimits) -> VideoIn
 def decode_video(
     source: MediaSource, data: bytes, info: VideoInfo, indices: Sequence[int], limits: MediaLimits
 ) -> NDArray[np.uint8]:
-    """Returns the frames of these ascending indices: uint8 [num_frames, height, width, 3]. Raises InvalidMedia."""
+    """Returns the frames of these ascending indices: uint8 [num_frames, height, width, 3]. Raises InvalidMedia.
+
+    Frames with more than `max_sampled_pixels` together are scaled down while decoding, so that memory does not grow
+    with the size of the video. The processor scales them again; its output then differs slightly from that for full
+    frames.
+    """
+    width, height = scaled_size(info.width, info.height, len(indices), limits.max_sampled_pixels)
+    frames = np.empty((len(indices), height, width, 3), np.uint8)
+    number, num_found = -1, 0
+    deadline = time.monotonic() + limits.decode_timeout_s
     with _opened_video(source, data) as container:
-        wanted, number = set(indices), -1
-        found: dict[int, NDArray[np.uint8]] = {}
-        deadline = time.monotonic() + limits.decode_timeout_s
         for number, frame in enumerate(container.decode(container.streams.video[0])):
             if time.monotonic() > deadline:
                 raise source.refused(f"it takes more than {limits.decode_timeout_s:g} s to decode")
             if (frame.width, frame.height) != (info.width, info.height):
                 raise source.refused("its frames have different sizes")
-            if number in wanted:
-                found[number] = frame.to_ndarray(format="rgb24")
-                if len(found) == len(wanted):
+            if number == indices[num_found]:
+                pixels = frame.to_ndarray(format="rgb24", width=width, height=height)
+                num_same = bisect_right(indices, number) - num_found
+                frames[num_found : num_found + num_same] = pixels
+                num_found += num_same
+                if num_found == len(indices):
                     break
-        if not found:
-            raise source.refused("none of its frames can be decoded")
-        if number + 1 < _MIN_COMPLETE_SHARE * info.num_frames and len(found) < len(wanted):
-            raise source.refused(
-                f"it is damaged or cut short: only {number + 1} of its {info.num_frames} frames can be decoded"
-            )
-        # Some packets contain no frame: repeats the previous frame, so that the number of frames is as requested.
-        frames, last = [], found[min(found)]
-        for index in indices:
-            last = found.get(index, last)
-            frames.append(last)
-        return np.stack(frames)
+    if not num_found:
+        raise source.refused("none of its frames can be decoded")
+    if number + 1 < _MIN_COMPLETE_SHARE * info.num_frames and num_found < len(indices):
+        raise source.refused(
+            f"it is damaged or cut short: only {number + 1} of its {info.num_frames} frames can be decoded"
+        )
+    # Some packets contain no frame: repeats the last frame, so that the number of frames is as requested.
+    frames[num_found:] = frames[num_found - 1]
+    return frames
+
+
+def scaled_size(width: int, height: int, num_frames: int, max_pixels: int) -> tuple[int, int]:
+    """Returns (width, height) in the same proportions, so that this many frames have at most `max_pixels` together."""
+    max_frame_pixels = max_pixels // num_frames
+    scale = min(1.0, math.sqrt(max_frame_pixels / (width * height)))
+    # At least one pixel each way, even where the proportions then change.
+    width = max(1, min(int(width * scale), max_frame_pixels))
+    return width, max(1, min(int(height * scale), max_frame_pixels // width))
 
 
 def sampled(num_frames: int, max_frames: int) -> list[int]:
@@ -167,5 +213,7 @@ def _opened_video(source: MediaSource, data: bytes) -> Iterator[Any]:
             if not container.streams.video:
                 raise source.refused("it has no video stream")
             yield container
-    except (av.error.FFmpegError, ValueError, OverflowError, MemoryError) as error:
+    except MemoryError:  # PyAV's own is an FFmpegError too
+        raise
+    except (av.error.FFmpegError, ValueError, OverflowError) as error:
         raise source.refused(f"it is not an MP4 or WebM video, or it is damaged: {first_line(error)[:160]}") from error

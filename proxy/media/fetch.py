@@ -9,56 +9,45 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import ipaddress
 import os
 import socket
 import ssl
 import stat
+from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote_to_bytes, urljoin, urlsplit
+from urllib.parse import unquote_to_bytes, urljoin, urlsplit
 
 import httpcore
 
-from tandem.proxy.media.source import MediaLimits, MediaSource
+from tandem.proxy.media.fair_slots import FairSlots
+from tandem.proxy.media.fetch_policy import FetchPolicy, FetchURL, RefusedURL
+from tandem.proxy.media.source import MAX_CLIENT_SHARE, MediaLimits, MediaSource
 from tandem.runtime.errors import Overloaded, first_line
 
 _MAX_REDIRECTS = 4
 _REDIRECTS = (301, 302, 303, 307, 308)
-_MAX_CONNECTIONS = 64
+MAX_DOWNLOADS = 64
+"""Downloads at the same time. Each needs a thread while its host name is looked up."""
 _HEADERS = [
     (b"User-Agent", b"tandem"),
     (b"Accept", b"image/*, video/*, */*;q=0.5"),
     (b"Accept-Encoding", b"identity"),
 ]
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")  # embeds any IPv4 address (RFC 6052)
-_PRINTABLE = "".join(map(chr, range(0x21, 0x7F)))
 _MAX_SHOWN = 100
 
 
-class _RefusedAddress(Exception):
-    """The URL leads to an address that must not be fetched from."""
+class _CheckedAddress(httpcore.AsyncNetworkBackend):
+    """Connects to one address, whatever the host of the URL. A context manager that closes the connections."""
 
-
-def check_address(address: str) -> None:
-    """Raises _RefusedAddress for an address that is not public, such as loopback, private, link-local or multicast."""
-    ip: ipaddress.IPv4Address | ipaddress.IPv6Address = ipaddress.ip_address(address.partition("%")[0])
-    if isinstance(ip, ipaddress.IPv6Address):
-        embedded = ip.ipv4_mapped or ip.sixtofour or (ip.teredo[1] if ip.teredo else None)
-        if ip in _NAT64:
-            embedded = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)
-        ip = embedded or ip
-    if not ip.is_global or ip.is_multicast or ip.is_reserved:
-        raise _RefusedAddress(f"its address {address} is not a public one")
-
-
-class _CheckedNetwork(httpcore.AsyncNetworkBackend):
-    """Connects only to public addresses, unless allow_private is set."""
-
-    def __init__(self, allow_private: bool) -> None:
-        self._allow_private = allow_private
+    def __init__(self, address: str) -> None:
+        self._address = address
         self._network = httpcore.AnyIOBackend()
+        self._streams: list[httpcore.AsyncNetworkStream] = []
 
     async def connect_tcp(
         self,
@@ -68,44 +57,58 @@ class _CheckedNetwork(httpcore.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore.AsyncNetworkStream:
-        addresses = await _resolve(host, port)
-        if not self._allow_private:
-            for address in addresses:
-                check_address(address)
-        return await self._network.connect_tcp(addresses[0], port, timeout, local_address, socket_options)
+        stream = await self._network.connect_tcp(self._address, port, timeout, local_address, socket_options)
+        self._streams.append(stream)
+        return stream
 
+    async def __aenter__(self) -> _CheckedAddress:
+        return self
 
-async def _resolve(host: str, port: int) -> list[str]:
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:
-        raise httpcore.ConnectError(f"the host {host[:_MAX_SHOWN]!r} is not known") from error
-    return [str(sockaddr[0]) for _, _, _, _, sockaddr in found]
+    async def __aexit__(self, *_error: object) -> None:
+        for stream in self._streams:  # httpcore leaves one open that is cancelled during the TLS handshake
+            await stream.aclose()
 
 
 class MediaFetcher:
-    """Downloads from http and https; belongs to one loop. held_bytes: fetched and not released, of all requests."""
+    """Downloads from http and https; belongs to one loop.
+
+    One client may hold at most MAX_CLIENT_SHARE of the downloads and of max_fetched_bytes.
+    """
 
     def __init__(self, limits: MediaLimits) -> None:
         self.limits = limits
-        self.held_bytes = 0
-        self.http = httpcore.AsyncConnectionPool(
-            ssl_context=ssl.create_default_context(),
-            max_connections=_MAX_CONNECTIONS,
-            max_keepalive_connections=0,  # the address is checked for each connection
-            network_backend=_CheckedNetwork(limits.allow_private),
-        )
+        self.policy = FetchPolicy(limits)
+        self.downloads = FairSlots(MAX_DOWNLOADS, int(MAX_DOWNLOADS * MAX_CLIENT_SHARE))
+        self._held_bytes: Counter[str] = Counter()  # by client: fetched and not released
+        # Not the loop's own threads: those are few, and a lookup cannot be interrupted.
+        self._lookups = ThreadPoolExecutor(MAX_DOWNLOADS, "dns")
+        self.ssl_context = ssl.create_default_context()
 
-    def hold(self, num_bytes: int) -> None:
-        """Raises Overloaded if all requests together hold too many bytes."""
-        if self.held_bytes + num_bytes > self.limits.max_fetched_bytes:
+    @property
+    def held_bytes(self) -> int:
+        return self._held_bytes.total()
+
+    def hold(self, client: str, num_bytes: int) -> None:
+        """Raises Overloaded if all requests together, or those of the client, hold too many bytes."""
+        limit = self.limits.max_fetched_bytes
+        if self.held_bytes + num_bytes > limit or self._held_bytes[client] + num_bytes > limit * MAX_CLIENT_SHARE:
             raise Overloaded(
-                f"{self.held_bytes} bytes of fetched images and video are waiting to be processed; try again later"
+                f"{self.held_bytes} bytes of fetched images and video are waiting to be processed, "
+                f"{self._held_bytes[client]} of them yours; try again later"
             )
-        self.held_bytes += num_bytes
+        self._held_bytes[client] += num_bytes
 
-    async def close(self) -> None:
-        await self.http.aclose()
+    def release(self, client: str, num_bytes: int) -> None:
+        self._held_bytes[client] -= num_bytes
+        if not self._held_bytes[client]:
+            del self._held_bytes[client]
+
+    def look_up(self, host: str, port: int) -> Future[Any]:
+        """Starts to resolve a host name on a thread."""
+        return self._lookups.submit(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+
+    def close(self) -> None:
+        self._lookups.shutdown(wait=False, cancel_futures=True)
 
 
 class FetchedMedia:
@@ -114,8 +117,9 @@ class FetchedMedia:
     data: bytes by number of the item.
     """
 
-    def __init__(self, fetcher: MediaFetcher) -> None:
+    def __init__(self, fetcher: MediaFetcher, client: str) -> None:
         self._fetcher = fetcher
+        self._client = client
         self._num_bytes = 0
         self.data: dict[int, bytes] = {}
 
@@ -123,29 +127,61 @@ class FetchedMedia:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        self._fetcher.held_bytes -= self._num_bytes
+        self._fetcher.release(self._client, self._num_bytes)
         self._num_bytes = 0
 
     async def fetch(self, source: MediaSource) -> None:
         """Fetches an item from http or https. Raises InvalidMedia, Overloaded."""
-        limits = self._fetcher.limits
+        limits, downloads = self._fetcher.limits, self._fetcher.downloads
         try:
             async with asyncio.timeout(limits.fetch_timeout_s):
-                self.data[source.number] = await self._fetch(source)
+                await downloads.acquire(self._client)
+        except TimeoutError as error:
+            raise Overloaded(
+                f"{source.kind} {source.number} ({source.param}) waited {limits.fetch_timeout_s:g} s for other "
+                "downloads to end; try again later"
+            ) from error
+        lookups: list[Future[Any]] = []
+        try:
+            async with asyncio.timeout(limits.fetch_timeout_s):
+                self.data[source.number] = await self._fetch(source, lookups)
         except (TimeoutError, httpcore.TimeoutException) as error:
             raise source.refused(f"its URL was not downloaded within {limits.fetch_timeout_s:g} s") from error
-        except _RefusedAddress as error:
-            raise source.refused(f"{error}; this server fetches from public addresses only") from error
+        except RefusedURL as error:
+            raise source.refused(str(error)) from error
         except (httpcore.NetworkError, httpcore.ProtocolError, ssl.SSLError, OSError, ValueError) as error:
             raise source.refused(f"its URL cannot be fetched: {first_line(error)[:_MAX_SHOWN]}") from error
+        finally:
+            self._release_download(lookups)
 
-    async def _fetch(self, source: MediaSource) -> bytes:
-        url = source.url
+    def _release_download(self, lookups: list[Future[Any]]) -> None:
+        """Releases the slot, but not before the thread of the last lookup is free again."""
+        release = partial(self._fetcher.downloads.release, self._client)
+        if not lookups or lookups[-1].done():
+            release()
+            return
+        loop = asyncio.get_running_loop()
+
+        def on_done(_lookup: Future[Any]) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(release)
+
+        lookups[-1].add_done_callback(on_done)
+
+    async def _fetch(self, source: MediaSource, lookups: list[Future[Any]]) -> bytes:
+        """lookups: all lookups of host names are appended."""
+        fetcher, url = self._fetcher, source.url
         for _ in range(_MAX_REDIRECTS + 1):
-            parts = urlsplit(url)
-            if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
-                raise source.refused("its URL must be http or https, with a host and without a user name")
-            async with self._fetcher.http.stream("GET", _ascii(url), headers=_HEADERS) as response:
+            checked = fetcher.policy.check_url(url)
+            address = await self._resolve(checked, lookups)
+            request = httpcore.URL(scheme=checked.scheme, host=checked.host, port=checked.port, target=checked.target)
+            async with (
+                _CheckedAddress(address) as network,
+                httpcore.AsyncHTTPConnection(
+                    request.origin, self._fetcher.ssl_context, network_backend=network
+                ) as http,
+                http.stream("GET", request, headers=_HEADERS) as response,
+            ):
                 if response.status in _REDIRECTS:
                     location = {k.lower(): v for k, v in response.headers}.get(b"location")
                     if location is None:
@@ -157,28 +193,29 @@ class FetchedMedia:
                 return await self._read(source, response)
         raise source.refused(f"its URL redirects more than {_MAX_REDIRECTS} times")
 
+    async def _resolve(self, url: FetchURL, lookups: list[Future[Any]]) -> str:
+        """Returns an address of the URL's host. All of its addresses are checked. Raises RefusedURL, ConnectError."""
+        lookup = self._fetcher.look_up(url.host, url.port)
+        lookups.append(lookup)
+        try:
+            found = await asyncio.wrap_future(lookup)
+        except (OSError, UnicodeError) as error:
+            raise httpcore.ConnectError(f"the host {url.host[:_MAX_SHOWN]!r} is not known") from error
+        addresses = [str(sockaddr[0]) for _, _, _, _, sockaddr in found]
+        for address in addresses:
+            self._fetcher.policy.check_address(address)
+        return addresses[0]
+
     async def _read(self, source: MediaSource, response: httpcore.Response) -> bytes:
         pieces: list[bytes] = []
         num_bytes = 0
         async for piece in response.aiter_stream():
             num_bytes += len(piece)
             _check_num_bytes(source, num_bytes, self._fetcher.limits)
-            self._fetcher.hold(len(piece))
+            self._fetcher.hold(self._client, len(piece))
             self._num_bytes += len(piece)
             pieces.append(piece)
         return b"".join(pieces)
-
-
-def _ascii(url: str) -> str:
-    """Returns the URL with an IDNA host, and with characters that a request line cannot contain percent-encoded."""
-    parts = urlsplit(url)
-    assert parts.hostname is not None
-    host = parts.hostname if parts.hostname.isascii() else parts.hostname.encode("idna").decode()
-    netloc = f"[{host}]" if ":" in host else host
-    if parts.port is not None:
-        netloc += f":{parts.port}"
-    query = f"?{quote(parts.query, safe=_PRINTABLE)}" if parts.query else ""
-    return f"{parts.scheme}://{netloc}{quote(parts.path or '/', safe=_PRINTABLE)}{query}"
 
 
 def is_remote(source: MediaSource) -> bool:

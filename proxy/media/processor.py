@@ -49,10 +49,15 @@ class PreparedMedia(msgspec.Struct, frozen=True):
 
 
 class MediaSize(msgspec.Struct, frozen=True):
-    """An item's size from its header. num_bytes: expected size of the segment. num_tokens: 0 if unknown (video)."""
+    """An item's size from its header.
+
+    num_bytes: expected size of the segment. num_tokens: 0 if unknown (video). num_pixels: of the decoded image, or of
+    all sampled frames.
+    """
 
     num_bytes: int
     num_tokens: int
+    num_pixels: int
 
 
 class MediaProcessor:
@@ -66,7 +71,8 @@ class MediaProcessor:
         self._limits = limits
         self._trust_remote_code = trust_remote_code
         self._local = threading.local()
-        identity = sha256(f"{version('transformers')} {limits.max_video_frames}".encode())
+        options = f"{version('transformers')} {limits.max_video_frames} {limits.max_sampled_pixels}"
+        identity = sha256(options.encode())
         for name in _IDENTITY_FILES:
             file = folder / name
             identity.update(name.encode() + (file.read_bytes() if file.is_file() else b""))
@@ -111,9 +117,13 @@ class MediaProcessor:
         """Loads the calling thread's processor."""
         assert self._processor is not None
 
-    def digest(self, source: MediaSource, data: bytes) -> bytes:
-        """Hashes all that determines the tensors: the bytes and the processor's files, version and options."""
-        digest = sha256(self._identity + source.kind.encode())
+    def digest(self, source: MediaSource, data: bytes, cache_salt: str) -> bytes:
+        """Hashes all that determines the tensors: the bytes and the processor's files, version and options.
+
+        cache_salt: equal items under different salts have different digests, so that no client can tell from its
+        latency that another client has sent an item.
+        """
+        digest = sha256(self._identity + sha256(cache_salt.encode()).digest() + source.kind.encode())
         digest.update(data)
         return digest.digest()
 
@@ -125,11 +135,12 @@ class MediaProcessor:
             width, height = image_size(source, data, self._limits)
             with _processor_errors(source):
                 num_patches, num_tokens = self._num_patches(height, width)
-            return MediaSize(_with_slack(num_patches * self._bytes_per_patch), num_tokens)
+            return MediaSize(_with_slack(num_patches * self._bytes_per_patch), num_tokens, width * height)
         info = video_info(source, data, self._limits)
         num_frames = min(info.num_frames, self._limits.max_video_frames)
         num_pixels = min(info.width * info.height, _MAX_VIDEO_FRAME_PIXELS)
-        return MediaSize(_with_slack(num_frames * num_pixels * _BYTES_PER_PIXEL), 0)
+        num_bytes = _with_slack(num_frames * num_pixels * _BYTES_PER_PIXEL)
+        return MediaSize(num_bytes, 0, min(num_frames * info.width * info.height, self._limits.max_sampled_pixels))
 
     def prepare(self, source: MediaSource, data: bytes) -> tuple[PreparedMedia, list[NDArray[Any]]]:
         """Decodes and processes the item. Returns its arrays in the order of `tensors`. Raises InvalidMedia."""
@@ -205,10 +216,12 @@ class MediaProcessor:
 
 @contextmanager
 def _processor_errors(source: MediaSource) -> Iterator[None]:
-    """Raises InvalidMedia for an error of the processor."""
+    """Raises InvalidMedia for an error of the processor, and MemoryError where torch raises a RuntimeError."""
     try:
         yield
     except (ValueError, TypeError, RuntimeError, IndexError, ZeroDivisionError) as error:
+        if "can't allocate memory" in str(error):
+            raise MemoryError(first_line(error)) from error
         raise source.refused(f"the model's processor cannot process it: {first_line(error)[:160]}") from error
 
 

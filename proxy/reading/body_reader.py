@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.proxy.admission.api_key import scoped_salt
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import DetokenizeResponse, TokenizeResponse
 from tandem.proxy.api.structured_output import checked_grammar
@@ -17,6 +19,11 @@ from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import RenderedPrompts, has_media
 from tandem.proxy.text.rendering import Renderer
 from tandem.runtime.errors import InvalidRequest, TandemError
+
+MAX_TOKENIZED_BYTES = 4 << 20
+"""UTF-8 that `/tokenize` takes: about a million tokens of text. At one token a byte it takes 600 MB for 4 s."""
+MAX_DETOKENIZED_CHARACTERS = 16 << 20
+"""Text that `/detokenize` returns."""
 
 BodyKind = Literal["completion", "chat"]
 
@@ -33,6 +40,7 @@ class BodyReader:
             ToolFormat.of(config.tool_call_parser, text.tokenizer),
             config.media.max_items if config.media_cache_endpoint else 0,
             text.sampling_defaults,
+            min(config.max_waiting_requests, config.max_requests_per_client or config.max_waiting_requests),
         )
         self._tokenizer = text.tokenizer
         self.renderer = Renderer(text)
@@ -42,13 +50,17 @@ class BodyReader:
         """Loads the model's text files. Raises ConfigError."""
         return cls(ModelText(config.model), config)
 
-    def decode(self, body: bytes, kind: BodyKind) -> GenerationRequest:
-        """Validates everything except what depends on the prompt's tokens. Raises InvalidRequest."""
-        return self._decoder.chat(body) if kind == "chat" else self._decoder.completion(body)
+    def decode(self, body: bytes, kind: BodyKind, cache_scope: str = "") -> GenerationRequest:
+        """Validates everything except what depends on the prompt's tokens. Raises InvalidRequest.
 
-    def read(self, body: bytes, kind: BodyKind, limits: ModelLimits) -> GenerationRequest:
+        cache_scope: of the client's API key; part of the request's cache_salt.
+        """
+        request = self._decoder.chat(body) if kind == "chat" else self._decoder.completion(body)
+        return msgspec.structs.replace(request, cache_salt=scoped_salt(cache_scope, request.cache_salt))
+
+    def read(self, body: bytes, kind: BodyKind, limits: ModelLimits, cache_scope: str = "") -> GenerationRequest:
         """Returns a request with `RenderedPrompts`. Raises InvalidRequest, HasMedia."""
-        request = self.decode(body, kind)
+        request = self.decode(body, kind, cache_scope)
         if has_media(request.prompt):
             raise HasMedia("the request has images or video")
         return self.render(request, limits)
@@ -59,6 +71,7 @@ class BodyReader:
             grammar = checked_grammar(request.base_sampling.grammar, request.grammar_param)
             request = _with_sampling(request, grammar=grammar)
         prompts = self.renderer.render(request.prompt, limits, request.max_prompt_tokens(limits), request.cache_salt)
+        request.check_answer_size([prompt.num_tokens for prompt in prompts])
         request = msgspec.structs.replace(request, prompt=RenderedPrompts(prompts))
         if request.bad_words:
             request = _with_sampling(request, bad_words=self.renderer.bad_words(request.bad_words))
@@ -68,6 +81,11 @@ class BodyReader:
         """Returns the JSON answer of `/tokenize`. Raises InvalidRequest."""
         prompt, add_special_tokens, with_strings = self._decoder.tokenize(body)
         text = prompt if isinstance(prompt, str) else self.renderer.chat_text(prompt)
+        if (num_bytes := len(text.encode(errors="surrogatepass"))) > MAX_TOKENIZED_BYTES:
+            raise InvalidRequest(
+                f"The text has {num_bytes} bytes; the limit of /tokenize is {MAX_TOKENIZED_BYTES}. Send it in parts.",
+                "prompt",
+            )
         token_ids = self.renderer.encode(text, add_special_tokens, "prompt").ids
         strings = [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids] if with_strings else None
         return msgspec.json.encode(TokenizeResponse(len(token_ids), max_model_len, token_ids, strings))
@@ -80,11 +98,18 @@ class BodyReader:
             raise InvalidRequest(
                 f"Token id {largest} is out of range: this tokeniser's ids are 0 to {num_known - 1}.", "tokens"
             )
-        return msgspec.json.encode(DetokenizeResponse(self._tokenizer.decode(token_ids, skip_special_tokens=False)))
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        if len(text) > MAX_DETOKENIZED_CHARACTERS:
+            raise InvalidRequest(
+                f"The text has {len(text)} characters; the limit of /detokenize is {MAX_DETOKENIZED_CHARACTERS}. "
+                "Send the tokens in parts.",
+                "tokens",
+            )
+        return msgspec.json.encode(DetokenizeResponse(text))
 
-    def text_of(self, token_ids: list[int]) -> str:
-        """Returns the text of a prompt without special tokens."""
-        return self._tokenizer.decode(token_ids)
+    def text_of(self, token_ids: bytes) -> str:
+        """Returns the text of a prompt without special tokens. token_ids: packed."""
+        return self._tokenizer.decode(unpack_token_ids(token_ids))
 
 
 def _with_sampling(request: GenerationRequest, **changes: Any) -> GenerationRequest:

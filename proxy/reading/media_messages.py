@@ -35,13 +35,19 @@ class MediaSetup(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 
 
 class MediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """A body to read. lease_id: the lease under which its media are cached. path: of the body's file, if not ""."""
+    """A body to read.
+
+    lease_id: the lease under which its media are cached. path: of the body's file, if not "". client: threads and
+    downloads are shared among clients. cache_scope: see `BodyReader.decode`.
+    """
 
     lease_id: str
     kind: BodyKind
     body: bytes
     limits: ModelLimits
     path: str = ""
+    client: str = ""
+    cache_scope: str = ""
 
 
 class CancelMediaJob(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

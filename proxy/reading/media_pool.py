@@ -9,19 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import sys
 from dataclasses import replace
+from typing import NamedTuple
 
 import msgspec
 
 from tandem.protocol.media_client import MediaCacheClient
-from tandem.proxy.admission.admission import QueueFull
+from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.router import SLOUnreachable
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.media.media_lease import MediaLease
+from tandem.proxy.media.source import MAX_CLIENT_SHARE
 from tandem.proxy.reading.body_reader import BodyKind
 from tandem.proxy.reading.media_messages import (
     EXIT_BAD_CONFIG,
@@ -51,20 +54,25 @@ _CANCEL_GRACE_S = 10.0
 """Added to twice the decode timeout: time for a cancelled job to be answered before the process is killed."""
 
 
+class _Job(NamedTuple):
+    client: str
+    done: asyncio.Future[GenerationRequest]
+
+
 class MediaPool:
     """Belongs to the proxy's loop, and owns `cache`, its connection to the media cache.
 
-    At most `max_waiting_media` requests wait or are read at the same time; others are refused. So is one that is not
-    read within ttft_slo_s.
+    At most `max_waiting_media` requests wait or are read at the same time, MAX_CLIENT_SHARE of them from one client;
+    others are refused. So is one that is not read within ttft_slo_s.
     """
 
     def __init__(self, config: ProxyConfig, cache: MediaCacheClient, ttft_slo_s: float | None = None) -> None:
         # The media process decodes untrusted files, so it gets no secrets.
-        self._config = msgspec.structs.replace(config, api_key=None, api_keys=[])
+        self._config = msgspec.structs.replace(config, api_key=None, api_keys_file="")
         self._cache = cache
         self._ttft_slo_s = ttft_slo_s
         self._cancel_timeout_s = 2 * config.media.decode_timeout_s + _CANCEL_GRACE_S
-        self._jobs: dict[str, asyncio.Future[GenerationRequest]] = {}  # by lease, until the process has answered
+        self._jobs: dict[str, _Job] = {}  # by lease, until the process has answered
         self._starting = asyncio.Lock()
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None  # None while no process runs
@@ -100,19 +108,23 @@ class MediaPool:
             write_message(self._writer, MediaSetup(self._config))
             self._watching = asyncio.create_task(self._watch(reader, self._writer, self._process))
 
-    async def read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
+    async def read(
+        self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str = "", cache_scope: str = ""
+    ) -> GenerationRequest:
         """Returns the request with tokenised prompts. The caller must call its `release_media`.
 
-        Raises InvalidRequest, QueueFull, SLOUnreachable, Overloaded if the cache is full, InternalError if the process
-        died, WorkerLost if the cache died twice.
+        client, cache_scope: see `MediaJob`. Raises InvalidRequest, QueueFull, ClientLimitExceeded, SLOUnreachable,
+        Overloaded if the cache is full, InternalError if the process died, WorkerLost if the cache died twice.
         """
         try:
-            return await self._read(kind, body, limits)
+            return await self._read(kind, body, limits, client, cache_scope)
         except WorkerLost as error:
             log.warning("the media cache was lost; reading a request again: %s", error)
-        return await self._read(kind, body, limits)
+        return await self._read(kind, body, limits, client, cache_scope)
 
-    async def _read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
+    async def _read(
+        self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, client: str, cache_scope: str
+    ) -> GenerationRequest:
         if self._config_error is not None:
             raise InternalError(self._config_error)
         await self.start()
@@ -122,12 +134,19 @@ class MediaPool:
                 f"{self._config.max_waiting_media}. Try again later.",
                 _RETRY_AFTER_S,
             )
+        max_own = math.ceil(self._config.max_waiting_media * MAX_CLIENT_SHARE)
+        if sum(job.client == client for job in self._jobs.values()) >= max_own:
+            raise ClientLimitExceeded(
+                f"{max_own} of your requests with images or video are waiting already, which is the limit for each "
+                "client. Try again later.",
+                _RETRY_AFTER_S,
+            )
         assert self._writer is not None
         lease_id = self._cache.new_id()
         done: asyncio.Future[GenerationRequest] = asyncio.get_running_loop().create_future()
-        self._jobs[lease_id] = done
+        self._jobs[lease_id] = _Job(client, done)
         content, path = (body, "") if isinstance(body, bytes) else (b"", body.path)
-        write_message(self._writer, MediaJob(lease_id, kind, content, limits, path))
+        write_message(self._writer, MediaJob(lease_id, kind, content, limits, path, client, cache_scope))
         try:
             async with asyncio.timeout(self._ttft_slo_s):
                 await done
@@ -194,9 +213,10 @@ class MediaPool:
             write_message(writer, PingMediaProcess())
 
     def _on_answer(self, message: MediaJobDone | MediaJobFailed) -> None:
-        done = self._jobs.pop(message.lease_id, None)
-        if done is None:
+        job = self._jobs.pop(message.lease_id, None)
+        if job is None:
             return
+        done = job.done
         lease = MediaLease(self._cache, message.lease_id)
         try:
             if isinstance(message, MediaJobFailed):

@@ -27,7 +27,9 @@ from tandem.protocol.messages.media_cache import GrantedMedia, MediaKey, WantedM
 from tandem.protocol.sockets import new_context
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.config import ProxyConfig
+from tandem.proxy.media.fair_slots import FairSlots
 from tandem.proxy.media.fetch import FetchedMedia, MediaFetcher, is_remote
+from tandem.proxy.media.memory_limit import limit_memory
 from tandem.proxy.reading.media_messages import (
     EXIT_BAD_CONFIG,
     TO_PROCESS,
@@ -45,7 +47,7 @@ from tandem.proxy.reading.media_messages import (
 )
 from tandem.proxy.reading.media_reader import MediaContent, MediaReader
 from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded
-from tandem.runtime.errors import ConfigError, InternalError, RequestAborted, TandemError
+from tandem.runtime.errors import ConfigError, InternalError, InvalidRequest, Overloaded, RequestAborted, TandemError
 from tandem.runtime.lifetime import die_with_parent
 from tandem.runtime.logs import setup_logging
 
@@ -56,6 +58,11 @@ T = TypeVar("T")
 _NICENESS = 10
 """Of the threads: CPU work on media yields to this process's loop, the proxy and the workers."""
 _LOAD_TIMEOUT_S = 600.0
+_MEMORY_BYTES = 5 << 29
+"""Beyond what is loaded: for bodies (1 GiB, `proxy.http.bodies`), fetched items (1 GiB, `MediaLimits`), and stacks of
+the threads that look up host names (0.5 GiB, `MediaFetcher`)."""
+_MEMORY_PER_THREAD_BYTES = 2 << 30
+"""For one item that is decoded and processed. The largest that the limits allow took 1.2 GiB."""
 
 
 class MediaProcess:
@@ -64,17 +71,22 @@ class MediaProcess:
     def __init__(self, config: ProxyConfig, send: Callable[[FromMediaProcess], None], client_pid: int) -> None:
         self._send = send
         self._num_threads = config.media_threads
+        self._max_pixels = config.media.max_request_pixels
         self._threads = ThreadPoolExecutor(self._num_threads, "media")
         self._reader = asyncio.get_running_loop().run_in_executor(self._threads, MediaReader, config)
         self._fetcher = MediaFetcher(config.media)
         self._context = new_context()
         self._cache = MediaCacheClient(self._context, config.media_cache_endpoint, client_pid)
         # One request per thread, so that the first request is done before the last one has begun.
-        self._turns = asyncio.Semaphore(self._num_threads)
+        self._turns = FairSlots(self._num_threads, self._num_threads)
+        self._is_loaded = asyncio.Event()
         self._running: dict[str, asyncio.Task[GenerationRequest]] = {}
 
-    async def load(self) -> None:
-        """Loads one processor per thread. Raises ConfigError."""
+    async def load(self, max_memory_bytes: int | None = None) -> None:
+        """Loads one processor per thread; jobs wait for the end of it. Raises ConfigError.
+
+        max_memory_bytes: that the whole process may then allocate beyond what it has; None for no limit.
+        """
         reader = await self._reader
         all_threads = threading.Barrier(self._num_threads)
 
@@ -85,6 +97,9 @@ class MediaProcess:
 
         await asyncio.gather(*(self._on_thread(load) for _ in range(self._num_threads)))
         gc.freeze()
+        if max_memory_bytes is not None:
+            limit_memory(max_memory_bytes)
+        self._is_loaded.set()
         kinds = " and ".join(f"{kind}s" for kind in reader.processor.placeholders)
         log.info("processes %s on %d threads", kinds, self._num_threads)
 
@@ -111,22 +126,27 @@ class MediaProcess:
                 self._send(MediaJobDone(lease_id, reading.result()))
             case TandemError() as error:
                 self._send(MediaJobFailed.of(lease_id, error))
+            case MemoryError() as error:
+                log.error("a request with media failed for lack of memory: %s", error)
+                text = "the memory for images and video is used up; try again later, or send smaller ones"
+                self._send(MediaJobFailed.of(lease_id, Overloaded(text)))
             case error:
                 log.error("a request with media failed", exc_info=error)
                 text = "the request's images or video could not be processed; see the server's log"
                 self._send(MediaJobFailed.of(lease_id, InternalError(text)))
 
     async def _read(self, job: MediaJob) -> GenerationRequest:
-        reader = await asyncio.shield(self._reader)
-        async with self._turns:
+        await self._is_loaded.wait()
+        reader = self._reader.result()
+        async with self._turns.slot(job.client):
             request = await self._on_thread(reader.decode, job)
             assert isinstance(request.prompt, ChatPrompt)
             remote = [source for source in request.prompt.media if is_remote(source)]
             if not remote:
                 return await self._process(reader, job, request, {})
-        with FetchedMedia(self._fetcher) as fetched:
+        with FetchedMedia(self._fetcher, job.client) as fetched:
             await _gather(*(fetched.fetch(source) for source in remote))
-            async with self._turns:
+            async with self._turns.slot(job.client):
                 return await self._process(reader, job, request, fetched.data)
 
     async def _process(
@@ -135,8 +155,18 @@ class MediaProcess:
         """fetched: bytes of remote items, by item number."""
         assert isinstance(request.prompt, ChatPrompt)
         contents = await _gather(
-            *(self._on_thread(reader.inspect, source, fetched.get(source.number)) for source in request.prompt.media)
+            *(
+                self._on_thread(reader.inspect, source, fetched.get(source.number), request.cache_salt)
+                for source in request.prompt.media
+            )
         )
+        num_pixels = sum({content.key: content.size.num_pixels for content in contents}.values())
+        if num_pixels > self._max_pixels:
+            raise InvalidRequest(
+                f"The images and the sampled video frames of this request have {num_pixels} pixels; the limit is "
+                f"{self._max_pixels}. Send fewer or smaller ones.",
+                "messages",
+            )
         num_tokens = sum(content.size.num_tokens for content in contents)
         if num_tokens >= job.limits.max_model_len:
             raise ContextLengthExceeded(
@@ -178,7 +208,7 @@ class MediaProcess:
     async def close(self) -> None:
         for task in self._running.values():
             task.cancel()
-        await self._fetcher.close()
+        self._fetcher.close()
         self._cache.close()
         self._context.destroy(linger=0)
 
@@ -199,7 +229,7 @@ async def serve(channel: socket.socket) -> int:
     assert isinstance(setup, MediaSetup)
     setup_logging(f"{setup.config.proxy_id}-media", setup.config.log_level)
     process = MediaProcess(setup.config, partial(write_message, writer), os.getppid())
-    loading = asyncio.create_task(process.load())
+    loading = asyncio.create_task(process.load(_MEMORY_BYTES + setup.config.media_threads * _MEMORY_PER_THREAD_BYTES))
     receiving = asyncio.create_task(_receive(reader, process))
     await asyncio.wait([loading, receiving], return_when=asyncio.FIRST_COMPLETED)
     if loading.done() and (error := loading.exception()) is not None:

@@ -43,18 +43,19 @@ class MediaReader:
 
     def decode(self, job: MediaJob) -> GenerationRequest:
         """Raises InvalidRequest."""
-        request = self._bodies.decode(Path(job.path).read_bytes() if job.path else job.body, job.kind)
-        if has_own_template(request.prompt):  # its CPU time can be limited on a main thread only
+        body = Path(job.path).read_bytes() if job.path else job.body
+        request = self._bodies.decode(body, job.kind, job.cache_scope)
+        if has_own_template(request.prompt):  # is rendered in a forked process, and this one has threads
             raise InvalidRequest(
                 "chat_template cannot be combined with images or video; leave one of them out.", "chat_template"
             )
         return request
 
-    def inspect(self, source: MediaSource, fetched: bytes | None) -> MediaContent:
+    def inspect(self, source: MediaSource, fetched: bytes | None, cache_salt: str) -> MediaContent:
         """Reads the item's header and hashes its bytes. fetched: None for data and file URLs. Raises InvalidMedia."""
         data = read_local(source, self._limits) if fetched is None else fetched
         size = self.processor.size(source, data)
-        return MediaContent(source, data, MediaKey(self.processor.digest(source, data), "input"), size)
+        return MediaContent(source, data, MediaKey(self.processor.digest(source, data, cache_salt), "input"), size)
 
     def write(self, content: MediaContent, segment: str) -> CommittedMedia:
         """Decodes and processes the item, and writes its tensors to the cache's segment. Raises InvalidMedia."""

@@ -14,17 +14,19 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
 from tandem.proxy.reading.spooled_body import SpooledBody
-from tandem.proxy.text.prompt import has_media, has_own_template, has_token_ids
+from tandem.proxy.text.prompt import CompletionPrompt, has_media, has_own_template, has_token_ids
 from tandem.runtime.errors import InternalError, Overloaded
 from tandem.runtime.lifetime import die_with_parent
 
@@ -34,10 +36,14 @@ T = TypeVar("T")
 
 MAX_INLINE_BYTES = 2048
 """Size up to which text is tokenised on the loop: that takes no longer than a round trip to a process (0.5 ms)."""
+MAX_INLINE_PROMPTS = 32
+"""Number of prompts up to which a short body is tokenised on the loop (under 1 ms)."""
 MAX_INLINE_TOKENS = 1024
 """Prompt tokens up to which an echo is detokenised on the loop (under 1 ms)."""
 MAX_PENDING_JOBS = 4096
-"""Jobs that may wait for a process. Admission limits generation earlier; `/tokenize` is limited only here."""
+"""Jobs that may wait for a process. Other limits apply earlier (`proxy.admission`)."""
+_TRANSFORM_SHARE = 0.5
+"""Share of the processes, and at least one, that work on calls of `/tokenize` and `/detokenize` at the same time."""
 
 
 class ReaderPool:
@@ -48,6 +54,7 @@ class ReaderPool:
         self._make_reader = make_reader
         self._num_processes = num_processes
         self._num_pending = 0
+        self._transform_turns = asyncio.Semaphore(max(1, int(_TRANSFORM_SHARE * num_processes)))
         self._executor: ProcessPoolExecutor | None = None
 
     def fork(self, fds: Sequence[int] = ()) -> None:
@@ -64,46 +71,83 @@ class ReaderPool:
 
         self._executor = self._start(multiprocessing.get_context("fork"), inherit)
 
-    async def read(self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits) -> GenerationRequest:
-        """Returns the request with tokenised prompts. Raises InvalidRequest, HasMedia, Overloaded, InternalError."""
+    async def read(
+        self, kind: BodyKind, body: bytes | SpooledBody, limits: ModelLimits, cache_scope: str = ""
+    ) -> GenerationRequest:
+        """Returns the request with tokenised prompts. cache_scope: see `BodyReader.decode`.
+
+        Raises InvalidRequest, HasMedia, Overloaded, InternalError."""
         if isinstance(body, bytes):
-            request = self._reader.decode(body, kind)
+            request = self._reader.decode(body, kind, cache_scope)
             if has_media(request.prompt):
                 raise HasMedia("the request has images or video")
-            is_short = len(body) <= MAX_INLINE_BYTES or has_token_ids(request.prompt)
+            prompt = request.prompt
+            is_short = len(body) <= MAX_INLINE_BYTES or has_token_ids(prompt)
+            if isinstance(prompt, CompletionPrompt) and prompt.num_prompts(MAX_INLINE_PROMPTS) > MAX_INLINE_PROMPTS:
+                is_short = False
             # The client decides how long its own template or grammar takes.
             if is_short and not has_own_template(request.prompt) and request.base_sampling.grammar is None:
                 return self._reader.render(request, limits)
-        return await self.run(BodyReader.read, body, kind, limits)
+        return await self.run(BodyReader.read, body, kind, limits, cache_scope)
 
-    async def text_of(self, token_ids: list[int]) -> str:
-        """Returns the text of a prompt without special tokens."""
-        if len(token_ids) <= MAX_INLINE_TOKENS:
+    async def text_of(self, token_ids: bytes) -> str:
+        """Returns the text of a prompt without special tokens. token_ids: packed."""
+        if len(token_ids) <= MAX_INLINE_TOKENS * BYTES_PER_TOKEN:
             return self._reader.text_of(token_ids)
         return await self.run(BodyReader.text_of, token_ids)
 
-    async def run(self, method: Callable[..., T], data: bytes | SpooledBody | list[int], *arguments: object) -> T:
+    async def transform(self, method: Callable[..., bytes], body: bytes | SpooledBody, *arguments: object) -> bytes:
+        """Like `run`, for a call that needs no worker. It waits while others like it have their share of the processes.
+
+        A call whose client has disconnected keeps its turn until the process is done with it.
+        """
+        await self._transform_turns.acquire()
+        release = partial(asyncio.get_running_loop().call_soon_threadsafe, self._transform_turns.release)
+        try:
+            job = self._submit(method, body, *arguments)
+        except BaseException:
+            self._transform_turns.release()
+            raise
+        job.add_done_callback(lambda _: release())
+        return await self._result(job)
+
+    async def run(self, method: Callable[..., T], data: bytes | SpooledBody, *arguments: object) -> T:
         """Calls a method of a process's reader; a spooled body is passed as the path of its file.
 
         Raises as the method does, Overloaded, InternalError.
         """
+        return await self._result(self._submit(method, data, *arguments))
+
+    def _submit(self, method: Callable[..., T], data: bytes | SpooledBody, *arguments: object) -> Future[T]:
+        """Raises Overloaded, InternalError."""
         if self._num_pending >= MAX_PENDING_JOBS:
             raise Overloaded("too many requests are waiting to be read; try again later")
         if self._executor is None:
             self._executor = self._start(multiprocessing.get_context("spawn"), self._make_reader)
-        executor = self._executor
         content = Path(data.path) if isinstance(data, SpooledBody) else data
+        try:
+            return self._executor.submit(_call, method, content, *arguments)
+        except BrokenProcessPool as error:
+            raise self._replace(self._executor) from error
+
+    async def _result(self, job: Future[T]) -> T:
+        executor = self._executor
+        assert executor is not None
         self._num_pending += 1
         try:
-            return await asyncio.wrap_future(executor.submit(_call, method, content, *arguments))
+            return await asyncio.wrap_future(job)
         except BrokenProcessPool as error:
-            if self._executor is executor:
-                log.error("a reader process died; starting new ones")
-                self._executor = None
-                executor.shutdown(wait=False)
-            raise InternalError("the process that read the request died; try again") from error
+            raise self._replace(executor) from error
         finally:
             self._num_pending -= 1
+
+    def _replace(self, broken: ProcessPoolExecutor) -> InternalError:
+        """Lets the next job start new processes, and returns the error of one that the broken pool had."""
+        if self._executor is broken:
+            log.error("a reader process died; starting new ones")
+            self._executor = None
+            broken.shutdown(wait=False)
+        return InternalError("the process that read the request died; try again")
 
     def _start(self, context: BaseContext, make_reader: Callable[[], BodyReader]) -> ProcessPoolExecutor:
         executor = ProcessPoolExecutor(self._num_processes, context, _initialize, (make_reader,))
@@ -128,5 +172,5 @@ def _initialize(make_reader: Callable[[], BodyReader]) -> None:
     _reader = make_reader()
 
 
-def _call(method: Callable[..., Any], content: bytes | Path | list[int], *arguments: object) -> Any:
+def _call(method: Callable[..., Any], content: bytes | Path, *arguments: object) -> Any:
     return method(_reader, content.read_bytes() if isinstance(content, Path) else content, *arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -13,6 +14,8 @@ from tandem.proxy.media.source import MediaSource
 from tandem.runtime.errors import InvalidRequest
 
 _TOKEN_IDS = re.compile(rb"\s*\[[\s\[]*\d")
+_STRINGS = re.compile(rb"\s*\[\s*\"")
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
 
 
 class ContextLengthExceeded(InvalidRequest):
@@ -44,6 +47,13 @@ class CompletionPrompt(msgspec.Struct, frozen=True, tag=True):
 
     json: msgspec.Raw
     add_special_tokens: bool = True
+
+    def num_prompts(self, max_prompts: int) -> int:
+        """Counts the prompts without decoding them, up to one more than `max_prompts`."""
+        data = bytes(self.json)
+        if _STRINGS.match(data):
+            return sum(1 for _ in islice(_STRING.finditer(data), max_prompts + 1))
+        return max(1, min(data.count(b"[") - 1, max_prompts + 1)) if _TOKEN_IDS.match(data) else 1
 
 
 class CachedMedia(msgspec.Struct, frozen=True):

@@ -1,17 +1,14 @@
-"""Renders prompts: applies chat templates, tokenises, checks lengths and packs the token ids. Pure.
+"""Renders prompts: applies chat templates, tokenises, checks lengths and packs the token ids.
 
 The state of the tokeniser is never changed. A prompt that cannot fit is refused before all of it is tokenised.
 """
 
 from __future__ import annotations
 
-import signal
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from itertools import islice
-from types import FrameType
 from typing import Annotated, Any
 
 import msgspec
@@ -33,6 +30,7 @@ from tandem.proxy.text.prompt import (
     Prompt,
     RenderedPrompts,
 )
+from tandem.proxy.text.template_process import render_apart
 from tandem.runtime.errors import InvalidRequest
 
 TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
@@ -40,8 +38,6 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Spans = tuple[tuple[int, int], ...]
 """(start, length) of runs of placeholder tokens, ascending."""
 
-TEMPLATE_CPU_S = 2.0
-"""CPU time for a client's own template; a model's template takes milliseconds."""
 _PROBE_CHARACTERS_PER_TOKEN = 5
 """Size of the first probe of a long text, per token of the limit; few texts have more characters per token."""
 _PROBE_SLACK_TOKENS = 16
@@ -67,8 +63,9 @@ class Renderer:
 
     def chat_text(self, prompt: ChatPrompt) -> str:
         """Applies the chat template. Raises InvalidRequest."""
-        with cpu_time_limit(TEMPLATE_CPU_S) if prompt.template is not None else nullcontext():
+        if prompt.template is None:
             return self._text.render_chat(prompt)
+        return render_apart(partial(self._text.render_chat, prompt))
 
     def encode(self, text: str, add_special_tokens: bool, param: str) -> Encoding:
         """Tokenises a text of any length. Raises InvalidRequest."""
@@ -228,25 +225,3 @@ def _spans(token_ids: list[int], placeholder_id: int, lengths: list[int]) -> lis
                 runs.append((position, 1))
         spans.append(tuple(runs))
     return spans
-
-
-@contextmanager
-def cpu_time_limit(seconds: float) -> Iterator[None]:
-    """Raises InvalidRequest in the body of the `with` when it has used this much CPU time. Main thread only.
-
-    Limits CPU time and not elapsed time, so that a busy machine causes no errors.
-    """
-    assert threading.current_thread() is threading.main_thread()
-
-    def on_timer(_number: int, _frame: FrameType | None) -> None:
-        raise InvalidRequest(
-            f"Rendering chat_template takes more than {seconds:g} s; send a simpler template.", "chat_template"
-        )
-
-    before = signal.signal(signal.SIGVTALRM, on_timer)
-    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)

@@ -149,7 +149,9 @@ def test_requests_in_flight_per_client_are_limited(proxy: Proxy) -> None:
 
 
 def test_limits_apply_per_api_key(folder: Path) -> None:
-    config = {"api_key": "one", "api_keys": ["two"], "max_requests_per_client": 1}
+    file = folder / "api-keys"
+    file.write_text("two\n")
+    config = {"api_key": "one", "api_keys_file": str(file), "max_requests_per_client": 1}
     with Proxy(folder, name="keys", **config) as proxy, httpx.Client(base_url=proxy.url) as client:
         hold = make_tokenizer(folder).encode_batch_fast(["hold"])[0].ids
         workers = FakeWorkers(folder, [proxy.control], hold, [-1])

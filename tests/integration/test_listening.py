@@ -6,121 +6,30 @@ import asyncio
 import json
 import os
 import ssl
-import subprocess
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import uvloop
 
-import tandem.proxy.http.connections
+import tandem.proxy.http.client_connection
 from bench.ports import free_port
 from tandem.proxy.config import ProxyConfig
-from tandem.proxy.http.connections import ConnectionLimits
+from tandem.proxy.http.connection_limits import ConnectionLimits
 from tandem.proxy.server import HttpListener, _listen_socket
 from tandem.runtime.listen_socket import bind
-
-LIMIT_S = 20
-GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
-LAST_GET = b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+from tests.support.certificate import make_certificate
+from tests.support.http_listener import GET, LAST_GET, LIMIT_S, bodies, echo, ignore_body, play, respond, served, until
 
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folder = tmp_path_factory.mktemp("tls")
-    key, certificate = folder / "key.pem", folder / "certificate.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2",
-         "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out",
-         str(certificate)],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    return key, certificate
-
-
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while not holds():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
-
-
-async def respond(send: Any, body: bytes) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def echo(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    body, more = b"", True
-    while more:
-        message = await receive()
-        body, more = body + message["body"], message["more_body"]
-    await respond(send, body or b"ok")
-
-
-async def ignore_body(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    await respond(send, b"ok")
-
-
-class Served:
-    def __init__(self, port: int, listener: HttpListener, limits: ConnectionLimits, tls: ssl.SSLContext | None) -> None:
-        self.port = port
-        self.listener = listener
-        self.limits = limits
-        self._tls = tls
-
-    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        return await asyncio.open_connection("127.0.0.1", self.port, ssl=self._tls)
-
-    async def exchange(self, *sent: bytes) -> bytes:
-        """Returns all bytes until the server closes. Each piece is sent after the answer to the previous one."""
-        reader, writer = await self.connect()
-        received = b""
-        for number, piece in enumerate(sent):
-            if number:
-                received += await asyncio.wait_for(reader.read(65536), LIMIT_S)
-            writer.write(piece)
-        received += await asyncio.wait_for(reader.read(), LIMIT_S)
-        writer.close()
-        return received
-
-
-@asynccontextmanager
-async def served(
-    app: Any, tls: tuple[Path, Path] | None = None, max_connections: int = 99, **config: Any
-) -> AsyncGenerator[Served, None]:
-    if tls is not None:
-        config |= {"ssl_keyfile": str(tls[0]), "ssl_certfile": str(tls[1])}
-    port = free_port()
-    limits = ConnectionLimits(max_connections, max_connections)
-    proxy_config = ProxyConfig("p", "", "m", "m", **config)
-    listener = HttpListener(app, bind("127.0.0.1", port), limits, proxy_config, has_tls=tls is not None)
-    serving = asyncio.create_task(listener.serve())
-    await until(lambda: listener._server.started)
-    client_tls = ssl.create_default_context(cafile=str(tls[1])) if tls is not None else None
-    try:
-        yield Served(port, listener, limits, client_tls)
-    finally:
-        listener.stop()
-        await asyncio.wait_for(serving, LIMIT_S)
-    assert limits.num_open == 0
-
-
-def bodies(answers: bytes) -> list[bytes]:
-    return [each.partition(b"\r\n\r\n")[2] for each in answers.split(b"HTTP/1.1 ")[1:]]
+    return make_certificate(tmp_path_factory.mktemp("tls"))
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "tls"])
 def tls(request: pytest.FixtureRequest, certificate: tuple[Path, Path]) -> Iterator[tuple[Path, Path] | None]:
     yield certificate if request.param else None
-
-
-def play(test: Callable[[], Awaitable[None]]) -> None:
-    async def run() -> None:
-        await asyncio.wait_for(test(), LIMIT_S)
-
-    uvloop.run(run())
 
 
 def test_pipelined_requests_are_answered_in_order(tls: tuple[Path, Path] | None) -> None:
@@ -235,7 +144,7 @@ def test_a_connection_whose_answer_is_not_read_is_closed() -> None:
 def test_a_stopping_server_answers_a_request_that_is_arriving(
     monkeypatch: pytest.MonkeyPatch, tls: tuple[Path, Path] | None
 ) -> None:
-    monkeypatch.setattr(tandem.proxy.http.connections, "_LAST_HEAD_S", 3.0)  # for a loaded machine
+    monkeypatch.setattr(tandem.proxy.http.client_connection, "_LAST_HEAD_S", 3.0)  # for a loaded machine
 
     async def test() -> None:
         async with served(ignore_body, tls) as server:

@@ -108,10 +108,14 @@ def answers(url: str, image: bytes) -> list[list[int]]:
         ("completions", {"prompt": "Once upon a time"}),
         ("chat/completions", {"messages": [{"role": "user", "content": parts}]}),
     ):
-        answer = httpx.post(f"{url}/v1/{path}", json=fields | body, timeout=LIMIT_S)
+        answer = httpx.post(f"{url}/v1/{path}", json=fields | body, headers=header("first"), timeout=LIMIT_S)
         assert answer.status_code == 200, answer.text
         outputs.append(answer.json()["choices"][0]["token_ids"])
     return outputs
+
+
+def header(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
 
 
 def media_caches() -> list[int]:
@@ -136,13 +140,15 @@ def test_a_ray_cluster_serves_survives_a_lost_node_and_scales(tmp_path: Path, mo
     url = f"http://127.0.0.1:{port}"
     keys = tmp_path / "keys"
     make_keys(keys)
+    api_keys = tmp_path / "api-keys"
+    api_keys.write_text("first\n")
     model = save_model(tmp_path / "vision")
     image = encoded(picture(seed=1))
     config = tmp_path / "cluster.toml"
     config.write_text(
         f'model = "{model}"\nserved_model_name = "m"\ndtype = "float32"\nport = {port}\n'
         f'network_keys = "{keys}"\nthreads_per_worker = 1\nkv_cache_gib = 0.05\n'
-        "decode_prefill_threshold = 0\n"
+        f'decode_prefill_threshold = 0\napi_keys_file = "{api_keys}"\n'
     )
     with ray_cluster() as (dashboard, remove):
         up = tandem("up", "--ray", "auto", "--config", str(config))
@@ -184,6 +190,11 @@ def test_a_ray_cluster_serves_survives_a_lost_node_and_scales(tmp_path: Path, mo
             assert (scaled.returncode, scaled.stdout) == (0, "prefill=1 decode=2\n"), scaled.stderr
             pids = [pid for _, pid in workers(port).values()] + media_caches()
             assert len(pids) == 4
+
+            api_keys.write_text("second\n")  # the launcher copies it to the proxy's node
+            models = partial(httpx.get, f"{url}/v1/models")
+            Cluster.wait_for(lambda: models(headers=header("second")).status_code == 200, 30)
+            assert models(headers=header("first")).status_code == 401
 
             job(dashboard, "stop", "serve")
             Cluster.wait_for(lambda: not any(is_alive(pid) for pid in pids), 30)

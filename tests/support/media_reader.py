@@ -39,14 +39,13 @@ T = TypeVar("T")
 
 
 class MediaReader:
-    """Reads requests with media as the process beside a proxy does."""
+    """Reads requests with media as the process beside a proxy does. limits: fields of MediaLimits."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **limits: Any) -> None:
         self.folder = folder
         (folder / "files").mkdir()
-        self.limits = MediaLimits(
-            max_items=4, max_pixels=1_000_000, max_bytes=4 << 20, allowed_path=str(folder / "files")
-        )
+        defaults = {"max_items": 4, "max_pixels": 1_000_000, "max_bytes": 4 << 20}
+        self.limits = MediaLimits(**{**defaults, **limits}, allowed_path=str(folder / "files"))
         self.loop = asyncio.new_event_loop()
         self.run(self._start())
 

@@ -33,6 +33,8 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.admission.admission import Admission
+from tandem.proxy.admission.answer_budget import AnswerBudget
+from tandem.proxy.answers.answers import Answers
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.config import ProxyConfig
@@ -43,7 +45,7 @@ from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
 from tandem.proxy.text.model_text import ModelText
-from tandem.proxy.text.prompt import Prompt
+from tandem.proxy.text.prompt import ChatPrompt, Prompt
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import ErrorInfo, TandemError
@@ -87,11 +89,19 @@ class FakeText:
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer.encode_batch_fast([text])[0].ids)
 
+    def render_chat(self, prompt: ChatPrompt) -> str:
+        return "".join(message["content"] for message in prompt.messages)
+
 
 class Cluster:
     def __init__(
-        self, threshold: int = 0, worker_wait_s: float = 0.0, workers: tuple[WorkerInfo, ...] = (PREFILL, DECODE)
+        self,
+        threshold: int = 0,
+        worker_wait_s: float = 0.0,
+        workers: tuple[WorkerInfo, ...] = (PREFILL, DECODE),
+        max_model_len: int = 100,
     ) -> None:
+        self._max_model_len = max_model_len
         self.worker_table = WorkerTable(2.5, decode_may_prefill=threshold > 0)
         self.router = Router(self.worker_table, threshold, rng=random.Random(0))
         self.metrics = ProxyMetrics()
@@ -110,6 +120,7 @@ class Cluster:
             readers,
             self.worker_table,
             self.admission,
+            AnswerBudget(),
             self.dispatcher,
             self.metrics,
             RequestLog(),
@@ -120,7 +131,9 @@ class Cluster:
     def join(self, *workers: WorkerInfo) -> None:
         """Registers the workers and makes all pairs ready."""
         for worker in workers:
-            self.worker_table.on_register(0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 500, "m", 64))
+            self.worker_table.on_register(
+                0, RegisterWorker(PROTOCOL_VERSION, worker, self._max_model_len, 500, "m", 64)
+            )
         there = self.worker_table.workers()
         pairs = [PairStatus(w.worker_id, w.epoch, "ready") for w in there if w.role == "decode"]
         for worker in there:
@@ -194,15 +207,20 @@ class Cluster:
 
 
 @contextmanager
-def _cluster(threshold: int, worker_wait_s: float) -> Iterator[Cluster]:
-    cluster = Cluster(threshold, worker_wait_s)
+def _cluster(threshold: int, worker_wait_s: float, max_model_len: int) -> Iterator[Cluster]:
+    cluster = Cluster(threshold, worker_wait_s, max_model_len=max_model_len)
     yield cluster
     cluster.check_nothing_is_left()
 
 
-def play(test: Callable[[Cluster], Coroutine[Any, Any, None]], threshold: int = 0, worker_wait_s: float = 0.0) -> None:
+def play(
+    test: Callable[[Cluster], Coroutine[Any, Any, None]],
+    threshold: int = 0,
+    worker_wait_s: float = 0.0,
+    max_model_len: int = 100,
+) -> None:
     async def run() -> None:
-        with _cluster(threshold, worker_wait_s) as cluster:
+        with _cluster(threshold, worker_wait_s, max_model_len) as cluster:
             await asyncio.wait_for(test(cluster), 30)
 
     asyncio.run(run())
@@ -222,3 +240,11 @@ async def collect(stream: Any) -> tuple[list[int], FinishReason | None]:
         token_ids += [token.token_id for token in delta.tokens]
         finish_reason = delta.finish_reason
     return token_ids, finish_reason
+
+
+async def whole(answers: Answers) -> bytes:
+    """Returns the body of an answer that is not streamed."""
+    try:
+        return b"".join(await answers.whole())
+    finally:
+        answers.release()

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem.protocol.messages.checks import (
-    check_first_tokens,
+    check_finish_transfer,
     check_open_pair,
     check_register,
     check_request,
@@ -29,7 +29,7 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.protocol.messages.token_ids import pack_token_ids
-from tandem.protocol.messages.transfer import KVLayout, KVReserved, OpenPair
+from tandem.protocol.messages.transfer import FinishTransfer, KVLayout, KVReserved, OpenPair
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.runtime.errors import InvalidMessage
 
@@ -139,9 +139,9 @@ def test_invalid_endpoints_are_refused(endpoint: str) -> None:
 
 @pytest.mark.parametrize("first_tokens", [[], [-1], [VOCAB_SIZE], [1] * 2000])
 def test_invalid_first_tokens_are_refused(first_tokens: list[int]) -> None:
-    check_first_tokens([0, VOCAB_SIZE - 1], VOCAB_SIZE)
+    check_finish_transfer(FinishTransfer("t", 3, [0, VOCAB_SIZE - 1]), VOCAB_SIZE)
     with pytest.raises(InvalidMessage):
-        check_first_tokens(first_tokens, VOCAB_SIZE)
+        check_finish_transfer(FinishTransfer("t", 3, first_tokens), VOCAB_SIZE)
 
 
 @pytest.mark.parametrize(("num_cached", "block_ids"), [(-1, [1]), (0, [-1]), (0, [3, 3]), (0, [2**40])])

@@ -1,4 +1,4 @@
-"""Data from sockets is never unpickled: no module names a function that could do it. (Ruff's S301 to S307 help.)
+"""Data from sockets is never unpickled: no module names a function that could do it. (Ruff's S rules help.)
 
 The proxy's readers (proxy/reading/reader_pool.py) exchange pickles over private pipes: concurrent.futures does it.
 """
@@ -47,7 +47,7 @@ def findings(source: str) -> Iterator[str]:
             case ast.Call(func=ast.Attribute(attr=name)) if name in CALLS:
                 yield name
             case ast.Call(func=ast.Attribute(attr=name, value=ast.Attribute(attr=of) | ast.Name(id=of))) if (
-                name in CONNECTION_CALLS and "connection" in of.lower()
+                name in CONNECTION_CALLS and of.lower().endswith("connection")
             ):
                 yield f"{of}.{name}"
             case ast.Call(func=ast.Attribute(attr="load", value=ast.Name(id="torch")), keywords=keywords) if not any(

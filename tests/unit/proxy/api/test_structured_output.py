@@ -166,7 +166,7 @@ def test_grammars_are_compiled_off_the_loop(text: ModelText, reader: BodyReader)
 
     async def run(job: Any, *arguments: Any) -> Any:
         ran.append(job.__name__)
-        return pickle.loads(pickle.dumps(reader.read(*arguments)))  # noqa: S301 - as what comes back from a process
+        return pickle.loads(pickle.dumps(reader.read(*arguments)))
 
     pool.run = run  # type: ignore[method-assign]
     body = msgspec.json.encode(CHAT | {"tools": [TOOL]})

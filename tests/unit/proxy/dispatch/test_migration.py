@@ -15,7 +15,7 @@ from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.dispatch import sequence
 from tandem.runtime.errors import DeadlineExceeded, KVTransferFailed, TandemError, WorkerLost
-from tests.support.proxy_cluster import DECODE, PREFILL, Cluster, collect, play, turn
+from tests.support.proxy_cluster import DECODE, PREFILL, Cluster, collect, play, turn, whole
 from tests.unit.proxy.dispatch.test_request_life import generation, prefills
 
 OTHER_DECODE = WorkerInfo("decode-1", "d2", "decode", "ipc://d2", 4)
@@ -187,7 +187,7 @@ def test_sequences_of_one_prompt_stay_together_until_it_is_computed() -> None:
 def test_text_and_stop_strings_continue_across_workers() -> None:
     async def test(cluster: Cluster) -> None:
         _, answers = generation(cluster, stop=["END"], max_tokens=20)
-        task = asyncio.create_task(answers.whole())
+        task = asyncio.create_task(whole(answers))
         [old] = await prefills(cluster, 1)
         ids = cluster.text.ids("né ENDx")
         cut = ids.index(cluster.text.ids("N")[0])  # in the middle of the stop string

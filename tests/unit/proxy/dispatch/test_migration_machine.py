@@ -7,6 +7,7 @@ prefix of that sequence, in order and once, and one end. When workers are ready 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from typing import Any
 
@@ -26,6 +27,7 @@ from tandem.protocol.messages.generation import SampledToken, SamplingParams
 from tandem.protocol.messages.membership import Role, WorkerInfo
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.cluster.router import NoWorkerReady
+from tandem.proxy.dispatch.crashes import MAX_DEATHS, RequestCrashesWorkers
 from tandem.proxy.dispatch.sequence import DispatchedSequence
 from tandem.runtime.errors import DeadlineExceeded, KVTransferFailed, TandemError, WorkerLost
 from tests.support.proxy_cluster import Cluster, turn
@@ -156,7 +158,12 @@ class Requests(RuleBasedStateMachine):
     def start(self, seeds: int, num_tokens: int) -> None:
         samplings = [SamplingParams(seed=len(self.readers) + number) for number in range(seeds)]
         made: list[DispatchedSequence] = []
-        self.do(lambda: made.extend(self.cluster.start(samplings, num_tokens, DEADLINE_S)))
+
+        def begin() -> None:
+            with contextlib.suppress(RequestCrashesWorkers):  # all have the same prompt
+                made.extend(self.cluster.start(samplings, num_tokens, DEADLINE_S))
+
+        self.do(begin)
         self.readers += [SequenceReader(self, sequence, num_tokens) for sequence in made]
 
     @precondition(lambda self: self.running())
@@ -280,8 +287,10 @@ class Requests(RuleBasedStateMachine):
         for reader in self.readers:
             [end] = reader.ends
             seen[end if isinstance(end, str) else end.code] += 1
-            allowed = (DeadlineExceeded, NoWorkerReady, WorkerLost, KVTransferFailed)
+            allowed = (DeadlineExceeded, NoWorkerReady, WorkerLost, KVTransferFailed, RequestCrashesWorkers)
             assert end in ("length", "left") or isinstance(end, allowed), end
+            if isinstance(end, RequestCrashesWorkers):
+                assert reader.sequence.num_deaths >= MAX_DEATHS
             if isinstance(end, WorkerLost | KVTransferFailed):
                 assert "the last of 8 attempts" in end.message
         self.tokens_come_once_and_in_order()

@@ -28,7 +28,7 @@ from tandem.proxy.dispatch import sequence
 from tandem.proxy.dispatch.generation import Generation
 from tandem.runtime.errors import DeadlineExceeded, InternalError, KVTransferFailed, Overloaded, WorkerLost
 from tandem.telemetry.request_log import RequestRecord
-from tests.support.proxy_cluster import DECODE, EOS, PREFILL, Cluster, collect, play, turn
+from tests.support.proxy_cluster import DECODE, EOS, PREFILL, Cluster, collect, play, turn, whole
 
 
 def test_both_workers_get_their_commands_at_once() -> None:
@@ -268,7 +268,7 @@ def outcomes(registry: CollectorRegistry) -> dict[str, float]:
 def test_usage_counts_the_stop_token_but_does_not_show_it() -> None:
     async def test(cluster: Cluster) -> None:
         _, answers = generation(cluster)
-        task = asyncio.create_task(answers.whole())
+        task = asyncio.create_task(whole(answers))
         [attempt_id] = await prefills(cluster, 1)
         feed(cluster, attempt_id, "né 👩", "stop")
         body = json.loads(await task)
@@ -287,7 +287,7 @@ def test_usage_counts_the_stop_token_but_does_not_show_it() -> None:
 def test_a_stop_string_ends_the_request_on_the_workers_too() -> None:
     async def test(cluster: Cluster) -> None:
         _, answers = generation(cluster, stop=["END"])
-        task = asyncio.create_task(answers.whole())
+        task = asyncio.create_task(whole(answers))
         [attempt_id] = await prefills(cluster, 1)
         token_ids = cluster.text.ids("so END and more")
         cluster.first(attempt_id, token_ids[0])
@@ -304,7 +304,7 @@ def test_a_stop_string_ends_the_request_on_the_workers_too() -> None:
 def test_several_prompts_and_n_are_numbered_as_openai_does() -> None:
     async def test(cluster: Cluster) -> None:
         _, answers = generation(cluster, prompt=["a", "b"], n=2, seed=5)
-        task = asyncio.create_task(answers.whole())
+        task = asyncio.create_task(whole(answers))
         attempt_ids = await prefills(cluster, 4)
         starts = [message for _, message in cluster.pool.of(StartPrefill)]
         assert [start.seeds for start in starts] == [[5, 6], [5, 6]]  # one prefill for the n of a prompt
@@ -341,7 +341,7 @@ def test_a_preempted_sequence_is_dispatched_again_with_its_tokens() -> None:
 def test_one_failed_sequence_of_several_fails_and_aborts_the_rest() -> None:
     async def test(cluster: Cluster) -> None:
         _, answers = generation(cluster, n=3)
-        task = asyncio.create_task(answers.whole())
+        task = asyncio.create_task(whole(answers))
         attempt_ids = await prefills(cluster, 3)
         cluster.failed(PREFILL, attempt_ids[1], InternalError("x"))
         with pytest.raises(InternalError):
@@ -385,7 +385,7 @@ def test_a_disconnect_while_queued_aborts_at_once() -> None:
             return {"type": "http.disconnect"}
 
         _, answers = generation(cluster)
-        task = asyncio.create_task(unless_disconnected(receive, answers.whole()))
+        task = asyncio.create_task(unless_disconnected(receive, whole(answers)))
         await prefills(cluster, 1)
         gone.set()
         with pytest.raises(ClientDisconnected):
@@ -399,10 +399,10 @@ def test_a_disconnect_while_queued_aborts_at_once() -> None:
 def test_too_many_waiting_are_refused() -> None:
     async def test(cluster: Cluster) -> None:
         made, answers = generation(cluster, n=8)
-        task = asyncio.create_task(answers.whole())
+        task = asyncio.create_task(whole(answers))
         attempt_ids = await prefills(cluster, 8)
         with pytest.raises(Overloaded, match="8 requests are waiting"):
-            await generation(cluster)[1].whole()
+            await whole(generation(cluster)[1])
         for attempt_id in attempt_ids:
             feed(cluster, attempt_id, "ab", "length")
         await task
@@ -421,7 +421,7 @@ def test_a_first_token_predicted_after_the_deadline_is_refused() -> None:
 
         report(100_000)  # 100 s; the server's deadline is 60 s
         with pytest.raises(SLOUnreachable, match=r"predicted after 100\.\d+ s, but only 60\.00 s are left"):
-            await generation(cluster)[1].whole()
+            await whole(generation(cluster)[1])
         assert cluster.pool.sent == []
         report(50_000)
         task = asyncio.create_task(generation(cluster)[1].whole())

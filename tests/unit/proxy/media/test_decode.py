@@ -76,8 +76,8 @@ def test_a_videos_frames_are_counted_before_any_is_decoded() -> None:
     video = clip(20, 320, 320)  # two million pixels in all
     with pytest.raises(InvalidMedia, match=r"video 0 .*it has more than 9 frames of 320 x 320"):
         video_info(VIDEO, video, LIMITS)
-    with pytest.raises(InvalidMedia, match="it has 320 x 320 pixels; the limit is 100000"):
-        video_info(VIDEO, video, msgspec.structs.replace(LIMITS, max_pixels=100_000))
+    with pytest.raises(InvalidMedia, match="its frames have 320 x 320 pixels; the limit is 100000"):
+        video_info(VIDEO, video, msgspec.structs.replace(LIMITS, max_video_frame_pixels=100_000))
 
 
 def test_decoding_a_video_has_a_deadline() -> None:

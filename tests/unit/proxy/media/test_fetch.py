@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.proxy.media import fetch as media_fetch
-from tandem.proxy.media.fetch import FetchedMedia, MediaFetcher, _RefusedAddress, check_address, read_local
+from tandem.proxy.media.fetch import FetchedMedia, MediaFetcher, read_local
+from tandem.proxy.media.fetch_policy import FetchPolicy, FetchURL, RefusedURL
 from tandem.proxy.media.source import InvalidMedia, MediaLimits, MediaSource
 from tandem.runtime.errors import InvalidRequest, Overloaded
 
@@ -28,8 +31,10 @@ def answer(status: str, body: bytes = b"", *headers: str) -> bytes:
     return "\r\n".join(lines).encode() + body
 
 
-def fetch(reply: Reply, path: str = "/a.png", limits: MediaLimits = LIMITS, host: str = "127.0.0.1") -> bytes:
-    """Fetches from a server on this loop. reply: gets the path and writes the answer."""
+def fetch(
+    reply: Reply, path: str = "/a.png", limits: MediaLimits = LIMITS, host: str = "127.0.0.1", port: int = 0
+) -> bytes:
+    """Fetches from a server on this loop. reply: gets the path and writes the answer. port: 0 for the server's."""
 
     async def run() -> bytes:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -42,16 +47,15 @@ def fetch(reply: Reply, path: str = "/a.png", limits: MediaLimits = LIMITS, host
                 writer.close()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
         fetcher = MediaFetcher(limits)
         try:
-            item = source(f"http://{host}:{port}{path}")
-            with FetchedMedia(fetcher) as fetched:
+            item = source(f"http://{host}:{port or server.sockets[0].getsockname()[1]}{path}")
+            with FetchedMedia(fetcher, "client") as fetched:
                 await fetched.fetch(item)
                 return fetched.data[item.number]
         finally:
             assert fetcher.held_bytes == 0
-            await fetcher.close()
+            fetcher.close()
             server.close()
 
     return asyncio.run(asyncio.wait_for(run(), 60))
@@ -70,17 +74,18 @@ def replying(data: bytes) -> Reply:
     [
         "127.0.0.1", "127.8.8.8", "0.0.0.0", "10.1.2.3", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1",
         "224.0.0.1", "255.255.255.255", "240.0.0.1", "::1", "::", "fe80::1", "fe80::1%eth0", "fc00::1", "fd12::1",
-        "ff02::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::",
+        "ff02::1", "fec0::1", "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe",
+        "2002:7f00:1::",
     ],
 )  # fmt: skip
 def test_addresses_that_are_not_public_are_refused(address: str) -> None:
-    with pytest.raises(_RefusedAddress, match="not a public one"):
-        check_address(address)
+    with pytest.raises(RefusedURL, match=r"not a public one|link-local"):
+        FetchPolicy(MediaLimits()).check_address(address)
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
 def test_public_addresses_are_accepted(address: str) -> None:
-    check_address(address)
+    FetchPolicy(MediaLimits()).check_address(address)
 
 
 def test_downloaded_bytes_are_unchanged() -> None:
@@ -97,41 +102,57 @@ def test_downloaded_bytes_are_unchanged() -> None:
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::ffff:127.0.0.1]", "2130706433", "0x7f.1"])
 def test_loopback_is_refused_in_every_notation(host: str) -> None:
     with pytest.raises(InvalidMedia, match=r"image 3 \(messages\[0\].content\[1\]\)") as refused:
-        fetch(replying(answer("200 OK", b"secret")), host=host, limits=MediaLimits(fetch_timeout_s=20))
+        fetch(replying(answer("200 OK", b"secret")), host=host, port=80, limits=MediaLimits(fetch_timeout_s=20))
     assert "not a public one" in str(refused.value) or "is not known" in str(refused.value)
 
 
-def test_each_redirect_is_checked_like_the_first_url(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check(address: str) -> None:
-        if address != "127.0.0.1":
-            raise _RefusedAddress(f"its address {address} is not a public one")
+class OwnServer(FetchPolicy):
+    """Treats 127.0.0.1, the test's own server, like a public address, with any port."""
 
-    monkeypatch.setattr(media_fetch, "check_address", check)
-    for target in ("http://127.0.0.2:1/secret", "http://10.0.0.1/", "//169.254.169.254/meta"):
-        redirect = answer("302 Found", b"", f"location: {target}")
-        with pytest.raises(InvalidMedia, match="is not a public one"):
-            fetch(replying(redirect), limits=msgspec.structs.replace(LIMITS, allow_private=False))
-    for target in ("file:///etc/passwd", "gopher://x/", "http://user@127.0.0.1/"):
-        with pytest.raises(InvalidMedia, match="must be http or https"):
-            fetch(replying(answer("302 Found", b"", f"location: {target}")))
+    def check_url(self, url: str) -> FetchURL:
+        return (FetchPolicy(LIMITS) if "//127.0.0.1:" in url else super()).check_url(url)
+
+    def check_address(self, address: str) -> None:
+        if address != "127.0.0.1":
+            super().check_address(address)
+
+
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [
+        ("http://127.0.0.2/secret", "is not a public one"),
+        ("http://10.0.0.1/", "is not a public one"),
+        ("//169.254.169.254/meta", "a cloud's metadata service"),
+        ("http://8.8.8.8:22/", "ports 80 and 443 only"),
+        ("file:///etc/passwd", "must be http or https"),
+        ("gopher://x/", "must be http or https"),
+        ("http://user@127.0.0.1/", "must be http or https"),
+    ],
+)
+def test_each_redirect_is_checked_like_the_first_url(target: str, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media_fetch, "FetchPolicy", OwnServer)
+    with pytest.raises(InvalidMedia, match=reason):
+        fetch(replying(answer("302 Found", b"", f"location: {target}")), limits=MediaLimits(fetch_timeout_s=20))
 
 
 def test_a_name_is_resolved_once_and_its_checked_address_used(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second resolution would give another address."""
-    answers = [["8.8.8.8"], ["127.0.0.1"]]
+    answers = ["8.8.8.8", "127.0.0.1"]
     connected: list[str] = []
 
-    async def resolve(host: str, port: int) -> list[str]:
-        return answers.pop(0)
+    def look_up(self: MediaFetcher, host: str, port: int) -> Future[Any]:
+        found: Future[Any] = Future()
+        found.set_result([(0, 0, 0, "", (answers.pop(0), port))])
+        return found
 
     async def connect(self: object, host: str, *others: object) -> None:
         connected.append(host)
         raise OSError("not in a test")
 
-    monkeypatch.setattr(media_fetch, "_resolve", resolve)
+    monkeypatch.setattr(MediaFetcher, "look_up", look_up)
     monkeypatch.setattr(media_fetch.httpcore.AnyIOBackend, "connect_tcp", connect)
     with pytest.raises(InvalidMedia, match="cannot be fetched"):
-        fetch(replying(b""), host="rebind.example", limits=msgspec.structs.replace(LIMITS, allow_private=False))
+        fetch(replying(b""), host="rebind.example", port=80, limits=MediaLimits(fetch_timeout_s=20))
     assert connected == ["8.8.8.8"] and len(answers) == 1
 
 

@@ -1,0 +1,66 @@
+"""Prompts that end the workers that compute them: how they are told from others, and refused for a while. Pure.
+
+Every prompt that a dead worker had not begun to decode may have been the cause, whether it was computed or only queued.
+So the first death changes nothing, the second makes a prompt a suspect, and suspects are retried one at a time
+(`proxy.dispatch.dispatcher`). A suspect whose worker dies once more is the cause. A prompt that happens to be present
+at two unrelated deaths is retried like any other, only later.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+
+import msgspec
+
+from tandem.protocol.messages.generation import SamplingParams
+from tandem.proxy.text.prompt import Prompt
+from tandem.runtime.errors import InvalidRequest
+
+SUSPECT_DEATHS = 2
+"""Deaths after which a prompt is retried while no other suspect is in flight."""
+MAX_DEATHS = 3
+"""Deaths after which a prompt that was the only suspect in flight is refused."""
+REFUSAL_S = 600.0
+MAX_REFUSED_PROMPTS = 1024
+"""Prompts that are remembered; beyond that the oldest is forgotten."""
+
+
+class RequestCrashesWorkers(InvalidRequest):
+    """Workers died whenever they computed this request. A 400, because clients retry a 500 or 503 by themselves."""
+
+    code = "request_crashes_workers"
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"{MAX_DEATHS} workers were lost while they computed this request, so it is refused for "
+            f"{REFUSAL_S / 60:.0f} minutes. Change the prompt or its parameters, and report it to the operator."
+        )
+
+
+class RefusedPrompts:
+    """Prompts with their sampling parameters, by hash. Times are in seconds of one clock."""
+
+    def __init__(self) -> None:
+        self._until: dict[bytes, float] = {}  # in order
+
+    def add(self, now: float, prompt: Prompt, sampling: SamplingParams) -> None:
+        digest = _digest(prompt, sampling)
+        self._until.pop(digest, None)
+        self._until[digest] = now + REFUSAL_S
+        while len(self._until) > MAX_REFUSED_PROMPTS:
+            del self._until[next(iter(self._until))]
+
+    def check(self, now: float, prompt: Prompt, sampling: SamplingParams) -> None:
+        """Raises RequestCrashesWorkers for a refused prompt."""
+        while self._until and next(iter(self._until.values())) <= now:
+            del self._until[next(iter(self._until))]
+        if self._until and _digest(prompt, sampling) in self._until:
+            raise RequestCrashesWorkers
+
+
+def _digest(prompt: Prompt, sampling: SamplingParams) -> bytes:
+    """Hash of everything that a worker computes, except the seed."""
+    shape = msgspec.structs.replace(sampling, seed=0)
+    media = [(item.digest, item.spans) for item in prompt.media]
+    parts = msgspec.msgpack.encode((prompt.token_ids, media, prompt.num_prompt_logprobs, shape))
+    return sha256(parts).digest()

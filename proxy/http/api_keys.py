@@ -1,0 +1,153 @@
+"""API keys: which are valid, whose they are, and the file that they are read from.
+
+A line of the file is `KEY` or `KEY NAME`. Keys with the same NAME are one client, which keeps its limits and its cached
+prefixes while its keys are replaced. A key without a NAME is a client of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator
+from hashlib import sha256
+from pathlib import Path
+
+from tandem.proxy.admission.api_key import ApiKey
+from tandem.runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+CHECK_INTERVAL_S = 1.0
+"""Seconds between two looks at the file. A change holds after the second look that finds the same content."""
+MAX_FILE_BYTES = 1 << 20
+"""Size of the file; about 15,000 keys."""
+_BEARER = "Bearer "
+_UNCHANGED = "the keys that were read before stay valid"
+
+
+class ApiKeys:
+    """Raises ConfigError for a file that cannot be read, is too large, or holds no keys.
+
+    api_key: valid besides those of the file, and never revoked. file: None if there is none.
+    """
+
+    def __init__(self, api_key: str | None, file: Path | None) -> None:
+        self._fixed = {} if api_key is None else {_digest(api_key): _own_client(api_key)}
+        self._keys: dict[bytes, ApiKey] = {}
+        self._file = KeyFile(file) if file is not None else None
+        self._replace(parse_keys(self._file.read()) if self._file is not None else {})
+
+    def find(self, authorization: str) -> ApiKey | None:
+        """Returns the key in this header, or None for a missing or wrong one.
+
+        Keys are looked up by their hash, so that the time of an answer reveals nothing about them.
+        """
+        if not authorization.startswith(_BEARER):
+            return None
+        return self._keys.get(_digest(authorization.removeprefix(_BEARER)))
+
+    async def watch(self) -> None:
+        """Takes the keys of the file whenever it has changed. A file without valid keys changes nothing."""
+        if self._file is None:
+            return
+        async for text in self._file.changes():
+            try:
+                self._replace(await asyncio.to_thread(parse_keys, text))
+            except ConfigError as error:
+                log.error("%s; %s", error, _UNCHANGED)
+            else:
+                log.info("read the API keys again: %d are valid", len(self._keys))
+
+    def _replace(self, clients: dict[bytes, str]) -> None:
+        """Takes these keys instead of the present ones. clients: by digest of their key."""
+        before, clients = self._keys, self._fixed | clients
+        self._keys = {}
+        for digest, client in clients.items():
+            known = before.get(digest)
+            self._keys[digest] = known if known is not None and known.client == client else ApiKey(client)
+        for digest, key in before.items():
+            if digest not in clients:
+                key.revoke()
+
+
+class KeyFile:
+    """Reads the file, and again once it has changed."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read_as: tuple[int, ...] | None = None  # how the file looked when it was read
+        self._seen_as: tuple[int, ...] | None = None  # how it looked at the last call of `changed`
+
+    def read(self) -> str:
+        """Raises ConfigError for a file that cannot be read, is too large or is not UTF-8 text."""
+        try:
+            with self._path.open("rb") as file:
+                self._read_as = self._seen_as = _looks(os.fstat(file.fileno()))
+                content = file.read(MAX_FILE_BYTES + 1)
+            if len(content) > MAX_FILE_BYTES:
+                raise ConfigError(f"api_keys_file: {self._path} is larger than {MAX_FILE_BYTES >> 20} MiB")
+            return content.decode()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+            raise ConfigError(f"api_keys_file: cannot read {self._path}: {reason}") from error
+
+    def changed(self) -> str | None:
+        """Reads the file if it differs from the one read last and has not changed since the last call, else None.
+
+        So a file that is being written is not read. Raises ConfigError as `read` does.
+        """
+        try:
+            looks = _looks(self._path.stat())
+        except OSError as error:
+            raise ConfigError(f"api_keys_file: cannot read {self._path}: {error.strerror}") from error
+        is_settled, self._seen_as = looks == self._seen_as, looks
+        return self.read() if is_settled and looks != self._read_as else None
+
+    async def changes(self) -> AsyncGenerator[str, None]:
+        """Yields the text after each change, for ever. Reads on a thread, and logs once why the file cannot be read."""
+        trouble = ""
+        while True:
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            try:
+                text = await asyncio.to_thread(self.changed)
+            except ConfigError as error:
+                if error.message != trouble:
+                    trouble = error.message
+                    log.error("%s; %s", trouble, _UNCHANGED)
+                continue
+            if text is not None:
+                trouble = ""
+                yield text
+
+
+def parse_keys(text: str) -> dict[bytes, str]:
+    """Returns the client of each key, by digest of the key. Blank lines and lines that begin with # are ignored.
+
+    Raises ConfigError, which quotes no line, for a text without keys or with a key that has two names.
+    """
+    clients: dict[bytes, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        key, *name = line.split(maxsplit=1) or ("",)
+        if not key or key.startswith("#"):
+            continue
+        digest = _digest(key)
+        client = f"name {name[0].rstrip()}" if name else _own_client(key)
+        if clients.setdefault(digest, client) != client:
+            raise ConfigError(f"api_keys_file: the key in line {number} has another name in a line before")
+    if not clients:
+        raise ConfigError("api_keys_file: the file holds no keys; write one on each line")
+    return clients
+
+
+def _digest(key: str) -> bytes:
+    return sha256(b"tandem api key\0" + key.encode("utf-8", "surrogateescape")).digest()
+
+
+def _own_client(key: str) -> str:
+    """The client of a key without a name; the same on all proxies and after a restart."""
+    return f"key {_digest(key).hex()[:32]}"
+
+
+def _looks(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

@@ -1,0 +1,298 @@
+"""HTTP connections with limits on what one client may cost, around uvicorn's protocol.
+
+uvicorn parses requests and runs the application. This module adds what uvicorn has no options for:
+
+- the number of connections;
+- the size of what a request has beside its body (431) and the time its head may take to arrive (408);
+- a client that does not read its answer is disconnected;
+- a request that is answered before its body has arrived: the answer says `Connection: close`, and what the client still
+  sends is discarded for a limited time;
+- a graceful stop that waits for a request whose head is still arriving.
+
+`ClientConnection` stands between asyncio's transport and uvicorn's protocol and uses the public interface of both.
+`track_requests`, an ASGI middleware, reports to it when a request begins and when its answer is complete.
+The time for a TLS handshake is limited in `proxy.http.accept`, the size and pace of bodies in `proxy.http.bodies`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from http import HTTPStatus
+from typing import Any, cast
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tandem.proxy.answers.errors import ClientTooSlow, error_body, status_of
+from tandem.proxy.http.connection_limits import ConnectionLimits
+from tandem.proxy.http.request_framing import RequestFraming
+from tandem.proxy.http.slow_readers import ReadWatch
+from tandem.proxy.http.timer import Timer
+from tandem.runtime.errors import TandemError
+
+KERNEL_BUFFER_BYTES = 256 * 1024
+"""Kernel send buffer per connection. Without a limit it grows to several MiB for a client that does not read."""
+_PIECE_BYTES = 4096
+"""Data is parsed in pieces of this size. After each one the limits are checked."""
+_LAST_HEAD_S = 0.5
+"""How long a server that stops waits for the head of a request on a connection that it has accepted."""
+_LINGER_S = 2.0
+"""How long a connection stays open for the rest of a request that has been answered. What arrives is discarded. Closing
+at once would reset the connection, and the client could lose the answer."""
+
+
+class ClientConnection(asyncio.Protocol, asyncio.Transport):
+    """One client's connection: applies the limits and passes everything else on to uvicorn's protocol.
+
+    It is a protocol to asyncio's transport, and the transport of uvicorn's protocol.
+
+    A connection is in one of these states:
+    - it is not open: accepted, and perhaps counted, while `TlsAccept` shakes hands;
+    - it waits for a head, with a timer from the first byte (from the start for its first request);
+    - a request is in flight: from the end of its head to `on_answer_complete`;
+    - it is closing: nothing more is written to the client or passed on to uvicorn. What the client still sends is
+      discarded for a short time, so that it can read its answer.
+    """
+
+    def __init__(
+        self,
+        make_http: Callable[[RequestFraming], asyncio.Protocol],
+        limits: ConnectionLimits,
+        timeout_s: float,
+    ) -> None:
+        """make_http: makes uvicorn's protocol, when the connection opens. It reports to the framing.
+
+        timeout_s: for a head to arrive, and for 16 KiB of an answer to be read.
+        """
+        super().__init__()
+        self.is_open = False
+        self._make_http = make_http
+        self._http = asyncio.Protocol()
+        self._framing = RequestFraming()
+        self._limits = limits
+        self._timeout_s = timeout_s
+        self._transport: asyncio.Transport
+        self._address: str | None = None  # the client's, while the connection is counted
+        self._head_timer = Timer()
+        self._is_parsing = False
+        self._body_complete = True
+        self._answer_begun = False
+        self._num_answered = 0
+        self._error: TandemError | None = None  # to send after the answers to what arrived before
+        self._is_closing = False
+        self._close_timer = Timer()
+        self._read_watch = ReadWatch(timeout_s)
+
+    # ---- asyncio's side
+
+    def admit(self, transport: asyncio.BaseTransport) -> TandemError | None:
+        """Count the connection until `connection_lost`. Returns an error where a limit is reached."""
+        peer = transport.get_extra_info("peername")
+        address = peer[0] if isinstance(peer, tuple) else ""
+        error = self._limits.add(address)
+        if error is None:
+            self._address = address
+        return error
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport = cast(asyncio.Transport, transport)
+        transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, KERNEL_BUFFER_BYTES)
+        if self._address is None and (error := self.admit(transport)) is not None:
+            self._is_closing = True
+            transport.write(_refusal(error))
+            transport.close()
+            return
+        self.is_open = True
+        self._http = self._make_http(self._framing)
+        self._http.connection_made(self)
+        self._start_head_timer()
+
+    def data_received(self, data: bytes) -> None:
+        if not self._is_closing and self._error is None:  # otherwise it is discarded
+            self._parse(data)
+
+    def eof_received(self) -> bool | None:
+        if self.is_open and not self._is_closing:
+            self._http.eof_received()
+        return None  # the transport closes
+
+    def pause_writing(self) -> None:
+        if self.is_open:
+            self._http.pause_writing()
+        self._read_watch.start(self._transport)  # uvicorn adds nothing while writing is paused
+
+    def resume_writing(self) -> None:
+        if self.is_open:
+            self._http.resume_writing()
+        if not self._is_closing:
+            self._read_watch.cancel()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_closing = True
+        self._head_timer.cancel()
+        self._close_timer.cancel()
+        self._read_watch.cancel()
+        if self._address is not None:
+            self._limits.remove(self._address)
+            self._address = None
+        if self.is_open:
+            self.is_open = False
+            self._http.connection_lost(exc)
+            # Both refer to each other. A cycle would keep TLS's buffers of 256 KiB until the next garbage collection.
+            self._http = asyncio.Protocol()
+
+    # ---- requests as they arrive
+
+    @property
+    def _in_flight(self) -> bool:
+        return self._framing.num_heads > self._num_answered
+
+    def _parse(self, data: bytes) -> None:
+        if not self._in_flight and not self._head_timer.is_running:
+            self._start_head_timer()
+        self._is_parsing = True
+        for start in range(0, len(data), _PIECE_BYTES):
+            piece = data[start : start + _PIECE_BYTES]
+            self._framing.on_bytes(len(piece))
+            self._http.data_received(piece)
+            self._framing.check()
+            if self._framing.error is not None:
+                break
+        self._is_parsing = False
+        if self._in_flight:
+            self._head_timer.cancel()
+        if self._framing.error is not None:
+            self._refuse(self._framing.error)
+
+    def _start_head_timer(self) -> None:
+        self._head_timer.start(self._timeout_s, self._on_late_head)
+
+    def _on_late_head(self) -> None:
+        if self._framing.is_in_head:
+            self._refuse(ClientTooSlow(f"The request's head did not arrive within {self._timeout_s:g} s."))
+        else:
+            self._close_now()  # the client sent nothing, or empty lines
+
+    def _refuse(self, error: TandemError) -> None:
+        """Answer with an error and close, after the answers to all requests that arrived complete."""
+        if self._is_closing or self._error is not None:
+            return
+        if self._framing.num_complete > self._num_answered or self._answer_begun:
+            self._error = error
+            return
+        self._transport.write(_refusal(error))
+        self._linger()
+
+    # ---- the application's side, by way of `track_requests`
+
+    def on_request(self, has_body: bool) -> None:
+        """The application begins with a request."""
+        self._body_complete = not has_body
+
+    def on_body_complete(self) -> None:
+        """The application has the whole body of its request."""
+        self._body_complete = True
+
+    def on_answer_begin(self) -> bool:
+        """Returns True where the answer must say `Connection: close`."""
+        self._answer_begun = True
+        return not self._body_complete or self._limits.is_stopping
+
+    def on_answer_complete(self) -> None:
+        self._answer_begun = False
+        self._num_answered += 1
+        if self._is_closing:
+            return
+        if self._error is not None:
+            if self._framing.num_complete <= self._num_answered:
+                self._transport.write(_refusal(self._error))
+                self._linger()
+        elif self._framing.is_in_head and not self._in_flight:
+            self._start_head_timer()
+
+    # ---- uvicorn's side: the methods of a transport that it calls
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def is_closing(self) -> bool:
+        return self._is_closing or self._transport.is_closing()
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._is_parsing:  # uvicorn writes to its transport while it parses only to refuse what it cannot parse
+            self._framing.on_invalid()
+        elif not self._is_closing:
+            self._transport.write(data)
+
+    def close(self) -> None:
+        """Close as soon as it loses nothing."""
+        if self._is_closing or self._is_parsing:
+            return
+        if not self._body_complete or self._error is not None:
+            self._linger()
+        elif self._limits.is_stopping and self._head_timer.is_running:
+            self._close_timer.start(_LAST_HEAD_S, self._close_unless_asked)
+        else:
+            self._close_now()
+
+    def _close_unless_asked(self) -> None:
+        if self._head_timer.is_running:
+            self._close_now()
+
+    def _linger(self) -> None:
+        """End the answer, then discard what the client still sends until it closes or a limit is reached."""
+        self._is_closing = True
+        self._head_timer.cancel()
+        if self._transport.can_write_eof():  # not with TLS
+            self._transport.write_eof()
+        self._transport.resume_reading()
+        self._close_timer.start(_LINGER_S, self._close_now)
+
+    def _close_now(self) -> None:
+        self._is_closing = True
+        self._head_timer.cancel()
+        self._close_timer.cancel()
+        self._transport.close()
+        if self._transport.get_write_buffer_size():
+            self._read_watch.start(self._transport)
+
+
+def track_requests(app: ASGIApp) -> ASGIApp:
+    """ASGI middleware that reports each request to its connection and closes connections after their last answer."""
+
+    async def tracked(scope: Scope, receive: Receive, send: Send) -> None:
+        connection: ClientConnection = scope["state"]["connection"]
+        names = {name for name, value in scope["headers"] if value != b"0"}
+        connection.on_request(has_body=b"content-length" in names or b"transfer-encoding" in names)
+
+        async def receive_body() -> Message:
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body", False):
+                connection.on_body_complete()
+            return message
+
+        async def send_answer(message: Message) -> None:
+            if message["type"] == "http.response.start" and connection.on_answer_begin():
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                connection.on_answer_complete()
+
+        await app(scope, receive_body, send_answer)
+
+    return tracked
+
+
+def _refusal(error: TandemError) -> bytes:
+    """Returns a whole answer, after which the connection is closed."""
+    status, body = status_of(error), error_body(error)
+    retry_after = b"retry-after: 1\r\n" if status in (429, 503) else b""
+    head = b"HTTP/1.1 %d %s\r\ncontent-type: application/json\r\nconnection: close\r\n%scontent-length: %d\r\n\r\n"
+    return head % (status, HTTPStatus(status).phrase.encode(), retry_after, len(body)) + body

@@ -1,0 +1,142 @@
+"""`/tokenize` and `/detokenize` are limited: calls in flight, their share of the processes, and the size of answers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import httpx
+import msgspec
+import pytest
+
+from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
+from tandem.proxy.admission.answer_budget import AnswerBudget
+from tandem.proxy.admission.client_slots import ClientSlots
+from tandem.proxy.answers.errors import status_of
+from tandem.proxy.cluster.worker_table import WorkerTable
+from tandem.proxy.config import ProxyConfig
+from tandem.proxy.http.api_keys import ApiKeys
+from tandem.proxy.http.bodies import RequestBodies
+from tandem.proxy.http.client_routes import make_app
+from tandem.proxy.reading import body_reader
+from tandem.proxy.reading.body_reader import BodyReader
+from tandem.proxy.reading.reader_pool import ReaderPool
+from tandem.runtime.errors import InvalidRequest
+from tests.support.proxy_cluster import FakeText, turn
+
+
+def test_calls_are_counted_by_client_and_in_all() -> None:
+    slots = ClientSlots(max_total=3, max_per_client=2)
+    with slots.hold("a"), slots.hold("a"):
+        with pytest.raises(ClientLimitExceeded) as own, slots.hold("a"):
+            pass
+        with slots.hold("b"), pytest.raises(QueueFull) as full, slots.hold("c"):
+            pass
+        assert (status_of(own.value), status_of(full.value)) == (429, 503)
+    with slots.hold("a"), slots.hold("a"), slots.hold("b"):
+        pass
+
+
+class StuckReaders:
+    def __init__(self) -> None:
+        self.may_end = asyncio.Event()
+        self.num_begun = 0
+
+    async def transform(self, *arguments: object) -> bytes:
+        self.num_begun += 1
+        await self.may_end.wait()
+        return b"{}"
+
+
+def test_a_client_over_its_limit_gets_429_and_others_are_served(tmp_path: Path) -> None:
+    async def run() -> None:
+        config = ProxyConfig("proxy-0", "", "m", "m")
+        file = tmp_path / "keys"
+        file.write_text("one\ntwo\n")
+        readers = StuckReaders()
+        state: Any = SimpleNamespace(
+            answer_budget=AnswerBudget(),
+            api_keys=ApiKeys(None, file),
+            bodies=RequestBodies(100_000, 10),
+            calls=ClientSlots(max_per_client=2),
+            readers=readers,
+            request_timeout_s=60,
+            worker_table=WorkerTable(2.5),
+        )
+        transport = httpx.ASGITransport(make_app(config, state))
+        async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as client:
+
+            async def call(key: str, path: str) -> httpx.Response:
+                return await client.post(path, json={"prompt": "a"}, headers={"authorization": f"Bearer {key}"})
+
+            waiting = [asyncio.ensure_future(call(*each)) for each in (("one", "/tokenize"), ("one", "/detokenize"))]
+            while readers.num_begun < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            refused = await call("one", "/tokenize")
+            assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
+            waiting.append(asyncio.ensure_future(call("two", "/tokenize")))
+            while readers.num_begun < 3:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            readers.may_end.set()
+            assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200] * 3
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def read_pipe(_reader: Any, path: bytes) -> bytes:
+    """In a reader process: blocks until the test writes to the pipe."""
+    return Path(os.fsdecode(path)).read_bytes()
+
+
+def echo(_reader: Any, body: bytes) -> bytes:
+    return body
+
+
+def test_they_leave_processes_to_other_requests_even_when_their_clients_disconnect(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = cast(BodyReader, None)
+    pool = ReaderPool(reader, lambda: reader, 2)
+    pool.fork()
+
+    async def run() -> None:
+        first = asyncio.create_task(pool.transform(read_pipe, os.fsencode(tmp_path / "pipe")))
+        write_fd = await asyncio.to_thread(os.open, tmp_path / "pipe", os.O_WRONLY)  # a process has opened it
+        second = asyncio.create_task(pool.transform(echo, b"second"))
+        first.cancel()  # its client disconnects; its process goes on
+        assert await pool.run(echo, b"other") == b"other"
+        await turn()
+        assert first.done() and not second.done()
+        os.close(write_fd)
+        assert await second == b"second"
+
+    try:
+        asyncio.run(asyncio.wait_for(run(), 30))
+    finally:
+        pool.close()
+
+
+@pytest.fixture
+def reader() -> BodyReader:
+    return BodyReader(cast(Any, FakeText()), ProxyConfig("proxy-0", "", "m", "m"))
+
+
+def test_a_text_that_is_too_long_is_refused_before_it_is_tokenised(reader: BodyReader) -> None:
+    text = "\N{SNOWMAN}" * (body_reader.MAX_TOKENIZED_BYTES // 3)
+    for body in ({"prompt": text + "aaa"}, {"messages": [{"role": "user", "content": text + "aaa"}]}):
+        with pytest.raises(InvalidRequest, match="has 4194306 bytes; the limit of /tokenize is 4194304"):
+            reader.tokenize(msgspec.json.encode(body), None)
+    assert msgspec.json.decode(reader.tokenize(b'{"prompt": "abc"}', None))["count"] == 3
+
+
+def test_too_many_tokens_and_a_text_that_is_too_long_are_refused(
+    reader: BodyReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(InvalidRequest, match="length <= 1048576"):
+        reader.detokenize(msgspec.json.encode({"tokens": [1] * (1 + 2**20)}))
+    monkeypatch.setattr(body_reader, "MAX_DETOKENIZED_CHARACTERS", 3)
+    with pytest.raises(InvalidRequest, match="has 4 characters; the limit of /detokenize is 3"):
+        reader.detokenize(b'{"tokens": [66, 66, 66, 66]}')
+    assert reader.detokenize(b'{"tokens": [66, 66, 66]}') == b'{"prompt":"bbb"}'

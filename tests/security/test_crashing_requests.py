@@ -1,0 +1,258 @@
+"""A request that ends every worker that computes it is refused after three; requests beside it are answered."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.membership import Role, WorkerInfo
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.proxy.answers.errors import status_of
+from tandem.proxy.dispatch.crashes import (
+    MAX_DEATHS,
+    MAX_REFUSED_PROMPTS,
+    REFUSAL_S,
+    RefusedPrompts,
+    RequestCrashesWorkers,
+)
+from tandem.proxy.dispatch.sequence import DispatchedSequence
+from tandem.proxy.text.prompt import Prompt
+from tandem.runtime.errors import TandemError, WorkerLost
+from tests.support.proxy_cluster import Cluster, turn
+
+POISON = Prompt(pack_token_ids([66, 6, 6]), 3)
+LIMIT_STEPS = 2000
+
+
+class Clock(asyncio.SelectorEventLoop):
+    """An event loop whose clock the test sets."""
+
+    now = 0.0
+
+    def time(self) -> float:
+        return self.now
+
+
+def play(scenario: Callable[[Cluster], Coroutine[Any, Any, None]]) -> None:
+    loop = Clock()
+
+    async def run() -> None:
+        cluster = Cluster(worker_wait_s=30.0, workers=())
+        await scenario(cluster)
+        cluster.check_nothing_is_left()
+
+    try:
+        loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+def pass_time(seconds: float) -> None:
+    loop = asyncio.get_running_loop()
+    assert isinstance(loop, Clock)
+    loop.now += seconds
+
+
+class Workers:
+    """Plays workers that compute what they hold in a random order. A worker that computes POISON dies and is replaced.
+
+    num_killed: by POISON. reports_first: the peer of a dead worker reports its loss before the launcher does.
+    """
+
+    def __init__(self, cluster: Cluster, rng: random.Random, reports_first: bool) -> None:
+        self.cluster, self._rng, self._reports_first = cluster, rng, reports_first
+        self._num_joined = 0
+        self.num_killed = 0
+        self.answers: dict[int, list[int] | TandemError] = {}
+        self._readers: list[asyncio.Task[None]] = []
+        for role in ("prefill", "prefill", "decode", "decode"):
+            self.join(role)  # type: ignore[arg-type]
+
+    def join(self, role: Role) -> None:
+        self._num_joined += 1
+        name = f"{role}-{self._num_joined}"
+        self.cluster.join(WorkerInfo(name, f"{name}/e", role, f"ipc://{name}", self._num_joined))
+
+    def start(self, prompt: Prompt) -> None:
+        ready: asyncio.Queue[DispatchedSequence] = asyncio.Queue()
+        try:
+            [sequence] = self.cluster.dispatcher.start(
+                prompt, [SamplingParams()], StopConditions(3), 100.0, ready.put_nowait
+            )
+        except RequestCrashesWorkers as error:
+            self.answers[len(self._readers)] = error
+            return
+        self._readers.append(asyncio.create_task(self._read(len(self._readers), sequence, ready)))
+
+    async def _read(self, number: int, sequence: DispatchedSequence, ready: asyncio.Queue[DispatchedSequence]) -> None:
+        tokens: list[int] = []
+        try:
+            while True:
+                await ready.get()
+                if (delta := self.cluster.dispatcher.take(sequence)) is not None:
+                    tokens += [token.token_id for token in delta.tokens]
+                    if delta.finish_reason is not None:
+                        self.answers[number] = tokens
+                        return
+        except TandemError as error:
+            self.answers[number] = error
+        finally:
+            self.cluster.dispatcher.drop(sequence)
+
+    async def compute_all(self) -> None:
+        """Returns when every request has been answered."""
+        for _ in range(LIMIT_STEPS):
+            await turn()
+            if len(self.answers) == len(self._readers):
+                return
+            await self.compute_one()
+        raise AssertionError(f"{len(self._readers) - len(self.answers)} requests have no answer")
+
+    async def compute_one(self) -> None:
+        """Some worker computes some prompt that it holds, and decode finishes it."""
+        starts = {s.attempt_ids[0]: s for _, s in self.cluster.pool.of(StartPrefill)}
+        running = [key for key, each in self.cluster.dispatcher._running.items() if not each.is_over]
+        if not running:
+            pass_time(0.1)  # until a delayed retry
+            return
+        attempt_id = self._rng.choice(running)
+        route = self.cluster.dispatcher._running[attempt_id].route
+        assert route.prefill is not None and route.decode is not None
+        if starts[attempt_id].token_ids[:12] == POISON.token_ids:
+            self.num_killed += 1
+            await self.kill(route.prefill)
+            return
+        self.cluster.first(attempt_id, 1, worker=route.prefill)
+        self.cluster.token(attempt_id, 2, worker=route.decode)
+        self.cluster.token(attempt_id, 3, "length", worker=route.decode)
+
+    async def kill(self, worker: WorkerInfo) -> None:
+        if self._reports_first:
+            for attempt_id, attempt in list(self.cluster.dispatcher._running.items()):
+                peer = attempt.route.decode
+                if attempt.runs_on(worker) and peer is not None and peer != worker and not attempt.is_over:
+                    self.cluster.failed(peer, attempt_id, WorkerLost("the peer was lost"))
+            if self._rng.random() < 0.5:
+                await turn()  # some are dispatched again before the launcher reports the exit
+        self.cluster.lose(worker)
+        self.join(worker.role)
+
+
+def innocent(number: int) -> Prompt:
+    return Prompt(pack_token_ids([1, 2, number]), 3)
+
+
+@example(seed=0, num_before=12, num_after=12, reports_first=False)
+@given(st.integers(0, 1 << 16), st.integers(0, 12), st.integers(0, 12), st.booleans())
+def test_the_cause_is_refused_and_nothing_beside_it(
+    seed: int, num_before: int, num_after: int, reports_first: bool
+) -> None:
+    """Whatever the order in which the workers compute."""
+
+    async def scenario(cluster: Cluster) -> None:
+        workers = Workers(cluster, random.Random(seed), reports_first)
+        for number in range(num_before):
+            workers.start(innocent(number))
+        workers.start(POISON)
+        for number in range(num_after):
+            workers.start(innocent(100 + number))
+        await workers.compute_all()
+        error = workers.answers.pop(num_before)
+        assert isinstance(error, RequestCrashesWorkers) and status_of(error) == 400
+        # One more if a retry was dispatched before the death was known.
+        assert workers.num_killed in ((MAX_DEATHS, MAX_DEATHS + 1) if reports_first else (MAX_DEATHS,))
+        assert all(answer == [1, 2, 3] for answer in workers.answers.values()), workers.answers
+        with pytest.raises(RequestCrashesWorkers):
+            cluster.dispatcher.start(POISON, [SamplingParams(seed=5)], StopConditions(3), 1.0, lambda _: None)
+
+    play(scenario)
+
+
+@given(st.integers(0, 1 << 16), st.lists(st.sampled_from([0, 0, 0, 1, 2]), max_size=60), st.booleans())
+def test_random_deaths_refuse_nothing(seed: int, events: list[int], reports_first: bool) -> None:
+    """Workers die for reasons of their own while requests wait: none is refused, however often it was present.
+
+    No worker dies while a suspect is in flight; that would be taken for a proof.
+    """
+
+    async def scenario(cluster: Cluster) -> None:
+        rng = random.Random(seed)
+        workers = Workers(cluster, rng, reports_first)
+        num_started = 0
+        for event in events:
+            await turn()
+            if event == 0:
+                workers.start(innocent(num_started))
+                num_started += 1
+            elif event == 1:
+                await workers.compute_one()
+            elif not cluster.dispatcher._alone:
+                await workers.kill(rng.choice(cluster.worker_table.workers()))
+        await workers.compute_all()
+        assert all(answer == [1, 2, 3] for answer in workers.answers.values()), workers.answers
+
+    play(scenario)
+
+
+def test_what_is_no_reason_for_suspicion() -> None:
+    """Workers that leave, and workers lost after decode began, count against nothing."""
+
+    async def scenario(cluster: Cluster) -> None:
+        workers = Workers(cluster, random.Random(0), reports_first=False)
+        workers.start(innocent(0))
+        for _ in range(6):
+            await turn()
+            [attempt] = cluster.dispatcher._running.values()
+            assert attempt.route.prefill is not None and not attempt.is_alone
+            worker = attempt.route.prefill
+            cluster.worker_table.on_left(worker.epoch)
+            cluster.dispatcher.on_worker_lost(worker, "it has left", is_death=False)
+            workers.join("prefill")
+        await workers.compute_all()
+        sequences = cluster.start([SamplingParams()], 50, 100.0)
+        for number in range(6):
+            await turn()
+            [(attempt_id, attempt)] = cluster.dispatcher._running.items()
+            assert attempt.route.prefill is not None and attempt.route.decode is not None and not attempt.is_alone
+            cluster.first(attempt_id, 2 * number, worker=attempt.route.prefill)
+            cluster.token(attempt_id, 2 * number + 1, worker=attempt.route.decode)
+            assert cluster.dispatcher.take(sequences[0]) is not None
+            await workers.kill(attempt.route.decode)
+            assert cluster.dispatcher.take(sequences[0]) is None
+        assert sequences[0].num_deaths == 0
+        cluster.dispatcher.drop(sequences[0])
+
+    play(scenario)
+
+
+def test_a_refusal_ends_and_the_table_is_bounded() -> None:
+    refused, sampling = RefusedPrompts(), SamplingParams(seed=1)
+    refused.add(0.0, POISON, sampling)
+    for prompt, shape in (
+        (innocent(1), sampling),
+        (POISON, replace_sampling(sampling, temperature=0.5)),
+        (replace(POISON, num_prompt_logprobs=2), sampling),
+    ):
+        refused.check(1.0, prompt, shape)
+    for same in (replace(POISON, cache_salt="x"), replace(POISON, priority=3)):
+        with pytest.raises(RequestCrashesWorkers, match="10 minutes"):
+            refused.check(REFUSAL_S - 1, same, replace_sampling(sampling, seed=9))
+    refused.check(REFUSAL_S, POISON, sampling)
+    for number in range(MAX_REFUSED_PROMPTS + 1):
+        refused.add(0.0, innocent(number), sampling)
+    refused.check(1.0, innocent(0), sampling)
+    with pytest.raises(RequestCrashesWorkers):
+        refused.check(1.0, innocent(1), sampling)
+
+
+def replace_sampling(sampling: SamplingParams, **changes: float) -> SamplingParams:
+    return SamplingParams(**{"seed": sampling.seed, **changes})  # type: ignore[arg-type]

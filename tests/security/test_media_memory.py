@@ -1,0 +1,38 @@
+"""The memory of the real media process is limited; a request that needs more fails alone."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+
+from tests.integration.test_media_requests import media_process
+from tests.support.hostile_media import with_long_index
+from tests.support.media_proxy import data_url, image_part, media_proxy, video_part
+from tests.support.vision_model import clip, encoded, picture
+
+GIB = 1 << 30
+
+
+def memory_of(pid: int, field: str) -> int:
+    """Returns a field of the process's status in bytes."""
+    fields = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return int(fields[field].split()[0]) * 1024
+
+
+def test_a_video_bomb_fails_at_the_limit_of_the_process(tmp_path: Path) -> None:
+    """The limit is then lowered, so that the test needs little memory: the bomb takes 350 MB without it."""
+    image = image_part(data_url(encoded(picture(seed=1))))
+    video = video_part(data_url(clip(6), "video/mp4"))
+    with media_proxy(tmp_path) as served:
+        assert served.chat(image, "and", video).status_code == 200
+        pid = media_process(served)
+        loaded = memory_of(pid, "VmData")
+        limit, _ = resource.prlimit(pid, resource.RLIMIT_DATA)
+        assert 0 < limit - loaded <= 4.5 * GIB
+        resource.prlimit(pid, resource.RLIMIT_DATA, (loaded + (128 << 20),) * 2)
+        before = memory_of(pid, "VmHWM")
+        bomb = served.chat(video_part(data_url(with_long_index(10_000_000), "video/mp4")))
+        assert bomb.status_code in (400, 503), bomb.text
+        assert memory_of(pid, "VmHWM") - before < 128 << 20
+        assert served.chat(image, "again").status_code == 200
+        assert media_process(served) == pid
