@@ -13,8 +13,8 @@ from bench.ports import free_port
 from tandem.deploy.config import ClusterConfig
 from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.deploy.sites.local import LocalSite
-from tandem.prefill_worker.config import PrefillConfig
 from tandem.proxy.config import ProxyConfig
+from tandem.worker.config import WorkerConfig
 
 
 def make_site(folder: Path, **settings: object) -> LocalSite:
@@ -59,6 +59,6 @@ def test_kv_checksums_are_a_switch_in_the_environment(
         site.close()
 
     asyncio.run(main())
-    config = msgspec.json.decode((tmp_path / "prefill-0.json").read_bytes(), type=PrefillConfig)
-    assert config.worker.kv_checksums is (value == "1")
-    assert config.worker.metrics_host == "127.0.0.2"
+    config = msgspec.json.decode((tmp_path / "prefill-0.json").read_bytes(), type=WorkerConfig)
+    assert config.kv_checksums is (value == "1")
+    assert config.metrics_host == "127.0.0.2"
