@@ -70,6 +70,25 @@ def answer_first_tokens(cluster: Cluster, start: StartPrefill, token_id: int = 6
     return logprobs
 
 
+class LoopTurns:
+    """Counts how often the event loop runs other work during the context."""
+
+    def __init__(self) -> None:
+        self.number = 0
+
+    async def __aenter__(self) -> LoopTurns:
+        self._counting = asyncio.create_task(self._count())
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._counting.cancel()
+
+    async def _count(self) -> None:
+        while True:
+            self.number += 1
+            await asyncio.sleep(0)
+
+
 def test_the_answer_has_every_prompts_part_in_all_its_choices() -> None:
     async def test(cluster: Cluster) -> None:
         prompts = ["one 1 \N{SNOWMAN}" * 70, "x", 'two "2"\n' * 50]
@@ -141,22 +160,13 @@ def test_a_chat_has_its_prompt_logprobs_once() -> None:
 
 def test_the_loop_runs_between_slices_of_a_large_answer() -> None:
     async def test(cluster: Cluster) -> None:
-        num_turns = 0
-
-        async def count() -> None:
-            nonlocal num_turns
-            while True:
-                num_turns += 1
-                await asyncio.sleep(0)
-
         request = read(cluster, prompt="x" * 4000, n=8, prompt_logprobs=20, max_tokens=1)
         task = asyncio.create_task(whole(answers_to(cluster, request)))
         [start] = await starts(cluster, 1)
         packed = answer_first_tokens(cluster, start)
-        counting = asyncio.create_task(count())
-        await task
-        counting.cancel()
-        assert num_turns >= len(packed) * 21 / 1024, "one turn for each thousand logprobs"
+        async with LoopTurns() as turns:
+            await task
+        assert turns.number >= len(packed) * 21 / 1024, "one turn for each thousand logprobs"
 
     play(test, max_model_len=LIMITS.max_model_len)
 
@@ -255,24 +265,15 @@ def test_memory_for_an_answer_is_reserved_before_its_prompt_is_dispatched() -> N
 def test_the_loop_runs_while_many_sequences_start_and_end_together() -> None:
     async def test(cluster: Cluster) -> None:
         cluster.services = replace(cluster.services, admission=Admission(1000, time.monotonic))
-        num_turns = 0
-
-        async def count() -> None:
-            nonlocal num_turns
-            while True:
-                num_turns += 1
-                await asyncio.sleep(0)
-
-        counting = asyncio.create_task(count())
         request = read(cluster, prompt=["a"] * 320, max_tokens=1)
-        task = asyncio.create_task(whole(answers_to(cluster, request)))
-        sent = await starts(cluster, 320)
-        assert num_turns >= 320
-        num_turns = 0
-        for start in sent:
-            answer_first_tokens(cluster, start)
-        await task
-        assert num_turns >= 320 // 16
-        counting.cancel()
+        async with LoopTurns() as turns:
+            task = asyncio.create_task(whole(answers_to(cluster, request)))
+            sent = await starts(cluster, 320)
+        assert turns.number >= 320
+        async with LoopTurns() as turns:
+            for start in sent:
+                answer_first_tokens(cluster, start)
+            await task
+        assert turns.number >= 320 // 16
 
     play(test)
