@@ -49,7 +49,7 @@ class VisionPair:
             kv_cache_bytes=1 << 24,
             max_model_len=2048,
         )
-        prefill, decode = load_model(config), load_model(config).without_vision()
+        prefill, decode = load_model(config), load_model(config)
         self.pools = KVPool(prefill, config), KVPool(decode, config)
         self.runners = ModelRunner(prefill, self.pools[0]), ModelRunner(decode, self.pools[1])
         self.cache = EmbeddingCache(1 << 20)

@@ -1,4 +1,4 @@
-"""Executes the actions of `decode_worker.pair_table`: receivers of data paths, and pidfds that report peers' exits.
+"""Executes the actions of `worker.pairs.incoming_table`: receivers of data paths, and pidfds that report peers' exits.
 
 Lives on the loop. Callbacks of receivers come on other threads and are posted to it.
 """

@@ -1,4 +1,4 @@
-"""Executes the actions of `prefill_worker.pair_table`: control connections to decode workers, senders of data paths.
+"""Executes the actions of `worker.pairs.outgoing_table`: control connections to decode workers, senders of data paths.
 
 Lives on the loop. Callbacks of senders come on other threads and are posted to it.
 """

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 from pytest import MonkeyPatch
 
-from tandem.decode_worker import pair_table
 from tandem.decode_worker import scheduler as decode_scheduler
 from tandem.decode_worker import transfer as decode_transfer
 from tandem.decode_worker.scheduler import DecodeScheduler
@@ -15,6 +14,7 @@ from tandem.engine.block_manager import BlockManager
 from tandem.prefill_worker import scheduler as prefill_scheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
 from tandem.protocol.messages.transfer import KVRefused, ReserveKV
+from tandem.worker.pairs import incoming_table
 from tandem.worker.pairs.incoming_table import AcceptPair, RefusePair
 from tandem.worker.scheduler import WorkerScheduler
 from tests.simulation.test_scheduler_nonsense import prepare
@@ -80,7 +80,7 @@ def test_remembered_transfers_are_limited(monkeypatch: MonkeyPatch) -> None:
 
 
 def test_pairs_of_a_decode_worker_are_limited(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_table, "MAX_PAIRS", 2)
+    monkeypatch.setattr(incoming_table, "MAX_PAIRS", 2)
     table = open_first(peer_writes=False)
 
     def open_another(number: int) -> Any:
@@ -96,7 +96,7 @@ def test_pairs_of_a_decode_worker_are_limited(monkeypatch: MonkeyPatch) -> None:
 
 
 def test_remembered_pairs_are_limited(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_table, "_NUM_REMEMBERED_PAIRS", 3)
+    monkeypatch.setattr(incoming_table, "_NUM_REMEMBERED_PAIRS", 3)
     table = open_first(peer_writes=False)
     for number in range(10):
         name = f"pair of e{number}"
