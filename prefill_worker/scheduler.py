@@ -223,8 +223,10 @@ class PrefillScheduler:
 
     # ---- steps
 
-    def schedule(self, now: float) -> tuple[Batch, list[Action]]:
+    def schedule(self, now: float, max_tokens: int | None = None) -> tuple[Batch, list[Action]]:
         """Returns the next step's chunks, and the reservations sent with first chunks.
+
+        max_tokens: limit on the chunks' tokens if it is less than max_num_batched_tokens.
 
         The prompt that is first by priority and age gets half of the step's tokens. The rest goes by priority, then to
         the prompts with the fewest tokens left. So short prompts pass long ones, but cannot starve them. Encoding one
@@ -236,7 +238,7 @@ class PrefillScheduler:
         candidates = self._candidates()
         if not candidates:
             return Batch([]), actions
-        budget = self._max_num_batched_tokens
+        budget = max_tokens = min(max_tokens or self._max_num_batched_tokens, self._max_num_batched_tokens)
         first = min(candidates, key=lambda p: (p.arrived_at + AGING_S * p.request.priority, p.number))
         shares: dict[int, int] = {}
         units: dict[int, list[EncodeUnit]] = defaultdict(list)
@@ -254,7 +256,7 @@ class PrefillScheduler:
                     may_begin = prompt is not first  # no other prompt allocates blocks before the first one
                     continue
             number, planned = prompt.number, shares.get(prompt.number, 0)
-            may_exceed = budget == self._max_num_batched_tokens  # the step is still empty
+            may_exceed = budget == max_tokens  # the step is still empty
             share, new_units, cost = prompt.next_work(planned, min(budget, limit), units[number], may_exceed)
             shares[number] = planned + share
             units[number] += new_units

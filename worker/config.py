@@ -11,7 +11,8 @@ from tandem.runtime.logs import LogFormat
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """worker_id: survives restarts. role: the phases of requests that proxies send to it. endpoint: address that the
+    """worker_id: survives restarts. role: the phases of requests that proxies send to it. role_file: holds a
+    role that was set later; it survives a restart. endpoint: address that the
     ROUTER socket binds. host: own address for KV transfer. network: protection of tcp endpoints. proxies_file: file
     with the proxies' current control endpoints, one per line; empty if they never change.
 
@@ -21,7 +22,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kv_lease_s: how long a prompt's blocks are kept for a decode worker that does not renew its lease.
     embedding_cache_bytes: embeddings kept for later prompts with the same image. max_fetched_media_bytes: limit on
     processed media from other hosts, for all prompts together. media_cache_endpoint: of this host's media cache; "" if
-    the model takes text only.
+    the model takes text only. itl_slo_ms: limit on a step that holds prompt tokens beside running sequences; 0 derives
+    it from measured steps, see `engine.step_times`.
     """
 
     worker_id: str
@@ -42,5 +44,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     embedding_cache_bytes: int = 256 << 20
     max_fetched_media_bytes: int = 1 << 30
     media_cache_endpoint: str = ""
+    role_file: str = ""
+    itl_slo_ms: int = 0
     log_level: str = "info"
     log_format: LogFormat = "text"

@@ -120,6 +120,10 @@ class KVTraffic:
         self._outgoing.on_view(workers)
         self._incoming.on_view(workers)
 
+    def on_role(self, worker: WorkerInfo) -> None:
+        """Opens the pairs that the worker's new role needs. Pairs that it no longer needs stay open."""
+        self._outgoing.on_role(worker)
+
     def begin_epoch(self, worker: WorkerInfo) -> None:
         self._outgoing.begin_epoch(worker)
         self._incoming.begin_epoch(worker)

@@ -7,18 +7,21 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     RegisterWorker,
+    Role,
     WorkerInfo,
     WorkerLeft,
     WorkerLoad,
     WorkerStatus,
 )
 from tandem.protocol.network import Context
+from tandem.protocol.proxy_endpoints import write_whole
 from tandem.protocol.worker_actions import Action
 from tandem.runtime.drain import Drain, Retired
 from tandem.runtime.garbage_collection import freeze_loaded_objects
@@ -40,13 +43,19 @@ def new_worker_info(config: WorkerConfig, endpoint: str, metrics: WorkerMetrics)
     return WorkerInfo(
         worker_id=config.worker_id,
         epoch=secrets.token_hex(8),
-        role=config.role,
+        role=_role(config),
         endpoint=endpoint,
         pid=os.getpid(),
         num_ranks=config.engine.tensor_parallel_size,
         metrics_address=metrics.serve(config.metrics_host),
         host_id=host_id(),
     )
+
+
+def _role(config: WorkerConfig) -> Role:
+    """Returns the role that this worker last took, or the configured one."""
+    file = Path(config.role_file)
+    return msgspec.convert(file.read_text(), Role) if config.role_file and file.exists() else config.role
 
 
 class Presence:
@@ -75,6 +84,7 @@ class Presence:
         self._loop = asyncio.get_running_loop()
         self._host = host
         self._registration: Registration | None = None  # set while serving
+        self._num_role_changes = 0
 
     async def serve(self, context: Context, stopping: asyncio.Event, on_tick: Callable[[float], None]) -> None:
         """Serves until `stopping` is set or a drain is over.
@@ -92,6 +102,7 @@ class Presence:
             self._scheduler.blocks.prefix_log.restart,
             self._begin_epoch,
             lambda: self.drain(for_good=True),
+            self._change_role,
             self._config.proxies_file,
         )
         blocks = self._scheduler.blocks
@@ -148,7 +159,21 @@ class Presence:
         self._scheduler.blocks.prefix_log.restart()
         return self._register()
 
+    def _change_role(self, role: Role) -> None:
+        """Takes another role. It survives a restart, because the next process reads it from the file."""
+        if role == self.info.role or self._registration is None:
+            return
+        log.info("role changed from %s to %s", self.info.role, role)
+        if self._config.role_file:
+            write_whole(Path(self._config.role_file), role)
+        self._num_role_changes += 1
+        self.info = msgspec.structs.replace(self.info, role=role)
+        self._traffic.on_role(self.info)
+        self._registration.send_to_all(self._status())
+
     def _status(self) -> WorkerStatus:
         load, pairs = self._load(), self._traffic.status()
         prefixes = self._scheduler.blocks.prefix_log.take()
-        return WorkerStatus(self.info.worker_id, self.info.epoch, load, pairs, prefixes, self._drain.has_begun)
+        load = msgspec.structs.replace(load, num_role_changes=self._num_role_changes)
+        info = self.info
+        return WorkerStatus(info.worker_id, info.epoch, info.role, load, pairs, prefixes, self._drain.has_begun)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
+from tandem.engine.step_times import StepTimes
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.worker_actions import Action
@@ -18,17 +19,26 @@ class WorkerScheduler:
     """Owns, through the block manager, all blocks of the worker's pool. Events of one role go to that role.
 
     model_id: part of the prefix cache's hashes. max_num_batched_tokens: prompt tokens per step. max_num_seqs: sequences
-    per step, and prompts that compute concurrently. lease_s: see `prefill_worker.transfer_leases`.
+    per step, and prompts that compute concurrently. lease_s: see `prefill_worker.transfer_leases`. itl_slo_s: see
+    `engine.step_times`.
     """
 
     def __init__(
-        self, blocks: BlockManager, model_id: str, max_num_batched_tokens: int, max_num_seqs: int, lease_s: float
+        self,
+        blocks: BlockManager,
+        model_id: str,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        lease_s: float,
+        itl_slo_s: float = 0.0,
     ) -> None:
         self.blocks = blocks
         self.decode = DecodeScheduler(blocks, model_id, max_num_seqs)
         self.prefill = PrefillScheduler(blocks, model_id, max_num_batched_tokens, max_num_seqs, lease_s, self.decode)
+        self._step_times = StepTimes(itl_slo_s)
+        self._max_num_batched_tokens = max_num_batched_tokens
         self._num_decoding = 0  # items of the step
-        self.num_step_prompt_tokens = 0
+        self._num_prompt_tokens = 0  # of the step
 
     # ---- load figures
 
@@ -47,7 +57,7 @@ class WorkerScheduler:
     def load(self) -> WorkerLoad:
         """Returns the figures that the schedulers know."""
         prefill, decode, blocks = self.prefill, self.decode, self.blocks
-        waiting_tokens = prefill.waiting_tokens()
+        waiting_tokens, times = prefill.waiting_tokens(), self._step_times
         return WorkerLoad(
             num_running=self.num_running,
             num_waiting=self.num_waiting,
@@ -62,6 +72,11 @@ class WorkerScheduler:
             num_finished=prefill.num_finished + decode.num_finished,
             num_kept_blocks=decode.num_kept_blocks,
             waiting_tokens=waiting_tokens,
+            prompt_tokens_per_s=times.prompt_tokens_per_s,
+            num_decoding=decode.num_running + decode.num_waiting,
+            mixed_tokens_per_s=times.mixed_tokens_per_s(self._max_num_batched_tokens),
+            decode_step_s=times.decode_s,
+            max_itl_s=times.max_step_s,
         )
 
     # ---- events that concern both roles
@@ -86,11 +101,16 @@ class WorkerScheduler:
         """Returns the next step's batch, and the actions that follow from it."""
         reserved = self.decode.reserve_waiting()  # the prefill role may have released blocks
         decoding, preempted = self.decode.schedule(now)
-        computing, reserving = self.prefill.schedule(now)
+        max_tokens = self._step_times.chunk(self._max_num_batched_tokens) if decoding.items else None
+        computing, reserving = self.prefill.schedule(now, max_tokens)
         self._num_decoding = len(decoding.items)
-        self.num_step_prompt_tokens = sum(len(item.token_ids) for item in computing.items)
+        self._num_prompt_tokens = sum(len(item.token_ids) for item in computing.items)
         batch = Batch(decoding.items + computing.items, decoding.block_copies, computing.encodes)
         return batch, reserved + preempted + reserving
+
+    def measure(self, step_s: float) -> None:
+        """Records how long the step took."""
+        self._step_times.on_step(self._num_decoding, self._num_prompt_tokens, step_s)
 
     def on_step(self, now: float, results: list[ItemOutput]) -> list[Action]:
         """results: one for each item of the step's batch."""

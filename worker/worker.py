@@ -12,7 +12,6 @@ import logging
 import msgspec
 
 from tandem.engine.batch import ItemOutput
-from tandem.engine.prompt_speed import PromptSpeed
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.remote_media import RemoteMedia
@@ -55,7 +54,6 @@ class Worker:
         self._stopping = asyncio.Event()
         self._presence: Presence | None = None
         self._step_time_s = 0.0
-        self._speed = PromptSpeed()
         self._stepping = False
         self._metrics = WorkerMetrics()
 
@@ -76,6 +74,7 @@ class Worker:
             config.max_num_batched_tokens,
             config.max_num_seqs,
             config.kv_lease_s,
+            config.itl_slo_ms / 1000,
         )
         context = new_context("worker", config.network)
         self._refusals = context.refusals
@@ -121,7 +120,6 @@ class Worker:
         load = msgspec.structs.replace(
             self._traffic.add_to(self._scheduler.load()),
             step_time_s=self._step_time_s,
-            prompt_tokens_per_s=self._speed.tokens_per_s,
             refusals=self._refusals.totals(),
             num_media_encoded=self._media.num_encoded,
             num_media_found=self._media.num_found,
@@ -240,5 +238,5 @@ class Worker:
             log.error("a step failed", exc_info=error)
             self._perform(self._scheduler.on_step_failed(error or RuntimeError("unknown")))
         else:
-            self._speed.on_step(self._scheduler.num_step_prompt_tokens, step_time_s)
+            self._scheduler.measure(step_time_s)
             self._perform(self._scheduler.on_step(self._loop.time(), results))

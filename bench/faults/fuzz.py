@@ -168,7 +168,7 @@ class Fuzz:
             router.bind(endpoint)
             control.connect(f"ipc://{self._folder}/proxy-0.sock")
             worker = WorkerInfo("fuzz-decode", os.urandom(4).hex(), "decode", endpoint, os.getpid())
-            status = msgspec.msgpack.encode(WorkerStatus(worker.worker_id, worker.epoch, WorkerLoad()))
+            status = msgspec.msgpack.encode(WorkerStatus(worker.worker_id, worker.epoch, worker.role, WorkerLoad()))
             control.send(msgspec.msgpack.encode(RegisterWorker(PROTOCOL_VERSION, worker, *prompt_limits, "fuzz", 64)))
             proxy, prefill = f"{report.proxy_id}:0".encode(), b""
             sent, deadline, beat_at = 0, time.monotonic() + _SETTLE_TIMEOUT_S, 0.0

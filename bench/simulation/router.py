@@ -254,6 +254,7 @@ class Simulation:
             waiting += int(self._speed * (worker.ends_at - self._now)) - worker.queue[0][0].num_tokens
         load = WorkerLoad(
             num_running=worker.num_sequences,
+            num_decoding=worker.num_sequences,
             num_waiting_tokens=waiting,
             num_blocks=worker.blocks.num_blocks,
             num_free_blocks=worker.blocks.num_free,
@@ -261,7 +262,9 @@ class Simulation:
             prompt_tokens_per_s=self._speed,
         )
         pairs = self._pairs if worker.info.role == "prefill" else []
-        status = WorkerStatus(worker.info.worker_id, worker.info.epoch, load, pairs, worker.blocks.prefix_log.take())
+        status = WorkerStatus(
+            worker.info.worker_id, worker.info.epoch, worker.info.role, load, pairs, worker.blocks.prefix_log.take()
+        )
         for table in self._tables:
             table.on_status(self._now, status)
 

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 from tandem.deploy.commands.cluster_client import ClusterClient
-from tandem.protocol.messages.membership import DrainAnswer, DrainWorker, StatusReport
+from tandem.protocol.messages.membership import DrainWorker, StatusReport, WorkerOrdered
 from tandem.protocol.messages.operations import LaunchedProcess, ListProcesses, RestartProcess
 from tandem.runtime.errors import ConfigError, InternalError, Overloaded
 
@@ -25,7 +25,7 @@ async def drain(cluster: ClusterClient, worker_id: str, timeout_s: float) -> Non
     process: LaunchedProcess | None = None  # stays None if another host runs it or the launcher does not answer
     with contextlib.suppress(ConfigError, Overloaded):
         process = (await cluster.processes(ListProcesses())).get(worker_id)
-    answers = await cluster.ask_proxies(DrainWorker(worker_id), DrainAnswer)
+    answers = await cluster.ask_proxies(DrainWorker(worker_id), WorkerOrdered)
     if all(answer.error for answer in answers):
         raise ConfigError(answers[0].error)
     print(f"{worker_id} is draining", flush=True)

@@ -20,11 +20,9 @@ _POOL_WEIGHT = 16.0
 class PromptQueue:
     """Prompt tokens that a worker has yet to compute, by priority. A lower priority is computed sooner, as in vLLM.
 
-    s_per_token: measured by the worker. total: tokens at all priorities, estimated. latest: the highest priority value
-    among them.
+    total: tokens at all priorities, estimated. latest: the highest priority value among them.
     """
 
-    s_per_token: float
     total: int = 0
     latest: int = 0
     _own: Counter[int] = field(default_factory=Counter)
@@ -65,16 +63,32 @@ class PromptQueue:
 class WorkerUse:
     """Estimated use of one worker.
 
-    num_sequences: of all proxies. num_free_blocks: free KV blocks, minus those promised to sequences of this proxy that
-    have not reserved theirs yet.
+    tokens_per_s: prefill speed of a worker that runs no sequences; mixed_tokens_per_s: beside sequences. num_sequences:
+    those that decode here, of all proxies. num_free_blocks: free KV blocks, minus those promised to sequences of this
+    proxy that have not reserved theirs yet. decode_step_s: duration of a step without prompt tokens. max_itl_s: limit
+    on a step with both; 0 while it is not known.
     """
 
-    prompts: PromptQueue
+    tokens_per_s: float
+    prompts: PromptQueue = field(default_factory=PromptQueue)
+    mixed_tokens_per_s: float = 0.0
+    decode_step_s: float = 0.0
+    max_itl_s: float = 0.0
     num_sequences: int = 0
     num_free_blocks: int = 0
     _num_blocks: int = 1
     _num_own: int = 0
     _num_promised: int = 0
+
+    def ttft_s(self, priority: int, num_tokens: int) -> float:
+        """Returns the seconds that the worker needs for a new prompt's tokens and for those ahead of it."""
+        mixed = self.num_sequences and self.mixed_tokens_per_s
+        return (self.prompts.ahead_of(priority) + num_tokens) / (mixed or self.tokens_per_s)
+
+    @property
+    def itl_s(self) -> float:
+        """Seconds between two tokens of a sequence; prompts that wait here share its steps."""
+        return max(self.decode_step_s, self.max_itl_s) if self.prompts.total else self.decode_step_s
 
     def decode_cost(self, num_new_blocks: int) -> float:
         """Returns the load in sequences after `num_new_blocks` more blocks; only differences matter."""
@@ -82,7 +96,9 @@ class WorkerUse:
 
     def on_report(self, load: WorkerLoad) -> None:
         self.prompts.on_report(load.waiting_tokens)
-        self.num_sequences = max(load.num_running + load.num_waiting, self._num_own)
+        self.num_sequences = max(load.num_decoding, self._num_own)
+        self.decode_step_s, self.max_itl_s = load.decode_step_s, load.max_itl_s
+        self.mixed_tokens_per_s = load.mixed_tokens_per_s
         self._num_blocks = max(1, load.num_blocks)
         self.num_free_blocks = load.num_free_blocks - self._num_promised
 

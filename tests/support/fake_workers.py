@@ -111,6 +111,7 @@ class FakeWorkers:
                 lambda: None,
                 partial(self._begin_epoch, name),
                 lambda: None,
+                lambda role: None,
             )
         await self._stopped.wait()
         for thing in (*self._registrations.values(), *self._routers.values()):
@@ -124,7 +125,12 @@ class FakeWorkers:
         info = self._infos[name]
         pairs = [PairStatus("decode-0", self._infos["decode-0"].epoch, "ready", "fake")]
         return WorkerStatus(
-            name, info.epoch, WorkerLoad(), pairs if info.role == "prefill" else [], draining=self._draining[name]
+            name,
+            info.epoch,
+            info.role,
+            WorkerLoad(),
+            pairs if info.role == "prefill" else [],
+            draining=self._draining[name],
         )
 
     def _begin_epoch(self, name: str) -> RegisterWorker:

@@ -138,7 +138,9 @@ class Cluster:
         pairs = [PairStatus(w.worker_id, w.epoch, "ready") for w in there if w.role == "decode"]
         for worker in there:
             if worker.role == "prefill":
-                self.worker_table.on_status(0, WorkerStatus(worker.worker_id, worker.epoch, WorkerLoad(), pairs))
+                self.worker_table.on_status(
+                    0, WorkerStatus(worker.worker_id, worker.epoch, worker.role, WorkerLoad(), pairs)
+                )
         self.dispatcher.on_cluster_changed()
 
     def lose(self, worker: WorkerInfo, reason: str = "its process has ended") -> None:

@@ -63,6 +63,9 @@ class OutgoingPairs:
     def on_view(self, workers: list[WorkerInfo]) -> None:
         self._perform(self._table.on_view(self._loop.time(), workers))
 
+    def on_role(self, worker: WorkerInfo) -> None:
+        self._perform(self._table.on_role(self._loop.time(), worker))
+
     def begin_epoch(self, worker: WorkerInfo) -> None:
         self._perform(self._table.begin_epoch(self._loop.time(), worker))
 

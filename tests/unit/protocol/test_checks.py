@@ -167,7 +167,7 @@ def test_a_status_is_refused_or_harmless(load: WorkerLoad, packed: bytes, number
     """A status that passes the check must not make the worker table fail, which would drop the worker's heartbeat."""
     table = WorkerTable(2.5)
     table.on_register(0.0, REGISTER)
-    status = WorkerStatus("w", "e", load, [], PrefixUpdate(number, restart, packed, packed))
+    status = WorkerStatus("w", "e", "prefill", load, [], PrefixUpdate(number, restart, packed, packed))
     try:
         check_status(status)
     except InvalidMessage:

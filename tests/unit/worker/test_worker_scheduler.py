@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, PrepareDecode, StartPrefill, TokenBatch
@@ -60,7 +62,8 @@ def test_a_step_holds_tokens_of_sequences_and_chunks_of_prompts() -> None:
     number, messages = step(scheduler)
     assert number == 2
     assert [type(message) for message in messages] == [TokenBatch, FirstToken]
-    assert scheduler.num_step_prompt_tokens == len(TOKENS)
+    scheduler.measure(0.5)
+    assert scheduler.load().prompt_tokens_per_s == pytest.approx(len(TOKENS) / 0.5)
 
 
 def test_sequences_that_share_a_prompt_copy_its_last_block() -> None:

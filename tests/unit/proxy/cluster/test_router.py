@@ -55,13 +55,15 @@ class World:
     ) -> None:
         pairs = [PairStatus(d.worker_id, d.epoch, "ready") for d in self.decodes if info.role == "prefill"]
         reported = WorkerLoad(
-            num_running=running,
+            num_decoding=running,
             num_blocks=100,
             num_free_blocks=free,
             prompt_tokens_per_s=speed,
             **load,  # type: ignore[arg-type]
         )
-        self.table.on_status(0, WorkerStatus(info.worker_id, info.epoch, reported, pairs, self.logs[info.epoch].take()))
+        self.table.on_status(
+            0, WorkerStatus(info.worker_id, info.epoch, info.role, reported, pairs, self.logs[info.epoch].take())
+        )
 
     def cache(self, info: WorkerInfo, token_ids: list[int]) -> None:
         for block_hash in HASHER.prompt_hashes(pack_token_ids(token_ids)):
@@ -126,8 +128,8 @@ def test_prompts_of_later_priorities_are_not_ahead() -> None:
     for info, priority in zip(world.prefills, (5, -5), strict=True):
         world.report(info, waiting_tokens=[(priority, 1000)])
     assert prefill_of(world.router.pick(PromptShape(10, priority=0))) == "prefill-0"
-    assert world.router.pick(PromptShape(10, priority=-6)).predicted_s == pytest.approx(0.012)
-    assert world.router.pick(PromptShape(10, priority=6)).predicted_s > 1
+    assert world.router.pick(PromptShape(10, priority=-6)).computing_s == pytest.approx(0.012)
+    assert world.router.pick(PromptShape(10, priority=6)).computing_s > 1
 
 
 def test_prefixes_attract_until_the_queue_costs_more() -> None:

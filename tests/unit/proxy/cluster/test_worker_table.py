@@ -32,7 +32,7 @@ def register(info: WorkerInfo, max_model_len: int = 2048, version: int = PROTOCO
 
 def status(info: WorkerInfo, *peers: WorkerInfo, state: str = "ready") -> WorkerStatus:
     pairs = [PairStatus(peer.worker_id, peer.epoch, state) for peer in peers]  # type: ignore[arg-type]
-    return WorkerStatus(info.worker_id, info.epoch, WorkerLoad(), pairs)
+    return WorkerStatus(info.worker_id, info.epoch, info.role, WorkerLoad(), pairs)
 
 
 def cluster(num_prefill: int, num_decode: int) -> tuple[WorkerTable, list[WorkerInfo], list[WorkerInfo]]:

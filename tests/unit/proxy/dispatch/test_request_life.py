@@ -417,7 +417,7 @@ def test_a_first_token_predicted_after_the_deadline_is_refused() -> None:
 
         def report(num_waiting_tokens: int) -> None:
             load = WorkerLoad(prompt_tokens_per_s=1000.0, waiting_tokens=[(0, num_waiting_tokens)])
-            cluster.worker_table.on_status(0, WorkerStatus(PREFILL.worker_id, PREFILL.epoch, load, pairs))
+            cluster.worker_table.on_status(0, WorkerStatus(PREFILL.worker_id, PREFILL.epoch, PREFILL.role, load, pairs))
 
         report(100_000)  # 100 s; the server's deadline is 60 s
         with pytest.raises(SLOUnreachable, match=r"predicted after 100\.\d+ s, but only 60\.00 s are left"):
