@@ -5,7 +5,8 @@
 The router, the worker table and the schedulers are the real ones, in simulated time (`bench.simulation.workers`); steps
 take the times of `bench.simulation.cluster.Speeds`. Load 1 is what four engines that do both phases would complete with
 sixteen sequences each. A request is good if its TTFT is at most 5 times and its TPOT at most 3 times that of an idle
-engine; for shapes of several sizes, of the largest prompt. Goodput counts good requests per second of arrivals
+engine; for shapes of several sizes, of the largest prompt. All workers run with the TPOT limit as `--itl-slo-ms`; other
+settings are the defaults. Goodput counts good requests per second of arrivals
 (Zhong et al., DistServe, OSDI 2024).
 """
 
@@ -84,8 +85,8 @@ SHAPES = (
 def measure(shape: Shape, load: float, layout: str, speeds: Speeds, seconds: float) -> dict[str, Any]:
     """Plays the same requests for every layout."""
     requests = shape.requests(random.Random(f"{shape.name} {load}"), load * shape.capacity_per_s(speeds), seconds)
-    traces = WorkerSimulation(speeds, LAYOUTS[layout]).run(requests)
     slo = shape.slo(speeds)
+    traces = WorkerSimulation(speeds, LAYOUTS[layout], itl_slo_s=slo.tpot_s).run(requests)
     num_good = sum(slo.is_met(trace) for trace in traces)
     ttft = Distribution.of_seconds([trace.ttft_s for trace in traces])
     tpot = Distribution.of_seconds([trace.tpot_s for trace in traces if trace.tpot_s is not None])

@@ -11,7 +11,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -67,11 +67,14 @@ def cost_of_step(speeds: Speeds, num_sequences: int, num_prompt_tokens: int) -> 
 
 @dataclass(eq=False)
 class _Worker:
+    """link_free_at: by pair_id, when its last transfer ends; a pair transfers one after the other."""
+
     info: WorkerInfo
     scheduler: WorkerScheduler
     pairs: list[PairStatus]
     computes: bool = False
     num_shipped: int = 0
+    link_free_at: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -86,15 +89,17 @@ class _Sequence:
 
 
 class WorkerSimulation:
-    """`run` plays a trace on workers with these roles and returns the trace of each request."""
+    """`run` plays requests on workers with these roles. itl_slo_s: as `--itl-slo-ms`; 0 is the default."""
 
-    def __init__(self, speeds: Speeds, roles: Sequence[Role], seed: int = 0) -> None:
+    def __init__(self, speeds: Speeds, roles: Sequence[Role], itl_slo_s: float = 0.0, seed: int = 0) -> None:
         self._speeds = speeds
+        self._itl_slo_s = itl_slo_s
         self._rng = random.Random(seed)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._now = 0.0
         self._num_open = 0  # requests that have not completed
+        self.num_preempted = 0
         self._sequences: dict[str, _Sequence] = {}  # by attempt_id
         self._table = WorkerTable(1e9, decode_may_prefill=True)
         self._router = Router(self._table, DECODE_PREFILL_THRESHOLD, rng=random.Random(seed))
@@ -105,13 +110,15 @@ class WorkerSimulation:
 
     def _worker(self, info: WorkerInfo, infos: list[WorkerInfo]) -> _Worker:
         blocks = BlockManager(self._speeds.num_blocks, BLOCK_SIZE)
-        scheduler = WorkerScheduler(blocks, "m", MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, lease_s=math.inf)
+        scheduler = WorkerScheduler(
+            blocks, "m", MAX_NUM_BATCHED_TOKENS, MAX_NUM_SEQS, lease_s=math.inf, itl_slo_s=self._itl_slo_s
+        )
         peers = [each for each in infos if each is not info and each.role in DECODE_ROLES]
         pairs = [PairStatus(each.worker_id, each.epoch, "ready") for each in peers]
         return _Worker(info, scheduler, pairs if info.role in PREFILL_ROLES else [])
 
     def run(self, requests: Sequence[Request]) -> list[RequestTrace]:
-        """Plays the requests to their end. Raises RuntimeError when one fails or never ends."""
+        """Plays the requests to their end; returns a trace of each. Raises RuntimeError if one fails or never ends."""
         traces = [RequestTrace(request.at, num_prompt_tokens=request.num_prompt_tokens) for request in requests]
         self._num_open = len(requests)
         for request, trace in zip(requests, traces, strict=True):
@@ -186,6 +193,7 @@ class WorkerSimulation:
                     self._on_token(token.attempt_id, token.token, token.finish_reason)
             case AttemptPreempted():
                 sequence = self._sequences.pop(message.attempt_id)
+                self.num_preempted += 1
                 self._router.sequence_ended(sequence.route)
                 self._dispatch(sequence.request, sequence.trace, sequence.tokens)
             case AttemptFailed():
@@ -221,8 +229,10 @@ class WorkerSimulation:
                 case SendToPeer():
                     self._send_to_peer(action)
                 case Ship():
-                    duration_s = SHIP_S_PER_BLOCK * len(action.src_block_ids)
-                    self._at(self._now + duration_s, partial(self._shipped, worker, action))
+                    begins_at = max(self._now, worker.link_free_at.get(action.pair_id, 0.0))
+                    ends_at = begins_at + SHIP_S_PER_BLOCK * len(action.src_block_ids)
+                    worker.link_free_at[action.pair_id] = ends_at
+                    self._at(ends_at, partial(self._shipped, worker, action))
                 case Receive():
                     self._deliver(worker, partial(worker.scheduler.decode.on_received, action.transfer_id, None))
         if not worker.computes:
