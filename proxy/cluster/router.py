@@ -149,10 +149,10 @@ class Router:
         if max_ttft_s is not None and predicted_s * self._correction > max_ttft_s:
             raise SLOUnreachable(predicted_s * self._correction, max_ttft_s)
         num_uncached = self._num_uncached(prompt, depths.get(prefill.bit, 0))
+        num_blocks, itl_s = 0, decode.use.itl_s if decode is not None else 0.0
         prefill.use.prompts.add(prompt.priority, num_uncached, self._num_proxies)
-        num_blocks, itl_s = 0, 0.0
         if decode is not None:
-            num_blocks, itl_s = self._num_new_blocks(prompt, depths.get(decode.bit, 0)), decode.use.itl_s
+            num_blocks = self._num_new_blocks(prompt, depths.get(decode.bit, 0))
             decode.use.add(prompt.num_sequences, num_blocks, self._num_proxies)
         return Route(
             prefill.worker,
