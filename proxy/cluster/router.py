@@ -232,7 +232,8 @@ class Router:
             return True
         num_held = depths.get(record.bit, 0)
         num_uncached, in_flight = self._num_uncached(prompt, num_held), record.use.prompts.total
-        if num_uncached <= self._threshold and in_flight + num_uncached <= _MAX_LOCAL_PROMPTS * self._threshold:
+        is_short = num_uncached <= self._threshold and prompt.needs_decode  # it saves a transfer
+        if is_short and in_flight + num_uncached <= _MAX_LOCAL_PROMPTS * self._threshold:
             return True
         holds_more = num_held > depths.get(prefill.bit, 0)
         return predicted_s < _DEFLECTION_SHARE * soonest_s and (holds_more or not record.use.num_sequences)
