@@ -74,9 +74,9 @@ class WorkerScheduler:
             waiting_tokens=waiting_tokens,
             prompt_tokens_per_s=times.prompt_tokens_per_s,
             num_decoding=decode.num_running + decode.num_waiting,
-            mixed_tokens_per_s=times.mixed_tokens_per_s(self._max_num_batched_tokens),
-            decode_step_s=times.decode_s,
-            max_itl_s=times.max_step_s,
+            fixed_step_s=times.fixed_s,
+            step_s_per_sequence=times.s_per_sequence,
+            itl_slo_s=times.itl_slo_s,
         )
 
     # ---- events that concern both roles
@@ -101,7 +101,7 @@ class WorkerScheduler:
         """Returns the next step's batch, and the actions that follow from it."""
         reserved = self.decode.reserve_waiting()  # the prefill role may have released blocks
         decoding, preempted = self.decode.schedule(now)
-        max_tokens = self._step_times.chunk(self._max_num_batched_tokens) if decoding.items else None
+        max_tokens = self._step_times.chunk(len(decoding.items), self._max_num_batched_tokens)
         computing, reserving = self.prefill.schedule(now, max_tokens)
         self._num_decoding = len(decoding.items)
         self._num_prompt_tokens = sum(len(item.token_ids) for item in computing.items)

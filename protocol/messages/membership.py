@@ -59,9 +59,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arrived for attempts which ended before decoding, and stayed in the prefix cache. prompt_tokens_per_s: recent
     prefill speed; 0 before the first prompt. refusals: see `protocol.refusals`. num_media_encoded: images and videos
     encoded here. num_media_found: items whose embeddings came from another worker. num_media_fetched_bytes: processed
-    media from other hosts. num_decoding: sequences of the decode role, running or waiting. mixed_tokens_per_s: prefill
-    speed while sequences run beside it, see `engine.step_times`. decode_step_s: recent duration of a step without
-    prompt tokens. max_itl_s: limit on a step with both, 0 while it is not known. num_role_changes: total.
+    media from other hosts. num_decoding: sequences of the decode role, running or waiting. fixed_step_s,
+    step_s_per_sequence: coefficients of the duration of a step without prompt tokens. itl_slo_s: limit on a step with
+    both, see `engine.step_times`. The three are 0 before the first step. num_role_changes: total.
     """
 
     num_running: int = 0
@@ -88,9 +88,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_media_found: int = 0
     num_media_fetched_bytes: int = 0
     num_decoding: int = 0
-    mixed_tokens_per_s: float = 0.0
-    decode_step_s: float = 0.0
-    max_itl_s: float = 0.0
+    fixed_step_s: float = 0.0
+    step_s_per_sequence: float = 0.0
+    itl_slo_s: float = 0.0
     num_role_changes: int = 0
 
 

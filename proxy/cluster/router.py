@@ -32,12 +32,14 @@ _NO_ROOM_COST = 1e6
 """Added for a decode worker without room for the prompt, so that it is chosen only when none has room."""
 _NO_TRANSFER_GAIN = 2.0
 """Decoding where the prompt was computed outweighs this many running sequences, because no KV is transferred."""
-_PREFILL_CAPACITY_COST = 4.0
+_PREFILL_CAPACITY_COST = 8.0
 """Sequences that an elastic worker without any is worth more than one with some: it computes prompts at full speed."""
 _SHARED_STEPS_COST = 4.0
 """Sequences that prompts waiting on an elastic worker count as, because their chunks slow its steps."""
+_OVER_SLO_COST = 64.0
+"""Added for an elastic worker whose steps would take longer than the ITL's SLO."""
 _DEFLECTION_SHARE = 0.75
-"""A decode worker computes a prompt if its first token comes within this share of the time elsewhere."""
+"""A worker that runs sequences computes a prompt if its first token comes within this share of the time elsewhere."""
 _MAX_LOCAL_PROMPTS = 4
 """Prompts of the threshold's length that one decode worker may have in flight; more would slow its streams."""
 _LEARNING_RATE = 0.1
@@ -149,11 +151,12 @@ class Router:
         if max_ttft_s is not None and predicted_s * self._correction > max_ttft_s:
             raise SLOUnreachable(predicted_s * self._correction, max_ttft_s)
         num_uncached = self._num_uncached(prompt, depths.get(prefill.bit, 0))
-        prefill.use.prompts.add(prompt.priority, num_uncached, self._num_proxies)
         num_blocks, itl_s = 0, 0.0
         if decode is not None:
-            num_blocks, itl_s = self._num_new_blocks(prompt, depths.get(decode.bit, 0)), decode.use.itl_s
+            itl_s = decode.use.itl_slo_s if decode.use.prompts.total else decode.use.itl_s(prompt.num_sequences)
+            num_blocks = self._num_new_blocks(prompt, depths.get(decode.bit, 0))
             decode.use.add(prompt.num_sequences, num_blocks, self._num_proxies)
+        prefill.use.prompts.add(prompt.priority, num_uncached, self._num_proxies)
         return Route(
             prefill.worker,
             decode.worker if decode is not None else None,
@@ -189,8 +192,14 @@ class Router:
             raise NoWorkerReady(table.why_not_ready() or "no prefill worker is ready")
         candidates = _without(of_role, prompt.avoid)
         predicted = self._predict(candidates, prompt, depths)
-        soonest_s = min(predicted, default=math.inf)
-        prefill = self._draw(candidates, predicted, soonest_s * (1 + _PREFILL_TIE_SHARE)) if candidates else None
+        prefill, soonest_s = None, math.inf
+        if candidates:
+            costs = [
+                predicted_s / (_DEFLECTION_SHARE if record.role == "any" and record.use.num_sequences else 1)
+                for record, predicted_s in zip(candidates, predicted, strict=True)
+            ]
+            prefill = self._draw(candidates, costs, min(costs) * (1 + _PREFILL_TIE_SHARE))
+            soonest_s = predicted[candidates.index(prefill)]
         others = _without(others, prompt.avoid)
         allowed = [
             (record, predicted_s)
@@ -232,7 +241,8 @@ class Router:
             return True
         num_held = depths.get(record.bit, 0)
         num_uncached, in_flight = self._num_uncached(prompt, num_held), record.use.prompts.total
-        if num_uncached <= self._threshold and in_flight + num_uncached <= _MAX_LOCAL_PROMPTS * self._threshold:
+        is_short = num_uncached <= self._threshold and prompt.needs_decode  # it saves a transfer
+        if is_short and in_flight + num_uncached <= _MAX_LOCAL_PROMPTS * self._threshold:
             return True
         holds_more = num_held > depths.get(prefill.bit, 0)
         return predicted_s < _DEFLECTION_SHARE * soonest_s and (holds_more or not record.use.num_sequences)
@@ -262,8 +272,9 @@ class Router:
             if record is prefill:
                 cost -= _NO_TRANSFER_GAIN
             if record.role == "any":
-                cost += _PREFILL_CAPACITY_COST if not use.num_sequences else 0.0
+                cost += 0.0 if use.num_sequences else _PREFILL_CAPACITY_COST
                 cost += _SHARED_STEPS_COST if use.prompts.total else 0.0
+                cost += _OVER_SLO_COST if 0 < use.itl_slo_s < use.itl_s(prompt.num_sequences) else 0.0
             costs.append(cost if num_new <= use.num_free_blocks else cost + _NO_ROOM_COST)
         return self._draw(candidates, costs, min(costs) + _DECODE_TIE)
 

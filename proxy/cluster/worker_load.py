@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from tandem.protocol.messages.membership import WorkerLoad
 
+_MIN_PROMPT_SHARE = 0.1
+"""Share of its speed at which a worker computes prompts at least, however many sequences it runs."""
 _POOL_WEIGHT = 16.0
 """A full KV pool costs as much as this many running sequences when a decode worker is chosen."""
 
@@ -63,32 +65,32 @@ class PromptQueue:
 class WorkerUse:
     """Estimated use of one worker.
 
-    tokens_per_s: prefill speed of a worker that runs no sequences; mixed_tokens_per_s: beside sequences. num_sequences:
-    those that decode here, of all proxies. num_free_blocks: free KV blocks, minus those promised to sequences of this
-    proxy that have not reserved theirs yet. decode_step_s: duration of a step without prompt tokens. max_itl_s: limit
-    on a step with both; 0 while it is not known.
+    tokens_per_s: prefill speed of a worker that runs no sequences. num_sequences: those that decode here, of all
+    proxies. num_free_blocks: free KV blocks, minus those promised to sequences of this proxy that have not reserved
+    theirs yet. itl_slo_s: limit on a step that holds prompt tokens beside sequences; 0 while it is not known.
     """
 
     tokens_per_s: float
     prompts: PromptQueue = field(default_factory=PromptQueue)
-    mixed_tokens_per_s: float = 0.0
-    decode_step_s: float = 0.0
-    max_itl_s: float = 0.0
+    itl_slo_s: float = 0.0
     num_sequences: int = 0
     num_free_blocks: int = 0
+    _fixed_step_s: float = 0.0
+    _step_s_per_sequence: float = 0.0
     _num_blocks: int = 1
     _num_own: int = 0
     _num_promised: int = 0
 
     def ttft_s(self, priority: int, num_tokens: int) -> float:
         """Returns the seconds that the worker needs for a new prompt's tokens and for those ahead of it."""
-        mixed = self.num_sequences and self.mixed_tokens_per_s
-        return (self.prompts.ahead_of(priority) + num_tokens) / (mixed or self.tokens_per_s)
+        share = 1.0
+        if self.num_sequences and self.itl_slo_s:  # chunks get what is left of each step
+            share = max(_MIN_PROMPT_SHARE, 1 - self.itl_s(0) / self.itl_slo_s)
+        return (self.prompts.ahead_of(priority) + num_tokens) / (share * self.tokens_per_s)
 
-    @property
-    def itl_s(self) -> float:
-        """Seconds between two tokens of a sequence; prompts that wait here share its steps."""
-        return max(self.decode_step_s, self.max_itl_s) if self.prompts.total else self.decode_step_s
+    def itl_s(self, num_more: int) -> float:
+        """Returns the seconds between tokens with num_more sequences more, without prompts; 0 if unknown."""
+        return self._fixed_step_s + self._step_s_per_sequence * (self.num_sequences + num_more)
 
     def decode_cost(self, num_new_blocks: int) -> float:
         """Returns the load in sequences after `num_new_blocks` more blocks; only differences matter."""
@@ -97,8 +99,8 @@ class WorkerUse:
     def on_report(self, load: WorkerLoad) -> None:
         self.prompts.on_report(load.waiting_tokens)
         self.num_sequences = max(load.num_decoding, self._num_own)
-        self.decode_step_s, self.max_itl_s = load.decode_step_s, load.max_itl_s
-        self.mixed_tokens_per_s = load.mixed_tokens_per_s
+        self._fixed_step_s, self._step_s_per_sequence = load.fixed_step_s, load.step_s_per_sequence
+        self.itl_slo_s = load.itl_slo_s
         self._num_blocks = max(1, load.num_blocks)
         self.num_free_blocks = load.num_free_blocks - self._num_promised
 

@@ -29,21 +29,26 @@ HASHER = BlockHasher(BLOCK_SIZE, "m")
 
 
 def worker(worker_id: str) -> WorkerInfo:
-    role: Role = "prefill" if worker_id.startswith("prefill") else "decode"
+    roles: dict[str, Role] = {"prefill": "prefill", "decode": "decode", "worker": "any"}
+    role = roles[worker_id.partition("-")[0]]
     return WorkerInfo(worker_id, f"{worker_id}/1", role, f"ipc://{worker_id}", 1)
 
 
 class World:
     """Workers with all pairs ready; each computes 1000 tokens per second and has 100 blocks."""
 
-    def __init__(self, num_prefill: int, num_decode: int, threshold: int = 0, num_proxies: int = 1) -> None:
+    def __init__(
+        self, num_prefill: int, num_decode: int, threshold: int = 0, num_proxies: int = 1, num_any: int = 0
+    ) -> None:
         self.table = WorkerTable(2.5, decode_may_prefill=threshold > 0)
         self.prefills = [worker(f"prefill-{i}") for i in range(num_prefill)]
         self.decodes = [worker(f"decode-{i}") for i in range(num_decode)]
-        self.logs = {info.epoch: PrefixLog() for info in self.prefills + self.decodes}
-        for info in self.prefills + self.decodes:
+        self.elastic = [worker(f"worker-{i}") for i in range(num_any)]
+        self.workers = self.prefills + self.decodes + self.elastic
+        self.logs = {info.epoch: PrefixLog() for info in self.workers}
+        for info in self.workers:
             self.join(info)
-        for info in self.prefills + self.decodes:
+        for info in self.workers:
             self.report(info)
         self.router = Router(self.table, threshold, num_proxies, random.Random(0))
 
@@ -53,7 +58,8 @@ class World:
     def report(
         self, info: WorkerInfo, speed: float = 1000.0, free: int = 100, running: int = 0, **load: object
     ) -> None:
-        pairs = [PairStatus(d.worker_id, d.epoch, "ready") for d in self.decodes if info.role == "prefill"]
+        peers = self.decodes + self.elastic if info.role != "decode" else []
+        pairs = [PairStatus(d.worker_id, d.epoch, "ready") for d in peers if d != info]
         reported = WorkerLoad(
             num_decoding=running,
             num_blocks=100,
@@ -229,6 +235,111 @@ def test_without_prefill_workers_decode_computes_all_prompts_unless_disabled() -
     never = World(0, 2)
     with pytest.raises(Overloaded, match="no prefill worker is ready"):
         never.router.pick(PromptShape(10))
+
+
+def where(route: Route) -> tuple[str, str]:
+    return prefill_of(route), decode_of(route)
+
+
+def test_an_idle_elastic_worker_computes_and_decodes_without_a_transfer() -> None:
+    world = World(0, 0, num_any=1)
+    assert world.table.why_not_ready() is None
+    route = world.router.pick(PromptShape(100))
+    assert where(route) == ("worker-0", "worker-0") and not route.is_shipped
+
+
+def test_elastic_workers_share_prompts_by_predicted_time() -> None:
+    world = World(0, 0, num_any=2)
+    first, second = (world.router.pick(PromptShape(100)) for _ in range(2))
+    assert {prefill_of(first), prefill_of(second)} == {"worker-0", "worker-1"}
+
+
+def test_prompts_go_where_no_sequence_slows_them() -> None:
+    world = World(0, 0, num_any=2)
+    busy, free = world.elastic
+    world.report(busy, running=6, mixed_tokens_per_s=700.0)
+    route = world.router.pick(PromptShape(200))
+    assert prefill_of(route) == free.worker_id
+    assert route.computing_s == pytest.approx(0.202)
+    assert prefill_of(world.router.pick(PromptShape(300))) == busy.worker_id, (
+        "0.3 / 0.7 s beside sequences, 0.5 s behind the first"
+    )
+
+
+def test_an_elastic_worker_without_sequences_is_kept_for_prompts() -> None:
+    world = World(0, 0, num_any=2)
+    busy, free = world.elastic
+    world.report(busy, running=1, mixed_tokens_per_s=700.0)
+    route = world.router.pick(PromptShape(100))
+    assert where(route) == (free.worker_id, busy.worker_id)
+    world.router.prefill_ended(route)
+    world.report(busy, running=9, mixed_tokens_per_s=700.0)
+    assert where(world.router.pick(PromptShape(50))) == (free.worker_id, free.worker_id), (
+        "nine are enough for the other"
+    )
+
+
+def test_sequences_avoid_workers_whose_steps_hold_prompts() -> None:
+    world = World(0, 0, num_any=3)
+    for info, waiting in zip(world.elastic, (400, 0, 5000), strict=True):
+        world.report(info, running=5, waiting_tokens=[(0, waiting)] if waiting else [])
+    assert where(world.router.pick(PromptShape(100))) == ("worker-1", "worker-1")
+    world.report(world.elastic[0], running=5)
+    world.report(world.elastic[1], running=5, waiting_tokens=[(0, 100)])
+    world.report(world.elastic[2], running=4)
+    assert decode_of(world.router.pick(PromptShape(100))) in ("worker-0", "worker-2")
+
+
+def test_a_prompt_goes_to_an_idle_decode_worker_when_prefill_is_busy() -> None:
+    world = World(1, 2, threshold=16)
+    idle, busy = world.decodes
+    world.report(busy, running=1)
+    route = world.router.pick(PromptShape(100))
+    assert where(route) == ("prefill-0", "decode-0")
+    world.router.prefill_ended(route)
+    world.router.sequence_ended(route)
+    world.report(world.prefills[0], waiting_tokens=[(0, 1000)])
+    world.report(idle)
+    first = world.router.pick(PromptShape(100))
+    assert first.prefill == first.decode, "the first token comes after 0.1 s instead of 1.1"
+    world.report(idle, running=1)
+    assert prefill_of(world.router.pick(PromptShape(100))) == "prefill-0", "no decode worker is idle any more"
+
+
+def test_the_next_turn_is_computed_where_the_answer_was_generated() -> None:
+    world = World(2, 2, threshold=16)
+    turn = list(range(900))
+    world.cache(world.prefills[0], turn[:600])  # its prompt
+    world.cache(world.decodes[1], turn[:800])  # with the answer
+    world.report(world.decodes[1], running=8, mixed_tokens_per_s=800.0)
+    route = world.router.pick(shape(turn))
+    assert where(route) == ("decode-1", "decode-1") and route.num_uncached_tokens == 100
+
+
+def test_a_worker_that_decodes_keeps_prompts_away_without_a_threshold() -> None:
+    world = World(1, 1)
+    world.report(world.prefills[0], waiting_tokens=[(0, 9000)])
+    assert prefill_of(world.router.pick(PromptShape(100))) == "prefill-0"
+
+
+def test_a_route_predicts_the_gaps_between_tokens() -> None:
+    world = World(1, 0, num_any=1)
+    elastic = world.elastic[0]
+    world.report(elastic, running=2, decode_step_s=0.02, max_itl_s=0.08)
+    assert world.router.pick(PromptShape(10)).itl_s == 0.02
+    world.report(elastic, running=2, decode_step_s=0.02, max_itl_s=0.08, waiting_tokens=[(0, 500)])
+    assert world.router.pick(PromptShape(10)).itl_s == 0.08, "prompts share its steps"
+
+
+def test_a_changed_role_counts_at_once() -> None:
+    world = World(1, 2)
+    assert world.table.change_role("decode-0", "prefill") == ""
+    assert prefill_of(world.router.pick(PromptShape(10))) == "prefill-0", "it has no pair yet"
+    flipped = world.decodes[0]
+    pairs = [PairStatus("decode-1", world.decodes[1].epoch, "ready")]
+    load = WorkerLoad(prompt_tokens_per_s=1e6, num_blocks=100, num_free_blocks=100)
+    world.table.on_status(0, WorkerStatus(flipped.worker_id, flipped.epoch, "prefill", load, pairs))
+    assert where(world.router.pick(PromptShape(10))) == ("decode-0", "decode-1")
 
 
 def test_requests_predicted_to_be_late_are_refused_at_once() -> None:
