@@ -30,10 +30,8 @@ _CACHED_WEIGHT = 2.0
 """A prompt that is wholly cached on a decode worker outweighs this many running sequences there."""
 _NO_ROOM_COST = 1e6
 """Added for a decode worker without room for the prompt, so that it is chosen only when none has room."""
-_NO_TRANSFER_GAIN = 2.0
+_NO_TRANSFER_GAIN = 0.5
 """Decoding where the prompt was computed outweighs this many running sequences, because no KV is transferred."""
-_PREFILL_CAPACITY_COST = 8.0
-"""Sequences that an elastic worker without any is worth more than one with some: it computes prompts at full speed."""
 _SHARED_STEPS_COST = 4.0
 """Sequences that prompts waiting on an elastic worker count as, because their chunks slow its steps."""
 _OVER_SLO_COST = 64.0
@@ -187,7 +185,7 @@ class Router:
         """Returns the worker with the soonest predicted first token, and that prediction. Raises NoWorkerReady."""
         table = self._table
         of_role = table.paired_prefill_workers if prompt.needs_decode else table.prefill_workers
-        others = [record for record in table.decode_workers if record.role == "decode"] if self._threshold else []
+        others = table.decode_only_workers if self._threshold else []
         if not of_role and not others:
             raise NoWorkerReady(table.why_not_ready() or "no prefill worker is ready")
         candidates = _without(of_role, prompt.avoid)
@@ -200,6 +198,8 @@ class Router:
             ]
             prefill = self._draw(candidates, costs, min(costs) * (1 + _PREFILL_TIE_SHARE))
             soonest_s = predicted[candidates.index(prefill)]
+        if prefill is not None and not self._may_deflect_any(prefill, prompt, depths):
+            return prefill, soonest_s
         others = _without(others, prompt.avoid)
         allowed = [
             (record, predicted_s)
@@ -211,6 +211,12 @@ class Router:
             return deflected, next(predicted_s for record, predicted_s in allowed if record is deflected)
         assert prefill is not None  # others are allowed when there is none
         return prefill, soonest_s
+
+    def _may_deflect_any(self, prefill: WorkerRecord, prompt: PromptShape, depths: dict[int, int]) -> bool:
+        """Whether a worker of role decode could compute the prompt. It spares most decisions a look at each of them."""
+        most_held = max(depths.values(), default=0)
+        is_short = self._num_uncached(prompt, most_held) <= self._threshold
+        return is_short or most_held > depths.get(prefill.bit, 0) or bool(prefill.use.prompts.total)
 
     def _predict(self, candidates: list[WorkerRecord], prompt: PromptShape, depths: dict[int, int]) -> list[float]:
         """Returns the seconds from now to the first token on each candidate, before the learned correction."""
@@ -272,7 +278,7 @@ class Router:
             if record is prefill:
                 cost -= _NO_TRANSFER_GAIN
             if record.role == "any":
-                cost += 0.0 if use.num_sequences else _PREFILL_CAPACITY_COST
+                cost += 2 * max(0.0, use.num_comfortable - use.num_sequences)  # fills one worker before the next
                 cost += _SHARED_STEPS_COST if use.prompts.total else 0.0
                 cost += _OVER_SLO_COST if 0 < use.itl_slo_s < use.itl_s(prompt.num_sequences) else 0.0
             costs.append(cost if num_new <= use.num_free_blocks else cost + _NO_ROOM_COST)

@@ -14,6 +14,8 @@ from tandem.protocol.messages.membership import WorkerLoad
 
 _MIN_PROMPT_SHARE = 0.1
 """Share of its speed at which a worker computes prompts at least, however many sequences it runs."""
+_COMFORTABLE_SHARE = 0.6
+"""Share of the ITL's SLO that decode steps may take while other workers are kept for prompts."""
 _POOL_WEIGHT = 16.0
 """A full KV pool costs as much as this many running sequences when a decode worker is chosen."""
 
@@ -91,6 +93,13 @@ class WorkerUse:
     def itl_s(self, num_more: int) -> float:
         """Returns the seconds between tokens with num_more sequences more, without prompts; 0 if unknown."""
         return self._fixed_step_s + self._step_s_per_sequence * (self.num_sequences + num_more)
+
+    @property
+    def num_comfortable(self) -> float:
+        """Sequences whose steps leave room for prompts within the SLO; 0 if unknown."""
+        if not self._step_s_per_sequence:
+            return 0.0
+        return max(0.0, (_COMFORTABLE_SHARE * self.itl_slo_s - self._fixed_step_s) / self._step_s_per_sequence)
 
     def decode_cost(self, num_new_blocks: int) -> float:
         """Returns the load in sequences after `num_new_blocks` more blocks; only differences matter."""

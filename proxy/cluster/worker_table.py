@@ -112,6 +112,7 @@ class WorkerTable:
         self.prefill_workers: list[WorkerRecord] = []
         self.paired_prefill_workers: list[WorkerRecord] = []  # those with a decode worker to transfer KV to
         self.decode_workers: list[WorkerRecord] = []
+        self.decode_only_workers: list[WorkerRecord] = []
         self.block_size = 1
         self.prefixes = PrefixIndex()
         self._typical_speed = _UNKNOWN_SPEED
@@ -304,6 +305,7 @@ class WorkerTable:
             own = [record] if record.role in DECODE_ROLES else []
             record.decode_peers = own + [peer for peer in found if peer is not None]
         self.decode_workers = decodes
+        self.decode_only_workers = [record for record in decodes if record.role == "decode"]
         self.prefill_workers = prefills
         self.paired_prefill_workers = [record for record in prefills if record.decode_peers]
         if records:

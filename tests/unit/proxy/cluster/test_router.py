@@ -254,40 +254,40 @@ def test_elastic_workers_share_prompts_by_predicted_time() -> None:
     assert {prefill_of(first), prefill_of(second)} == {"worker-0", "worker-1"}
 
 
+STEPS = {"fixed_step_s": 0.018, "step_s_per_sequence": 0.002, "itl_slo_s": 0.06}
+"""A worker with these takes nine sequences before another one is used, and computes prompts slower beside them."""
+
+
 def test_prompts_go_where_no_sequence_slows_them() -> None:
     world = World(0, 0, num_any=2)
     busy, free = world.elastic
-    world.report(busy, running=6, mixed_tokens_per_s=700.0)
+    world.report(busy, running=6, **STEPS)
     route = world.router.pick(PromptShape(200))
     assert prefill_of(route) == free.worker_id
     assert route.computing_s == pytest.approx(0.202)
-    assert prefill_of(world.router.pick(PromptShape(300))) == busy.worker_id, (
-        "0.3 / 0.7 s beside sequences, 0.5 s behind the first"
-    )
+    deflected = world.router.pick(PromptShape(90))
+    assert prefill_of(deflected) == busy.worker_id, "0.09 s at half the speed, 0.29 s behind the first"
+    assert deflected.computing_s == pytest.approx(0.002 + 0.09 / (1 - 0.030 / 0.06))
 
 
-def test_an_elastic_worker_without_sequences_is_kept_for_prompts() -> None:
+def test_sequences_fill_one_elastic_worker_before_the_next() -> None:
     world = World(0, 0, num_any=2)
     busy, free = world.elastic
-    world.report(busy, running=1, mixed_tokens_per_s=700.0)
+    world.report(free, **STEPS)
+    world.report(busy, running=2, **STEPS)
     route = world.router.pick(PromptShape(100))
     assert where(route) == (free.worker_id, busy.worker_id)
     world.router.prefill_ended(route)
-    world.report(busy, running=9, mixed_tokens_per_s=700.0)
-    assert where(world.router.pick(PromptShape(50))) == (free.worker_id, free.worker_id), (
-        "nine are enough for the other"
-    )
+    world.router.sequence_ended(route)
+    world.report(busy, running=28, **STEPS)
+    assert where(world.router.pick(PromptShape(50))) == (free.worker_id, free.worker_id), "its steps take 0.074 s"
 
 
 def test_sequences_avoid_workers_whose_steps_hold_prompts() -> None:
     world = World(0, 0, num_any=3)
     for info, waiting in zip(world.elastic, (400, 0, 5000), strict=True):
-        world.report(info, running=5, waiting_tokens=[(0, waiting)] if waiting else [])
+        world.report(info, running=12, waiting_tokens=[(0, waiting)] if waiting else [], **STEPS)
     assert where(world.router.pick(PromptShape(100))) == ("worker-1", "worker-1")
-    world.report(world.elastic[0], running=5)
-    world.report(world.elastic[1], running=5, waiting_tokens=[(0, 100)])
-    world.report(world.elastic[2], running=4)
-    assert decode_of(world.router.pick(PromptShape(100))) in ("worker-0", "worker-2")
 
 
 def test_a_prompt_goes_to_an_idle_decode_worker_when_prefill_is_busy() -> None:
@@ -311,7 +311,7 @@ def test_the_next_turn_is_computed_where_the_answer_was_generated() -> None:
     turn = list(range(900))
     world.cache(world.prefills[0], turn[:600])  # its prompt
     world.cache(world.decodes[1], turn[:800])  # with the answer
-    world.report(world.decodes[1], running=8, mixed_tokens_per_s=800.0)
+    world.report(world.decodes[1], running=2, **STEPS)
     route = world.router.pick(shape(turn))
     assert where(route) == ("decode-1", "decode-1") and route.num_uncached_tokens == 100
 
@@ -325,10 +325,10 @@ def test_a_worker_that_decodes_keeps_prompts_away_without_a_threshold() -> None:
 def test_a_route_predicts_the_gaps_between_tokens() -> None:
     world = World(1, 0, num_any=1)
     elastic = world.elastic[0]
-    world.report(elastic, running=2, decode_step_s=0.02, max_itl_s=0.08)
-    assert world.router.pick(PromptShape(10)).itl_s == 0.02
-    world.report(elastic, running=2, decode_step_s=0.02, max_itl_s=0.08, waiting_tokens=[(0, 500)])
-    assert world.router.pick(PromptShape(10)).itl_s == 0.08, "prompts share its steps"
+    world.report(elastic, running=2, **STEPS)
+    assert world.router.pick(PromptShape(10)).itl_s == pytest.approx(0.018 + 3 * 0.002)
+    world.report(elastic, running=2, waiting_tokens=[(0, 500)], **STEPS)
+    assert world.router.pick(PromptShape(10)).itl_s == 0.06, "prompts share its steps"
 
 
 def test_a_changed_role_counts_at_once() -> None:
