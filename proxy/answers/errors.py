@@ -65,6 +65,24 @@ class UnknownRequest(InvalidRequest):
     code = "unknown_request"
 
 
+class UnknownWorker(InvalidRequest):
+    """No worker of this name is registered."""
+
+    code = "unknown_worker"
+
+
+class RoleRefused(InvalidRequest):
+    """A worker cannot take a role now."""
+
+    code = "role_refused"
+
+
+class WrongContentType(InvalidRequest):
+    """The request's body is not declared as JSON."""
+
+    code = "wrong_content_type"
+
+
 class ClientDisconnected(RequestAborted):
     """The client has closed its connection before the answer was complete."""
 
@@ -74,6 +92,9 @@ _STATUS: dict[type[TandemError], int] = {
     InvalidApiKey: 401,
     ModelNotFound: 404,
     UnknownRequest: 404,
+    UnknownWorker: 404,
+    RoleRefused: 409,
+    WrongContentType: 415,
     BodyTooLarge: 413,
     HeadTooLarge: 431,
     Overloaded: 503,
