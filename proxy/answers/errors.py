@@ -77,12 +77,6 @@ class RoleRefused(InvalidRequest):
     code = "role_refused"
 
 
-class WrongContentType(InvalidRequest):
-    """The request's body is not declared as JSON."""
-
-    code = "wrong_content_type"
-
-
 class ClientDisconnected(RequestAborted):
     """The client has closed its connection before the answer was complete."""
 
@@ -94,7 +88,6 @@ _STATUS: dict[type[TandemError], int] = {
     UnknownRequest: 404,
     UnknownWorker: 404,
     RoleRefused: 409,
-    WrongContentType: 415,
     BodyTooLarge: 413,
     HeadTooLarge: 431,
     Overloaded: 503,

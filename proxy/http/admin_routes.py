@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from tandem.protocol.messages.membership import Role, WorkerReport
-from tandem.proxy.answers.errors import RoleRefused, UnknownRequest, UnknownWorker, WrongContentType
+from tandem.proxy.answers.errors import RoleRefused, UnknownRequest, UnknownWorker
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.starlette_app import ApiRoute, answer, fixed_answer, json_answer
@@ -83,7 +83,7 @@ def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> lis
         # A page of another site can send such a body from an operator's browser only after a preflight request, which
         # is answered with 405.
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise WrongContentType("Send the role as JSON with Content-Type: application/json.")
+            raise InvalidRequest("Send the role as JSON with Content-Type: application/json.", "content-type")
         async with state.bodies.receive(request.receive, request.headers) as body:
             try:
                 role = msgspec.json.decode(body if isinstance(body, bytes) else b"", type=RoleBody).role
