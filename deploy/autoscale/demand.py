@@ -149,7 +149,7 @@ class DemandMeter:
         """num_refused: requests refused by all proxies since their start; None if unknown."""
         prefills = [(info, load) for info, load in workers if info.role in PREFILL_ROLES]
         decodes = [(info, load) for info, load in workers if info.role in DECODE_ROLES]
-        self._count_prompts(prefills, num_refused)
+        self._count_prompts(workers, num_refused)
         self._count_outputs(now, decodes)
         self._learn_speeds(prefills, decodes)
         waiting_tokens = sum(load.num_waiting_tokens for _, load in prefills)
@@ -195,13 +195,15 @@ class DemandMeter:
             growth_per_s=rate(came - ended - _CHANCE * math.sqrt(came + ended)),
         )
 
-    def _count_prompts(self, prefills: _Loads, num_refused: int | None) -> None:
+    def _count_prompts(self, workers: _Loads, num_refused: int | None) -> None:
+        """Remembers the counters of all roles, since a worker may take another one."""
         counters = {}
-        for info, load in prefills:
+        for info, load in workers:
             now = (load.num_prompt_tokens - load.num_cached_tokens, load.num_finished)
             before = self._counters.get(info.epoch, (0, 0) if self._counters else now)
-            self._tokens += now[0] - before[0]
-            self._prompts += now[1] - before[1]
+            if info.role in PREFILL_ROLES:
+                self._tokens += now[0] - before[0]
+                self._prompts += max(0, now[1] - before[1])
             counters[info.epoch] = now
         self._counters = counters
         if num_refused is not None:
@@ -217,8 +219,9 @@ class DemandMeter:
         self._ended *= _REMEMBERED
         for info, load in decodes:
             before = self._finished.get(info.epoch, load.num_finished)
-            self._ended += load.num_finished - before
-            self._num_ended += load.num_finished - before
+            ended = max(0, load.num_finished - before)
+            self._ended += ended
+            self._num_ended += ended
             if load.step_time_s > 0:
                 self._output_tokens += _num_sequences(info, load) * elapsed_s / load.step_time_s
         self._finished = {info.epoch: load.num_finished for info, load in decodes}

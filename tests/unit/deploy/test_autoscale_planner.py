@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,7 +34,7 @@ IDLE = Demand(num_prefill=1, num_decode=1, speed=8000.0)
 
 
 def worker(role: Role, epoch: str = "e") -> WorkerInfo:
-    return WorkerInfo(f"{role}-0", epoch, role, "", 1)
+    return WorkerInfo(f"{role}-0", f"{role}/{epoch}", role, "", 1)
 
 
 # ---- arithmetic
@@ -75,6 +76,19 @@ def test_a_worker_restart_does_not_distort_rates() -> None:
     demand = meter.observe(5, [(worker("prefill", "again"), fresh)])
     assert demand.prompt_tokens_per_s == pytest.approx(1000)
     assert demand.mean_prompt_tokens == pytest.approx(1000)
+
+
+def test_what_a_worker_did_in_an_earlier_role_is_not_demand() -> None:
+    meter = DemandMeter(64)
+    info = worker("decode")
+    busy = worker("prefill")
+    for second in range(5):
+        load = WorkerLoad(num_prompt_tokens=50_000, num_finished=9000)
+        meter.observe(second, [(busy, WorkerLoad()), (info, load)])
+    moved = msgspec.structs.replace(info, role="prefill")
+    load = WorkerLoad(num_prompt_tokens=50_800, num_finished=9001)
+    demand = meter.observe(5, [(busy, WorkerLoad()), (moved, load)])
+    assert demand.prompt_tokens_per_s == pytest.approx(800 / 5) and demand.prompts_per_s == pytest.approx(1 / 5)
 
 
 def test_cached_tokens_are_not_demand_and_waiting_tokens_are() -> None:
@@ -230,6 +244,27 @@ def test_it_follows_a_changing_prefill_decode_ratio() -> None:
     planned = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 10))
     same_size = [play(trace, SPEEDS, p, 10 - p, None)["goodput"] for p in (4, 5, 6)]
     assert planned["goodput"] > max(same_size)
+
+
+def test_a_shift_from_long_prompts_to_long_answers_is_followed_by_moves_without_new_processes() -> None:
+    """Each mix lasts for less than DOWN_AFTER_S and needs most of the seven workers."""
+    trace = shifting(random.Random(3), 230.0, per_s=6.0)
+    planned = play(trace, SPEEDS, 5, 2, planner_for(SPEEDS, 7))
+    fixed = [play(trace, SPEEDS, p, 7 - p, None)["goodput"] for p in range(2, 6)]
+    assert planned["moves"] >= 2 and planned["starts"] == 0 and planned["most_workers"] == 7
+    assert planned["goodput"] > max(fixed)
+
+
+def test_an_elastic_cluster_grows_and_shrinks_and_serves_both_mixes() -> None:
+    trace = shifting(random.Random(3), 900.0)
+    planned = play(trace, SPEEDS, 0, 0, planner_for(SPEEDS, 10), num_any=2)
+    assert planned["moves"] == 0 and planned["starts"] > 0 and planned["most_workers"] <= 10
+    assert planned["goodput"] > max(play(trace, SPEEDS, p, 10 - p, None)["goodput"] for p in (4, 5, 6))
+    daily = diurnal(random.Random(2), 900.0)
+    whole = play(daily, SPEEDS, 0, 0, None, num_any=10)
+    planned = play(daily, SPEEDS, 0, 0, planner_for(SPEEDS, 10), num_any=2)
+    assert whole["goodput"] > 0.97 and planned["goodput"] > 0.9
+    assert planned["worker_hours"] < 0.85 * whole["worker_hours"]
 
 
 def test_bursts_are_served_better_than_by_equal_fixed_worker_hours() -> None:
