@@ -35,7 +35,7 @@ async def drain(cluster: ClusterClient, worker_id: str, timeout_s: float) -> Non
         has_process = process is not None and (await cluster.processes(ListProcesses())).get(worker_id) == process
         return worker_id not in _epochs(reports) and not has_process
 
-    await _until(cluster, timeout_s, f"{worker_id} has not left", has_left)
+    await until(cluster, timeout_s, f"{worker_id} has not left", has_left)
     print(f"{worker_id} has left", flush=True)
 
 
@@ -73,13 +73,14 @@ async def _restart_one(cluster: ClusterClient, old: LaunchedProcess, timeout_s: 
             return True
         return _epochs(reports).get(name, old_epoch) != old_epoch
 
-    await _until(cluster, timeout_s, f"{name} has not come back", is_back)
+    await until(cluster, timeout_s, f"{name} has not come back", is_back)
     print(f"{name} is back", flush=True)
 
 
-async def _until(
+async def until(
     cluster: ClusterClient, timeout_s: float, failure: str, holds: Callable[[list[StatusReport]], Awaitable[bool]]
 ) -> None:
+    """Wait until `holds` of the proxies' reports. Raises InternalError, which begins with `failure`, after the time."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:
         with contextlib.suppress(Overloaded, ConfigError):  # no proxy answers at the moment

@@ -12,6 +12,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
+from tandem.deploy.autoscale.planner import counts_text
 from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.commands.serving_rates import RateSample, ServingRates, rates
 from tandem.protocol.messages.operations import GetPlan, PlanReport
@@ -143,13 +144,13 @@ def _serving(figures: ServingRates, is_recent: bool) -> list[Table | str]:
 
 def plan_lines(plan: PlanReport) -> str:
     """The planner's proposal and its reasons as text."""
-    current, proposed = (plan.prefill, plan.decode), (plan.proposed_prefill, plan.proposed_decode)
+    current = counts_text(plan.prefill, plan.decode, plan.any)
+    proposed = counts_text(plan.proposed_prefill, plan.proposed_decode, plan.proposed_any)
     if proposed == current:
-        head = f"prefill={plan.prefill} decode={plan.decode} is enough"
+        head = f"{current} is enough"
     else:
-        verb = "sets" if plan.acts else "proposes"
-        head = f"{verb} prefill={proposed[0]} decode={proposed[1]} instead of {current[0]} and {current[1]}"
-        head += "" if plan.acts else f": tandem scale prefill={proposed[0]} decode={proposed[1]}"
+        head = f"{'sets' if plan.acts else 'proposes'} {proposed} instead of {current}"
+        head += "" if plan.acts else f": tandem scale {proposed}"
     return (
         f"autoscaling ({'on' if plan.acts else 'dry run'}): {head}\n"
         f"  prefill: {plan.prefill_reason}; predicted TTFT {1000 * plan.predicted_ttft_s:.0f} ms\n"

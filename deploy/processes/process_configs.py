@@ -32,7 +32,7 @@ class Place:
     proxy_endpoints: control endpoints of the proxies, for a worker; peer_endpoints: of the other proxies, for a proxy.
     endpoint_file: file to which a proxy writes the control endpoint that it has bound.
     proxies_file: file with the proxies' control endpoints, one per line; a worker reads it again when it changes.
-    progress_file: file to which a worker writes how much of its model is loaded.
+    progress_file: file to which a worker writes how much of its model is loaded. role_file: see `WorkerConfig`.
     control_tcp_endpoint: control endpoint of a proxy for workers of other hosts.
     media_cache_endpoint: media cache of this host, empty if there is none; media_cache_tcp_endpoint: for other hosts.
     api_keys_file: copy of the operator's file for a proxy on another host; empty to read the operator's.
@@ -45,6 +45,7 @@ class Place:
     endpoint_file: str = ""
     proxies_file: str = ""
     progress_file: str = ""
+    role_file: str = ""
     control_tcp_endpoint: str = ""
     peer_endpoints: list[str] = field(default_factory=list)
     media_cache_endpoint: str = ""
@@ -137,6 +138,7 @@ class ProcessConfigs:
         return WorkerConfig(
             worker_id=name,
             role=role,
+            role_file=place.role_file,
             endpoint=place.endpoint,
             proxy_endpoints=place.proxy_endpoints,
             proxies_file=place.proxies_file,
@@ -147,6 +149,7 @@ class ProcessConfigs:
             network=self._network("worker"),
             max_num_batched_tokens=cluster.max_num_batched_tokens,
             max_num_seqs=cluster.max_num_seqs,
+            itl_slo_ms=cluster.itl_slo_ms,
             drain_timeout_s=cluster.drain_timeout_s,
             metrics_host=cluster.admin_host,
             media_cache_endpoint=place.media_cache_endpoint,

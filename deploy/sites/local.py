@@ -81,7 +81,8 @@ class LocalSite:
             host=host or "127.0.0.1",
             proxy_endpoints=self._cluster.join_endpoints or [self._endpoint(proxy) for proxy in self._listeners],
             progress_file=str(progress_file),
-            media_cache_endpoint=self.media_cache_endpoint if role == "prefill" else "",
+            role_file=str(self._folder / f"{name}.role"),
+            media_cache_endpoint=self.media_cache_endpoint,
         )
         env = process_environment(self._cluster.num_threads(role))
         if self._gpus != []:  # there are GPUs, or it is not known
@@ -104,11 +105,14 @@ class LocalSite:
     def forget(self, name: str) -> None:
         self._gpus_of.pop(name, None)
         self.progress_files.pop(name).unlink(missing_ok=True)
-        for suffix in ("json", "pid"):
+        for suffix in ("json", "pid", "role"):
             (self._folder / f"{name}.{suffix}").unlink(missing_ok=True)
 
     def set_proxy_endpoints(self, endpoints: list[str]) -> None:
         """Does nothing: local proxies keep their endpoints."""
+
+    def set_role(self, name: str, role: Role) -> None:
+        """Does nothing: the worker's role file survives a restart."""
 
     def stop_listening(self) -> None:
         for listener in (*self._listeners.values(), *self._admin_listeners.values()):

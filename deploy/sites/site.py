@@ -39,6 +39,9 @@ class Site(Protocol):
     def set_proxy_endpoints(self, endpoints: list[str]) -> None:
         """Pass the proxies' current control endpoints to all workers."""
 
+    def set_role(self, name: str, role: Role) -> None:
+        """Note the current role of a worker, which it keeps when it is restarted."""
+
     def stop_listening(self) -> None:
         """Close the listening sockets, before the proxies are stopped."""
 
