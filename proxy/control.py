@@ -144,6 +144,7 @@ class Control:
     def _notify_changes(self) -> None:
         if self._num_changes_seen != self._table.num_changes:
             self._num_changes_seen = self._table.num_changes
+            self._state.metrics.on_workers((worker.worker_id, worker.role) for worker in self._table.workers())
             self._state.readiness.on_cluster_changed()
             self._state.dispatcher.on_cluster_changed()
 
@@ -153,12 +154,11 @@ class Control:
         for gone in change.lost:
             log.warning("lost %s (epoch %s): %s", gone.worker.worker_id, gone.worker.epoch, gone.reason)
             self._identities.pop(gone.worker.epoch, None)
-            self._state.metrics.on_lost(gone.worker.role)
             self._state.dispatcher.on_worker_lost(gone.worker, gone.reason, gone.is_death)
             self._connections.close(gone.worker)
         for worker in change.joined:
             log.info("%s joined (epoch %s, pid %d)", worker.worker_id, worker.epoch, worker.pid)
-            self._state.metrics.on_joined(worker.worker_id, worker.role)
+            self._state.metrics.on_joined(worker.worker_id)
             try:
                 self._connect(worker)
             except Exception as error:  # ZeroMQ's error, or a tcp endpoint without keys

@@ -232,10 +232,20 @@ class LatencyBuckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     counts: list[int]
 
 
+class PredictionFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Latencies that were predicted at the dispatch and then measured, as sums. error_s: of absolute differences."""
+
+    num_measured: int
+    predicted_s: float
+    measured_s: float
+    error_s: float
+
+
 class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Totals of one proxy since its start, except num_waiting. stages_s: seconds of finished sequences, by stage.
 
-    num_refused: requests refused for lack of capacity, without those above a client's limit.
+    num_refused: requests refused for lack of capacity, without those above a client's limit. predictions: by latency
+    (ttft, itl). placements: sequences by where they ran, see `telemetry.stages`.
     """
 
     num_waiting: int
@@ -247,6 +257,8 @@ class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     e2e: LatencyBuckets
     stages_s: dict[str, float]
     num_refused: int = 0
+    predictions: dict[str, PredictionFigures] = {}
+    placements: dict[str, int] = {}
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

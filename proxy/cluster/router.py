@@ -19,6 +19,7 @@ from tandem.protocol.messages.membership import WorkerInfo
 from tandem.proxy.cluster.worker_load import WorkerUse
 from tandem.proxy.cluster.worker_table import WorkerRecord, WorkerTable
 from tandem.runtime.errors import Overloaded
+from tandem.telemetry.stages import Placement
 
 _MIN_TTFT_S = 0.002
 """Seconds to a first token with nothing to compute: two messages and one step."""
@@ -92,7 +93,7 @@ class Route(msgspec.Struct, frozen=True):
     num_uncached_tokens: tokens that are expected to be computed. computing_s: predicted seconds to the first token,
     before the learned correction; ttft_s: after it. itl_s: predicted seconds between tokens; 0 if unknown. num_blocks:
     blocks promised on the decode worker. compute_use, decode_use: the objects that the dispatch was added to; a worker
-    that registers again gets new ones.
+    that registers again gets new ones. is_deflected: the role of the worker that computes the prompt is decode.
     """
 
     prefill: WorkerInfo
@@ -105,11 +106,20 @@ class Route(msgspec.Struct, frozen=True):
     ttft_s: float
     itl_s: float
     num_blocks: int
+    is_deflected: bool
 
     @property
     def is_shipped(self) -> bool:
         """Whether the prompt's KV travels to another worker."""
         return self.decode is not None and self.decode != self.prefill
+
+    @property
+    def placement(self) -> Placement:
+        if self.is_deflected:
+            return "deflected"
+        if self.decode is None:
+            return "prefill_only"
+        return "two" if self.is_shipped else "same"
 
     @property
     def workers(self) -> list[WorkerInfo]:
@@ -166,6 +176,7 @@ class Router:
             predicted_s * self._correction,
             itl_s,
             num_blocks,
+            prefill.role == "decode",
         )
 
     def prefill_ended(self, route: Route, ttft_s: float | None = None) -> None:

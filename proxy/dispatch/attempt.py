@@ -68,6 +68,9 @@ class Attempt:
             route.prefill.worker_id,
             route.decode.worker_id if route.decode is not None else "",
             is_shipped=route.is_shipped,
+            placement=route.placement,
+            predicted_ttft_s=route.ttft_s,
+            predicted_itl_s=route.itl_s,
         )
         self.first_token: FirstToken | None = None
         self.finish_reason: FinishReason | None = None
