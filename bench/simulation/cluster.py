@@ -174,7 +174,7 @@ class ClusterSimulation:
             num_blocks=speeds.num_blocks if decode is not None else 0,
             num_free_blocks=max(0, speeds.num_blocks - decode.num_used_blocks) if decode is not None else 0,
             step_time_s=self._step_s(decode) if decode is not None and num_running else 0.0,
-            decode_step_s=self._decode_step_s(num_running) if num_running else 0.0,
+            fixed_step_s=self._decode_step_s(num_running) if num_running else 0.0,
             num_decoding=num_running + len(decode.waiting) if decode is not None else 0,
         )
 

@@ -235,7 +235,7 @@ class DemandMeter:
             self._speed = sum(measured) / len(measured)
         self._step_time.forget()
         for info, load in decodes:
-            step_s = load.decode_step_s or load.step_time_s
+            step_s = (load.fixed_step_s + load.step_s_per_sequence * load.num_decoding) or load.step_time_s
             if (num_sequences := _num_sequences(info, load)) and step_s > 0:
                 self._step_time.add(num_sequences, step_s)
 
