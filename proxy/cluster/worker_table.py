@@ -161,8 +161,8 @@ class WorkerTable:
         record.last_message_at = now
         record.load = message.load
         record.use.on_report(message.load)
-        if message.load.prompt_tokens_per_s:
-            self._typical_speed = record.use.tokens_per_s = message.load.prompt_tokens_per_s
+        self._typical_speed = message.load.prompt_tokens_per_s or self._typical_speed
+        record.use.tokens_per_s = message.load.prompt_tokens_per_s or self._typical_speed
         if message.prefixes is not None:
             self.prefixes.apply(message.epoch, message.prefixes)
         if (message.pairs, message.draining, message.role) != (record.pairs, record.draining, record.role):

@@ -36,7 +36,7 @@ def test_a_dispatch_records_where_it_runs(
 @pytest.mark.parametrize(("role", "expected"), [("decode", "deflected"), ("any", "same")])
 def test_the_current_role_counts_not_that_at_registration(role: Role, expected: str) -> None:
     async def test(cluster: Cluster) -> None:
-        load = WorkerLoad(decode_step_s=0.02)
+        load = WorkerLoad(fixed_step_s=0.02)
         cluster.worker_table.on_status(0.1, WorkerStatus(ANY.worker_id, ANY.epoch, role, load))
         [sequence] = cluster.start([SamplingParams()], 4, deadline_s=60)
         [times] = sequence.times
