@@ -289,7 +289,7 @@ class Router:
             if record is prefill:
                 cost -= _NO_TRANSFER_GAIN
             if record.role == "any":
-                cost += 2 * max(0.0, use.num_comfortable - use.num_sequences)  # fills one worker before the next
+                cost -= 2 * min(use.num_sequences, use.num_comfortable)  # fills one worker before the next
                 cost += _SHARED_STEPS_COST if use.prompts.total else 0.0
                 cost += _OVER_SLO_COST if 0 < use.itl_slo_s < use.itl_s(prompt.num_sequences) else 0.0
             costs.append(cost if num_new <= use.num_free_blocks else cost + _NO_ROOM_COST)

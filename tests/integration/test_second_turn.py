@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import httpx
 import pytest
 
+from tandem.protocol.messages.membership import WorkerReport
 from tests.support.cluster import MODEL, Cluster
 
 BLOCK_SIZE = 16
@@ -23,15 +25,24 @@ def answer_of(cluster: Cluster, prompt: list[int], num_tokens: int) -> list[int]
 
 
 def num_computed(cluster: Cluster) -> int:
-    """Prompt tokens that all workers have computed or received."""
+    """Prompt tokens that all workers have computed or received, once each has reported again."""
     cluster.wait_for(cluster.all_blocks_free)
-    loads = [report.load for report in cluster.status().workers]
-    return sum(load.num_prompt_tokens - load.num_cached_tokens for load in loads)
+    asked_at = time.monotonic()
+    workers: list[WorkerReport] = []
+
+    def have_reported() -> bool:
+        waited_s = time.monotonic() - asked_at
+        workers[:] = cluster.status().workers
+        return all(report.silence_s < waited_s for report in workers)
+
+    cluster.wait_for(have_reported)
+    return sum(report.load.num_prompt_tokens - report.load.num_cached_tokens for report in workers)
 
 
 @pytest.mark.parametrize("workers", [("--prefill", "1", "--decode", "1"), ("--workers", "2")], ids=["1P1D", "elastic"])
 def test_the_second_turn_computes_only_its_new_tokens(workers: tuple[str, ...]) -> None:
-    with Cluster(*workers, "--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--kv-cache-gib", "0.1") as cluster:
+    options = ("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--kv-cache-gib", "0.1")
+    with Cluster(*workers, *options, "--decode-prefill-threshold", "64") as cluster:
         before = num_computed(cluster)
         first = answer_of(cluster, FIRST, 200)
         turn = FIRST + first + NEW
