@@ -33,8 +33,9 @@ def running() -> Iterator[Cluster]:
         "--prefill", "1", "--decode", "1", "--workers", "1", "--dtype", "float32", "--max-num-batched-tokens", "64",
     ]  # fmt: skip
     with Cluster(*arguments, start_timeout_s=240) as cluster:
-        for worker_id in WORKERS:  # opens all pairs, which then stay open
-            assert not give_role(cluster, worker_id, "any")
+        # Opens all pairs, which then stay open, and has each worker write the file that keeps its role.
+        for worker_id, role in (("worker-0", "decode"), *((name, "any") for name in WORKERS)):
+            assert not give_role(cluster, worker_id, role)
         cluster.wait_for(lambda: len(cluster.ready_pairs()) == len(WORKERS) * (len(WORKERS) - 1), 60)
         yield cluster
 
