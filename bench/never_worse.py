@@ -44,7 +44,7 @@ from bench.support.report import Aim, Report, add_common_options, finish
 from bench.support.servers import MODEL, server, tandem, vllm_serve
 
 SERVERS = {
-    "elastic": ("--prefill", "0", "--decode", "2"),
+    "elastic": ("--workers", "2"),
     "1P1D": ("--prefill", "1", "--decode", "1"),
     "vllm": (),
 }
