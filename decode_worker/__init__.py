@@ -1,1 +1,1 @@
-"""Receives KV, runs continuous batching, streams tokens. `python -m tandem.decode_worker CONFIG.json`."""
+"""The role decode: which sequences the next step continues. Pure; `worker/` runs it."""

@@ -4,25 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from typing import NamedTuple
 
-from tandem.decode_worker.actions import Action, SendToPrefill
-from tandem.decode_worker.local_prefill import LocalPrefill
 from tandem.decode_worker.running import RunningBatch
 from tandem.decode_worker.sequence import DecodePrompt
 from tandem.decode_worker.transfer import IncomingTransfer
 from tandem.engine.block_manager import BlockManager
 from tandem.protocol.messages.dispatch import DecodeReserved
 from tandem.protocol.messages.transfer import KVReserved
-from tandem.worker.actions import SendToProxy
-
-
-class _Blocks(NamedTuple):
-    """cached: from the prefix cache. written: the rest of the prompt. spare: for tokens after the prompt."""
-
-    cached: list[int]
-    written: list[int]
-    spare: list[int]
+from tandem.protocol.worker_actions import Action, SendToPeer, SendToProxy
 
 
 class Reservations:
@@ -32,19 +21,20 @@ class Reservations:
         self._blocks = blocks
         self._running = running
         self._max_num_seqs = max_num_seqs
-        self._waiting: deque[IncomingTransfer | LocalPrefill] = deque()
+        self._waiting: deque[IncomingTransfer] = deque()
         self._reserved: dict[str, DecodePrompt] = {}  # by transfer
+        self.is_blocked = False  # a transfer waits for blocks or for sequences to end
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
 
-    def wait(self, new: IncomingTransfer | LocalPrefill) -> None:
+    def wait(self, new: IncomingTransfer) -> None:
         self._waiting.append(new)
 
-    def stop_waiting(self, old: IncomingTransfer | LocalPrefill) -> None:
+    def stop_waiting(self, old: IncomingTransfer) -> None:
         self._waiting = deque(waiting for waiting in self._waiting if waiting is not old)
 
     def waiting_transfers(self) -> list[IncomingTransfer]:
-        return [waiting for waiting in self._waiting if isinstance(waiting, IncomingTransfer)]
+        return list(self._waiting)
 
     def forget(self, transfer_id: str) -> None:
         """Forgets a prompt that decodes now or has ended. Its blocks have been passed on."""
@@ -54,8 +44,10 @@ class Reservations:
         """Returns how many blocks each sequence needs besides the prompt's full ones, one token ahead."""
         return self._blocks.num_blocks_for(prompt.num_tokens + 1) - len(prompt.hashes)
 
-    def num_blocks_to_begin(self, prompt: DecodePrompt) -> int:
-        return len(prompt.hashes) + len(prompt.sequences) * self.num_own_blocks(prompt)
+    def has_room(self, num_sequences: int) -> bool:
+        """Returns whether so many more sequences may be admitted."""
+        num_taken = len(self._running) + sum(len(reserved.sequences) for reserved in self._reserved.values())
+        return not num_taken or num_taken + num_sequences <= self._max_num_seqs
 
     def serve(self, claimed: Mapping[str, DecodePrompt]) -> list[Action]:
         """Allocates blocks in order of arrival while they last, and answers the prefill workers.
@@ -64,61 +56,42 @@ class Reservations:
         transfer.
         """
         actions: list[Action] = []
+        self.is_blocked = False
         unclaimed: list[IncomingTransfer] = []
         while self._waiting:
             waiting = self._waiting.popleft()
-            if isinstance(waiting, LocalPrefill):
-                answers = self._serve_local(waiting)
-            elif (prompt := claimed.get(waiting.transfer_id)) is not None:
-                answers = self._serve_transfer(waiting, prompt)
-            else:
+            prompt = claimed.get(waiting.transfer_id)
+            if prompt is None:
                 unclaimed.append(waiting)
                 continue
+            answers = self._serve_transfer(waiting, prompt)
             if answers is None:
                 self._waiting.appendleft(waiting)
+                self.is_blocked = True
                 break
             actions += answers
         self._waiting.extendleft(reversed(unclaimed))
         return actions
 
     def _serve_transfer(self, transfer: IncomingTransfer, prompt: DecodePrompt) -> list[Action] | None:
-        """Returns None while there are too few blocks."""
-        taken = self._take(prompt, len(prompt.hashes))
-        if taken is None:
-            return None
-        transfer.reserve(*taken)
-        answer = KVReserved(transfer.transfer_id, len(taken.cached), transfer.written_block_ids)
-        proxy_id = prompt.request.proxy_id
-        reserved = [SendToProxy(proxy_id, DecodeReserved(attempt_id)) for attempt_id in prompt.sequences]
-        return [SendToPrefill(transfer.pair_id, answer), *reserved]
-
-    def _serve_local(self, prefill: LocalPrefill) -> list[Action] | None:
-        """Like `_serve_transfer`, for a prompt that is computed here."""
-        taken = self._take(prefill.prompt, prefill.num_cacheable_blocks(self._blocks.block_size))
-        if taken is None:
-            return None
-        num_cached_tokens = len(taken.cached) * self._blocks.block_size
-        prefill.reserve(taken.cached + taken.written, taken.spare, num_cached_tokens)
-        return []
-
-    def _take(self, prompt: DecodePrompt, num_cacheable: int) -> _Blocks | None:
-        """Returns blocks for the prompt, or None while there are too few. num_cacheable: limit on blocks from the
-        prefix cache.
+        """Returns None while there are too few blocks.
 
         One block per running sequence is left free, so that a new sequence does not begin only to be preempted.
         """
-        cached = self._blocks.match(prompt.hashes[:num_cacheable])
-        needed = self.num_blocks_to_begin(prompt) - len(cached)
-        if self._exceeds_max_num_seqs(prompt) or needed + len(self._running) > self._blocks.num_free_without(cached):
+        blocks = self._blocks
+        cached = blocks.match(prompt.hashes)
+        needed = len(prompt.hashes) + len(prompt.sequences) * self.num_own_blocks(prompt) - len(cached)
+        is_full = needed + len(self._running) > blocks.num_free_without(cached)
+        if is_full or not self.has_room(len(prompt.sequences)):
             return None
-        self._blocks.share(cached)
-        new = self._blocks.allocate(needed)
-        num_written = self._blocks.num_blocks_for(prompt.num_tokens) - len(cached)
+        blocks.share(cached)
+        new = blocks.allocate(needed)
+        num_written = blocks.num_blocks_for(prompt.num_tokens) - len(cached)
         self._reserved[prompt.request.transfer_id] = prompt
         self.num_prompt_tokens += prompt.num_tokens
-        self.num_cached_tokens += len(cached) * self._blocks.block_size
-        return _Blocks(cached, new[:num_written], new[num_written:])
-
-    def _exceeds_max_num_seqs(self, prompt: DecodePrompt) -> bool:
-        num_taken = len(self._running) + sum(len(reserved.sequences) for reserved in self._reserved.values())
-        return num_taken > 0 and num_taken + len(prompt.sequences) > self._max_num_seqs
+        self.num_cached_tokens += len(cached) * blocks.block_size
+        transfer.reserve(cached, new[:num_written], new[num_written:])
+        answer = KVReserved(transfer.transfer_id, len(cached), transfer.written_block_ids)
+        proxy_id = prompt.request.proxy_id
+        reserved = [SendToProxy(proxy_id, DecodeReserved(attempt_id)) for attempt_id in prompt.sequences]
+        return [SendToPeer(transfer.pair_id, answer), *reserved]

@@ -2,37 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from tandem.decode_worker.local_prefill import LocalPrefill, share_out
 from tandem.decode_worker.sequence import DecodeSequence
 from tandem.engine.batch import Batch
 from tandem.engine.block_manager import BlockManager
 
 
 class RunningBatch:
-    """Forms steps of one token for each running sequence, plus chunks of prompts that are computed here.
+    """Forms steps of one token for each running sequence. max_num_seqs: sequences per step."""
 
-    max_num_seqs: sequences per step. max_num_batched_tokens: prompt tokens per step.
-    """
-
-    def __init__(self, blocks: BlockManager, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+    def __init__(self, blocks: BlockManager, max_num_seqs: int) -> None:
         self._blocks = blocks
         self._max_num_seqs = max_num_seqs
-        self._max_num_batched_tokens = max_num_batched_tokens
         self.sequences: list[DecodeSequence] = []
         self._joined: list[DecodeSequence] = []  # since the last `on_clock`
         self.step: list[DecodeSequence] = []
-        self.chunks: list[tuple[LocalPrefill, int]] = []  # of the step
         self._copied_from: list[int] = []  # held until the step ends
 
     def __len__(self) -> int:
         return len(self.sequences)
-
-    @property
-    def num_step_prompt_tokens(self) -> int:
-        """Prompt tokens in the step that runs."""
-        return sum(num_tokens for _, num_tokens in self.chunks)
 
     # ---- who runs
 
@@ -61,13 +48,13 @@ class RunningBatch:
 
     # ---- steps
 
-    def schedule(self, now: float, prefills: Iterable[LocalPrefill]) -> tuple[Batch, list[DecodeSequence]]:
+    def schedule(self, now: float) -> tuple[Batch, list[DecodeSequence]]:
         """Returns the next step's batch and the sequences that were preempted for it.
 
         The oldest sequences take their blocks first. If there are none left, the newest sequence is preempted. A
         sequence that runs alone and finds no block, because transfers hold them, skips the step.
         """
-        assert not self.step and not self.chunks, "one step at a time"
+        assert not self.step, "one step at a time"
         self.on_clock(now)
         preempted: list[DecodeSequence] = []
         for sequence in sorted(self.sequences[: self._max_num_seqs], key=lambda s: s.age):
@@ -82,14 +69,7 @@ class RunningBatch:
                 copies.append((sequence.copy_from, sequence.block_table[len(sequence.prompt.hashes)]))
                 self._copied_from.append(sequence.copy_from)
                 sequence.copy_from = None
-        items = [sequence.next_item() for sequence in self.step]
-        ready = (prefill for prefill in prefills if prefill.may_compute)
-        self.chunks = share_out(self._max_num_batched_tokens, ready)
-        for prefill, num_tokens in self.chunks:
-            prefill.in_step = True
-            prefill.started_at = prefill.started_at or now
-            items.append(prefill.next_item(num_tokens))
-        return Batch(items, copies), preempted
+        return Batch([sequence.next_item() for sequence in self.step], copies), preempted
 
     def _grow(self, sequence: DecodeSequence, preempted: list[DecodeSequence]) -> bool:
         """Returns whether the sequence has, or gets, a block for its newest token."""
@@ -107,17 +87,14 @@ class RunningBatch:
         sequence.block_table += self._blocks.allocate(1)
         return True
 
-    def end_step(self) -> tuple[list[DecodeSequence], list[tuple[LocalPrefill, int]]]:
-        """Ends the step and returns its sequences and chunks, in the order of the batch."""
+    def end_step(self) -> list[DecodeSequence]:
+        """Ends the step and returns its sequences, in the order of the batch."""
         step, self.step = self.step, []
-        chunks, self.chunks = self.chunks, []
         for sequence in step:
             sequence.in_step = False
-        for prefill, _ in chunks:
-            prefill.in_step = False
         self._blocks.release(self._copied_from)
         self._copied_from = []
-        return step, chunks
+        return step
 
     def rotate(self, step: list[DecodeSequence]) -> None:
         """Puts the sequences of this step behind the others, if more run than one step takes."""

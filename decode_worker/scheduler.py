@@ -1,4 +1,4 @@
-"""Decides what a decode worker does. Pure: events and a clock value in, actions out.
+"""Decides what a worker does in its decode role. Pure: events and a clock value in, actions out.
 
 A sequence's life:  prepared -> reserved -> running -> ended, or preempted
 
@@ -6,8 +6,7 @@ PrepareDecode (from the proxy) and ReserveKV (from prefill) arrive in either ord
 arrival (`decode_worker.reservations`); no more sequences are admitted than one step takes. A sequence runs once all
 blocks of its prompt have arrived, and takes more blocks as it grows. When none are left, the newest sequence is
 preempted: it is forgotten here and the proxy dispatches it again. The oldest never is, so there is always progress. A
-prompt without a prefill worker is computed here, in chunks beside the running sequences
-(`decode_worker.local_prefill`).
+prompt that the worker's own prefill role has computed runs at once, in the blocks where it was computed.
 
 A sequence that ends early is forgotten at once. Blocks of its prompt that have arrived stay in the prefix cache; blocks
 that the peer may still write stay in quarantine until the transfer is over (`decode_worker.transfer`).
@@ -15,13 +14,9 @@ that the peer may still write stay in quarantine until the transfer is over (`de
 
 from __future__ import annotations
 
-from collections import Counter
-
-from tandem.decode_worker.actions import Action, Receive, SendToPrefill
-from tandem.decode_worker.local_prefill import LocalPrefill
 from tandem.decode_worker.reservations import Reservations
 from tandem.decode_worker.running import RunningBatch
-from tandem.decode_worker.sequence import DecodePrompt, DecodeSequence
+from tandem.decode_worker.sequence import ComputedPrompt, DecodePrompt, DecodeSequence, num_blocks_needed
 from tandem.decode_worker.transfer import IncomingTransfer, Transfers
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
@@ -33,11 +28,11 @@ from tandem.protocol.messages.dispatch import (
     DecodeBegan,
     NewToken,
     PrepareDecode,
+    PromptMessage,
     TokenBatch,
 )
-from tandem.protocol.messages.generation import SampledToken
-from tandem.protocol.messages.prompt_logprobs import pack_logprobs
 from tandem.protocol.messages.transfer import FinishTransfer, KVRefused, ReserveKV, ShipKV
+from tandem.protocol.worker_actions import Action, Receive, SendToPeer, SendToProxy
 from tandem.runtime.errors import (
     DeadlineExceeded,
     ErrorInfo,
@@ -48,30 +43,25 @@ from tandem.runtime.errors import (
     TandemError,
     WorkerLost,
 )
-from tandem.worker.actions import SendToProxy
 
 UNCLAIMED_TIMEOUT_S = 10.0
 """How long a reservation waits for its PrepareDecode, which travels on another connection."""
 
 
 class DecodeScheduler:
-    """Owns the worker's sequences and transfers and, through the block manager, all blocks of its pool.
+    """Owns the worker's sequences and the transfers to it.
 
-    model_id: part of the prefix cache's hashes. max_num_seqs: sequences per step. max_num_batched_tokens: prompt tokens
-    per step, for prompts that are computed here.
+    model_id: part of the prefix cache's hashes. max_num_seqs: sequences per step.
     """
 
-    def __init__(
-        self, blocks: BlockManager, model_id: str, max_num_seqs: int, max_num_batched_tokens: int = 512
-    ) -> None:
+    def __init__(self, blocks: BlockManager, model_id: str, max_num_seqs: int) -> None:
         self.blocks = blocks
         self._model_id = model_id
-        self._running = RunningBatch(blocks, max_num_seqs, max_num_batched_tokens)
+        self._running = RunningBatch(blocks, max_num_seqs)
         self._reservations = Reservations(blocks, self._running, max_num_seqs)
         self._by_request: dict[tuple[str, str], DecodeSequence] = {}
         self._by_transfer: dict[str, DecodePrompt] = {}  # not begun
         self._transfers = Transfers()
-        self._local_prefills: dict[str, LocalPrefill] = {}  # not begun
         self._num_arrived = 0
         self.num_finished = 0
         self.num_preempted = 0
@@ -100,22 +90,51 @@ class DecodeScheduler:
         """Prompt tokens that were found in the prefix cache, of `num_prompt_tokens`."""
         return self._reservations.num_cached_tokens
 
-    def waiting_tokens(self) -> list[tuple[int, int]]:
-        """Returns the prompt tokens to be computed here, as (priority, tokens)."""
-        tokens: Counter[int] = Counter()
-        for prefill in self._local_prefills.values():
-            tokens[prefill.prompt.request.priority] += prefill.num_remaining_tokens
-        return sorted(tokens.items())
+    # ---- what the prefill role needs to know
 
     @property
-    def num_step_prompt_tokens(self) -> int:
-        """Prompt tokens in the step that runs."""
-        return self._running.num_step_prompt_tokens
+    def num_growing(self) -> int:
+        """Blocks that must stay free, so that running sequences can grow."""
+        return len(self._running)
+
+    @property
+    def is_blocked(self) -> bool:
+        """Whether a transfer waits for blocks or for sequences to end."""
+        return self._reservations.is_blocked
+
+    def has_room(self, num_sequences: int) -> bool:
+        """Returns whether so many sequences may begin besides those that run or are reserved."""
+        return self._reservations.has_room(num_sequences)
+
+    def why_refused(self, request: PromptMessage) -> TandemError | None:
+        """Returns why the request's sequences can never run here."""
+        needed = num_blocks_needed(request, self.blocks.block_size)
+        if needed > self.blocks.num_blocks:
+            return InternalError(f"the request needs {needed} KV blocks, this worker has {self.blocks.num_blocks}")
+        return None
+
+    def begin_computed(self, computed: ComputedPrompt) -> list[Action]:
+        """Runs sequences whose prompt the prefill role has computed. Takes over the prompt's blocks."""
+        prompt = DecodePrompt.of(
+            computed.request,
+            self._num_arrived,
+            computed.arrived_at,
+            self.blocks.block_size,
+            self._model_id,
+            computed.grammar,
+            computed.hashes,
+        )
+        for attempt_id in prompt.sequences.keys() - computed.open_ids:
+            del prompt.sequences[attempt_id]
+        self._num_arrived += 1
+        self._by_request.update({sequence.key: sequence for sequence in prompt.sequences.values()})
+        return self._begin(prompt, computed.block_table, [], computed.first_token_ids, computed.position_offset)
 
     # ---- events from proxies
 
     def on_prepare(self, now: float, request: PrepareDecode, grammar: Grammar | None = None) -> list[Action]:
         prompt = DecodePrompt.of(request, self._num_arrived, now, self.blocks.block_size, self._model_id, grammar)
+        prompt.prefill_epoch = request.prefill_epoch
         sequences = list(prompt.sequences.values())
         error = self._why_refused(prompt)
         if error is not None:
@@ -123,32 +142,22 @@ class DecodeScheduler:
         self._num_arrived += 1
         self._by_transfer[request.transfer_id] = prompt
         self._by_request.update({sequence.key: sequence for sequence in sequences})
-        if request.prefill_epoch is None:
-            prefill = self._local_prefills[request.transfer_id] = LocalPrefill.of(prompt, grammar)
-            self._reservations.wait(prefill)
         return self._reserve()
 
     def _why_refused(self, prompt: DecodePrompt) -> TandemError | None:
         request = prompt.request
-        if request.media and request.prefill_epoch is None:
-            return WorkerLost("a prompt with images or video needs a prefill worker, and none is named")
         if request.transfer_id in self._by_transfer or any(
             sequence.key in self._by_request for sequence in prompt.sequences.values()
         ):
             return InternalError(f"transfer {request.transfer_id} exists already")
         if len(self._by_request) >= MAX_HELD_SEQUENCES:
-            return Overloaded("this decode worker has too many sequences")
+            return Overloaded("this worker has too many sequences")
         if self._transfers.is_closed(request.transfer_id):
             return KVTransferFailed("the prefill worker has given up the transfer")
         transfer = self._transfers.get(request.transfer_id)
         if transfer is not None and transfer.is_reserved:
             return KVTransferFailed("the transfer belongs to a request that has ended, and may still write")
-        needed = max(self.blocks.num_blocks_for(prompt.max_num_tokens), self._reservations.num_blocks_to_begin(prompt))
-        if needed > self.blocks.num_blocks:
-            return InternalError(
-                f"the request needs {needed} KV blocks, this decode worker has {self.blocks.num_blocks}"
-            )
-        return None
+        return self.why_refused(request)
 
     def on_abort(self, proxy_id: str, attempt_id: str) -> list[Action]:
         sequence = self._by_request.get((proxy_id, attempt_id))
@@ -170,7 +179,7 @@ class DecodeScheduler:
         if self._transfers.is_closed(message.transfer_id):
             return [_refusal(message.pair_id, message.transfer_id, RequestAborted("the request has ended"))]
         if len(self._transfers) >= MAX_HELD_SEQUENCES:
-            error = Overloaded("this decode worker has too many transfers")
+            error = Overloaded("this worker has too many transfers")
             return [_refusal(message.pair_id, message.transfer_id, error)]
         transfer = IncomingTransfer(message.transfer_id, message.pair_id, message.num_prompt_tokens, now)
         self._transfers.add(transfer)
@@ -229,8 +238,8 @@ class DecodeScheduler:
 
     def on_prefill_lost(self, prefill_epoch: str) -> list[Action]:
         """Ends prompts that wait for a lost prefill worker, whether or not their transfer has begun."""
-        lost = [prompt for prompt in self._by_transfer.values() if prompt.request.prefill_epoch == prefill_epoch]
-        return [a for prompt in lost for a in self._end_all(prompt, WorkerLost("the prefill worker was lost"))]
+        lost = [p for p in self._by_transfer.values() if p.prefill_epoch == prefill_epoch]
+        return [a for p in lost for a in self._end_all(p, WorkerLost("the prefill worker was lost"))]
 
     def on_tick(self, now: float) -> list[Action]:
         late = [s for s in self._by_request.values() if now >= s.prompt.arrived_at + s.prompt.request.deadline_s]
@@ -254,19 +263,19 @@ class DecodeScheduler:
 
     def schedule(self, now: float) -> tuple[Batch, list[Action]]:
         """Returns the next step's batch, and messages about preempted sequences."""
-        batch, preempted = self._running.schedule(now, self._local_prefills.values())
+        batch, preempted = self._running.schedule(now)
         self.num_preempted += len(preempted)
         for sequence in preempted:
             self._remove(sequence)
         return batch, [SendToProxy(s.prompt.request.proxy_id, AttemptPreempted(s.attempt_id)) for s in preempted]
 
     def on_step(self, now: float, results: list[ItemOutput]) -> list[Action]:
-        """Returns one TokenBatch for each proxy with sequences in the step, and first tokens of computed prompts."""
-        step, chunks = self._running.end_step()
+        """Returns one TokenBatch for each proxy with sequences in the step."""
+        step = self._running.end_step()
         batches: dict[str, list[NewToken]] = {}
         began: dict[str, list[DecodeBegan]] = {}
         freed: list[Action] = []
-        for sequence, output in zip(step, results[: len(step)], strict=True):
+        for sequence, output in zip(step, results, strict=True):
             if sequence.ended:
                 self._running.release(sequence)
                 continue
@@ -291,48 +300,21 @@ class DecodeScheduler:
             SendToProxy(proxy_id, TokenBatch(tokens, began.get(proxy_id, []))) for proxy_id, tokens in batches.items()
         ]
         self._running.rotate(step)
-        for (prefill, num_tokens), output in zip(chunks, results[len(step) :], strict=True):
-            actions += self._on_chunk(now, prefill, num_tokens, output)
         return actions + freed + self._reserve()
-
-    def _on_chunk(self, now: float, prefill: LocalPrefill, num_tokens: int, output: ItemOutput) -> list[Action]:
-        if prefill.ended:
-            self._release_local(prefill)
-            return []
-        if output.error is not None:
-            return self._end_all(prefill.prompt, output.error.to_error())
-        prefill.num_computed_tokens += num_tokens
-        prefill.prompt_logprobs += pack_logprobs(output.prompt_logprobs)
-        return [] if prefill.num_remaining_tokens else self._on_first_tokens(now, prefill, output.tokens)
-
-    def _on_first_tokens(self, now: float, prefill: LocalPrefill, tokens: list[SampledToken]) -> list[Action]:
-        prompt, request = prefill.prompt, prefill.prompt.request
-        actions: list[Action] = []
-        for message in prefill.first_tokens(now, tokens):
-            self.num_finished += message.finish_reason is not None
-            actions.append(SendToProxy(request.proxy_id, message))
-        del self._local_prefills[request.transfer_id]
-        token_ids = [token.token_id for token in tokens]
-        return actions + self._begin(prompt, prefill.block_table, prefill.spare_block_ids, token_ids)
-
-    def _release_local(self, prefill: LocalPrefill) -> None:
-        self.blocks.release(prefill.block_table + prefill.spare_block_ids)
 
     def on_step_failed(self, error: BaseException) -> list[Action]:
         actions: list[Action] = []
         failure = InternalError(f"the model failed on this batch: {error}")
-        step, chunks = self._running.end_step()
-        for sequence in step:
+        for sequence in self._running.end_step():
             if sequence.ended:
                 self._running.release(sequence)
             else:
                 actions += self._end(sequence, failure)
-        for prefill, _ in chunks:
-            if prefill.ended:
-                self._release_local(prefill)
-            else:
-                actions += self._end_all(prefill.prompt, failure)
         return actions + self._reserve()
+
+    def reserve_waiting(self) -> list[Action]:
+        """Serves transfers that were blocked, if blocks were released since."""
+        return self._reserve() if self.is_blocked else []
 
     def _reserve(self) -> list[Action]:
         return self._reservations.serve(self._by_transfer)
@@ -371,10 +353,13 @@ class DecodeScheduler:
         prompt_blocks: list[int],
         spare: list[int],
         first_token_ids: list[int],
-        position_offset: int = 0,
+        position_offset: int,
     ) -> list[Action]:
-        """Starts the sequences. They share the prompt's full blocks, and each gets blocks of its own after these."""
-        del self._by_transfer[prompt.request.transfer_id]
+        """Starts the sequences. They share the prompt's full blocks, and each gets blocks of its own after these.
+
+        spare: blocks of their own, as far as they have been reserved; steps allocate the others.
+        """
+        self._by_transfer.pop(prompt.request.transfer_id, None)
         self._reservations.forget(prompt.request.transfer_id)
         prompt.has_begun = True
         full = prompt_blocks[: len(prompt.hashes)]
@@ -427,14 +412,6 @@ class DecodeScheduler:
             return actions  # others still wait for this transfer
         del self._by_transfer[prompt.request.transfer_id]
         self._reservations.forget(prompt.request.transfer_id)
-        prefill = self._local_prefills.pop(prompt.request.transfer_id, None)
-        if prefill is not None:
-            prefill.ended = True
-            if not prefill.is_reserved:
-                self._reservations.stop_waiting(prefill)
-            elif not prefill.in_step:
-                self._release_local(prefill)
-            return actions + self._reserve()
         transfer = self._transfers.get(prompt.request.transfer_id)
         if transfer is None:
             self._transfers.close(prompt.request.transfer_id)
@@ -462,7 +439,7 @@ def _failure(sequence: DecodeSequence, error: TandemError) -> Action:
 
 
 def _refusal(pair_id: str, transfer_id: str, error: TandemError) -> Action:
-    return SendToPrefill(pair_id, KVRefused(transfer_id, ErrorInfo.of(error)))
+    return SendToPeer(pair_id, KVRefused(transfer_id, ErrorInfo.of(error)))
 
 
 def _began(now: float, sequence: DecodeSequence) -> DecodeBegan:

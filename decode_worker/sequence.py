@@ -1,4 +1,4 @@
-"""Sequences on a decode worker, and the prompts that they share."""
+"""Sequences that decode, and the prompts that they share."""
 
 from __future__ import annotations
 
@@ -8,36 +8,67 @@ import msgspec
 
 from tandem.engine.batch import BatchItem, Sample
 from tandem.engine.sampling.grammar import Grammar, GrammarState
-from tandem.protocol.messages.dispatch import PrepareDecode
+from tandem.protocol.messages.dispatch import PromptMessage
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN, unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
 
 
+def num_blocks_needed(request: PromptMessage, block_size: int) -> int:
+    """Returns how many blocks one of the request's sequences needs to run to its end, or all of them to begin."""
+    num_tokens = len(request.token_ids) // BYTES_PER_TOKEN
+    num_full = num_tokens // block_size
+    num_own = -(-(num_tokens + 1) // block_size) - num_full  # of each sequence, one token ahead
+    # The last generated token is never computed on.
+    longest = num_tokens + request.stop.max_tokens - request.num_generated - 1
+    return max(-(-longest // block_size), num_full + len(request.attempt_ids) * num_own)
+
+
+@dataclass(frozen=True)
+class ComputedPrompt:
+    """A prompt that this worker has computed and now decodes. The decode role takes over its blocks.
+
+    open_ids: attempts that need more tokens. first_token_ids: one for each attempt of the request.
+    """
+
+    request: PromptMessage
+    open_ids: set[str]
+    arrived_at: float
+    hashes: list[bytes]
+    block_table: list[int]
+    first_token_ids: list[int]
+    position_offset: int
+    grammar: Grammar | None
+
+
 @dataclass(eq=False)
 class DecodePrompt:
-    """One PrepareDecode. hashes: of the prompt's full blocks. sequences: those still wanted, by attempt_id."""
+    """hashes: of the prompt's full blocks. sequences: those still wanted, by attempt_id. prefill_epoch: of the worker
+    that ships the prompt's KV; empty for this worker."""
 
-    request: PrepareDecode
+    request: PromptMessage
     number: int  # in order of arrival
     arrived_at: float
     hasher: BlockHasher
     hashes: list[bytes]
     sequences: dict[str, DecodeSequence] = field(default_factory=dict)
+    prefill_epoch: str = ""
     has_begun: bool = False
 
     @classmethod
     def of(
         cls,
-        request: PrepareDecode,
+        request: PromptMessage,
         number: int,
         now: float,
         block_size: int,
         model_id: str,
         grammar: Grammar | None = None,
+        hashes: list[bytes] | None = None,
     ) -> DecodePrompt:
+        """hashes: None computes them."""
         hasher = BlockHasher(block_size, model_id, request.cache_salt, request.media)
-        prompt = cls(request, number, now, hasher, hasher.prompt_hashes(request.token_ids))
+        prompt = cls(request, number, now, hasher, hashes or hasher.prompt_hashes(request.token_ids))
         for index, (attempt_id, seed) in enumerate(zip(request.attempt_ids, request.seeds, strict=True)):
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
             state = grammar.new_state(request.stop.stop_token_ids) if grammar is not None else None
@@ -47,12 +78,6 @@ class DecodePrompt:
     @property
     def num_tokens(self) -> int:
         return len(self.request.token_ids) // BYTES_PER_TOKEN
-
-    @property
-    def max_num_tokens(self) -> int:
-        """Positions of one sequence that ends by length. The last generated token is never computed on."""
-        request = self.request
-        return self.num_tokens + request.stop.max_tokens - request.num_generated - 1
 
     def token_ids(self, start: int, end: int) -> list[int]:
         return unpack_token_ids(self.request.token_ids[start * BYTES_PER_TOKEN : end * BYTES_PER_TOKEN])

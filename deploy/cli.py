@@ -20,6 +20,7 @@ import msgspec
 
 from tandem.deploy.commands import draining
 from tandem.deploy.commands.cluster_client import ClusterClient
+from tandem.deploy.commands.role import set_role
 from tandem.deploy.commands.scale import scale
 from tandem.deploy.config import ClusterConfig, bracketed, flag_name, load_config, settings, unknown_name
 from tandem.protocol.messages.membership import Role
@@ -28,7 +29,7 @@ from tandem.runtime.errors import ConfigError, TandemError
 
 WORKER_ONLY = ("join", "name")
 """Settings that `tandem worker` takes and `tandem up` does not."""
-NOT_OF_WORKERS = ("prefill", "decode", "proxies", "ray")
+NOT_OF_WORKERS = ("workers", "prefill", "decode", "proxies", "ray")
 
 
 def main() -> None:
@@ -65,7 +66,7 @@ class CommandParser(argparse.ArgumentParser):
         known = arguments.known_flags
         if arguments.command == "up" and flag.lstrip("-") in WORKER_ONLY:
             raise ConfigError(
-                f"{flag} is a flag of `tandem worker prefill` and `tandem worker decode`; use one of them"
+                f"{flag} is a flag of `tandem worker ROLE`, which starts workers for a cluster on another host"
             )
         if arguments.command == "worker" and flag.lstrip("-") in NOT_OF_WORKERS:
             raise ConfigError(f"{flag} is a flag of `tandem up`; `tandem worker ROLE --count N` starts N workers")
@@ -99,7 +100,7 @@ def _parser() -> CommandParser:
         "worker",
         _worker,
         "start workers for a cluster that runs on another host",
-        usage="tandem worker prefill|decode --join ENDPOINTS --cluster-host ADDRESS [--count N] [FLAGS]",
+        usage="tandem worker prefill|decode|any --join ENDPOINTS --cluster-host ADDRESS [--count N] [FLAGS]",
         description="Start workers that join a running cluster. Settings that do not concern workers have no effect.",
     )
     worker.add_argument("role", choices=typing.get_args(Role), help="role of the workers")
@@ -119,17 +120,20 @@ def _parser() -> CommandParser:
     how.add_argument("--json", action="store_true", help="print JSON")
     how.add_argument("--watch", action="store_true", help="update until Ctrl-C")
     scale = add("scale", _scale, "change the numbers of workers of a running cluster")
-    scale.add_argument("counts", nargs="+", metavar="ROLE=N", help="prefill=N, decode=N or both")
+    scale.add_argument("counts", nargs="+", metavar="ROLE=N", help="prefill=N, decode=N, any=N, or several of them")
     drain = add("drain", _drain, "stop one worker after its requests have finished")
     drain.add_argument("worker", metavar="WORKER", help="name of the worker, such as decode-1")
+    role = add("role", _role, "change the role of one worker while it serves")
+    role.add_argument("worker", metavar="WORKER", help="name of the worker, such as decode-1")
+    role.add_argument("role", choices=typing.get_args(Role), help="phases that the worker gets new requests for")
     restart = add("restart", _restart, "restart processes one at a time, without losing requests")
     restart.add_argument("names", nargs="*", metavar="NAME", help="such as decode-1 or proxy-0; default: all processes")
     cache = add("cache", _cache, "empty the media cache of a running cluster")
     cache.add_argument("action", choices=["clear"], help="clear: drop all processed images and videos")
-    for command in (status, scale, drain, restart, cache):
+    for command in (status, scale, drain, role, restart, cache):
         help_text = "HTTP port of the cluster (default: 8000)"
         command.add_argument("--port", type=int, default=ClusterConfig().port, metavar="N", help=help_text)
-    for command, timeout_s in ((scale, 600.0), (drain, 60.0), (restart, 600.0)):
+    for command, timeout_s in ((scale, 600.0), (drain, 60.0), (role, 10.0), (restart, 600.0)):
         zero = "; 0 does not wait" if command is scale else ""
         help_text = f"seconds to wait{' for each process' if command is restart else ''} (default: {timeout_s:g}{zero})"
         command.add_argument("--timeout-s", type=float, default=timeout_s, metavar="X", help=help_text)
@@ -165,8 +169,8 @@ def _worker(arguments: argparse.Namespace) -> int:
     if arguments.count < 1:
         raise ConfigError(f"--count {arguments.count}: give 1 or more")
     arguments.proxies = 1  # none is started: the workers join the proxies of another host
-    arguments.prefill, arguments.decode = 0, 0
-    setattr(arguments, arguments.role, arguments.count)
+    arguments.prefill = arguments.decode = arguments.workers = 0
+    setattr(arguments, "workers" if arguments.role == "any" else arguments.role, arguments.count)
     return _up(arguments, must_join=True)
 
 
@@ -186,7 +190,7 @@ def _up(arguments: argparse.Namespace, must_join: bool = False) -> int:
     from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn
 
     from tandem.deploy.demo_model import DEMO_MODEL
-    from tandem.deploy.launch.launcher import run_cluster
+    from tandem.deploy.launch.run_cluster import run_cluster
 
     overrides = {name: value for name, value in vars(arguments).items() if name in ClusterConfig.__struct_fields__}
     config = load_config(arguments.config, overrides)
@@ -245,6 +249,10 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _drain(arguments: argparse.Namespace) -> None:
     asyncio.run(draining.drain(ClusterClient(arguments.port), arguments.worker, arguments.timeout_s))
+
+
+def _role(arguments: argparse.Namespace) -> None:
+    asyncio.run(set_role(ClusterClient(arguments.port), arguments.worker, arguments.role, arguments.timeout_s))
 
 
 def _restart(arguments: argparse.Namespace) -> None:

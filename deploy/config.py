@@ -27,9 +27,6 @@ from tandem.runtime.logs import LogFormat
 
 LogLevel = Literal["debug", "info", "warning", "error"]
 
-RANGE = r"^[1-9][0-9]{0,2}:[1-9][0-9]{0,2}$"
-"""MIN:MAX of a number of workers."""
-
 
 def _in(group: str, description: str, **limits: Any) -> Meta:
     """group: heading under which `tandem up --help` and docs/configuration.md list the field."""
@@ -54,8 +51,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "Format in which the model writes tool calls: hermes (also Qwen) or llama3_json.")] = "hermes"
     trust_remote_code: Annotated[bool, _in("model", "Run Python code that comes with the checkpoint.")] = False
 
+    workers: Annotated[int, _in("workers", ge=0, le=256, description=
+        "Number of elastic workers, which prefill and decode. With them, --prefill and --decode are 0 unless "
+        "given.")] = 0
     prefill: Annotated[int, _in("workers", ge=0, le=256, description=
-        "Number of prefill workers; with 0, decode workers compute all prompts (text only).")] = 1
+        "Number of prefill workers; with 0, decode or elastic workers compute all prompts.")] = 1
     decode: Annotated[int, _in("workers", "Number of decode workers.", ge=0, le=256)] = 1
     proxies: Annotated[int, _in("workers", "Number of proxy processes, which share the HTTP port.", ge=1, le=64)] = 1
     tensor_parallel_size: Annotated[int, _in("workers", ge=1, le=64, description=
@@ -126,6 +126,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ttft_slo_ms: Annotated[int, _in("limits", ge=0, description=
         "Refuse requests with 503 whose predicted time to first token exceeds this many milliseconds; 0 "
         "refuses none.")] = 0
+    itl_slo_ms: Annotated[int, _in("limits", ge=0, description=
+        "Inter-token latency in milliseconds that running sequences keep while prompts compute beside them; 0 derives "
+        "it from measured steps. The planner aims at it too, at 50 with 0.")] = 0
     max_connections: Annotated[int, _in("limits", ge=1, description=
         "Maximum number of HTTP connections per proxy, half of them from one address; further ones get 503 "
         "(or 429).")] = 8192
@@ -153,17 +156,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "Address of the Ray cluster to run on; without a value, the Ray cluster of this host.")] = ""
 
     autoscale: Annotated[bool, _in("autoscaling", description=
-        "Let the planner change the numbers of workers; otherwise it only proposes.")] = False
+        "Let the planner change roles and numbers of workers; otherwise it only proposes.")] = False
     autoscale_ttft_ms: Annotated[int, _in("autoscaling", ge=1, description=
         "Time to first token that the planner aims at, in milliseconds.")] = 1000
-    autoscale_itl_ms: Annotated[int, _in("autoscaling", ge=1, description=
-        "Inter-token latency that the planner aims at, in milliseconds.")] = 50
-    autoscale_prefill: Annotated[str, _in("autoscaling", pattern=RANGE, description=
-        "Minimum and maximum number of prefill workers that the planner proposes, as MIN:MAX.")] = "1:8"
-    autoscale_decode: Annotated[str, _in("autoscaling", pattern=RANGE, description=
-        "Minimum and maximum number of decode workers that the planner proposes, as MIN:MAX.")] = "1:8"
-    autoscale_max_workers: Annotated[int, _in("autoscaling", ge=0, le=512, description=
-        "Maximum number of workers of both roles together that the planner proposes; 0 means no limit.")] = 0
+    autoscale_max_workers: Annotated[int, _in("autoscaling", ge=1, le=512, description=
+        "Maximum number of workers of all roles together that the planner proposes.")] = 16
 
     log_level: Annotated[LogLevel, _in("logging", "Minimum level of the log lines of every process.")] = "info"
     log_format: Annotated[LogFormat, _in("logging", description=
@@ -211,22 +208,22 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Threads per proxy that decode and process images and videos: one for every 8 cores, at least 1."""
         return min(64, max(1, num_cores() // (8 * self.proxies)))
 
-    def autoscale_range(self, role: Role) -> tuple[int, int]:
-        """Minimum and maximum number of workers of `role` that the planner proposes."""
-        least, _, most = (self.autoscale_prefill if role == "prefill" else self.autoscale_decode).partition(":")
-        return int(least), int(most)
+    @property
+    def counts(self) -> dict[Role, int]:
+        """Number of workers at the start, by role."""
+        return {"prefill": self.prefill, "decode": self.decode, "any": self.workers}
 
     def num_ranks(self, role: Role) -> int:
-        """Tensor parallel size of the workers of `role`."""
-        of_role = self.prefill_tensor_parallel_size if role == "prefill" else self.decode_tensor_parallel_size
-        return of_role or self.tensor_parallel_size
+        """Tensor parallel size of the workers that start in `role`."""
+        sizes = {"prefill": self.prefill_tensor_parallel_size, "decode": self.decode_tensor_parallel_size, "any": 0}
+        return sizes[role] or self.tensor_parallel_size
 
     def num_threads(self, role: Role) -> int:
         """CPU threads per rank: an equal share of this host's cores unless `threads_per_worker` is set; 1 on Ray."""
         num_ranks = self.num_ranks(role)
         if self.threads_per_worker or self.ray:
             return max(1, self.threads_per_worker // num_ranks)
-        all_ranks = self.prefill * self.num_ranks("prefill") + self.decode * self.num_ranks("decode")
+        all_ranks = sum(count * self.num_ranks(each) for each, count in self.counts.items())
         return max(1, num_cores() // all_ranks)
 
 
@@ -275,8 +272,11 @@ def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
     Raises ConfigError, in one line, for a file that cannot be read, an unknown or removed key, or a bad value.
     """
     values = {} if file is None else _read_file(file)
+    given = {**values, **overrides}
+    if given.get("workers"):
+        given = {"prefill": 0, "decode": 0, **given}
     try:
-        config = msgspec.convert({**values, **overrides}, ClusterConfig, strict=True)
+        config = msgspec.convert(given, ClusterConfig, strict=True)
     except msgspec.ValidationError as error:
         raise ConfigError(_bad_value(error, values, overrides, file)) from error
     try:
@@ -285,9 +285,9 @@ def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
         raise ConfigError(f"kv_connector: {error.message}") from error
     if config.ray and not config.model:
         raise ConfigError("model: give --model with --ray, as a hub id or a folder that exists on all nodes")
-    _check_network(config)
     if not config.join:
-        _check_autoscaling(config)
+        _check_workers(config)
+    _check_network(config)
     return config
 
 
@@ -321,43 +321,32 @@ def _bad_value(
 ) -> str:
     message, _, path = str(error).partition(" - at `$.")
     key = path.rstrip("`")
-    if key in ("autoscale_prefill", "autoscale_decode"):
-        message = "expected MIN:MAX, such as 1:8"
     if key in overrides:
         return f"{flag_name(key)} {overrides[key]}: {message[:1].lower()}{message[1:]}"
     return f"{file}: {key} = {values.get(key)!r}: {message[:1].lower()}{message[1:]}"
 
 
-def _check_autoscaling(config: ClusterConfig) -> None:
-    roles: tuple[tuple[Role, int], ...] = ("prefill", config.prefill), ("decode", config.decode)
-    for role, count in roles:
-        least, most = config.autoscale_range(role)
-        if least > most:
-            raise ConfigError(f"autoscale_{role}: the minimum {least} is more than the maximum {most}")
-        if config.autoscale and not least <= count <= most:
-            raise ConfigError(f"{role}: {count} is outside --autoscale-{role} {least}:{most}; change one of them")
-    needed = config.autoscale_range("prefill")[0] + config.autoscale_range("decode")[0]
-    if config.autoscale:
-        needed = max(needed, config.prefill + config.decode)
-    if 0 < config.autoscale_max_workers < needed:
+def _check_workers(config: ClusterConfig) -> None:
+    """Check that the workers at the start can serve, and that the planner may have as many."""
+    if not config.cluster_host:  # else workers of other hosts may join
+        if config.workers + config.decode == 0:
+            raise ConfigError("decode: no worker could decode; give --decode 1, --workers 1, or --cluster-host")
+        if config.workers + config.prefill == 0 and config.decode_prefill_threshold == 0:
+            raise ConfigError(
+                "prefill: with 0 prefill workers, decode workers must compute the prompts; leave out "
+                "--decode-prefill-threshold 0, or give --workers 1"
+            )
+    if config.autoscale and config.workers + config.prefill == 0:
+        raise ConfigError("autoscale: the planner needs a worker that may prefill; give --prefill 1 or --workers 1")
+    total = sum(config.counts.values())
+    if config.autoscale and config.autoscale_max_workers < total:
         raise ConfigError(
-            f"autoscale_max_workers: {config.autoscale_max_workers} is too few; the workers at the start and the "
-            f"minimum of both roles need {needed}"
+            f"autoscale_max_workers: {config.autoscale_max_workers} is too few for the {total} workers at the start"
         )
 
 
 def _check_network(config: ClusterConfig) -> None:
     """Check what the processes would only find out later, and each by itself."""
-    if not (config.cluster_host or config.join):
-        if config.decode == 0:
-            raise ConfigError("decode: a cluster on one host needs at least 1; give --decode 1, or --cluster-host")
-        if config.prefill == 0 and config.decode_prefill_threshold == 0:
-            raise ConfigError(
-                "prefill: with 0 prefill workers, decode workers must compute the prompts; leave out "
-                "--decode-prefill-threshold 0"
-            )
-        if config.prefill == 0 and config.autoscale:
-            raise ConfigError("autoscale: the planner needs at least one prefill worker; give --prefill 1")
     if config.admin_address[1] in (config.port, 65536):
         raise ConfigError(f"admin_port: {config.admin_address[1]} cannot be used; choose a port other than --port")
     if config.join and not config.cluster_host:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 REMOVED_FLAGS: dict[str, str] = {
     "later_priorities_part": "it is now --low-priority-share",
-    "autoscale_min_prefill": "use --autoscale-prefill MIN:MAX",
-    "autoscale_max_prefill": "use --autoscale-prefill MIN:MAX",
-    "autoscale_min_decode": "use --autoscale-decode MIN:MAX",
-    "autoscale_max_decode": "use --autoscale-decode MIN:MAX",
+    **dict.fromkeys(
+        [f"autoscale_{limit}{role}" for limit in ("", "min_", "max_") for role in ("prefill", "decode")],
+        "limit all workers together with --autoscale-max-workers; one worker for each phase always stays",
+    ),
+    "autoscale_itl_ms": "it is now --itl-slo-ms, which workers keep too",
     "max_queue_s": "queued requests wait until --request-timeout-s; to refuse earlier, set --ttft-slo-ms",
     "max_waiting_tokens": "the queue is limited by --max-waiting-requests alone",
     "max_connections_per_client": "one client address may use half of --max-connections",

@@ -1,1 +1,1 @@
-"""Computes prompts in chunks, reports first tokens, ships KV. `python -m tandem.prefill_worker CONFIG.json`."""
+"""The role prefill: which prompt tokens the next step computes. Pure; `worker/` runs it."""

@@ -10,28 +10,31 @@ from tandem.engine.batch import BatchItem, Sample
 from tandem.engine.prompt_chunks import chunk, first_samples
 from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
-from tandem.prefill_worker.actions import Ship
 from tandem.protocol.messages.dispatch import FirstToken, StartPrefill
 from tandem.protocol.messages.generation import SampledToken
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher
-from tandem.worker.first_tokens import first_tokens
+from tandem.protocol.worker_actions import Ship
 
 
 @dataclass(eq=False)
 class PrefillPrompt:
-    """pair_id: None if nothing is to be shipped. open_ids: attempt_ids that still wait for the first token."""
+    """pair_id: None if nothing is to be shipped. decodes_here: the sequences go on in this worker's decode role.
+    open_ids: attempt_ids that still wait for the first token."""
 
     request: StartPrefill
     pair_id: str | None
+    decodes_here: bool
     number: int  # in order of arrival
     arrived_at: float
     token_ids: list[int]
     open_ids: set[str]
     samples: list[Sample]
-    grammar: GrammarState | None
+    grammar: Grammar | None
+    grammar_state: GrammarState | None
     media: PromptMedia | None = None
     started_at: float = 0.0
+    computed_at: float = 0.0
     num_computed_tokens: int = 0  # including cached ones
     num_cached_tokens: int = 0
     hashes: list[bytes] = field(default_factory=list)  # of full blocks, once it has begun
@@ -53,6 +56,7 @@ class PrefillPrompt:
         cls,
         request: StartPrefill,
         pair_id: str | None,
+        decodes_here: bool,
         number: int,
         now: float,
         grammar: Grammar | None = None,
@@ -61,7 +65,8 @@ class PrefillPrompt:
         token_ids = unpack_token_ids(request.token_ids)
         state = grammar.new_state(request.stop.stop_token_ids) if grammar is not None else None
         samples = first_samples(request.sampling, request.seeds, request.stop, token_ids, request.num_generated, state)
-        return cls(request, pair_id, number, now, token_ids, set(request.attempt_ids), samples, state, media)
+        open_ids = set(request.attempt_ids)
+        return cls(request, pair_id, decodes_here, number, now, token_ids, open_ids, samples, grammar, state, media)
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -78,7 +83,9 @@ class PrefillPrompt:
     @property
     def may_compute(self) -> bool:
         """Whether its grammar is compiled and its media have arrived."""
-        return (self.grammar is None or self.grammar.is_ready) and (self.media is None or self.media.is_ready)
+        return (self.grammar_state is None or self.grammar_state.is_ready) and (
+            self.media is None or self.media.is_ready
+        )
 
     @property
     def has_begun(self) -> bool:
@@ -125,10 +132,25 @@ class PrefillPrompt:
     def first_tokens(self, now: float, tokens: list[SampledToken]) -> list[FirstToken]:
         """Takes the sampled tokens, one for each attempt, and returns messages for the attempts that are still open."""
         self.first_token_ids = [token.token_id for token in tokens]
-        queue_s, prefill_s = self.started_at - self.arrived_at, now - self.started_at
-        return first_tokens(
-            self.request, self.open_ids, tokens, queue_s, prefill_s, self.prompt_logprobs, self.num_cached_tokens
-        )
+        request = self.request
+        messages = []
+        for number, (attempt_id, token) in enumerate(zip(request.attempt_ids, tokens, strict=True)):
+            if attempt_id not in self.open_ids:
+                continue
+            # Sequences that share the prompt get its logprobs once.
+            has_logprobs = request.num_prompt_logprobs is not None and number == 0
+            messages.append(
+                FirstToken(
+                    attempt_id,
+                    token,
+                    request.stop.check(token.token_id, request.num_generated + 1),
+                    self.started_at - self.arrived_at,
+                    now - self.started_at,
+                    self.prompt_logprobs if has_logprobs else None,
+                    self.num_cached_tokens,
+                )
+            )
+        return messages
 
     def next_ship(self, block_size: int) -> Ship | None:
         """Returns a shipment of the blocks that are complete and not shipped yet, and counts it as in flight."""

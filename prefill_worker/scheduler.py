@@ -1,4 +1,4 @@
-"""Decides what a prefill worker does. Pure: events and a clock value in, actions out.
+"""Decides what a worker does in its prefill role. Pure: events and a clock value in, actions out.
 
 A prompt's life:  waiting -> computing -> computed -> shipped
 
@@ -7,7 +7,9 @@ sends ReserveKV. Finished blocks are shipped as soon as decode has answered, whi
 Splitwise and Mooncake). Blocks that decode has cached are not shipped. A prompt that ends early (abort, deadline,
 failure) is `ended` at once, but its blocks are released only when no step computes them and no transfer reads them;
 then CloseTransfer tells decode that nothing more will be written. Blocks are kept while decode renews their lease
-(`prefill_worker.leases`).
+(`prefill_worker.transfer_leases`).
+
+A prompt that is decoded on the same worker is not shipped: its blocks pass to the decode role by id.
 """
 
 from __future__ import annotations
@@ -15,18 +17,20 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 
+from tandem.decode_worker.scheduler import DecodeScheduler
+from tandem.decode_worker.sequence import ComputedPrompt
 from tandem.engine.batch import Batch, Encode, ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.sampling.grammar import Grammar
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
-from tandem.prefill_worker.actions import Action, SendToDecode
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.prefill_worker.transfer_leases import Leases
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
-from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
+from tandem.protocol.messages.dispatch import AttemptFailed, AttemptPreempted, StartPrefill
 from tandem.protocol.messages.generation import SampledToken
 from tandem.protocol.messages.prompt_logprobs import pack_logprobs
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVReserved, RenewLeases, ReserveKV
+from tandem.protocol.worker_actions import Action, SendToPeer, SendToProxy
 from tandem.runtime.errors import (
     DeadlineExceeded,
     ErrorInfo,
@@ -36,23 +40,34 @@ from tandem.runtime.errors import (
     TandemError,
     WorkerLost,
 )
-from tandem.worker.actions import SendToProxy
 
 AGING_S = 2.0
 """Waiting this long outweighs one level of priority, so that no priority starves."""
 
 
+YIELD_AFTER_S = 1.0
+"""How long a computed prompt keeps its blocks for a decode worker that has none, while this worker needs blocks."""
+
+
 class PrefillScheduler:
-    """Owns the worker's prompts and, through the block manager, all blocks of its pool.
+    """Owns the prompts that the worker computes.
 
     model_id: part of the prefix cache's hashes. max_num_batched_tokens: prompt tokens per step. max_num_seqs: prompts
-    that compute concurrently. lease_s: see `prefill_worker.leases`.
+    that compute concurrently. lease_s: see `prefill_worker.transfer_leases`. decode: of the same worker, over the same
+    blocks.
     """
 
     def __init__(
-        self, blocks: BlockManager, model_id: str, max_num_batched_tokens: int, max_num_seqs: int, lease_s: float
+        self,
+        blocks: BlockManager,
+        model_id: str,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        lease_s: float,
+        decode: DecodeScheduler,
     ) -> None:
         self.blocks = blocks
+        self._decode = decode
         self._model_id = model_id
         self._max_num_batched_tokens = max_num_batched_tokens
         self._max_num_seqs = max_num_seqs
@@ -102,9 +117,14 @@ class PrefillScheduler:
         pair_id: str | None,
         grammar: Grammar | None = None,
         media: PromptMedia | None = None,
+        *,
+        decodes_here: bool = False,
     ) -> list[Action]:
-        """Queues a prompt, or refuses it. Takes over `media` and releases them at the prompt's end."""
-        prompt = PrefillPrompt.of(request, pair_id, self._num_arrived, now, grammar, media)
+        """Queues a prompt, or refuses it. Takes over `media` and releases them at the prompt's end.
+
+        pair_id: through which it is shipped; None if it is not.
+        """
+        prompt = PrefillPrompt.of(request, pair_id, decodes_here, self._num_arrived, now, grammar, media)
         keys = [(request.proxy_id, attempt_id) for attempt_id in request.attempt_ids]
         if (error := self._why_refused(prompt, keys)) is not None:
             if media is not None:
@@ -121,13 +141,11 @@ class PrefillScheduler:
         if transfer_id in self._by_transfer or any(key in self._by_request for key in keys):
             return InternalError(f"transfer {transfer_id} exists already")
         if len(self._by_request) >= MAX_HELD_SEQUENCES:
-            return Overloaded("this prefill worker has too many sequences")
+            return Overloaded("this worker has too many prompts")
         needed = self.blocks.num_blocks_for(prompt.num_prompt_tokens)
         if needed > self.blocks.num_blocks:
-            return InternalError(
-                f"the prompt needs {needed} KV blocks, this prefill worker has {self.blocks.num_blocks}"
-            )
-        return None
+            return InternalError(f"the prompt needs {needed} KV blocks, this worker has {self.blocks.num_blocks}")
+        return self._decode.why_refused(prompt.request) if prompt.decodes_here else None
 
     def on_abort(self, proxy_id: str, attempt_id: str) -> list[Action]:
         prompt = self._by_request.pop((proxy_id, attempt_id), None)
@@ -187,10 +205,28 @@ class PrefillScheduler:
             actions += self._end(self._by_transfer[transfer_id], unclaimed)
         return actions
 
+    def yield_blocks(self, now: float) -> list[Action]:
+        """Gives up the newest prompt that has waited too long for the blocks of its decode worker.
+
+        Called while sequences of this worker wait for blocks. Two workers that ship to each other would otherwise wait
+        for each other when both are full. The proxy dispatches the prompt again; what was computed stays cached.
+        """
+        waiting = [p for p in self._by_transfer.values() if p.is_computed and p.dst_block_ids is None and not p.ended]
+        late = [p for p in waiting if now - p.computed_at >= YIELD_AFTER_S]
+        if not late:
+            return []
+        prompt = max(late, key=lambda p: p.number)
+        preempted = [
+            SendToProxy(prompt.request.proxy_id, AttemptPreempted(attempt_id)) for attempt_id in sorted(prompt.open_ids)
+        ]
+        return [*preempted, *self._end(prompt)]
+
     # ---- steps
 
-    def schedule(self, now: float) -> tuple[Batch, list[Action]]:
+    def schedule(self, now: float, max_tokens: int | None = None) -> tuple[Batch, list[Action]]:
         """Returns the next step's chunks, and the reservations sent with first chunks.
+
+        max_tokens: limit on the chunks' tokens if it is less than max_num_batched_tokens.
 
         The prompt that is first by priority and age gets half of the step's tokens. The rest goes by priority, then to
         the prompts with the fewest tokens left. So short prompts pass long ones, but cannot starve them. Encoding one
@@ -202,7 +238,7 @@ class PrefillScheduler:
         candidates = self._candidates()
         if not candidates:
             return Batch([]), actions
-        budget = self._max_num_batched_tokens
+        budget = max_tokens = min(max_tokens or self._max_num_batched_tokens, self._max_num_batched_tokens)
         first = min(candidates, key=lambda p: (p.arrived_at + AGING_S * p.request.priority, p.number))
         shares: dict[int, int] = {}
         units: dict[int, list[EncodeUnit]] = defaultdict(list)
@@ -220,7 +256,7 @@ class PrefillScheduler:
                     may_begin = prompt is not first  # no other prompt allocates blocks before the first one
                     continue
             number, planned = prompt.number, shares.get(prompt.number, 0)
-            may_exceed = budget == self._max_num_batched_tokens  # the step is still empty
+            may_exceed = budget == max_tokens  # the step is still empty
             share, new_units, cost = prompt.next_work(planned, min(budget, limit), units[number], may_exceed)
             shares[number] = planned + share
             units[number] += new_units
@@ -243,13 +279,20 @@ class PrefillScheduler:
         return [*self._computing.values(), *waiting]
 
     def _begin(self, now: float, prompt: PrefillPrompt, actions: list[Action]) -> bool:
-        """Gives a waiting prompt its blocks, cached ones first. Returns False if there are too few."""
+        """Gives a waiting prompt its blocks, cached ones first. Returns False if it must wait, for blocks or for the
+        decode role."""
+        if self._decode.is_blocked:
+            return False
+        if prompt.decodes_here:
+            num_promised = sum(len(other.open_ids) for other in self._computing.values() if other.decodes_here)
+            if not self._decode.has_room(num_promised + len(prompt.open_ids)):
+                return False
         hashes = prompt.hashes or prompt.hash_blocks(self.blocks.block_size, self._model_id)
         # The last token is always computed, as its logits are needed; so are all tokens if prompt logprobs are wanted.
         num_usable = (prompt.num_prompt_tokens - 1) // self.blocks.block_size
         cached = [] if prompt.request.num_prompt_logprobs is not None else self.blocks.match(hashes[:num_usable])
         num_new = self.blocks.num_blocks_for(prompt.num_prompt_tokens) - len(cached)
-        if num_new > self.blocks.num_free_without(cached):
+        if num_new + self._decode.num_growing > self.blocks.num_free_without(cached):
             return False
         self.blocks.share(cached)
         prompt.block_table = cached + self.blocks.allocate(num_new)
@@ -264,7 +307,7 @@ class PrefillScheduler:
             prompt.reserve_sent = True
             self._leases.begin(now, prompt.pair_id, prompt.request.transfer_id)
             reserve = ReserveKV(prompt.pair_id, prompt.request.transfer_id, prompt.num_prompt_tokens)
-            actions.append(SendToDecode(prompt.pair_id, reserve))
+            actions.append(SendToPeer(prompt.pair_id, reserve))
         return True
 
     def on_step(self, now: float, results: list[ItemOutput]) -> list[Action]:
@@ -286,6 +329,7 @@ class PrefillScheduler:
                 prompt.media.forget_before(prompt.num_computed_tokens)
             prompt.prompt_logprobs += pack_logprobs(output.prompt_logprobs)
             if prompt.is_computed:
+                prompt.computed_at = now
                 actions += self._on_first_tokens(now, prompt, output.tokens)
             if not prompt.ended:
                 actions += self._ship(prompt) + self._settle(prompt)
@@ -322,7 +366,27 @@ class PrefillScheduler:
                 self.num_finished += 1
                 prompt.open_ids.remove(message.attempt_id)
                 del self._by_request[proxy_id, message.attempt_id]
+        if prompt.open_ids and prompt.decodes_here:
+            actions += self._decode_here(prompt)
         return actions if prompt.open_ids else actions + self._end(prompt)
+
+    def _decode_here(self, prompt: PrefillPrompt) -> list[Action]:
+        """Passes the prompt's open sequences and its blocks to the decode role."""
+        assert prompt.first_token_ids is not None
+        computed = ComputedPrompt(
+            prompt.request,
+            prompt.open_ids,
+            prompt.arrived_at,
+            prompt.hashes,
+            prompt.block_table,
+            prompt.first_token_ids,
+            prompt.position_offset,
+            prompt.grammar,
+        )
+        for attempt_id in prompt.open_ids:
+            del self._by_request[prompt.request.proxy_id, attempt_id]
+        prompt.open_ids, prompt.block_table = set(), []
+        return self._decode.begin_computed(computed)
 
     # ---- shipping and release
 
@@ -338,7 +402,7 @@ class PrefillScheduler:
             finish = FinishTransfer(
                 prompt.request.transfer_id, prompt.num_prompt_tokens, prompt.first_token_ids, prompt.position_offset
             )
-            actions.append(SendToDecode(prompt.pair_id, finish))
+            actions.append(SendToPeer(prompt.pair_id, finish))
         return actions
 
     def _end_for_its_media(self, prompt: PrefillPrompt) -> list[Action]:
@@ -378,7 +442,7 @@ class PrefillScheduler:
             self.num_finished += len(prompt.open_ids)
             return []
         if prompt.reserve_sent and prompt.pair_id is not None:
-            return [SendToDecode(prompt.pair_id, CloseTransfer(prompt.request.transfer_id))]
+            return [SendToPeer(prompt.pair_id, CloseTransfer(prompt.request.transfer_id))]
         return []
 
 

@@ -13,20 +13,23 @@ from pathlib import Path
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.checks import check_register, check_status
 from tandem.protocol.messages.membership import (
+    ChangeRole,
     ClusterView,
-    DrainAnswer,
     DrainWorker,
     GetStatus,
     GetTimeline,
     LeaveCluster,
     RegisterWorker,
     RegistrationRefused,
+    Role,
+    SetWorkerRole,
     StatusReport,
     TimelineReport,
     ToProxyControl,
     WorkerExited,
     WorkerInfo,
     WorkerLeft,
+    WorkerOrdered,
     WorkerStatus,
 )
 from tandem.protocol.network import Context
@@ -83,7 +86,12 @@ class Control:
             case WorkerLeft():
                 self._apply(self._table.on_left(message.epoch))
             case DrainWorker():
-                self._socket.send(identity, DrainAnswer(message.worker_id, self._drain(message.worker_id)))
+                self._socket.send(
+                    identity, WorkerOrdered(message.worker_id, self._order(message.worker_id, LeaveCluster()))
+                )
+            case SetWorkerRole():
+                error = self.set_role(message.worker_id, message.role)
+                self._socket.send(identity, WorkerOrdered(message.worker_id, error))
             case WorkerExited():
                 self._apply(self._table.on_exited(message.worker_id, message.pid))
             case GetStatus():
@@ -101,14 +109,18 @@ class Control:
                 self._socket.send(identity, TimelineReport(message.request_id, timeline))
         self._notify_changes()
 
-    def _drain(self, worker_id: str) -> str:
-        """Asks the worker to leave. Returns an error message, or "" on success."""
-        workers = {worker.worker_id: worker for worker in self._table.workers()}
-        if (worker := workers.get(worker_id)) is None:
-            return f"no worker {worker_id} is registered; registered workers: {', '.join(sorted(workers)) or 'none'}"
-        if not self._socket.send(self._identities[worker.epoch], LeaveCluster()):
+    def set_role(self, worker_id: str, role: Role) -> str:
+        """Orders a worker to take a role. Returns an error message, or "" on success."""
+        return self._table.change_role(worker_id, role) or self._order(worker_id, ChangeRole(role))
+
+    def _order(self, worker_id: str, order: LeaveCluster | ChangeRole) -> str:
+        """Sends an order to the worker. Returns an error message, or "" on success."""
+        epochs = {worker.worker_id: worker.epoch for worker in self._table.workers()}
+        if (epoch := epochs.get(worker_id)) is None:
+            return self._table.unknown_worker(worker_id)
+        if not self._socket.send(self._identities[epoch], order):
             return f"{worker_id} does not read its messages"
-        log.info("asked %s to leave", worker_id)
+        log.info("sent %s to %s", order, worker_id)
         return ""
 
     def _register(self, now: float, identity: bytes, message: RegisterWorker) -> None:
@@ -132,6 +144,7 @@ class Control:
     def _notify_changes(self) -> None:
         if self._num_changes_seen != self._table.num_changes:
             self._num_changes_seen = self._table.num_changes
+            self._state.metrics.on_workers((worker.worker_id, worker.role) for worker in self._table.workers())
             self._state.readiness.on_cluster_changed()
             self._state.dispatcher.on_cluster_changed()
 
@@ -141,12 +154,11 @@ class Control:
         for gone in change.lost:
             log.warning("lost %s (epoch %s): %s", gone.worker.worker_id, gone.worker.epoch, gone.reason)
             self._identities.pop(gone.worker.epoch, None)
-            self._state.metrics.on_lost(gone.worker.role)
             self._state.dispatcher.on_worker_lost(gone.worker, gone.reason, gone.is_death)
             self._connections.close(gone.worker)
         for worker in change.joined:
             log.info("%s joined (epoch %s, pid %d)", worker.worker_id, worker.epoch, worker.pid)
-            self._state.metrics.on_joined(worker.worker_id, worker.role)
+            self._state.metrics.on_joined(worker.worker_id)
             try:
                 self._connect(worker)
             except Exception as error:  # ZeroMQ's error, or a tcp endpoint without keys

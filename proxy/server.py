@@ -178,15 +178,15 @@ class ProxyServer:
         self._abort_timer: asyncio.TimerHandle | None = None
 
     def _make_listeners(self, listener: socket.socket) -> list[HttpListener]:
-        config, state = self._config, self._state
+        config, state, set_role = self._config, self._state, self._control.set_role
         max_connections = affordable_connections(config.max_connections)
         on_refused = state.metrics.rejected.labels("connections").inc
         limits = ConnectionLimits(max_connections, max(1, max_connections // 2), on_refused)
-        http = [HttpListener(make_app(config, state), listener, limits, config, has_tls=True)]
+        http = [HttpListener(make_app(config, state, set_role), listener, limits, config, has_tls=True)]
         if config.admin_port:
             listener = _listen_socket(config.admin_listen_fd, config.admin_host, config.admin_port)
             limits = ConnectionLimits(_MAX_ADMIN_CONNECTIONS, _MAX_ADMIN_CONNECTIONS)
-            http.append(HttpListener(make_admin_app(config, state), listener, limits, config, has_tls=False))
+            http.append(HttpListener(make_admin_app(config, state, set_role), listener, limits, config, has_tls=False))
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)  # its warnings are one line for each bad request
         return http
 

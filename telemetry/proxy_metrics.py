@@ -10,14 +10,14 @@ for each process, and any process renders the sum. Counters of a process that ha
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.values import MutexValue, ValueClass
 
-from tandem.telemetry.stages import STAGES, AttemptTimes, stage_times
+from tandem.telemetry.stages import PLACEMENTS, STAGES, AttemptTimes, stage_times
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -44,6 +44,9 @@ _STEP_S = (
     10,
 )
 _STAGE_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, *_LONG_S[:-1])
+
+PREDICTED: Final = ("ttft", "itl")
+"""Latencies that the router predicts. ttft begins at the dispatch; itl is the mean of a sequence, thus its TPOT."""
 
 _FLUSH_INTERVAL_S = 1.0
 """How often per-token counts are added to prometheus_client, where one shared observation takes about 5 us."""
@@ -82,7 +85,19 @@ class ProxyMetrics:
         self.waiting = self._gauge(
             "tandem_num_requests_waiting", "Sequences that wait for their first token.", "livesum"
         )
+        self.placements = self._counter(
+            "tandem_placements",
+            "Sequences with a first token, by where they ran: same (prefill and decode on one worker), two, deflected "
+            "(one worker of role decode) or prefill_only (one token was requested).",
+            "placement",
+        )
+        for placement in PLACEMENTS:
+            self.placements.labels(placement)
+        self.predictions = Predictions(self.registry)
         self.workers = self._gauge("tandem_workers", "Workers that are registered, by role.", "livemax", "role")
+        self.worker_role = self._gauge(
+            "tandem_worker_role", "1 for the current role of each worker, else 0.", "livemax", "worker", "role"
+        )
         self.restarts = self._gauge(
             "tandem_worker_restarts",
             "Times that a worker has come back under a new epoch, as the proxies saw it.",
@@ -103,17 +118,23 @@ class ProxyMetrics:
             for name, documentation in STAGES.items()
         }
         self._seen: set[str] = set()
+        self._roles: set[tuple[str, str]] = set()
 
-    def on_joined(self, worker_id: str, role: str) -> None:
+    def on_joined(self, worker_id: str) -> None:
         """Count a worker that has registered; one whose name is known was restarted."""
-        self.workers.labels(role).inc()
         restarts = self.restarts.labels(worker_id)
         if worker_id in self._seen:
             restarts.inc()
         self._seen.add(worker_id)
 
-    def on_lost(self, role: str) -> None:
-        self.workers.labels(role).dec()
+    def on_workers(self, workers: Iterable[tuple[str, str]]) -> None:
+        """workers: (worker_id, current role) of all registered ones. Call when they, or their roles, have changed."""
+        roles = set(workers)
+        for worker_id, role in self._roles | roles:
+            self.worker_role.labels(worker_id, role).set((worker_id, role) in roles)
+        for role in {role for _, role in self._roles | roles}:
+            self.workers.labels(role).set(sum(role == each for _, each in roles))
+        self._roles |= roles  # gauges of those that are gone stay at 0
 
     def on_worker_refusals(self, worker_id: str, refusals: list[tuple[str, int]]) -> None:
         """refusals: (reason, count since the worker's start)."""
@@ -176,6 +197,29 @@ class TokenTally:
         self._num_tokens = 0
 
 
+class Predictions:
+    """Predicted and measured latencies of sequences as sums, so that their ratio and the mean error can be derived."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        def counter(name: str, documentation: str) -> Counter:
+            made = Counter(name, documentation, ["latency"], registry=registry)
+            for latency in PREDICTED:
+                made.labels(latency)  # exported from the start
+            return made
+
+        self.count = counter("tandem_predictions", "Predicted latencies that were measured: ttft or itl of a sequence.")
+        self.predicted_s = counter("tandem_predicted_seconds", "Sum of the predicted latencies.")
+        self.measured_s = counter("tandem_measured_seconds", "Sum of the same latencies as measured.")
+        self.error_s = counter("tandem_prediction_error_seconds", "Sum of the absolute differences of both.")
+
+    def observe(self, latency: str, predicted_s: float, measured_s: float) -> None:
+        """latency: one of PREDICTED."""
+        self.count.labels(latency).inc()
+        self.predicted_s.labels(latency).inc(predicted_s)
+        self.measured_s.labels(latency).inc(measured_s)
+        self.error_s.labels(latency).inc(abs(measured_s - predicted_s))
+
+
 class SequenceTimer:
     """Measures one sequence by the moments at which its tokens arrived (seconds of one monotonic clock).
 
@@ -208,11 +252,17 @@ class SequenceTimer:
         else:
             self._first_at = now
             if self._attempts:
-                self._attempts[-1].delivered_at = now
+                self._on_first_token(now, self._attempts[-1])
             self._metrics.ttft.observe(now - self._arrived_at)
             self._tally.on_tokens(now, num_tokens, None)
         self._last_at = now
         self.num_tokens += num_tokens
+
+    def _on_first_token(self, now: float, attempt: AttemptTimes) -> None:
+        attempt.delivered_at = now
+        self._metrics.placements.labels(attempt.placement).inc()
+        if attempt.predicted_ttft_s:
+            self._metrics.predictions.observe("ttft", attempt.predicted_ttft_s, now - attempt.dispatched_at)
 
     def on_text(self, now: float) -> None:
         """The tokens of the last `on_tokens` have been detokenised."""
@@ -222,7 +272,10 @@ class SequenceTimer:
         """Observe TPOT, E2E and the stages of a sequence that ended normally. Failed and aborted ones are left out."""
         self._finished_at = now
         if self.num_tokens > 1:
-            self._metrics.tpot.observe((self._last_at - self._first_at) / (self.num_tokens - 1))
+            tpot_s = (self._last_at - self._first_at) / (self.num_tokens - 1)
+            self._metrics.tpot.observe(tpot_s)
+            if len(self._attempts) == 1 and (predicted_s := self._attempts[0].predicted_itl_s):
+                self._metrics.predictions.observe("itl", predicted_s, tpot_s)
         self._metrics.e2e.observe(now - self._arrived_at)
         if self._attempts:
             self.stages = stage_times(self._arrived_at, self._attempts, now, self._detokenize_s)

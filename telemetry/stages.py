@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 STAGES: Final = {
     "tokenize": "Reading the body, rendering the template and tokenising, up to the dispatch.",
@@ -25,6 +25,12 @@ STAGES: Final = {
 """By name, in order; the first five make up TTFT."""
 
 
+Placement = Literal["same", "two", "deflected", "prefill_only"]
+"""Where a sequence ran: prefill and decode on one worker, without a transfer; on two workers; on one worker whose role
+is decode; or prefill alone, because one token was requested."""
+PLACEMENTS: Final[tuple[Placement, ...]] = get_args(Placement)
+
+
 @dataclass(slots=True)
 class AttemptTimes:
     """The moments of one attempt at a sequence; None for those that have not happened.
@@ -32,7 +38,8 @@ class AttemptTimes:
     first_token_at: its message arrived, with queue_s and prefill_s. reserved_at: decode reserved blocks. delivered_at:
     the request took the first token. began_at: decode's first token arrived, with decode_wait_s and step_s. is_shipped:
     KV moves between workers. lost_at: the attempt ended before the sequence did. attempt_id, prefill, decode: as in the
-    workers' log lines.
+    workers' log lines; decode is the same as prefill if no KV moves, and empty if one token was requested.
+    predicted_ttft_s: from the dispatch; predicted_itl_s: 0 if unknown.
     """
 
     dispatched_at: float
@@ -40,6 +47,9 @@ class AttemptTimes:
     prefill: str = ""
     decode: str = ""
     is_shipped: bool = True
+    placement: Placement = "two"
+    predicted_ttft_s: float = 0.0
+    predicted_itl_s: float = 0.0
     first_token_at: float | None = None
     queue_s: float = 0.0
     prefill_s: float = 0.0
@@ -60,12 +70,16 @@ class AttemptTimes:
 
     def events(self) -> Iterator[tuple[float, str, dict[str, Any]]]:
         """Yields (moment, name, details) of what has happened."""
-        workers = {"prefill": self.prefill, "decode": self.decode}
-        yield (
-            self.dispatched_at,
-            "dispatched",
-            {"attempt": self.attempt_id, **{role: worker for role, worker in workers.items() if worker}},
-        )
+        details: dict[str, Any] = {
+            "attempt": self.attempt_id,
+            "prefill": self.prefill,
+            "decode": self.decode or None,
+            "placement": self.placement,
+            "kv_shipped": self.is_shipped,
+            "predicted_ttft_s": round(self.predicted_ttft_s, 6),
+            "predicted_itl_s": round(self.predicted_itl_s, 6) or None,
+        }
+        yield self.dispatched_at, "dispatched", {name: value for name, value in details.items() if value is not None}
         if self.first_token_at is not None:
             details = {"queue_s": round(self.queue_s, 6), "prefill_s": round(self.prefill_s, 6)}
             yield self.first_token_at, "first token computed", details

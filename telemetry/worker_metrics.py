@@ -30,6 +30,7 @@ _COUNTERS: Final = {
     "prefix_cache_hits": ("num_cached_tokens", "Prompt tokens found in the prefix cache."),
     "request_success": ("num_finished", "Sequences that this worker finished normally."),
     "num_preemptions": ("num_preempted", "Sequences that were preempted."),
+    "role_changes": ("num_role_changes", "Times that this worker was given another role."),
     "kv_transfer_bytes": ("num_transferred_bytes", "KV bytes sent (prefill) or received (decode)."),
     "kv_compared_blocks": ("num_compared_blocks", "KV blocks whose checksums were compared."),
     "kv_kept_blocks": ("num_kept_blocks", "KV blocks of aborted transfers that stay in the prefix cache."),

@@ -1,26 +1,33 @@
-"""Configuration shared by both kinds of worker, read from the JSON file that the launcher writes."""
+"""Configuration of a worker, read from the JSON file that the launcher writes."""
 
 from __future__ import annotations
 
 import msgspec
 
 from tandem.engine.config import EngineConfig
+from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.runtime.logs import LogFormat
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """worker_id: survives restarts. endpoint: address that the ROUTER socket binds. host: own address for KV transfer.
-    network: protection of tcp endpoints. proxies_file: file with the proxies' current control endpoints, one per line;
-    empty if they never change.
+    """worker_id: survives restarts. role: the phases of requests that proxies send to it. role_file: holds a
+    role that was set later; it survives a restart. endpoint: address that the
+    ROUTER socket binds. host: own address for KV transfer. network: protection of tcp endpoints. proxies_file: file
+    with the proxies' current control endpoints, one per line; empty if they never change.
 
     kv_checksums: verify every transferred block (debugging). max_num_batched_tokens: prompt tokens per step, which is
-    the chunk size. max_num_seqs: concurrent prompts on a prefill worker, sequences per step on a decode worker.
-    drain_timeout_s: time that requests in flight get when the worker is told to leave. metrics_host: address
-    of /metrics, on any free port.
+    the chunk size. max_num_seqs: sequences per step, and prompts that compute concurrently. drain_timeout_s: time that
+    requests in flight get when the worker is told to leave. metrics_host: address of /metrics, on any free port.
+    kv_lease_s: how long a prompt's blocks are kept for a decode worker that does not renew its lease.
+    embedding_cache_bytes: embeddings kept for later prompts with the same image. max_fetched_media_bytes: limit on
+    processed media from other hosts, for all prompts together. media_cache_endpoint: of this host's media cache; "" if
+    the model takes text only. itl_slo_ms: limit on a step that holds prompt tokens beside running sequences; 0 derives
+    it from measured steps, see `engine.step_times`.
     """
 
     worker_id: str
+    role: Role
     endpoint: str
     proxy_endpoints: list[str]
     engine: EngineConfig
@@ -33,5 +40,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     drain_timeout_s: float = 30.0
     metrics_host: str = "127.0.0.1"
     network: NetworkConfig = NetworkConfig()
+    kv_lease_s: float = 10.0
+    embedding_cache_bytes: int = 256 << 20
+    max_fetched_media_bytes: int = 1 << 30
+    media_cache_endpoint: str = ""
+    role_file: str = ""
+    itl_slo_ms: int = 0
     log_level: str = "info"
     log_format: LogFormat = "text"

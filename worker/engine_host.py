@@ -33,7 +33,7 @@ class EngineHost:
     grammars: Grammars
 
     @classmethod
-    async def load(cls, config: WorkerConfig, on_grammar: Callable[[], None], *, with_vision: bool) -> EngineHost:
+    async def load(cls, config: WorkerConfig, on_grammar: Callable[[], None]) -> EngineHost:
         """Loads the model on all ranks and starts the engine thread. Raises ConfigError or InternalError.
 
         on_grammar: called on the loop when a grammar has been compiled.
@@ -41,8 +41,6 @@ class EngineHost:
         loop = asyncio.get_running_loop()
         ranks = TensorParallelGroup(config.worker_id, config.engine, config.host, config.log_level)
         loaded: LoadedModel = await loop.run_in_executor(None, ranks.load)
-        if not with_vision:
-            loaded = loaded.without_vision()
         grammars = Grammars(config.engine.model, loaded.vocab_size, lambda: loop.call_soon_threadsafe(on_grammar))
         pool = KVPool(loaded, config.engine)
         engine = EngineThread(

@@ -7,14 +7,12 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
-from typing import Any, Protocol
+from pathlib import Path
 
 import msgspec
 
-from tandem.engine.block_manager import BlockManager
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
-    PairStatus,
     RegisterWorker,
     Role,
     WorkerInfo,
@@ -23,61 +21,29 @@ from tandem.protocol.messages.membership import (
     WorkerStatus,
 )
 from tandem.protocol.network import Context
+from tandem.protocol.proxy_endpoints import write_whole
+from tandem.protocol.worker_actions import Action
 from tandem.runtime.drain import Drain, Retired
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.host import host_id
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import EngineHost
+from tandem.worker.kv_traffic import KVTraffic
 from tandem.worker.registration import Registration
+from tandem.worker.scheduler import WorkerScheduler
 
 log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 
 
-class Scheduler(Protocol):
-    """The interface that both schedulers share. Their actions differ in type."""
-
-    blocks: BlockManager
-    num_finished: int
-
-    @property
-    def num_prompt_tokens(self) -> int: ...
-
-    @property
-    def num_cached_tokens(self) -> int: ...
-
-    @property
-    def num_running(self) -> int: ...
-
-    @property
-    def num_waiting(self) -> int: ...
-
-    @property
-    def is_idle(self) -> bool: ...
-
-    def waiting_tokens(self) -> list[tuple[int, int]]: ...
-
-    def on_proxy_lost(self, proxy_id: str) -> list[Any]: ...
-
-    def abort_all(self) -> list[Any]: ...
-
-
-class Pairs(Protocol):
-    """The interface that both workers' pair shells share."""
-
-    def on_view(self, workers: list[WorkerInfo]) -> None: ...
-
-    def begin_epoch(self, worker: WorkerInfo) -> None: ...
-
-
-def new_worker_info(config: WorkerConfig, role: Role, endpoint: str, metrics: WorkerMetrics) -> WorkerInfo:
+def new_worker_info(config: WorkerConfig, endpoint: str, metrics: WorkerMetrics) -> WorkerInfo:
     """Returns this worker's identity under a new epoch. Raises ConfigError if the /metrics address is not available."""
     return WorkerInfo(
         worker_id=config.worker_id,
         epoch=secrets.token_hex(8),
-        role=role,
+        role=_role(config),
         endpoint=endpoint,
         pid=os.getpid(),
         num_ranks=config.engine.tensor_parallel_size,
@@ -86,11 +52,16 @@ def new_worker_info(config: WorkerConfig, role: Role, endpoint: str, metrics: Wo
     )
 
 
+def _role(config: WorkerConfig) -> Role:
+    """Returns the role that this worker last took, or the configured one."""
+    file = Path(config.role_file)
+    return msgspec.convert(file.read_text(), Role) if config.role_file and file.exists() else config.role
+
+
 class Presence:
     """Keeps a worker registered while `serve` runs.
 
-    perform: executes actions of the scheduler. load: returns the current load for status messages. pair_status: returns
-    the state of the pairs that this side opens (prefill workers only).
+    perform: executes actions of the scheduler. load: returns the current load for status messages.
     """
 
     def __init__(
@@ -98,23 +69,22 @@ class Presence:
         config: WorkerConfig,
         info: WorkerInfo,
         host: EngineHost,
-        scheduler: Scheduler,
-        pairs: Pairs,
-        perform: Callable[[list[Any]], None],
+        scheduler: WorkerScheduler,
+        traffic: KVTraffic,
+        perform: Callable[[list[Action]], None],
         load: Callable[[], WorkerLoad],
-        pair_status: Callable[[], list[PairStatus]] = list,
     ) -> None:
         self.info = info
         self._config = config
         self._scheduler = scheduler
-        self._pairs = pairs
+        self._traffic = traffic
         self._perform = perform
         self._load = load
-        self._pair_status = pair_status
         self._drain = Drain(config.drain_timeout_s)
         self._loop = asyncio.get_running_loop()
         self._host = host
         self._registration: Registration | None = None  # set while serving
+        self._num_role_changes = 0
 
     async def serve(self, context: Context, stopping: asyncio.Event, on_tick: Callable[[float], None]) -> None:
         """Serves until `stopping` is set or a drain is over.
@@ -127,11 +97,12 @@ class Presence:
             self._config.proxy_endpoints,
             self._register(),
             self._status,
-            self._pairs.on_view,
+            self._traffic.on_view,
             lambda proxy_id: self._perform(self._scheduler.on_proxy_lost(proxy_id)),
             self._scheduler.blocks.prefix_log.restart,
             self._begin_epoch,
             lambda: self.drain(for_good=True),
+            self._change_role,
             self._config.proxies_file,
         )
         blocks = self._scheduler.blocks
@@ -184,32 +155,25 @@ class Presence:
         """
         self._perform(self._scheduler.abort_all())
         self.info = msgspec.structs.replace(self.info, epoch=secrets.token_hex(8))
-        self._pairs.begin_epoch(self.info)
+        self._traffic.begin_epoch(self.info)
         self._scheduler.blocks.prefix_log.restart()
         return self._register()
 
+    def _change_role(self, role: Role) -> None:
+        """Takes another role. It survives a restart, because the next process reads it from the file."""
+        if role == self.info.role or self._registration is None:
+            return
+        log.info("role changed from %s to %s", self.info.role, role)
+        if self._config.role_file:
+            write_whole(Path(self._config.role_file), role)
+        self._num_role_changes += 1
+        self.info = msgspec.structs.replace(self.info, role=role)
+        self._traffic.on_role(self.info)
+        self._registration.send_to_all(self._status())
+
     def _status(self) -> WorkerStatus:
-        load, pairs = self._load(), self._pair_status()
+        load, pairs = self._load(), self._traffic.status()
         prefixes = self._scheduler.blocks.prefix_log.take()
-        return WorkerStatus(self.info.worker_id, self.info.epoch, load, pairs, prefixes, self._drain.has_begun)
-
-
-def common_load(scheduler: Scheduler, step_time_s: float, prompt_tokens_per_s: float) -> WorkerLoad:
-    """Returns the load figures that both kinds of worker report."""
-    blocks = scheduler.blocks
-    waiting_tokens = scheduler.waiting_tokens()
-    return WorkerLoad(
-        num_running=scheduler.num_running,
-        num_waiting=scheduler.num_waiting,
-        num_waiting_tokens=sum(num_tokens for _, num_tokens in waiting_tokens),
-        num_blocks=blocks.num_blocks,
-        num_free_blocks=blocks.num_free,
-        num_quarantined_blocks=blocks.num_quarantined,
-        num_cached_blocks=blocks.num_cached,
-        num_prompt_tokens=scheduler.num_prompt_tokens,
-        num_cached_tokens=scheduler.num_cached_tokens,
-        step_time_s=step_time_s,
-        num_finished=scheduler.num_finished,
-        waiting_tokens=waiting_tokens,
-        prompt_tokens_per_s=prompt_tokens_per_s,
-    )
+        load = msgspec.structs.replace(load, num_role_changes=self._num_role_changes)
+        info = self.info
+        return WorkerStatus(info.worker_id, info.epoch, info.role, load, pairs, prefixes, self._drain.has_begun)

@@ -15,16 +15,19 @@ from pathlib import Path
 
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import (
+    PROXY_SILENCE_S,
+    ChangeRole,
     ClusterView,
-    DrainAnswer,
     FromProxyControl,
     LeaveCluster,
     RegisterWorker,
     RegistrationRefused,
+    Role,
     StatusReport,
     TimelineReport,
     WorkerInfo,
     WorkerLeft,
+    WorkerOrdered,
     WorkerStatus,
 )
 from tandem.protocol.network import Context
@@ -35,7 +38,6 @@ from tandem.runtime.errors import ConfigError
 log = logging.getLogger(__name__)
 
 HEARTBEAT_INTERVAL_S = 0.25
-PROXY_SILENCE_S = 5.0
 PROXY_SETTLE_S = 2.0
 """For this long after a proxy's first message its view may add workers but not remove any."""
 _SIGHT_S = 1.0
@@ -71,8 +73,9 @@ class Registration:
     status: returns the current status. on_view: called with all workers that any proxy knows, when that changes.
     on_proxy_lost: called with the id of a proxy whose requests must be aborted. on_restart_prefixes: called when a
     proxy has missed a prefix cache update. begin_epoch: called when all proxies have declared this worker lost; returns
-    its registration under a new epoch. on_leave: called when the worker is told to leave for good. proxies_file: see
-    `protocol.proxy_endpoints`; empty if endpoints never change.
+    its registration under a new epoch. on_leave: called when the worker is told to leave for good. on_role: called with
+    the role that the worker is told to take. proxies_file: see `protocol.proxy_endpoints`; empty if endpoints never
+    change.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class Registration:
         on_restart_prefixes: Callable[[], None],
         begin_epoch: Callable[[], RegisterWorker],
         on_leave: Callable[[], object],
+        on_role: Callable[[Role], object],
         proxies_file: str = "",
     ) -> None:
         self._context = context
@@ -97,6 +101,7 @@ class Registration:
         self._on_restart_prefixes = on_restart_prefixes
         self._begin_epoch = begin_epoch
         self._on_leave = on_leave
+        self._on_role = on_role
         self._view: list[WorkerInfo] = []
         self._file = EndpointsFile(Path(proxies_file)) if proxies_file else None
         self._codec: Codec[FromProxyControl] = Codec(FromProxyControl)
@@ -189,7 +194,9 @@ class Registration:
                 self._on_refused(link, message.reason)
             case LeaveCluster():
                 self._on_leave()
-            case StatusReport() | DrainAnswer() | TimelineReport():
+            case ChangeRole():
+                self._on_role(message.role)
+            case StatusReport() | WorkerOrdered() | TimelineReport():
                 pass
 
     def _on_declared_lost(self, link: _ProxyLink, proxy_id: str) -> None:

@@ -1,9 +1,10 @@
 """Soak test: load on a real cluster while its processes are killed, frozen and drained.
 
-    python -m bench.faults.chaos [--minutes 10] [--seed N] [--quick] [--json FILE]
+    python -m bench.faults.chaos [--minutes 10] [--seed N] [--change-roles] [--quick] [--json FILE]
 
 Two proxies, two prefill and two decode workers. Requests arrive at 80 % of the measured capacity, one client in ten
-disconnects early, and bursts exceed the waiting limit. Every response is compared, token for token, with transformers.
+disconnects early, and bursts exceed the waiting limit. With --change-roles, a random worker gets a random role every
+second. Every response is compared, token for token, with transformers.
 At the end all blocks must be free, and no process may have leaked memory, descriptors, files or shared memory.
 """
 
@@ -47,7 +48,12 @@ OPTIONS = (
 
 
 async def soak(
-    cluster: Cluster, seconds: float, questions: list[Question], rng: random.Random, shared_before: set[str]
+    cluster: Cluster,
+    seconds: float,
+    questions: list[Question],
+    rng: random.Random,
+    shared_before: set[str],
+    change_roles: bool,
 ) -> dict[str, Any]:
     connector = aiohttp.TCPConnector(limit=0, force_close=True)  # lets each request reach either proxy
     timeout = aiohttp.ClientTimeout(total=600)
@@ -55,6 +61,10 @@ async def soak(
     with Progress(*columns, console=Console(stderr=True)) as progress:
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
             clients = Clients(session, cluster.url, questions, rng)
+            names = (*WORKERS, "proxy-0", "proxy-1")
+            injector = FaultInjector(cluster.port, 2, names, rng, progress.console.print, clients.on_fault)
+            if change_roles:
+                await injector.make_all_elastic()
             task = progress.add_task("checking each request alone", total=None)
             await clients.check_each()
             progress.update(task, description="measuring the capacity")
@@ -66,18 +76,13 @@ async def soak(
             footprint = Footprint.of(cluster, shared_before)
             end = time.monotonic() + seconds
 
-            def on_fault(name: str, fault: str) -> None:
-                if fault == "SIGKILL" and name.startswith("proxy"):
-                    clients.proxy_kills.append(time.monotonic())
-
-            names = (*WORKERS, "proxy-0", "proxy-1")
-            injector = FaultInjector(cluster.port, 2, names, rng, progress.console.print, on_fault)
             progress.update(task, description=f"{LOAD * capacity_per_s:.1f} requests/s", total=seconds)
             await asyncio.gather(
                 injector.run_while(lambda: time.monotonic() < end - 10),
                 clients.send_at_rate(LOAD * capacity_per_s, end),
                 _bursts(clients, end, seconds),
                 _show(progress, task, end),
+                injector.change_roles_while(lambda: change_roles and time.monotonic() < end - 5),
             )
             progress.update(task, description="waiting for the last responses")
             await clients.wait()
@@ -100,6 +105,7 @@ async def soak(
         "memory_before": msgspec.to_builtins(memory),
         "memory_after": msgspec.to_builtins(after),
         "max_growth": round(max_growth(memory, after), 3),
+        "role_changes": injector.num_role_changes,
         "faults": injector.injected,
     }
 
@@ -127,6 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.faults.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--change-roles", action="store_true")
     add_common_options(parser)
     arguments = parser.parse_args()
     seconds = 60.0 if arguments.quick else 60 * arguments.minutes
@@ -134,7 +141,7 @@ def main() -> None:
     rng = random.Random(arguments.seed)
     questions = make_questions(rng, ReferenceModel(ensure_noise_model()))
     with Cluster(*OPTIONS, start_timeout_s=240) as cluster:
-        figures = asyncio.run(soak(cluster, seconds, questions, rng, shared_before))
+        figures = asyncio.run(soak(cluster, seconds, questions, rng, shared_before, arguments.change_roles))
     Console().print_json(data={name: value for name, value in figures.items() if name != "faults"})
     aims = [
         Aim.of("wrong responses", figures["wrong"], 0, "lower"),

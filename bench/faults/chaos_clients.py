@@ -76,7 +76,7 @@ class Tally:
 
 
 class Clients:
-    """Sends the questions at random. `proxy_kills` holds the monotonic times at which the caller killed a proxy."""
+    """Sends the questions at random."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str, questions: list[Question], rng: random.Random) -> None:
         self._session = session
@@ -84,8 +84,13 @@ class Clients:
         self._rng = rng
         self._questions = questions
         self._in_flight: set[asyncio.Task[None]] = set()
-        self.proxy_kills: list[float] = []
+        self._proxy_kills: list[float] = []  # seconds of the monotonic clock
         self.tally = Tally()
+
+    def on_fault(self, process: str, fault: str) -> None:
+        """Must be called for each fault. Answers through a killed proxy may be cut off."""
+        if fault == "SIGKILL" and process.startswith("proxy"):
+            self._proxy_kills.append(time.monotonic())
 
     async def check_each(self) -> None:
         """Sends each question alone and without faults. Raises Failed where tokens differ from transformers'."""
@@ -154,7 +159,7 @@ class Clients:
         except Refused as refusal:
             tally.refused[str(refusal)] += 1
         except aiohttp.ClientError as error:
-            if any(killed_at >= started_at for killed_at in self.proxy_kills):
+            if any(killed_at >= started_at for killed_at in self._proxy_kills):
                 tally.cut += 1
             else:
                 tally.failed[f"{type(error).__name__}: {error}"[:100]] += 1

@@ -1,4 +1,7 @@
-"""Kills, freezes and drains random processes of a cluster, for `bench.faults.chaos` and `bench.exam`."""
+"""Kills, freezes and drains random processes of a cluster, and changes roles of its workers.
+
+Used by `bench.faults.chaos` and `bench.exam`.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +11,18 @@ import random
 import signal
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_args
 
 from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
+from tandem.protocol.messages.membership import (
+    DECODE_ROLES,
+    PREFILL_ROLES,
+    Role,
+    SetWorkerRole,
+    StatusReport,
+    WorkerOrdered,
+)
 from tandem.runtime.errors import Overloaded
 
 RECOVERY_LIMIT_S = 300.0
@@ -40,6 +51,7 @@ class FaultInjector:
         self._names, self._rng = names, rng
         self._log, self._on_fault = log, on_fault
         self.injected: list[dict[str, Any]] = []
+        self.num_role_changes = 0
 
     async def run_while(self, condition: Callable[[], bool]) -> None:
         """Raises RuntimeError when the cluster does not recover within RECOVERY_LIMIT_S."""
@@ -47,14 +59,39 @@ class FaultInjector:
             name, fault = self._rng.choice(self._names), self._rng.choice(FAULTS)
             started_at = time.monotonic()
             await self._inject(name, fault)
-            while not await self._is_recovered():
-                await asyncio.sleep(0.2)
-                if time.monotonic() - started_at > RECOVERY_LIMIT_S:
-                    raise RuntimeError(f"no recovery within {RECOVERY_LIMIT_S:.0f} s after {fault} of {name}")
+            await self._wait_until_recovered(f"{fault} of {name}")
             recovered_s = round(time.monotonic() - started_at, 2)
             self.injected.append({"process": name, "fault": fault, "recovered_s": recovered_s})
             self._log(f"{name}: {fault}; recovered after {recovered_s:.1f} s")
             await asyncio.sleep(self._rng.uniform(1, 6))
+
+    async def change_roles_while(self, condition: Callable[[], bool]) -> None:
+        """Gives one worker another role every second. Returns at the end; refused changes are not counted."""
+        while condition():
+            await asyncio.sleep(1.0)
+            if await self._give_role(self._rng.choice(WORKERS), self._rng.choice(get_args(Role))):
+                self.num_role_changes += 1
+
+    async def make_all_elastic(self) -> None:
+        """Gives every worker the role any, which opens all pairs."""
+        for name in WORKERS:
+            await self._give_role(name, "any")
+        await self._wait_until_recovered("roles were changed")
+
+    async def _give_role(self, name: str, role: Role) -> bool:
+        try:
+            answers = await ClusterClient(self._port).ask_proxies(SetWorkerRole(name, role), WorkerOrdered)
+        except Overloaded:
+            return False
+        return any(not answer.error for answer in answers)
+
+    async def _wait_until_recovered(self, cause: str) -> None:
+        """Raises RuntimeError after RECOVERY_LIMIT_S."""
+        deadline = time.monotonic() + RECOVERY_LIMIT_S
+        while not await self._is_recovered():
+            await asyncio.sleep(0.2)
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"no recovery within {RECOVERY_LIMIT_S:.0f} s after {cause}")
 
     async def _inject(self, name: str, fault: str) -> None:
         """Returns when the process has been replaced or resumed."""
@@ -76,7 +113,7 @@ class FaultInjector:
         return int((runtime_dir(self._port) / f"{name}.pid").read_text())
 
     async def _is_recovered(self) -> bool:
-        """Tells whether every proxy lists every worker, none draining, and all four pairs are ready."""
+        """Tells whether every proxy lists every worker, none draining, and all pairs that roles need are ready."""
         try:
             reports = await ClusterClient(self._port).status()
         except Overloaded:
@@ -84,6 +121,20 @@ class FaultInjector:
         return len(reports) == self._num_proxies and all(
             len(report.workers) == len(WORKERS)
             and not any(worker.draining for worker in report.workers)
-            and sum(pair.state == "ready" for worker in report.workers for pair in worker.pairs) == 4
+            and _has_all_pairs(report)
             for report in reports
         )
+
+
+def _has_all_pairs(report: StatusReport) -> bool:
+    ready = {
+        (source.worker.epoch, pair.decode_epoch)
+        for source in report.workers
+        for pair in source.pairs
+        if pair.state == "ready"
+    }
+    sources, targets = (
+        [each.worker.epoch for each in report.workers if each.worker.role in roles]
+        for roles in (PREFILL_ROLES, DECODE_ROLES)
+    )
+    return all((source, target) in ready for source in sources for target in targets if source != target)

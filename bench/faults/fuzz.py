@@ -35,7 +35,7 @@ from bench.support.processes import num_descriptors, process_memory
 from bench.support.report import Aim, Report, add_common_options, finish
 from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import runtime_dir
-from tandem.protocol.messages.dispatch import ToDecode, ToPrefill, ToProxy
+from tandem.protocol.messages.dispatch import ToProxy, ToWorker
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
     FromProxyControl,
@@ -57,8 +57,7 @@ _SETTLE_TIMEOUT_S = 120.0
 _ALL = tuple(
     kind
     for union in (
-        ToPrefill,
-        ToDecode,
+        ToWorker,
         ToProxy,
         ToDecodePeer,
         ToPrefillPeer,
@@ -83,8 +82,8 @@ class Fuzz:
         self.http = HttpFuzzer(self._rng, port, MODEL)
         self._fuzzers = {
             "proxy-0": self._fuzzer(ToProxyControl),
-            "prefill-0": self._fuzzer(ToPrefill),
-            "decode-0": self._fuzzer(ToDecode | ToDecodePeer),
+            "prefill-0": self._fuzzer(ToWorker | ToDecodePeer),
+            "decode-0": self._fuzzer(ToWorker | ToDecodePeer),
             # Without commands that the launcher would execute, such as a valid new number of workers.
             "launcher": self._fuzzer(GetPlan | ListProcesses | RestartProcess),
         }
@@ -169,7 +168,7 @@ class Fuzz:
             router.bind(endpoint)
             control.connect(f"ipc://{self._folder}/proxy-0.sock")
             worker = WorkerInfo("fuzz-decode", os.urandom(4).hex(), "decode", endpoint, os.getpid())
-            status = msgspec.msgpack.encode(WorkerStatus(worker.worker_id, worker.epoch, WorkerLoad()))
+            status = msgspec.msgpack.encode(WorkerStatus(worker.worker_id, worker.epoch, worker.role, WorkerLoad()))
             control.send(msgspec.msgpack.encode(RegisterWorker(PROTOCOL_VERSION, worker, *prompt_limits, "fuzz", 64)))
             proxy, prefill = f"{report.proxy_id}:0".encode(), b""
             sent, deadline, beat_at = 0, time.monotonic() + _SETTLE_TIMEOUT_S, 0.0

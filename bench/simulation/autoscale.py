@@ -131,7 +131,7 @@ def _read_mooncake(file: Path) -> list[Request]:
 class Proposes(Protocol):
     """Interface of a planner."""
 
-    def propose(self, now: float, demand: Demand, num_prefill: int, num_decode: int) -> Proposal: ...
+    def propose(self, now: float, demand: Demand, num_prefill: int, num_decode: int, num_any: int = 0) -> Proposal: ...
 
 
 def play(
@@ -141,16 +141,17 @@ def play(
     num_decode: int,
     planner: Proposes | None,
     ttft_slo_s: float = math.inf,
+    num_any: int = 0,
 ) -> dict[str, Any]:
     """Plays a trace and returns a row of figures. Without a planner the numbers of workers are fixed."""
-    cluster = ClusterSimulation(speeds, num_prefill, num_decode, ttft_slo_s)
+    cluster = ClusterSimulation(speeds, num_prefill, num_decode, ttft_slo_s, num_any)
     meter = DemandMeter(speeds.max_num_seqs)
 
     def on_tick(now: float, loads: list[tuple[WorkerInfo, WorkerLoad]]) -> None:
         if planner is not None:
             demand = meter.observe(now, loads, cluster.num_refused)
-            proposal = planner.propose(now, demand, cluster.num_prefill, cluster.num_decode)
-            cluster.scale(proposal.prefill, proposal.decode)
+            proposal = planner.propose(now, demand, *cluster.counts.values())
+            cluster.scale({"prefill": proposal.prefill, "decode": proposal.decode, "any": proposal.any})
 
     cluster.run(trace, on_tick)
     assert len(cluster.served) + cluster.num_refused == len(trace)
@@ -168,6 +169,8 @@ def play(
         "most_workers": cluster.max_workers,
         "requests_per_worker_hour": round(num_good / (cluster.worker_s / 3600)),
         "changes": cluster.num_changes,
+        "moves": cluster.num_moves,
+        "starts": cluster.num_starts,
     }
 
 
@@ -176,9 +179,7 @@ def planner_for(speeds: Speeds, max_workers: int, least: int = 1) -> Planner:
         ttft_s=TTFT_S,
         itl_s=ITL_S,
         min_prefill=least,
-        max_prefill=max_workers - least,
         min_decode=least,
-        max_decode=max_workers - least,
         max_workers=max_workers,
         max_num_seqs=speeds.max_num_seqs,
         foresee_s=speeds.boot_s,
@@ -225,15 +226,18 @@ def main() -> None:
     for name, trace in traces.items():
         most = arguments.max_workers
         fixed = [(2, 2), (most // 2, most - most // 2), (most - 4, 4), (4, most - 4)]
-        variants: list[tuple[str, int, int, Proposes | None, float]] = []
+        variants: list[tuple[str, int, int, int, Proposes | None, float]] = []
         for refuses, slo_s in (("", math.inf), (", late ones refused", TTFT_S)):
-            variants += [(f"fixed {p}P{d}D{refuses}", p, d, None, slo_s) for p, d in fixed]
-            variants.append((f"planner{refuses}", 1, 1, planner_for(speeds, most), slo_s))
-            variants.append((f"planner, 3P3D at least{refuses}", 3, 3, planner_for(speeds, most, least=3), slo_s))
+            variants += [(f"fixed {p}P{d}D{refuses}", p, d, 0, None, slo_s) for p, d in fixed]
+            variants.append((f"fixed {most} elastic{refuses}", 0, 0, most, None, slo_s))
+            variants.append((f"planner{refuses}", 1, 1, 0, planner_for(speeds, most), slo_s))
+            variants.append((f"planner, elastic{refuses}", 0, 0, 2, planner_for(speeds, most), slo_s))
+            variants.append((f"planner, 3P3D at least{refuses}", 3, 3, 0, planner_for(speeds, most, least=3), slo_s))
         foresight = Foresight(trace, speeds, planner_for(speeds, most).config)
-        variants.append(("foresight", *foresight.at_start, foresight, math.inf))
-        for label, num_prefill, num_decode, planner, slo_s in variants:
-            row = {"trace": name, "workers": label, **play(trace, speeds, num_prefill, num_decode, planner, slo_s)}
+        variants.append(("foresight", *foresight.at_start, 0, foresight, math.inf))
+        for label, num_prefill, num_decode, num_any, planner, slo_s in variants:
+            figures = play(trace, speeds, num_prefill, num_decode, planner, slo_s, num_any)
+            row = {"trace": name, "workers": label, **figures}
             rows.append(row)
             print(json.dumps(row), flush=True)
     settings = {

@@ -45,14 +45,14 @@ class Foresight:
         proposal = self.propose(0.0, Demand(), 1, 1)
         return proposal.prefill, proposal.decode
 
-    def propose(self, now: float, demand: Demand, num_prefill: int, num_decode: int) -> Proposal:
+    def propose(self, now: float, demand: Demand, num_prefill: int, num_decode: int, num_any: int = 0) -> Proposal:
         first = int(now // MEAN_OVER_S)
         last = int((now + self._boot_s + MEAN_OVER_S) // MEAN_OVER_S)
         coming = self._needs[first : last + 1] or [(1, 1)]
         config = self.config
         prefill = min(max(config.min_prefill, *(need[0] for need in coming)), config.max_prefill)
         decode = min(max(config.min_decode, *(need[1] for need in coming)), config.max_decode)
-        if config.max_workers and prefill + decode > config.max_workers:
+        if prefill + decode > config.max_workers:
             prefill = max(1, round(config.max_workers * prefill / (prefill + decode)))
             decode = config.max_workers - prefill
         return Proposal(prefill, decode, Need(prefill, "foreseen"), Need(decode, "foreseen"))

@@ -135,7 +135,7 @@ class TandemPolicy:
     def pick(self, table: WorkerTable, turn: Turn) -> Placement:
         hashes = unpack_short_hashes(pack_short_hashes(turn.prompt_hashes))
         route = self._router.pick(PromptShape(turn.num_tokens, hashes=hashes), self._slo_s)
-        assert route.prefill is not None and route.decode is not None
+        assert route.decode is not None
         return Placement(route.prefill.worker_id, route.decode.worker_id, route)
 
     def on_first_token(self, placement: Placement, ttft_s: float) -> None:
@@ -254,6 +254,7 @@ class Simulation:
             waiting += int(self._speed * (worker.ends_at - self._now)) - worker.queue[0][0].num_tokens
         load = WorkerLoad(
             num_running=worker.num_sequences,
+            num_decoding=worker.num_sequences,
             num_waiting_tokens=waiting,
             num_blocks=worker.blocks.num_blocks,
             num_free_blocks=worker.blocks.num_free,
@@ -261,7 +262,9 @@ class Simulation:
             prompt_tokens_per_s=self._speed,
         )
         pairs = self._pairs if worker.info.role == "prefill" else []
-        status = WorkerStatus(worker.info.worker_id, worker.info.epoch, load, pairs, worker.blocks.prefix_log.take())
+        status = WorkerStatus(
+            worker.info.worker_id, worker.info.epoch, worker.info.role, load, pairs, worker.blocks.prefix_log.take()
+        )
         for table in self._tables:
             table.on_status(self._now, status)
 

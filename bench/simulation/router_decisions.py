@@ -62,7 +62,7 @@ def build(num_workers: int, rng: random.Random, prompts: list[list[bytes]], spre
             prompt_tokens_per_s=rng.uniform(8_000, 12_000),
         )
         mine = pairs if info.role == "prefill" else []
-        table.on_status(0, WorkerStatus(info.worker_id, info.epoch, load, mine, log.take()))
+        table.on_status(0, WorkerStatus(info.worker_id, info.epoch, info.role, load, mine, log.take()))
     return table
 
 

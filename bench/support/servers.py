@@ -40,6 +40,27 @@ def vllm(options: argparse.Namespace, script: str, model: Path, port: int) -> li
     return [str(options.peers / script), str(options.vllm), str(model), str(port)]
 
 
+def vllm_serve(venv: Path, model: Path, port: int) -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of one vLLM on CPUs, in bfloat16 with a model length of 4,096 and 2 GiB of KV cache.
+
+    All other settings are vLLM's defaults.
+    """
+    command = [
+        str(venv / "bin" / "vllm"), "serve", str(model), "--port", str(port), "--served-model-name", MODEL,
+        "--dtype", "bfloat16", "--max-model-len", "4096",
+    ]  # fmt: skip
+    env = {
+        "PATH": f"{(venv / 'bin').absolute()}:{os.environ['PATH']}",
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+    }
+    return command, env
+
+
 @contextlib.contextmanager
 def server(command: list[str], port: int, env: dict[str, str] | None = None) -> Iterator[int]:
     """Yields the process id once a completion works; kills the process group at the end.

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from tandem.deploy.autoscale.demand import DemandMeter
-from tandem.deploy.autoscale.planner import Planner, PlannerConfig
+from tandem.deploy.autoscale.planner import Planner, PlannerConfig, counts_text
 from tandem.deploy.config import ClusterConfig
 from tandem.protocol.messages.membership import Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.protocol.messages.operations import PlanReport
@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 INTERVAL_S = 1.0
 MAX_BOOT_S = 120.0
 """Longest assumed start of a worker; the first start of a cluster may include a download."""
+DEFAULT_ITL_MS = 50
+"""Inter-token latency that the planner aims at without --itl-slo-ms."""
 
 
 class Scalable(Protocol):
@@ -46,7 +48,7 @@ class Autoscaler:
         self._acts = config.autoscale
         self._meter = DemandMeter(config.max_num_seqs)
         self._planner = Planner(planner_config(config, foresee_s=min(max(boot_s, 1.0), MAX_BOOT_S)))
-        self._proposed: tuple[int, int] | None = None
+        self._proposed: tuple[int, int, int] | None = None
         self.plan: PlanReport | None = None  # of the last observation
 
     async def run(self) -> None:
@@ -60,43 +62,38 @@ class Autoscaler:
         """Update the proposal from the latest reports and act on it."""
         demand = self._meter.observe(now, freshest_loads(reports), num_refused(reports))
         counts = self._cluster.counts
-        current = counts["prefill"], counts["decode"]
+        current = counts["prefill"], counts["decode"], counts["any"]
         proposal = self._planner.propose(now, demand, *current)
-        proposed = proposal.prefill, proposal.decode
+        proposed = proposal.prefill, proposal.decode, proposal.any
         reasons = proposal.prefill_need.reason, proposal.decode_need.reason
-        self.plan = PlanReport(self._acts, *current, *proposed, *reasons, demand.predicted_ttft_s)
+        self.plan = PlanReport(
+            self._acts, *current[:2], *proposed[:2], *reasons, demand.predicted_ttft_s, current[2], proposed[2]
+        )
         if proposed == current:
             self._proposed = None
             return
         if proposed != self._proposed:
             self._proposed = proposed
             log.warning(
-                "autoscaling %s prefill=%d decode=%d instead of %d and %d (prefill: %s; decode: %s)",
+                "autoscaling %s %s instead of %s (prefill: %s; decode: %s)",
                 "sets" if self._acts else "would set (without --autoscale it does not)",
-                *proposed,
-                *current,
+                counts_text(*proposed),
+                counts_text(*current),
                 *reasons,
             )
         if self._acts:
             try:
-                self._cluster.scale({"prefill": proposal.prefill, "decode": proposal.decode})
+                self._cluster.scale({"prefill": proposal.prefill, "decode": proposal.decode, "any": proposal.any})
             except ConfigError as error:  # not enough resources; the next observation tries again
                 log.warning("autoscaling: %s", error)
 
 
 def planner_config(config: ClusterConfig, foresee_s: float) -> PlannerConfig:
-    """The planner's limits; they always include the numbers that the operator has started."""
-    max_workers = config.autoscale_max_workers
-    min_prefill, max_prefill = config.autoscale_range("prefill")
-    min_decode, max_decode = config.autoscale_range("decode")
+    """The planner's targets and limits; these always include the number of workers at the start."""
     return PlannerConfig(
         ttft_s=config.autoscale_ttft_ms / 1000,
-        itl_s=config.autoscale_itl_ms / 1000,
-        min_prefill=min(min_prefill, config.prefill),
-        max_prefill=max(max_prefill, config.prefill),
-        min_decode=min(min_decode, config.decode),
-        max_decode=max(max_decode, config.decode),
-        max_workers=max(max_workers, config.prefill + config.decode) if max_workers else 0,
+        itl_s=(config.itl_slo_ms or DEFAULT_ITL_MS) / 1000,
+        max_workers=max(config.autoscale_max_workers, sum(config.counts.values())),
         max_num_seqs=config.max_num_seqs,
         foresee_s=foresee_s,
     )

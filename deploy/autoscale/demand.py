@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from tandem.protocol.messages.membership import WorkerInfo, WorkerLoad
+from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES, WorkerInfo, WorkerLoad
 
 WINDOW_S = 8.0
 """Period over which rates are averaged."""
@@ -147,9 +147,9 @@ class DemandMeter:
 
     def observe(self, now: float, workers: _Loads, num_refused: int | None = None) -> Demand:
         """num_refused: requests refused by all proxies since their start; None if unknown."""
-        prefills = [(info, load) for info, load in workers if info.role == "prefill"]
-        decodes = [(info, load) for info, load in workers if info.role == "decode"]
-        self._count_prompts(prefills, num_refused)
+        prefills = [(info, load) for info, load in workers if info.role in PREFILL_ROLES]
+        decodes = [(info, load) for info, load in workers if info.role in DECODE_ROLES]
+        self._count_prompts(workers, num_refused)
         self._count_outputs(now, decodes)
         self._learn_speeds(prefills, decodes)
         waiting_tokens = sum(load.num_waiting_tokens for _, load in prefills)
@@ -162,7 +162,7 @@ class DemandMeter:
             prefilled=self._prompts,
             ended=self._num_ended,
             # Sequences that wait on decode do not count: their prompts may still wait for prefill.
-            running=sum(load.num_running for _, load in decodes),
+            running=sum(_num_sequences(info, load) for info, load in decodes),
             used_blocks=sum(load.num_blocks - load.num_free_blocks for _, load in decodes),
         )
         self._samples.append(new)
@@ -195,13 +195,15 @@ class DemandMeter:
             growth_per_s=rate(came - ended - _CHANCE * math.sqrt(came + ended)),
         )
 
-    def _count_prompts(self, prefills: _Loads, num_refused: int | None) -> None:
+    def _count_prompts(self, workers: _Loads, num_refused: int | None) -> None:
+        """Remembers the counters of all roles, since a worker may take another one."""
         counters = {}
-        for info, load in prefills:
+        for info, load in workers:
             now = (load.num_prompt_tokens - load.num_cached_tokens, load.num_finished)
             before = self._counters.get(info.epoch, (0, 0) if self._counters else now)
-            self._tokens += now[0] - before[0]
-            self._prompts += now[1] - before[1]
+            if info.role in PREFILL_ROLES:
+                self._tokens += now[0] - before[0]
+                self._prompts += max(0, now[1] - before[1])
             counters[info.epoch] = now
         self._counters = counters
         if num_refused is not None:
@@ -217,10 +219,11 @@ class DemandMeter:
         self._ended *= _REMEMBERED
         for info, load in decodes:
             before = self._finished.get(info.epoch, load.num_finished)
-            self._ended += load.num_finished - before
-            self._num_ended += load.num_finished - before
+            ended = max(0, load.num_finished - before)
+            self._ended += ended
+            self._num_ended += ended
             if load.step_time_s > 0:
-                self._output_tokens += load.num_running * elapsed_s / load.step_time_s
+                self._output_tokens += _num_sequences(info, load) * elapsed_s / load.step_time_s
         self._finished = {info.epoch: load.num_finished for info, load in decodes}
 
     def _is_full(self, load: WorkerLoad) -> bool:
@@ -231,6 +234,12 @@ class DemandMeter:
         if measured:
             self._speed = sum(measured) / len(measured)
         self._step_time.forget()
-        for _, load in decodes:
-            if load.num_running and load.step_time_s > 0:
-                self._step_time.add(load.num_running, load.step_time_s)
+        for info, load in decodes:
+            step_s = (load.fixed_step_s + load.step_s_per_sequence * load.num_decoding) or load.step_time_s
+            if (num_sequences := _num_sequences(info, load)) and step_s > 0:
+                self._step_time.add(num_sequences, step_s)
+
+
+def _num_sequences(info: WorkerInfo, load: WorkerLoad) -> int:
+    """Running sequences; those of an elastic worker include waiting ones, as its running items include prompts."""
+    return min(load.num_decoding, load.num_running) if info.role == "any" else load.num_running

@@ -1,8 +1,10 @@
-"""Proposes numbers of prefill and decode workers. Pure: demand and a clock value in, a `Proposal` out.
+"""Proposes numbers of workers by role. Pure: demand and a clock value in, a `Proposal` out.
 
 `prefill_needed` and `decode_needed` compute the current need: the fewest prefill workers whose queue keeps the TTFT
 (Erlang C), and the fewest decode workers whose steps keep the ITL and whose pools hold the blocks. `Planner` smooths
-them: up when more workers were needed for a short time, down when fewer sufficed for a long time, within limits.
+them: up when more workers were needed for a short time, down when fewer sufficed for a long time, within limits. A role
+that needs more gets the workers that the other role can spare, before new ones are started. Elastic workers do both
+phases; where there are any, the planner changes only their number.
 """
 
 from __future__ import annotations
@@ -26,8 +28,10 @@ DOWN_AFTER_S = 120.0
 """How long more, or fewer, workers must have been needed before a change."""
 COOLDOWN_S = 5.0
 """Minimum time between changes of one role."""
+SPARE_AFTER_S = 10.0
+"""How long a role must have needed fewer workers before the other role gets them, which takes no time to start."""
 REBALANCE_S = 30.0
-"""Minimum time between two moves of workers from one role to the other."""
+"""Minimum time between two moves of workers from one role to the other at the limit, where both need more."""
 CATCH_UP_S = 10.0
 """Time within which a backlog that is already too long should be worked off."""
 
@@ -35,19 +39,25 @@ CATCH_UP_S = 10.0
 class PlannerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Targets and limits of the planner.
 
-    ttft_s, itl_s: latency targets. max_workers: limit for both roles together; 0 means no limit. max_num_seqs: limit of
-    one decode worker. foresee_s: period for which growth is extrapolated, about the time that a worker takes to start.
+    ttft_s, itl_s: latency targets. max_workers: limit for all roles together. max_num_seqs: limit of one decode worker.
+    foresee_s: period for which growth is extrapolated, about the time that a worker takes to start.
     """
 
     ttft_s: float = 1.0
     itl_s: float = 0.05
     min_prefill: int = 1
-    max_prefill: int = 8
     min_decode: int = 1
-    max_decode: int = 8
-    max_workers: int = 0
+    max_workers: int = 16
     max_num_seqs: int = 64
     foresee_s: float = 30.0
+
+    @property
+    def max_prefill(self) -> int:
+        return self.max_workers - self.min_decode
+
+    @property
+    def max_decode(self) -> int:
+        return self.max_workers - self.min_prefill
 
 
 class Need(msgspec.Struct, frozen=True):
@@ -65,6 +75,12 @@ class Proposal(msgspec.Struct, frozen=True):
     decode: int
     prefill_need: Need
     decode_need: Need
+    any: int = 0
+
+
+def counts_text(prefill: int, decode: int, any_role: int) -> str:
+    """Numbers of workers as `tandem scale` reads them. Elastic workers are left out where there are none."""
+    return f"prefill={prefill} decode={decode}" + (f" any={any_role}" if any_role else "")
 
 
 def _up(count: float) -> int:
@@ -131,6 +147,11 @@ def decode_needed(demand: Demand, config: PlannerConfig) -> Need:
     return Need(max(1, by_time), reason, work)
 
 
+def elastic_needed(prefill_need: Need, decode_need: Need) -> int:
+    """Fewest elastic workers that do the work of both phases, and enough for each phase alone."""
+    return max(_up(prefill_need.work + decode_need.work), prefill_need.num_workers, decode_need.num_workers)
+
+
 class _Steady:
     """Smooths the need of one role over time."""
 
@@ -161,6 +182,13 @@ class _Steady:
                 return max(ever, self.least)
         return current
 
+    def spare(self, now: float, current: int) -> int:
+        """Number of workers above the most that were needed for SPARE_AFTER_S, without the minimum."""
+        if not self._covers(now, SPARE_AFTER_S):
+            return 0
+        needed = max(count for at, count in self._needs if at >= now - SPARE_AFTER_S)
+        return max(0, current - max(needed, self.least))
+
     def _covers(self, now: float, duration_s: float) -> bool:
         return self._needs[0][0] <= now - duration_s
 
@@ -172,14 +200,25 @@ class Planner:
         self.config = config
         self._prefill = _Steady(config.min_prefill, config.max_prefill)
         self._decode = _Steady(config.min_decode, config.max_decode)
+        self._any = _Steady(1, config.max_workers)
         self._rebalanced_at = -math.inf
 
-    def propose(self, now: float, demand: Demand, num_prefill: int, num_decode: int) -> Proposal:
-        """num_prefill, num_decode: numbers at present, starting workers included."""
+    def propose(self, now: float, demand: Demand, num_prefill: int, num_decode: int, num_any: int = 0) -> Proposal:
+        """num_prefill, num_decode, num_any: numbers at present by role, starting workers included."""
         prefill_need, decode_need = prefill_needed(demand, self.config), decode_needed(demand, self.config)
+        if num_any:
+            fixed = num_prefill + num_decode
+            self._any.most = self.config.max_workers - fixed
+            needed = max(1, elastic_needed(prefill_need, decode_need) - fixed)
+            wanted = self._any.want(now, num_any, needed)
+            return Proposal(num_prefill, num_decode, prefill_need, decode_need, wanted)
         prefill = self._prefill.want(now, num_prefill, prefill_need.num_workers)
         decode = self._decode.want(now, num_decode, decode_need.num_workers)
-        if 0 < self.config.max_workers < prefill + decode:
+        if prefill > num_prefill and decode == num_decode:
+            decode -= min(prefill - num_prefill, self._decode.spare(now, num_decode))
+        elif decode > num_decode and prefill == num_prefill:
+            prefill -= min(decode - num_decode, self._prefill.spare(now, num_prefill))
+        if self.config.max_workers < prefill + decode:
             if num_prefill + num_decode >= self.config.max_workers and now - self._rebalanced_at < REBALANCE_S:
                 prefill, decode = num_prefill, num_decode
             else:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Awaitable, Callable
 
 from tandem.deploy.commands.cluster_client import ClusterClient
-from tandem.protocol.messages.membership import DrainAnswer, DrainWorker, StatusReport
+from tandem.protocol.messages.membership import DrainWorker, StatusReport, WorkerOrdered
 from tandem.protocol.messages.operations import LaunchedProcess, ListProcesses, RestartProcess
 from tandem.runtime.errors import ConfigError, InternalError, Overloaded
 
@@ -25,7 +25,7 @@ async def drain(cluster: ClusterClient, worker_id: str, timeout_s: float) -> Non
     process: LaunchedProcess | None = None  # stays None if another host runs it or the launcher does not answer
     with contextlib.suppress(ConfigError, Overloaded):
         process = (await cluster.processes(ListProcesses())).get(worker_id)
-    answers = await cluster.ask_proxies(DrainWorker(worker_id), DrainAnswer)
+    answers = await cluster.ask_proxies(DrainWorker(worker_id), WorkerOrdered)
     if all(answer.error for answer in answers):
         raise ConfigError(answers[0].error)
     print(f"{worker_id} is draining", flush=True)
@@ -35,7 +35,7 @@ async def drain(cluster: ClusterClient, worker_id: str, timeout_s: float) -> Non
         has_process = process is not None and (await cluster.processes(ListProcesses())).get(worker_id) == process
         return worker_id not in _epochs(reports) and not has_process
 
-    await _until(cluster, timeout_s, f"{worker_id} has not left", has_left)
+    await until(cluster, timeout_s, f"{worker_id} has not left", has_left)
     print(f"{worker_id} has left", flush=True)
 
 
@@ -73,13 +73,14 @@ async def _restart_one(cluster: ClusterClient, old: LaunchedProcess, timeout_s: 
             return True
         return _epochs(reports).get(name, old_epoch) != old_epoch
 
-    await _until(cluster, timeout_s, f"{name} has not come back", is_back)
+    await until(cluster, timeout_s, f"{name} has not come back", is_back)
     print(f"{name} is back", flush=True)
 
 
-async def _until(
+async def until(
     cluster: ClusterClient, timeout_s: float, failure: str, holds: Callable[[list[StatusReport]], Awaitable[bool]]
 ) -> None:
+    """Wait until `holds` of the proxies' reports. Raises InternalError, which begins with `failure`, after the time."""
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:
         with contextlib.suppress(Overloaded, ConfigError):  # no proxy answers at the moment

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import re
+import typing
 from collections.abc import Sequence
 
+import msgspec
+
+from tandem.deploy.autoscale.planner import counts_text
 from tandem.deploy.commands.cluster_client import ClusterClient
-from tandem.protocol.messages.membership import StatusReport
+from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES, Role, StatusReport
 from tandem.protocol.messages.operations import ClusterScaled, ScaleCluster
 from tandem.runtime.errors import ConfigError, InternalError, Overloaded
 
 POLL_S = 0.5
-_OWN_NAME = re.compile(r"(prefill|decode)-\d+")
+_OWN_NAME = re.compile(r"(prefill|decode|worker)-\d+")
 """Names of the launcher's workers; those that joined from another host are called prefill-0-HOST."""
 
 
@@ -21,8 +25,8 @@ def parse_counts(arguments: Sequence[str]) -> ScaleCluster:
     counts: dict[str, int] = {}
     for argument in arguments:
         role, equals, count = argument.partition("=")
-        if role not in ("prefill", "decode") or not equals or not count.isascii() or not count.isdigit():
-            raise ConfigError(f"cannot read {argument!r}; write prefill=N or decode=N")
+        if role not in typing.get_args(Role) or not equals or not count.isascii() or not count.isdigit():
+            raise ConfigError(f"cannot read {argument!r}; write prefill=N, decode=N or any=N")
         if role in counts:
             raise ConfigError(f"{role} is given twice")
         counts[role] = int(count[:6])
@@ -32,7 +36,7 @@ def parse_counts(arguments: Sequence[str]) -> ScaleCluster:
 async def scale(cluster: ClusterClient, arguments: Sequence[str], timeout_s: float) -> None:
     """Scale the cluster and wait for the workers; raises InternalError after `timeout_s`. 0 does not wait."""
     answer = await cluster.ask_launcher(parse_counts(arguments), ClusterScaled)
-    text = f"prefill={answer.prefill} decode={answer.decode}"
+    text = counts_text(answer.prefill, answer.decode, answer.any)
     if not timeout_s:
         print(f"scaling to {text}")
         return
@@ -59,8 +63,18 @@ def is_scaled(report: StatusReport, wanted: ClusterScaled) -> bool:
     Workers that joined from other hosts do not count.
     """
     own = [worker for worker in report.workers if _OWN_NAME.fullmatch(worker.worker.worker_id)]
-    names = {worker.worker.worker_id for worker in own}
     roles = [worker.worker.role for worker in own]
-    num_pairs = sum(pair.state == "ready" and pair.decode_worker_id in names for worker in own for pair in worker.pairs)
-    counts = roles.count("prefill"), roles.count("decode")
-    return counts == (wanted.prefill, wanted.decode) and num_pairs == wanted.prefill * wanted.decode
+    ready = {
+        (worker.worker.worker_id, pair.decode_worker_id)
+        for worker in own
+        for pair in worker.pairs
+        if pair.state == "ready"
+    }
+    needed = {
+        (prefill.worker.worker_id, decode.worker.worker_id)
+        for prefill in own
+        for decode in own
+        if prefill is not decode and prefill.worker.role in PREFILL_ROLES and decode.worker.role in DECODE_ROLES
+    }
+    counts = {role: roles.count(role) for role in typing.get_args(Role)}
+    return counts == msgspec.structs.asdict(wanted) and needed <= ready

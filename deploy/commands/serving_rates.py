@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from tandem.protocol.messages.membership import LatencyBuckets, ServingFigures, StatusReport
+from tandem.protocol.messages.membership import LatencyBuckets, PredictionFigures, ServingFigures, StatusReport
 
 QUANTILES = (0.5, 0.9, 0.99)
 
@@ -23,10 +23,20 @@ class RateSample:
 
 
 @dataclass(frozen=True, slots=True)
+class PredictionMeans:
+    """Means over the latencies that were predicted and measured. error_s: of the absolute difference."""
+
+    predicted_s: float
+    measured_s: float
+    error_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ServingRates:
     """ttft_s, itl_s, e2e_s: latencies at QUANTILES, None without samples. Rates are None without an earlier sample.
 
     stages_s: mean of each stage. bandwidth: bytes per second by (prefill, decode) worker while blocks moved.
+    predictions: by latency (ttft, itl), without those that have no samples. placements: sequences by where they ran.
     """
 
     num_waiting: int
@@ -39,6 +49,8 @@ class ServingRates:
     finished_per_s: float | None
     stages_s: dict[str, float]
     bandwidth: dict[tuple[str, str], float] = field(default_factory=dict)
+    predictions: dict[str, PredictionMeans] = field(default_factory=dict)
+    placements: dict[str, int] = field(default_factory=dict)
 
 
 def rates(now: RateSample, then: RateSample | None) -> ServingRates:
@@ -62,6 +74,11 @@ def rates(now: RateSample, then: RateSample | None) -> ServingRates:
         for stage, seconds in new.stages_s.items():
             since = seconds - (old.stages_s.get(stage, 0.0) if old is not None else 0.0)
             stages_s[stage] = stages_s.get(stage, 0.0) + since / max(1, num_finished)
+    placements: dict[str, int] = {}
+    for new, old in pairs:
+        for where, count in new.placements.items():
+            since = count - (old.placements.get(where, 0) if old is not None else 0)
+            placements[where] = placements.get(where, 0) + since
     return ServingRates(
         num_waiting=sum(new.num_waiting for new, _ in pairs),
         num_finished=num_finished,
@@ -73,7 +90,26 @@ def rates(now: RateSample, then: RateSample | None) -> ServingRates:
         finished_per_s=per_s("num_finished"),
         stages_s=stages_s,
         bandwidth=_bandwidth(now, then),
+        predictions=_predictions(pairs),
+        placements=placements,
     )
+
+
+def _predictions(pairs: list[tuple[ServingFigures, ServingFigures | None]]) -> dict[str, PredictionMeans]:
+    means = {}
+    none = PredictionFigures(0, 0.0, 0.0, 0.0)
+    for latency in dict.fromkeys(latency for new, _ in pairs for latency in new.predictions):
+        both = [
+            (new.predictions.get(latency, none), old.predictions.get(latency, none) if old is not None else none)
+            for new, old in pairs
+        ]
+        if num_measured := sum(new.num_measured - old.num_measured for new, old in both):
+            means[latency] = PredictionMeans(
+                sum(new.predicted_s - old.predicted_s for new, old in both) / num_measured,
+                sum(new.measured_s - old.measured_s for new, old in both) / num_measured,
+                sum(new.error_s - old.error_s for new, old in both) / num_measured,
+            )
+    return means
 
 
 def _quantiles(pairs: list[tuple[LatencyBuckets, LatencyBuckets | None]]) -> list[float | None]:

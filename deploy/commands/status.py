@@ -12,8 +12,10 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 
+from tandem.deploy.autoscale.planner import counts_text
 from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.commands.serving_rates import RateSample, ServingRates, rates
+from tandem.protocol.messages.membership import DECODE_ROLES, Role
 from tandem.protocol.messages.operations import GetPlan, PlanReport
 from tandem.runtime.errors import Overloaded, TandemError
 
@@ -21,6 +23,13 @@ PLAN_TIMEOUT_S = 2.0
 INTERVAL_S = 1.0
 WINDOW_S = 30.0
 """Period over which `--watch` computes rates and percentiles."""
+_ROLE_ORDER: tuple[Role, ...] = ("prefill", "any", "decode")
+_PLACEMENT_WORDS = {
+    "same": "on one worker",
+    "two": "on two workers",
+    "deflected": "on a decode worker alone",
+    "prefill_only": "only prefill",
+}
 
 
 async def fetch_plan(cluster: ClusterClient) -> PlanReport | None:
@@ -88,23 +97,23 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
     for report in reports:
         state = "ready" if report.ready else "[red]not ready[/]"
         proxies.add_row(report.proxy_id, state, str(report.num_requests), str(len(report.workers)))
-    names = "pid,ranks,run,wait,KV\nuse,free\nblocks,quaran-\ntined,prefix\nhits,pre-\nempted,step\nms,report\ns ago"
-    workers = _table(["worker"], names.split(","))
+    names = "pid,run,wait,KV\nuse,free\nblocks,quar.,prefix\nhits,pre-\nempt,step\nms,ago\ns"
+    workers = _table(["worker", "role\n(flips)"], names.split(","))
     pairs = _table(["prefill", "decode", "state", "connector"], ["sent\nMB", "MB/s\nmoving"])
     pairs.add_column("reason")
-    for worker in sorted(first.workers, key=lambda w: (w.worker.role != "prefill", w.worker.worker_id)):
+    for worker in sorted(first.workers, key=lambda w: (_ROLE_ORDER.index(w.worker.role), w.worker.worker_id)):
         load = worker.load
         workers.add_row(
             worker.worker.worker_id + (" [yellow]draining[/]" if worker.draining else ""),
+            worker.worker.role + (f" ({load.num_role_changes})" if load.num_role_changes else ""),
             str(worker.worker.pid),
-            str(worker.worker.num_ranks),
             str(load.num_running),
             str(load.num_waiting),
             f"{1 - load.num_free_blocks / load.num_blocks:.0%}" if load.num_blocks else "",
             f"{load.num_free_blocks}/{load.num_blocks}",
             str(load.num_quarantined_blocks),
             f"{load.num_cached_tokens / load.num_prompt_tokens:.0%}" if load.num_prompt_tokens else "",
-            str(load.num_preempted) if worker.worker.role == "decode" else "",
+            str(load.num_preempted) if worker.worker.role in DECODE_ROLES or load.num_preempted else "",
             f"{load.step_time_s * 1000:.1f}",
             f"{worker.silence_s:.1f}",
         )
@@ -138,18 +147,32 @@ def _serving(figures: ServingRates, is_recent: bool) -> list[Table | str]:
             load.append(f"{rate:.1f} {what}")
     shown = [f"{name} {1000 * seconds:.0f}" for name, seconds in figures.stages_s.items() if seconds >= 0.0005]
     stages = "mean ms of each stage: " + ", ".join(shown) if shown else "no request has finished yet"
-    return [latencies, ", ".join(load), stages]
+    parts: list[Table | str] = [latencies, ", ".join(load), stages]
+    if figures.predictions:
+        parts.append(_predictions(figures))
+    if placed := [f"{count} {_PLACEMENT_WORDS[where]}" for where, count in figures.placements.items() if count]:
+        parts.append("sequences that ran " + ", ".join(placed))
+    return parts
+
+
+def _predictions(figures: ServingRates) -> Table:
+    table = _table(["mean ms"], ["predicted", "measured", "error"])
+    for latency, since in (("ttft", "TTFT from dispatch"), ("itl", "ITL")):
+        if (means := figures.predictions.get(latency)) is not None:
+            values = (means.predicted_s, means.measured_s, means.error_s)
+            table.add_row(since, *(f"{1000 * value:.1f}" for value in values))
+    return table
 
 
 def plan_lines(plan: PlanReport) -> str:
     """The planner's proposal and its reasons as text."""
-    current, proposed = (plan.prefill, plan.decode), (plan.proposed_prefill, plan.proposed_decode)
+    current = counts_text(plan.prefill, plan.decode, plan.any)
+    proposed = counts_text(plan.proposed_prefill, plan.proposed_decode, plan.proposed_any)
     if proposed == current:
-        head = f"prefill={plan.prefill} decode={plan.decode} is enough"
+        head = f"{current} is enough"
     else:
-        verb = "sets" if plan.acts else "proposes"
-        head = f"{verb} prefill={proposed[0]} decode={proposed[1]} instead of {current[0]} and {current[1]}"
-        head += "" if plan.acts else f": tandem scale prefill={proposed[0]} decode={proposed[1]}"
+        head = f"{'sets' if plan.acts else 'proposes'} {proposed} instead of {current}"
+        head += "" if plan.acts else f": tandem scale {proposed}"
     return (
         f"autoscaling ({'on' if plan.acts else 'dry run'}): {head}\n"
         f"  prefill: {plan.prefill_reason}; predicted TTFT {1000 * plan.predicted_ttft_s:.0f} ms\n"

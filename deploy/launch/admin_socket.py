@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tandem.deploy.autoscale.autoscaler import Autoscaler, Scalable
+from tandem.deploy.launch.worker_roles import last_of_phase
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.messages.operations import (
@@ -62,16 +63,18 @@ class AdminSocket:
                 self._socket.send(identity, ProcessList(self._cluster.processes))
 
     def _scale(self, message: ScaleCluster) -> FromLauncher:
-        counts: dict[Role, int | None] = {"prefill": message.prefill, "decode": message.decode}
+        counts: dict[Role, int | None] = {"prefill": message.prefill, "decode": message.decode, "any": message.any}
         wanted = {role: count for role, count in counts.items() if count is not None}
         for role, count in wanted.items():
-            if not 1 <= count <= MAX_WORKERS:
-                return ScaleRefused(f"{role}={count}: give a number between 1 and {MAX_WORKERS}")
+            if not 0 <= count <= MAX_WORKERS:
+                return ScaleRefused(f"{role}={count}: give a number between 0 and {MAX_WORKERS}")
+        if phase := last_of_phase(self._cluster.counts, wanted):
+            return ScaleRefused(f"no worker could {phase} any more; keep one of role {phase} or any")
         try:
             self._cluster.scale(wanted)
         except ConfigError as error:
             return ScaleRefused(error.message)
-        return ClusterScaled(self._cluster.counts["prefill"], self._cluster.counts["decode"])
+        return ClusterScaled(**self._cluster.counts)
 
     def close(self) -> None:
         self._socket.close()

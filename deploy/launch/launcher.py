@@ -8,11 +8,7 @@ signal from the kernel when it dies, KV pools are memfds, and sockets are in a f
 from __future__ import annotations
 
 import asyncio
-import errno
-import itertools
 import logging
-import shutil
-import signal
 import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
@@ -26,17 +22,24 @@ from tandem.deploy.config import ClusterConfig
 from tandem.deploy.launch.admin_socket import AdminSocket
 from tandem.deploy.launch.hang_detector import INTERVAL_S, MAX_SILENCE_S, Watchdog
 from tandem.deploy.launch.loading_bar import fraction_loaded
+from tandem.deploy.launch.worker_roles import NAME_PREFIX, WorkerRoles, free_names, num_pairs, start_role
 from tandem.deploy.processes.process_configs import PROXY_GRACE_S
-from tandem.deploy.processes.runtime_dir import create_runtime_dir, log_dir
 from tandem.deploy.processes.supervisor import Supervised
-from tandem.deploy.sites.local import LocalSite
 from tandem.deploy.sites.site import Site
 from tandem.protocol.codec import Codec
 from tandem.protocol.media_client import MediaCacheClient
-from tandem.protocol.messages.membership import FromProxyControl, GetStatus, Role, StatusReport, WorkerExited
+from tandem.protocol.messages.membership import (
+    FromProxyControl,
+    GetStatus,
+    Role,
+    SetWorkerRole,
+    StatusReport,
+    WorkerExited,
+    WorkerOrdered,
+)
 from tandem.protocol.messages.operations import LaunchedProcess
-from tandem.protocol.network import Context, NetworkConfig
-from tandem.protocol.sockets import DealerSocket, new_context
+from tandem.protocol.network import Context
+from tandem.protocol.sockets import DealerSocket
 from tandem.runtime.errors import ConfigError, InternalError, TandemError
 from tandem.runtime.process import EXIT_BAD_CONFIG, EXIT_RETIRED
 
@@ -46,44 +49,9 @@ START_TIMEOUT_S = 600.0
 STOP_GRACE_S = 2.5
 DRAIN_GRACE_S = 10.0
 """Seconds after its drain timeout at which a removed worker is killed."""
-ROLES: tuple[Role, ...] = ("prefill", "decode")
 
 OnProgress = Callable[[str, float | None], None]
 """Called with a text and the fraction of the weights that is loaded, None before that is known."""
-
-
-async def run_cluster(config: ClusterConfig, on_progress: OnProgress, on_ready: Callable[[Path], None]) -> None:
-    """Run a cluster until SIGINT, SIGTERM or SIGHUP. on_ready: called with the folder of the logs.
-
-    Raises ConfigError for what the operator can correct, InternalError if the cluster does not start.
-    """
-    place: int | str = config.port if not config.join else _worker_name(config, "worker")
-    with ExitStack() as cleanup:
-        folder = create_runtime_dir(place)
-        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
-        logs = log_dir(place)
-        # Only a launcher of joining workers or on Ray reaches proxies over tcp; others use local sockets.
-        network = config.network if config.join or config.ray else NetworkConfig()
-        context = new_context("worker" if config.join else "operator", network)
-        cleanup.callback(context.destroy, linger=0)
-        exposed = config.cluster_host or (config.ray and "the nodes' network")
-        if exposed and config.insecure_network and not config.network_keys:
-            log.warning("--insecure-network: anybody who can reach %s can control this cluster", exposed)
-        if not config.ray and not config.join:
-            _check_port(config.host, config.port, "--port or --host")
-            _check_port(*config.admin_address, "--admin-port or --admin-host")
-        site: Site
-        if config.ray:
-            from tandem.deploy.sites.ray_site import RaySite  # optional, and slow to import
-
-            site = RaySite(config, folder, logs)
-        else:
-            site = LocalSite(config, folder, logs)
-        cleanup.callback(site.close)
-        launcher = Launcher(config, site, context, folder)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # after the site: Ray sets its own handlers
-            asyncio.get_running_loop().add_signal_handler(number, launcher.stop)
-        await launcher.run(on_progress, lambda: on_ready(logs))
 
 
 class Launcher:
@@ -99,8 +67,7 @@ class Launcher:
         self._folder = folder
         self._children: dict[str, Supervised] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._counts: dict[Role, int] = {"prefill": config.prefill, "decode": config.decode}
-        self._leaving: set[str] = set()
+        self._workers = WorkerRoles()
         self._stops: set[asyncio.Task[None]] = set()
         self._stopping = asyncio.Event()
         self._fatal: Exception | None = None
@@ -137,7 +104,7 @@ class Launcher:
                 autoscaler = Autoscaler(config, self, boot_s)
                 admin_socket = AdminSocket(self._context, self._folder, self, autoscaler)
                 cleanup.callback(admin_socket.close)
-                if config.prefill:  # without prefill workers there is no ratio to plan
+                if config.prefill or config.workers:  # decode workers alone report no prefill speed to plan with
                     watches.append(autoscaler.run())
             for watch in watches:
                 cleanup.callback(asyncio.create_task(watch).cancel)
@@ -153,9 +120,11 @@ class Launcher:
             self._on_endpoint(f"proxy-{number}", endpoint)
         for i in range(self._config.proxies if not self._config.join else 0):
             self._start(self._site.make_proxy(f"proxy-{i}", self._on_exit, self._on_endpoint))
-        for role in ROLES:
-            for i in range(self._counts[role]):
-                self._start(self._site.make_worker(role, _worker_name(self._config, f"{role}-{i}"), self._on_exit))
+        for role, count in self._config.counts.items():
+            for i in range(count):
+                name = worker_name(self._config, f"{NAME_PREFIX[role]}-{i}")
+                self._workers.add(name, role)
+                self._start(self._site.make_worker(role, name, self._on_exit))
 
     def _start(self, child: Supervised) -> None:
         self._children[child.name] = child
@@ -175,57 +144,66 @@ class Launcher:
     @property
     def processes(self) -> list[LaunchedProcess]:
         """Processes that the launcher keeps running, without those that are being removed."""
-        children = (child for name, child in self._children.items() if name not in self._leaving)
+        children = (child for child in self._children.values() if not self._is_leaving(child.name))
         return [LaunchedProcess(child.name, child.last_pid, child.num_starts) for child in children]
+
+    def _is_leaving(self, name: str) -> bool:
+        return name.startswith(tuple(f"{prefix}-" for prefix in NAME_PREFIX.values())) and name not in self._workers
 
     def restart(self, name: str) -> None:
         """Drain and restart one of `processes`; other names have no effect."""
-        if (child := self._children.get(name)) is not None and name not in self._leaving:
+        if (child := self._children.get(name)) is not None and not self._is_leaving(name):
             child.restart()
 
-    # ---- scaling
+    # ---- roles and numbers of workers
 
     @property
     def counts(self) -> dict[Role, int]:
-        """Wanted number of workers by role."""
-        return dict(self._counts)
+        """Number of workers by current role, without those that are being removed."""
+        return self._workers.counts
 
     def scale(self, counts: Mapping[Role, int]) -> None:
-        """Set the numbers of workers. Those with the highest numbers are drained first.
+        """Set the numbers of workers by role. Running workers change their role before others start or drain.
 
         Returns at once. Raises ConfigError, and changes nothing, if the cluster is not up or resources do not suffice.
         """
         if not self._ready or self._stopping.is_set():
             raise ConfigError("the cluster is not up yet; scale it when it serves")
-        added: list[Supervised] = []
+        before = self.counts
+        changes = self._workers.changes(counts, self._may_move)
+        added: list[tuple[Role, Supervised]] = []
         try:
-            for role, count in counts.items():
-                for name in self._free_names(role, count - self._counts[role]):
-                    added.append(self._site.make_worker(role, name, self._on_exit))
+            for role in changes.added:
+                taken = {*self._children, *(child.name for _, child in added)}
+                added.append((role, self._site.make_worker(role, next(free_names(role, taken)), self._on_exit)))
         except ConfigError:
-            for child in added:
+            for _, child in added:
                 self._site.forget(child.name)
             raise
-        for child in added:
+        for role, child in added:
+            self._workers.add(child.name, role)
             self._start(child)
+        for name, role in changes.moved.items():
+            self._set_role(name, role)
+        for name in changes.removed:
+            self._workers.remove(name)
+            self._stops.add(stop := asyncio.create_task(self._stop_worker(name)))
+            stop.add_done_callback(self._stops.discard)
         for role, count in counts.items():
-            for name in self._workers(role)[count:]:
-                self._leaving.add(name)
-                self._stops.add(stop := asyncio.create_task(self._stop_worker(name)))
-                stop.add_done_callback(self._stops.discard)
-            if count != self._counts[role]:
-                log.warning("scaling %s workers from %d to %d", role, self._counts[role], count)
-            self._counts[role] = count
+            if count != before[role]:
+                log.warning("scaling %s workers from %d to %d", role, before[role], count)
 
-    def _workers(self, role: Role) -> list[str]:
-        """Names of the workers of a role that are not being removed, by number."""
-        names = [name for name in self._children if name.startswith(f"{role}-") and name not in self._leaving]
-        return sorted(names, key=lambda name: int(name.rpartition("-")[2]))
+    def _may_move(self, name: str, role: Role) -> bool:
+        """Whether the worker has registered and has as many ranks as workers of that role."""
+        is_known = any(each.worker.worker_id == name for report in self.reports for each in report.workers)
+        return is_known and self._config.num_ranks(start_role(name)) == self._config.num_ranks(role)
 
-    def _free_names(self, role: Role, count: int) -> list[str]:
-        """Names for `count` new workers; a worker that still drains keeps its name."""
-        free = (name for i in itertools.count() if (name := f"{role}-{i}") not in self._children)
-        return list(itertools.islice(free, max(0, count)))
+    def _set_role(self, name: str, role: Role) -> None:
+        """Order the change through a proxy, which refuses it if no other worker could do the present phase."""
+        log.warning("%s changes its role to %s", name, role)
+        next(iter(self._controls.values())).send(SetWorkerRole(name, role))
+        self._workers.on_order(asyncio.get_running_loop().time(), name, role)
+        self._site.set_role(name, role)
 
     async def _stop_worker(self, name: str) -> None:
         child, task = self._children[name], self._tasks[name]
@@ -243,7 +221,7 @@ class Launcher:
 
     def _forget(self, name: str) -> None:
         del self._children[name], self._tasks[name]
-        self._leaving.discard(name)
+        self._workers.remove(name)
         self._site.forget(name)
 
     # ---- while the cluster runs
@@ -263,9 +241,7 @@ class Launcher:
             return False
         if returncode == EXIT_RETIRED:
             log.info("%s (process %d) has drained and left", name, pid)
-            role: Role = "prefill" if name.startswith("prefill-") else "decode"
-            if name not in self._leaving:
-                self._counts[role] -= 1
+            if not self._is_leaving(name):
                 self._forget(name)
             return False
         if not self._ready and child.num_starts >= 3:
@@ -278,10 +254,17 @@ class Launcher:
         return True
 
     def _on_answer(self, proxy: str, message: FromProxyControl) -> None:
-        if isinstance(message, StatusReport):
-            self._reports[proxy] = message
-            if proxy in self._children:
-                self._watchdog.on_answer(asyncio.get_running_loop().time(), proxy)
+        now = asyncio.get_running_loop().time()
+        match message:
+            case StatusReport():
+                self._reports[proxy] = message
+                for name, role in self._workers.on_report(now, (each.worker for each in message.workers)).items():
+                    self._site.set_role(name, role)
+                if proxy in self._children:
+                    self._watchdog.on_answer(now, proxy)
+            case WorkerOrdered(error=error) if error:
+                log.warning("cannot change a role: %s", error)
+                self._workers.on_refused(message.worker_id)
 
     async def _watch(self) -> None:
         """Replace proxies and the media cache when they no longer respond."""
@@ -351,19 +334,19 @@ class Launcher:
             raise ConfigError(f"{refused.decode_worker_id} refused to pair with a prefill worker: {refused.reason}")
         last = min(reports, key=lambda report: report.num_ready_pairs)  # every proxy must know all pairs
         roles = [worker.worker.role for worker in last.workers]
-        num_pairs = config.prefill * config.decode
+        shown = [f"{roles.count(role)}/{count} {role}" for role, count in config.counts.items() if count]
+        expected = num_pairs(config.counts)
         on_progress(
-            f"{roles.count('prefill')}/{config.prefill} prefill, {roles.count('decode')}/{config.decode} decode, "
-            f"{last.num_ready_pairs}/{num_pairs} pairs",
+            f"{', '.join(shown)}, {last.num_ready_pairs}/{expected} pairs",
             fraction_loaded(list(self._site.progress_files.values())),
         )
         if not all(self._knows_our_workers(report) for report in reports):
             return False
-        return bool(config.join) or (last.num_ready_pairs >= num_pairs and await self._all_proxies_answer())
+        return bool(config.join) or (last.num_ready_pairs >= expected and await self._all_proxies_answer())
 
     def _knows_our_workers(self, report: StatusReport) -> bool:
         # Compares pids too: a worker of another host may have the same name.
-        ours = {(name, child.last_pid) for name, child in self._children.items() if name.startswith(ROLES)}
+        ours = {(name, child.last_pid) for name, child in self._children.items() if name in self._workers}
         return {(worker.worker.worker_id, worker.worker.pid) for worker in report.workers} >= ours
 
     async def _all_proxies_answer(self) -> bool:
@@ -399,18 +382,6 @@ class Launcher:
         return not running
 
 
-def _worker_name(config: ClusterConfig, prefix: str) -> str:
+def worker_name(config: ClusterConfig, prefix: str) -> str:
     """Name that survives restarts and is unique in the cluster."""
     return prefix if not config.join else f"{prefix}-{config.name or socket.gethostname()}"
-
-
-def _check_port(host: str, port: int, flags: str) -> None:
-    """Raises ConfigError if the port is taken. SO_REUSEPORT would let two clusters share it unnoticed."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            reason = "another program uses the port" if error.errno == errno.EADDRINUSE else error.strerror
-            raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another {flags}") from error

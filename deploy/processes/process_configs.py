@@ -11,7 +11,6 @@ from types import MappingProxyType
 from tandem.deploy.config import ClusterConfig
 from tandem.engine.config import EngineConfig
 from tandem.media_cache.config import MediaCacheConfig
-from tandem.prefill_worker.config import PrefillConfig
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import NetworkKeys, Part
@@ -33,7 +32,7 @@ class Place:
     proxy_endpoints: control endpoints of the proxies, for a worker; peer_endpoints: of the other proxies, for a proxy.
     endpoint_file: file to which a proxy writes the control endpoint that it has bound.
     proxies_file: file with the proxies' control endpoints, one per line; a worker reads it again when it changes.
-    progress_file: file to which a worker writes how much of its model is loaded.
+    progress_file: file to which a worker writes how much of its model is loaded. role_file: see `WorkerConfig`.
     control_tcp_endpoint: control endpoint of a proxy for workers of other hosts.
     media_cache_endpoint: media cache of this host, empty if there is none; media_cache_tcp_endpoint: for other hosts.
     api_keys_file: copy of the operator's file for a proxy on another host; empty to read the operator's.
@@ -46,6 +45,7 @@ class Place:
     endpoint_file: str = ""
     proxies_file: str = ""
     progress_file: str = ""
+    role_file: str = ""
     control_tcp_endpoint: str = ""
     peer_endpoints: list[str] = field(default_factory=list)
     media_cache_endpoint: str = ""
@@ -133,11 +133,12 @@ class ProcessConfigs:
             log_level=cluster.log_level,
         )
 
-    def worker(self, role: Role, name: str, place: Place) -> PrefillConfig | WorkerConfig:
-        """Configuration of a prefill worker (PrefillConfig) or of a decode worker (WorkerConfig)."""
+    def worker(self, role: Role, name: str, place: Place) -> WorkerConfig:
         cluster = self._cluster
-        config = WorkerConfig(
+        return WorkerConfig(
             worker_id=name,
+            role=role,
+            role_file=place.role_file,
             endpoint=place.endpoint,
             proxy_endpoints=place.proxy_endpoints,
             proxies_file=place.proxies_file,
@@ -148,14 +149,13 @@ class ProcessConfigs:
             network=self._network("worker"),
             max_num_batched_tokens=cluster.max_num_batched_tokens,
             max_num_seqs=cluster.max_num_seqs,
+            itl_slo_ms=cluster.itl_slo_ms,
             drain_timeout_s=cluster.drain_timeout_s,
             metrics_host=cluster.admin_host,
+            media_cache_endpoint=place.media_cache_endpoint,
             log_level=cluster.log_level,
             log_format=cluster.log_format,
         )
-        if role == "decode":
-            return config
-        return PrefillConfig(worker=config, media_cache_endpoint=place.media_cache_endpoint)
 
     def _network(self, part: Part) -> NetworkConfig:
         keys = self._keys.get(part)

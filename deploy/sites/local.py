@@ -17,7 +17,7 @@ from tandem.deploy.processes.log_file import LogFile
 from tandem.deploy.processes.nccl_interface import nccl_environment
 from tandem.deploy.processes.process_configs import Place, ProcessConfigs, process_environment
 from tandem.deploy.processes.supervisor import OnExit, Supervised
-from tandem.deploy.sites.site import WORKER_MODULES
+from tandem.deploy.sites.site import WORKER_MODULE
 from tandem.protocol.messages.membership import Role
 from tandem.proxy.text.model_files import takes_media
 from tandem.runtime.listen_socket import bind
@@ -81,7 +81,8 @@ class LocalSite:
             host=host or "127.0.0.1",
             proxy_endpoints=self._cluster.join_endpoints or [self._endpoint(proxy) for proxy in self._listeners],
             progress_file=str(progress_file),
-            media_cache_endpoint=self.media_cache_endpoint if role == "prefill" else "",
+            role_file=str(self._folder / f"{name}.role"),
+            media_cache_endpoint=self.media_cache_endpoint,
         )
         env = process_environment(self._cluster.num_threads(role))
         if self._gpus != []:  # there are GPUs, or it is not known
@@ -91,7 +92,7 @@ class LocalSite:
             self._gpus_of[name] = least_used(self._gpus, used, self._cluster.num_ranks(role))
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus_of[name])
         self.progress_files[name] = progress_file
-        return self._child(name, WORKER_MODULES[role], self._configs.worker(role, name, place), env, on_exit)
+        return self._child(name, WORKER_MODULE, self._configs.worker(role, name, place), env, on_exit)
 
     def make_media_cache(self, on_exit: OnExit) -> Supervised | None:
         if not takes_media(self._cluster.model):
@@ -104,11 +105,14 @@ class LocalSite:
     def forget(self, name: str) -> None:
         self._gpus_of.pop(name, None)
         self.progress_files.pop(name).unlink(missing_ok=True)
-        for suffix in ("json", "pid"):
+        for suffix in ("json", "pid", "role"):
             (self._folder / f"{name}.{suffix}").unlink(missing_ok=True)
 
     def set_proxy_endpoints(self, endpoints: list[str]) -> None:
         """Does nothing: local proxies keep their endpoints."""
+
+    def set_role(self, name: str, role: Role) -> None:
+        """Does nothing: the worker's role file survives a restart."""
 
     def stop_listening(self) -> None:
         for listener in (*self._listeners.values(), *self._admin_listeners.values()):

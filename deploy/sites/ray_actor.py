@@ -109,6 +109,10 @@ class ProcessActor:
         """Writes the API keys that a proxy reads, as the operator's file has them."""
         write_whole(self._folder / "api-keys", text)
 
+    async def set_role(self, role: str) -> None:
+        """Writes the role with which a worker begins."""
+        write_whole(self._folder / "role", role)
+
     async def endpoint(self) -> str | None:
         """The control endpoint that the proxy has bound; None if it ended before that."""
         file = self._folder / "endpoint"

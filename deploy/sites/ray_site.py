@@ -24,7 +24,7 @@ from tandem.deploy.processes.process_configs import Place, ProcessConfigs, proce
 from tandem.deploy.processes.runtime_dir import NETWORK_FILE, PROXIES_FILE
 from tandem.deploy.processes.supervisor import OnExit, Supervised
 from tandem.deploy.sites.ray_actor import NodePlace, ProcessActor, ProcessEnd
-from tandem.deploy.sites.site import WORKER_MODULES
+from tandem.deploy.sites.site import WORKER_MODULE
 from tandem.media_cache.config import MediaCacheConfig
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
@@ -116,7 +116,7 @@ class RaySite:
         env = process_environment(num_threads)
         make = partial(self._configs.worker, role)
         log_file = self._logs / f"{name}.log"
-        return self._add(RayProcess(name, WORKER_MODULES[role], make, bundle, env, log_file, on_exit))
+        return self._add(RayProcess(name, WORKER_MODULE, make, bundle, env, log_file, on_exit))
 
     def _add(self, process: RayProcess) -> RayProcess:
         process.set_proxy_endpoints(self._proxies)
@@ -135,6 +135,9 @@ class RaySite:
         write_endpoints(self._folder / PROXIES_FILE, endpoints)
         for process in self._processes.values():
             process.set_proxy_endpoints(endpoints)
+
+    def set_role(self, name: str, role: Role) -> None:
+        self._processes[name].set_role(role)
 
     async def _copy_api_keys(self, file: KeyFile) -> None:
         """Passes the API keys to all proxies whenever the file has changed. A file without valid keys is not passed."""
@@ -198,6 +201,7 @@ class RayProcess(Supervised):
         self._on_endpoint = on_endpoint
         self._make_media_cache = make_media_cache
         self._api_keys = ""
+        self._role = ""
         self._actor: Any = None
         self.log_file.write_bytes(b"")
 
@@ -235,7 +239,10 @@ class RayProcess(Supervised):
             host=node.host,
             endpoint_file=f"{node.folder}/endpoint",
             proxies_file=f"{node.folder}/proxies",
+            role_file=f"{node.folder}/role",
         )
+        if self._role:
+            await actor.set_role.remote(self._role)
         if self._make_media_cache is not None:
             cache = self._make_media_cache(node)
             tcp_endpoint: str = await actor.start_media_cache.remote(msgspec.json.encode(cache), self._env)
@@ -275,6 +282,10 @@ class RayProcess(Supervised):
         self._proxies = endpoints
         if self._actor is not None and self._on_endpoint is None:
             self._actor.set_proxies.remote(endpoints)
+
+    def set_role(self, role: Role) -> None:
+        """Role with which a worker begins at its next start: its own file may be on another node then."""
+        self._role = role
 
     def set_api_keys(self, text: str) -> None:
         """Text of the operator's file of API keys, which a proxy reads from its node; empty if there is none."""

@@ -9,7 +9,7 @@ from typing import Protocol
 from tandem.deploy.processes.supervisor import OnExit, Supervised
 from tandem.protocol.messages.membership import Role
 
-WORKER_MODULES: dict[Role, str] = {"prefill": "tandem.prefill_worker", "decode": "tandem.decode_worker"}
+WORKER_MODULE = "tandem.worker"
 
 
 class Site(Protocol):
@@ -38,6 +38,9 @@ class Site(Protocol):
 
     def set_proxy_endpoints(self, endpoints: list[str]) -> None:
         """Pass the proxies' current control endpoints to all workers."""
+
+    def set_role(self, name: str, role: Role) -> None:
+        """Note the current role of a worker, which it keeps when it is restarted."""
 
     def stop_listening(self) -> None:
         """Close the listening sockets, before the proxies are stopped."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,10 +35,6 @@ class LoadedModel:
     device: torch.device
     layout: KVLayout
     vision: VisionTower | None = None
-
-    def without_vision(self) -> LoadedModel:
-        """Drop the vision tower, which decode workers do not need."""
-        return dataclasses.replace(self, vision=None)
 
 
 def load_model(config: EngineConfig) -> LoadedModel:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import msgspec
 import numpy as np
 
-from tandem.protocol.messages.dispatch import PrepareDecode, PromptMessage, StartPrefill
+from tandem.protocol.messages.dispatch import PromptMessage, StartPrefill
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES
 from tandem.protocol.messages.membership import RegisterWorker, WorkerStatus
@@ -55,16 +55,15 @@ def check_request(message: PromptMessage, vocab_size: int, max_model_len: int) -
     _require(whole <= max_model_len + 1, kind, "stop.max_tokens", f"{whole} tokens, the model takes {max_model_len}")
     ids = np.frombuffer(message.token_ids, np.int32)
     _require(int(ids.min()) >= 0 and int(ids.max()) < vocab_size, kind, "token_ids", "not in the vocabulary")
-    _require(0 <= (message.num_prompt_logprobs or 0) <= MAX_TOP_LOGPROBS, kind, "num_prompt_logprobs", "out of range")
     _require(abs(message.priority) < 2**31, kind, "priority", "out of range")
     _check_sampling(kind, message.sampling)
     if isinstance(message, StartPrefill):
         is_endpoint = _ENDPOINT.fullmatch(message.media_cache) is not None
         _require(not message.media_cache or is_endpoint, kind, "media_cache", "cannot be connected to")
         is_complete = (message.decode_worker_id is None) == (message.decode_epoch is None)
-    elif isinstance(message, PrepareDecode):
-        is_complete = (message.prefill_worker_id is None) == (message.prefill_epoch is None)
-    _require(is_complete, kind, "peer", "id without epoch, or epoch without id")
+        _require(is_complete, kind, "decode_worker_id", "id without epoch, or epoch without id")
+        num_top = message.num_prompt_logprobs or 0
+        _require(0 <= num_top <= MAX_TOP_LOGPROBS, kind, "num_prompt_logprobs", "out of range")
 
 
 def _check_sampling(kind: str, sampling: SamplingParams) -> None:

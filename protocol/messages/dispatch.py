@@ -25,8 +25,7 @@ class PromptMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
     attempt_ids: one for each sequence that shares the prompt. seeds: one for each attempt, replacing `sampling.seed`.
     token_ids: see `protocol.messages.token_ids`; the last `num_generated` of them were generated in earlier attempts.
     cache_salt: prompts with different salts share no cached KV. deadline_s: from receipt of the message.
-    num_prompt_logprobs: None, or how many top tokens to report for each prompt token but the first. priority: lower is
-    sooner. media: images and videos, see `protocol.messages.media`.
+    priority: lower is sooner. media: images and videos, see `protocol.messages.media`.
     """
 
     proxy_id: str
@@ -37,7 +36,6 @@ class PromptMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
     seeds: list[int]
     stop: StopConditions
     deadline_s: float
-    num_prompt_logprobs: int | None = None
     num_generated: int = 0
     cache_salt: str = ""
     priority: int = 0
@@ -45,26 +43,25 @@ class PromptMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
 
 
 class StartPrefill(PromptMessage, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
-    """Proxy to prefill: compute this prompt, report its first tokens, ship its KV to `decode_worker_id`.
+    """Proxy to the worker that prefills: compute this prompt and report its first tokens.
 
-    decode_worker_id, decode_epoch: None if only one token is requested, so that there is nothing to ship. media_cache:
-    tcp endpoint of the media cache that holds the media; empty if the worker can map their segments.
+    decode_worker_id, decode_epoch: the worker that decodes. If it is the receiver itself, the sequences go on there; if
+    it is another one, the prompt's KV is shipped to it. None if only one token is requested. num_prompt_logprobs: None,
+    or how many top tokens to report for each prompt token but the first. media_cache: tcp endpoint of the media cache
+    that holds the media; empty if the worker can map their segments.
     """
 
     decode_worker_id: str | None
     decode_epoch: str | None
+    num_prompt_logprobs: int | None = None
     media_cache: str = ""
 
 
 class PrepareDecode(PromptMessage, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
-    """Proxy to decode: sequences will arrive from `prefill_worker_id`.
+    """Proxy to the worker that decodes, if it is not the one that prefills: sequences will arrive from there."""
 
-    prefill_worker_id, prefill_epoch: None if the decode worker computes the prompt itself and sends FirstToken. Only
-    prompts without media can be computed so.
-    """
-
-    prefill_worker_id: str | None
-    prefill_epoch: str | None
+    prefill_worker_id: str
+    prefill_epoch: str
 
 
 class AbortAttempt(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -75,8 +72,7 @@ class AbortAttempt(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class FirstToken(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Prefill (or decode, if it computes the prompt) to proxy: the prompt is computed. Terminal if `finish_reason` is
-    set.
+    """Worker to proxy: the prompt is computed. Terminal if `finish_reason` is set.
 
     queue_s: from receipt to the first chunk. prefill_s: from the first chunk to this token. prompt_logprobs: for every
     prompt token but the first, if requested, packed (`protocol.messages.prompt_logprobs`). num_cached_tokens: prompt
@@ -138,6 +134,5 @@ class AttemptFailed(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
     error: ErrorInfo
 
 
-ToPrefill = StartPrefill | AbortAttempt
-ToDecode = PrepareDecode | AbortAttempt
+ToWorker = StartPrefill | PrepareDecode | AbortAttempt
 ToProxy = FirstToken | DecodeReserved | TokenBatch | AttemptPreempted | AttemptFailed

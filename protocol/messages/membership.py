@@ -10,17 +10,24 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
-Role = Literal["prefill", "decode"]
+PROXY_SILENCE_S = 5.0
+"""A worker takes a proxy that is silent for this long as lost."""
+
+Role = Literal["prefill", "decode", "any"]
+"""The phases of requests that proxies send to a worker. Every worker is able to do both; `any` gets both."""
+PREFILL_ROLES: frozenset[Role] = frozenset({"prefill", "any"})
+DECODE_ROLES: frozenset[Role] = frozenset({"decode", "any"})
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Identity of a worker. `worker_id` survives a restart ("decode-0"), `epoch` does not.
 
-    pid: of rank 0, which represents all num_ranks processes of the worker. metrics_address: host:port of its /metrics,
-    or empty. host_id: see `runtime.host`; empty means this host.
+    role: the one at registration; in a ClusterView or a report the current one. pid: of rank 0, which represents all
+    num_ranks processes of the worker. metrics_address: host:port of its /metrics, or empty. host_id: see
+    `runtime.host`; empty means this host.
     """
 
     worker_id: str
@@ -52,7 +59,9 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arrived for attempts which ended before decoding, and stayed in the prefix cache. prompt_tokens_per_s: recent
     prefill speed; 0 before the first prompt. refusals: see `protocol.refusals`. num_media_encoded: images and videos
     encoded here. num_media_found: items whose embeddings came from another worker. num_media_fetched_bytes: processed
-    media from other hosts.
+    media from other hosts. num_decoding: sequences of the decode role, running or waiting. fixed_step_s,
+    step_s_per_sequence: coefficients of the duration of a step without prompt tokens. itl_slo_s: limit on a step with
+    both, see `engine.step_times`. The three are 0 before the first step. num_role_changes: total.
     """
 
     num_running: int = 0
@@ -78,6 +87,11 @@ class WorkerLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_media_encoded: int = 0
     num_media_found: int = 0
     num_media_fetched_bytes: int = 0
+    num_decoding: int = 0
+    fixed_step_s: float = 0.0
+    step_s_per_sequence: float = 0.0
+    itl_slo_s: float = 0.0
+    num_role_changes: int = 0
 
 
 class PrefixUpdate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,10 +133,11 @@ class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Worker to proxy, every HEARTBEAT_INTERVAL_S. pairs: empty on decode workers. draining: send it no new work."""
+    """Worker to proxy, every HEARTBEAT_INTERVAL_S. pairs: those it has opened. draining: send it no new work."""
 
     worker_id: str
     epoch: str
+    role: Role
     load: WorkerLoad
     pairs: list[PairStatus] = []
     prefixes: PrefixUpdate | None = None
@@ -148,13 +163,20 @@ class GetStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
 
 
 class DrainWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """`tandem drain` to proxy: this worker must leave for good. Answered by DrainAnswer."""
+    """`tandem drain` to proxy: this worker must leave for good. Answered by WorkerOrdered."""
 
     worker_id: str
 
 
-class DrainAnswer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to `tandem drain`. error: "" if the worker has the order to drain."""
+class SetWorkerRole(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """`tandem role`, or the launcher for its planner, to proxy. Answered by WorkerOrdered."""
+
+    worker_id: str
+    role: Role
+
+
+class WorkerOrdered(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Proxy's answer to DrainWorker and SetWorkerRole. error: "" if the worker has the order."""
 
     worker_id: str
     error: str = ""
@@ -162,6 +184,12 @@ class DrainAnswer(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=T
 
 class LeaveCluster(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Proxy to worker: drain, then end for good."""
+
+
+class ChangeRole(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Proxy to worker: take this role. Requests in flight are not affected."""
+
+    role: Role
 
 
 class GetTimeline(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -204,10 +232,20 @@ class LatencyBuckets(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     counts: list[int]
 
 
+class PredictionFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Latencies that were predicted at the dispatch and then measured, as sums. error_s: of absolute differences."""
+
+    num_measured: int
+    predicted_s: float
+    measured_s: float
+    error_s: float
+
+
 class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Totals of one proxy since its start, except num_waiting. stages_s: seconds of finished sequences, by stage.
 
-    num_refused: requests refused for lack of capacity, without those above a client's limit.
+    num_refused: requests refused for lack of capacity, without those above a client's limit. predictions: by latency
+    (ttft, itl). placements: sequences by where they ran, see `telemetry.stages`.
     """
 
     num_waiting: int
@@ -219,6 +257,8 @@ class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     e2e: LatencyBuckets
     stages_s: dict[str, float]
     num_refused: int = 0
+    predictions: dict[str, PredictionFigures] = {}
+    placements: dict[str, int] = {}
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -243,5 +283,9 @@ class TimelineReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
     timeline: bytes
 
 
-ToProxyControl = RegisterWorker | WorkerStatus | WorkerLeft | WorkerExited | GetStatus | DrainWorker | GetTimeline
-FromProxyControl = ClusterView | RegistrationRefused | StatusReport | LeaveCluster | DrainAnswer | TimelineReport
+ToProxyControl = (
+    RegisterWorker | WorkerStatus | WorkerLeft | WorkerExited | GetStatus | DrainWorker | SetWorkerRole | GetTimeline
+)
+FromProxyControl = (
+    ClusterView | RegistrationRefused | StatusReport | LeaveCluster | ChangeRole | WorkerOrdered | TimelineReport
+)

@@ -6,10 +6,11 @@ import msgspec
 
 
 class ScaleCluster(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Start or stop workers until there are this many; None leaves a role unchanged."""
+    """Change roles, start or stop workers until there are this many by role; None leaves a role unchanged."""
 
     prefill: int | None = None
     decode: int | None = None
+    any: int | None = None
 
 
 class GetPlan(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -43,6 +44,7 @@ class ClusterScaled(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
 
     prefill: int
     decode: int
+    any: int = 0
 
 
 class ScaleRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -52,9 +54,9 @@ class ScaleRefused(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
 
 
 class PlanReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """acts: whether proposals are executed. prefill, decode: current targets. proposed_prefill, proposed_decode: the
-    planner's targets. prefill_reason, decode_reason: demand and its reason. predicted_ttft_s: TTFT of a prompt of mean
-    length that arrives now."""
+    """acts: whether proposals are executed. prefill, decode, any: current numbers of workers by role. proposed_*: those
+    that the planner wants. prefill_reason, decode_reason: demand and its reason. predicted_ttft_s: TTFT of a prompt of
+    mean length that arrives now."""
 
     acts: bool
     prefill: int
@@ -64,6 +66,8 @@ class PlanReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     prefill_reason: str
     decode_reason: str
     predicted_ttft_s: float
+    any: int = 0
+    proposed_any: int = 0
 
 
 ToLauncher = ScaleCluster | GetPlan | ListProcesses | RestartProcess

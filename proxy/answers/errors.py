@@ -65,6 +65,18 @@ class UnknownRequest(InvalidRequest):
     code = "unknown_request"
 
 
+class UnknownWorker(InvalidRequest):
+    """No worker of this name is registered."""
+
+    code = "unknown_worker"
+
+
+class RoleRefused(InvalidRequest):
+    """A worker cannot take a role now."""
+
+    code = "role_refused"
+
+
 class ClientDisconnected(RequestAborted):
     """The client has closed its connection before the answer was complete."""
 
@@ -74,6 +86,8 @@ _STATUS: dict[type[TandemError], int] = {
     InvalidApiKey: 401,
     ModelNotFound: 404,
     UnknownRequest: 404,
+    UnknownWorker: 404,
+    RoleRefused: 409,
     BodyTooLarge: 413,
     HeadTooLarge: 431,
     Overloaded: 503,

@@ -1,9 +1,10 @@
 """Chooses the workers of each request from the worker table and from what this proxy has in flight. Pure policy.
 
 Prefill goes where the first token is predicted soonest: the prompt tokens ahead plus this prompt's uncached tokens,
-divided by the worker's measured speed. Decode goes where few sequences run, where the blocks fit, and where much of
-the prompt is cached. The decode worker itself computes a short uncached rest of a prompt, and every prompt when no
-prefill worker is left. docs/routing.md explains the formulas.
+divided by the worker's measured speed, which is lower beside running sequences. Decode goes where few sequences run,
+where the blocks fit, where no prompts wait, and where much of the prompt is cached; it may be the same worker, without
+a transfer. A worker of role decode computes a prompt that is short there, or that would wait much longer elsewhere.
+docs/routing.md explains the formulas.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.protocol.messages.membership import WorkerInfo
-from tandem.proxy.cluster.worker_load import PromptQueue, WorkerUse
+from tandem.proxy.cluster.worker_load import WorkerUse
 from tandem.proxy.cluster.worker_table import WorkerRecord, WorkerTable
 from tandem.runtime.errors import Overloaded
+from tandem.telemetry.stages import Placement
 
 _MIN_TTFT_S = 0.002
 """Seconds to a first token with nothing to compute: two messages and one step."""
@@ -29,6 +31,14 @@ _CACHED_WEIGHT = 2.0
 """A prompt that is wholly cached on a decode worker outweighs this many running sequences there."""
 _NO_ROOM_COST = 1e6
 """Added for a decode worker without room for the prompt, so that it is chosen only when none has room."""
+_NO_TRANSFER_GAIN = 0.5
+"""Decoding where the prompt was computed outweighs this many running sequences, because no KV is transferred."""
+_SHARED_STEPS_COST = 4.0
+"""Sequences that prompts waiting on an elastic worker count as, because their chunks slow its steps."""
+_OVER_SLO_COST = 64.0
+"""Added for an elastic worker whose steps would take longer than the ITL's SLO."""
+_DEFLECTION_SHARE = 0.75
+"""A worker that runs sequences computes a prompt if its first token comes within this share of the time elsewhere."""
 _MAX_LOCAL_PROMPTS = 4
 """Prompts of the threshold's length that one decode worker may have in flight; more would slow its streams."""
 _LEARNING_RATE = 0.1
@@ -73,35 +83,47 @@ class PromptShape(msgspec.Struct, frozen=True):
     priority: int = 0
     can_be_cached: bool = True
     avoid: frozenset[str] = frozenset()
-    has_media: bool = False
     near: str = ""
 
 
 class Route(msgspec.Struct, frozen=True):
     """The chosen workers of one dispatch, and what it added to their use.
 
-    prefill: None when the decode worker computes the prompt. decode: None when only one token is requested.
-    num_uncached_tokens: tokens that are expected to be computed. predicted_s: seconds to the first token, before the
-    learned correction. num_blocks: blocks promised on the decode worker. compute_use, decode_use: the objects that the
-    dispatch was added to; a worker that registers again gets new ones.
+    decode: the same worker as prefill, or another one, or None when only one token is requested.
+    num_uncached_tokens: tokens that are expected to be computed. computing_s: predicted seconds to the first token,
+    before the learned correction; ttft_s: after it. itl_s: predicted seconds between tokens; 0 if unknown. num_blocks:
+    blocks promised on the decode worker. compute_use, decode_use: the objects that the dispatch was added to; a worker
+    that registers again gets new ones. is_deflected: the role of the worker that computes the prompt is decode.
     """
 
-    prefill: WorkerInfo | None
+    prefill: WorkerInfo
     decode: WorkerInfo | None
     compute_use: WorkerUse
     decode_use: WorkerUse | None
     priority: int
     num_uncached_tokens: int
-    predicted_s: float
+    computing_s: float
+    ttft_s: float
+    itl_s: float
     num_blocks: int
+    is_deflected: bool
+
+    @property
+    def is_shipped(self) -> bool:
+        """Whether the prompt's KV travels to another worker."""
+        return self.decode is not None and self.decode != self.prefill
+
+    @property
+    def placement(self) -> Placement:
+        if self.is_deflected:
+            return "deflected"
+        if self.decode is None:
+            return "prefill_only"
+        return "two" if self.is_shipped else "same"
 
     @property
     def workers(self) -> list[WorkerInfo]:
-        return [worker for worker in (self.prefill, self.decode) if worker is not None]
-
-    @property
-    def computes_prompt(self) -> WorkerInfo:
-        return self.workers[0]
+        return [self.prefill, self.decode] if self.decode is not None and self.is_shipped else [self.prefill]
 
 
 class Router:
@@ -132,27 +154,29 @@ class Router:
         """
         table = self._table
         depths = table.prefixes.depths(prompt.hashes) if prompt.can_be_cached else {}
-        prefill, decode = self._pick_workers(prompt, depths)
-        computing = prefill or decode
-        assert computing is not None
-        num_uncached = self._num_uncached(prompt, depths.get(computing.bit, 0))
-        predicted_s = _predicted_s(computing.use.prompts, prompt.priority, num_uncached)
+        prefill, predicted_s = self._pick_prefill(prompt, depths)
+        decode = self._pick_decode(prefill, prompt, depths) if prompt.needs_decode else None
         if max_ttft_s is not None and predicted_s * self._correction > max_ttft_s:
             raise SLOUnreachable(predicted_s * self._correction, max_ttft_s)
-        computing.use.prompts.add(prompt.priority, num_uncached, self._num_proxies)
-        num_blocks = 0
+        num_uncached = self._num_uncached(prompt, depths.get(prefill.bit, 0))
+        num_blocks, itl_s = 0, 0.0
         if decode is not None:
+            itl_s = decode.use.itl_slo_s if decode.use.prompts.total else decode.use.itl_s(prompt.num_sequences)
             num_blocks = self._num_new_blocks(prompt, depths.get(decode.bit, 0))
             decode.use.add(prompt.num_sequences, num_blocks, self._num_proxies)
+        prefill.use.prompts.add(prompt.priority, num_uncached, self._num_proxies)
         return Route(
-            prefill.worker if prefill is not None else None,
+            prefill.worker,
             decode.worker if decode is not None else None,
-            computing.use,
+            prefill.use,
             decode.use if decode is not None else None,
             prompt.priority,
             num_uncached,
             predicted_s,
+            predicted_s * self._correction,
+            itl_s,
             num_blocks,
+            prefill.role == "decode",
         )
 
     def prefill_ended(self, route: Route, ttft_s: float | None = None) -> None:
@@ -161,47 +185,98 @@ class Router:
         if route.decode_use is not None:
             route.decode_use.end_promise(route.num_blocks)
         if ttft_s is not None:
-            ratio = min(_MAX_CORRECTION, max(_MIN_CORRECTION, ttft_s / route.predicted_s))
+            ratio = min(_MAX_CORRECTION, max(_MIN_CORRECTION, ttft_s / route.computing_s))
             self._correction += _LEARNING_RATE * (ratio - self._correction)
 
     def sequence_ended(self, route: Route) -> None:
         if route.decode_use is not None:
             route.decode_use.end_sequence()
 
-    def _pick_workers(
-        self, prompt: PromptShape, depths: dict[int, int]
-    ) -> tuple[WorkerRecord | None, WorkerRecord | None]:
-        """Returns (prefill, decode). Raises NoWorkerReady."""
+    def _pick_prefill(self, prompt: PromptShape, depths: dict[int, int]) -> tuple[WorkerRecord, float]:
+        """Returns the worker with the soonest predicted first token, and that prediction. Raises NoWorkerReady."""
         table = self._table
-        may_compute_on_decode = self._threshold > 0 and not prompt.has_media
-        prefills = table.paired_prefill_workers if prompt.needs_decode else table.prefill_workers
-        if not prefills:
-            if may_compute_on_decode and table.decode_workers:
-                return None, self._pick_decode(table.decode_workers, prompt, depths)
+        of_role = table.paired_prefill_workers if prompt.needs_decode else table.prefill_workers
+        others = table.decode_only_workers if self._threshold else []
+        if not of_role and not others:
             raise NoWorkerReady(table.why_not_ready() or "no prefill worker is ready")
-        prefill = self._pick_prefill(prefills, prompt, depths)
-        if not prompt.needs_decode:
-            return prefill, None
-        decode = self._pick_decode(prefill.decode_peers, prompt, depths)
-        if may_compute_on_decode and self._is_short(decode, self._num_uncached(prompt, depths.get(decode.bit, 0))):
-            return None, decode
-        return prefill, decode
+        candidates = _without(of_role, prompt.avoid)
+        predicted = self._predict(candidates, prompt, depths)
+        prefill, soonest_s = None, math.inf
+        if candidates:
+            costs = [
+                predicted_s / (_DEFLECTION_SHARE if record.role == "any" and record.use.num_sequences else 1)
+                for record, predicted_s in zip(candidates, predicted, strict=True)
+            ]
+            prefill = self._draw(candidates, costs, min(costs) * (1 + _PREFILL_TIE_SHARE))
+            soonest_s = predicted[candidates.index(prefill)]
+        if prefill is not None and not self._may_deflect_any(prefill, prompt, depths):
+            return prefill, soonest_s
+        others = _without(others, prompt.avoid)
+        allowed = [
+            (record, predicted_s)
+            for record, predicted_s in zip(others, self._predict(others, prompt, depths), strict=True)
+            if self._may_deflect(record, prefill, prompt, depths, predicted_s, soonest_s)
+        ]
+        if allowed:
+            deflected = self._cheapest_decode([record for record, _ in allowed], None, prompt, depths)
+            return deflected, next(predicted_s for record, predicted_s in allowed if record is deflected)
+        assert prefill is not None  # others are allowed when there is none
+        return prefill, soonest_s
 
-    def _pick_prefill(
-        self, candidates: list[WorkerRecord], prompt: PromptShape, depths: dict[int, int]
-    ) -> WorkerRecord:
-        candidates = _without(candidates, prompt.avoid)
-        priority, uncached = prompt.priority, {0: prompt.num_tokens}
+    def _may_deflect_any(self, prefill: WorkerRecord, prompt: PromptShape, depths: dict[int, int]) -> bool:
+        """Whether a worker of role decode could compute the prompt. It spares most decisions a look at each of them."""
+        most_held = max(depths.values(), default=0)
+        is_short = self._num_uncached(prompt, most_held) <= self._threshold
+        return is_short or most_held > depths.get(prefill.bit, 0) or bool(prefill.use.prompts.total)
+
+    def _predict(self, candidates: list[WorkerRecord], prompt: PromptShape, depths: dict[int, int]) -> list[float]:
+        """Returns the seconds from now to the first token on each candidate, before the learned correction."""
+        uncached = {0: prompt.num_tokens}
         for depth in depths.values():
             if depth not in uncached:
                 uncached[depth] = self._num_uncached(prompt, depth)
-        costs = [
-            _predicted_s(record.use.prompts, priority, uncached[depths.get(record.bit, 0)]) for record in candidates
+        return [
+            record.use.ttft_s(prompt.priority, uncached[depths.get(record.bit, 0)]) + _MIN_TTFT_S
+            for record in candidates
         ]
-        return self._draw(candidates, costs, min(costs) * (1 + _PREFILL_TIE_SHARE))
 
-    def _pick_decode(self, candidates: list[WorkerRecord], prompt: PromptShape, depths: dict[int, int]) -> WorkerRecord:
-        candidates = _without(candidates, prompt.avoid)
+    def _may_deflect(
+        self,
+        record: WorkerRecord,
+        prefill: WorkerRecord | None,
+        prompt: PromptShape,
+        depths: dict[int, int],
+        predicted_s: float,
+        soonest_s: float,
+    ) -> bool:
+        """Whether a worker of role decode may compute the prompt instead of `prefill`, the best of the role.
+
+        It may if the uncached rest is short. It also may if the first token comes much sooner, and the worker runs no
+        sequences that would be disturbed or holds more of the prompt.
+        """
+        if prefill is None:
+            return True
+        num_held = depths.get(record.bit, 0)
+        num_uncached, in_flight = self._num_uncached(prompt, num_held), record.use.prompts.total
+        is_short = num_uncached <= self._threshold and prompt.needs_decode  # it saves a transfer
+        if is_short and in_flight + num_uncached <= _MAX_LOCAL_PROMPTS * self._threshold:
+            return True
+        holds_more = num_held > depths.get(prefill.bit, 0)
+        return predicted_s < _DEFLECTION_SHARE * soonest_s and (holds_more or not record.use.num_sequences)
+
+    def _pick_decode(self, prefill: WorkerRecord, prompt: PromptShape, depths: dict[int, int]) -> WorkerRecord:
+        """Returns the worker that decodes what `prefill` computes: the same one, or one that it has a pair with."""
+        if prefill.role == "decode":
+            return prefill
+        return self._cheapest_decode(_without(prefill.decode_peers, prompt.avoid), prefill, prompt, depths)
+
+    def _cheapest_decode(
+        self,
+        candidates: list[WorkerRecord],
+        prefill: WorkerRecord | None,
+        prompt: PromptShape,
+        depths: dict[int, int],
+    ) -> WorkerRecord:
         num_full = prompt.num_tokens // self._table.block_size
         num_needed = self._num_new_blocks(prompt, 0)
         costs = []
@@ -211,6 +286,12 @@ class Router:
             # Blocks that have just arrived on the `near` worker are in no report yet, so all count as cached there.
             cached_share = 1.0 if record.worker.epoch == prompt.near else num_held / (num_full or 1)
             cost = use.decode_cost(num_new) - _CACHED_WEIGHT * cached_share
+            if record is prefill:
+                cost -= _NO_TRANSFER_GAIN
+            if record.role == "any":
+                cost -= 2 * min(use.num_sequences, use.num_comfortable)  # fills one worker before the next
+                cost += _SHARED_STEPS_COST if use.prompts.total else 0.0
+                cost += _OVER_SLO_COST if 0 < use.itl_slo_s < use.itl_s(prompt.num_sequences) else 0.0
             costs.append(cost if num_new <= use.num_free_blocks else cost + _NO_ROOM_COST)
         return self._draw(candidates, costs, min(costs) + _DECODE_TIE)
 
@@ -218,11 +299,6 @@ class Router:
         """Draws one of the candidates that cost at most max_cost, so that several proxies do not choose the same."""
         tied = [record for record, cost in zip(candidates, costs, strict=True) if cost <= max_cost]
         return tied[0] if len(tied) == 1 else self._rng.choice(tied)
-
-    def _is_short(self, decode: WorkerRecord, num_uncached: int) -> bool:
-        """Whether the decode worker should compute the uncached rest of the prompt itself."""
-        in_flight = decode.use.prompts.total
-        return num_uncached <= self._threshold and in_flight + num_uncached <= _MAX_LOCAL_PROMPTS * self._threshold
 
     def _num_uncached(self, prompt: PromptShape, num_held: int) -> int:
         """Tokens to compute on a worker that holds num_held leading blocks; always the last one, for its logits."""
@@ -235,11 +311,6 @@ class Router:
         num_full = prompt.num_tokens // block_size
         num_own = (prompt.num_tokens + block_size) // block_size - num_full  # not shared by the sequences
         return max(0, num_full - num_held) + prompt.num_sequences * num_own
-
-
-def _predicted_s(queue: PromptQueue, priority: int, num_uncached: int) -> float:
-    """Seconds from the dispatch of a prompt to its first token, before the learned correction."""
-    return (queue.ahead_of(priority) + num_uncached) * queue.s_per_token + _MIN_TTFT_S
 
 
 def _without(candidates: list[WorkerRecord], avoid: frozenset[str]) -> list[WorkerRecord]:

@@ -12,6 +12,10 @@ from dataclasses import dataclass, field
 
 from tandem.protocol.messages.membership import WorkerLoad
 
+_MIN_PROMPT_SHARE = 0.1
+"""Share of its speed at which a worker computes prompts at least, however many sequences it runs."""
+_COMFORTABLE_SHARE = 0.6
+"""Share of the ITL's SLO that decode steps may take while other workers are kept for prompts."""
 _POOL_WEIGHT = 16.0
 """A full KV pool costs as much as this many running sequences when a decode worker is chosen."""
 
@@ -20,11 +24,9 @@ _POOL_WEIGHT = 16.0
 class PromptQueue:
     """Prompt tokens that a worker has yet to compute, by priority. A lower priority is computed sooner, as in vLLM.
 
-    s_per_token: measured by the worker. total: tokens at all priorities, estimated. latest: the highest priority value
-    among them.
+    total: tokens at all priorities, estimated. latest: the highest priority value among them.
     """
 
-    s_per_token: float
     total: int = 0
     latest: int = 0
     _own: Counter[int] = field(default_factory=Counter)
@@ -65,16 +67,39 @@ class PromptQueue:
 class WorkerUse:
     """Estimated use of one worker.
 
-    num_sequences: of all proxies. num_free_blocks: free KV blocks, minus those promised to sequences of this proxy that
-    have not reserved theirs yet.
+    tokens_per_s: prefill speed of a worker that runs no sequences. num_sequences: those that decode here, of all
+    proxies. num_free_blocks: free KV blocks, minus those promised to sequences of this proxy that have not reserved
+    theirs yet. itl_slo_s: limit on a step that holds prompt tokens beside sequences; 0 while it is not known.
     """
 
-    prompts: PromptQueue
+    tokens_per_s: float
+    prompts: PromptQueue = field(default_factory=PromptQueue)
+    itl_slo_s: float = 0.0
     num_sequences: int = 0
     num_free_blocks: int = 0
+    _fixed_step_s: float = 0.0
+    _step_s_per_sequence: float = 0.0
     _num_blocks: int = 1
     _num_own: int = 0
     _num_promised: int = 0
+
+    def ttft_s(self, priority: int, num_tokens: int) -> float:
+        """Returns the seconds that the worker needs for a new prompt's tokens and for those ahead of it."""
+        share = 1.0
+        if self.num_sequences and self.itl_slo_s:  # chunks get what is left of each step
+            share = max(_MIN_PROMPT_SHARE, 1 - self.itl_s(0) / self.itl_slo_s)
+        return (self.prompts.ahead_of(priority) + num_tokens) / (share * self.tokens_per_s)
+
+    def itl_s(self, num_more: int) -> float:
+        """Returns the seconds between tokens with num_more sequences more, without prompts; 0 if unknown."""
+        return self._fixed_step_s + self._step_s_per_sequence * (self.num_sequences + num_more)
+
+    @property
+    def num_comfortable(self) -> float:
+        """Sequences whose steps leave room for prompts within the SLO; 0 if unknown."""
+        if not self._step_s_per_sequence:
+            return 0.0
+        return max(0.0, (_COMFORTABLE_SHARE * self.itl_slo_s - self._fixed_step_s) / self._step_s_per_sequence)
 
     def decode_cost(self, num_new_blocks: int) -> float:
         """Returns the load in sequences after `num_new_blocks` more blocks; only differences matter."""
@@ -82,7 +107,9 @@ class WorkerUse:
 
     def on_report(self, load: WorkerLoad) -> None:
         self.prompts.on_report(load.waiting_tokens)
-        self.num_sequences = max(load.num_running + load.num_waiting, self._num_own)
+        self.num_sequences = max(load.num_decoding, self._num_own)
+        self._fixed_step_s, self._step_s_per_sequence = load.fixed_step_s, load.step_s_per_sequence
+        self.itl_slo_s = load.itl_slo_s
         self._num_blocks = max(1, load.num_blocks)
         self.num_free_blocks = load.num_free_blocks - self._num_promised
 

@@ -10,19 +10,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tandem.protocol.messages.membership import (
+    DECODE_ROLES,
+    PREFILL_ROLES,
     PROTOCOL_VERSION,
+    PROXY_SILENCE_S,
     PairStatus,
     RegisterWorker,
+    Role,
     WorkerInfo,
     WorkerLoad,
     WorkerReport,
     WorkerStatus,
 )
 from tandem.proxy.cluster.prefix_index import PrefixIndex
-from tandem.proxy.cluster.worker_load import PromptQueue, WorkerUse
+from tandem.proxy.cluster.worker_load import WorkerUse
 from tandem.runtime.errors import Overloaded, ProtocolError
-from tandem.worker.registration import PROXY_SILENCE_S
 
 CHECK_INTERVAL_S = 0.25
 """Seconds between two calls of `WorkerTable.check`."""
@@ -54,11 +59,13 @@ class ModelLimits:
 class WorkerRecord:
     """One registered worker with its last report.
 
-    last_message_at: loop time. bit: its number in the prefix index. use: what the router counts on it. draining: it
-    gets no new work. decode_peers: on a prefill worker, the decode workers with which it has a ready pair.
+    role: the current one; that of `worker` is the one at registration. last_message_at: loop time. bit: its number in
+    the prefix index. use: what the router counts on it. draining: it gets no new work. decode_peers: the workers that
+    decode prompts which this one computes: those with which it has a ready pair, and itself in role any.
     """
 
     worker: WorkerInfo
+    role: Role
     limits: ModelLimits
     last_message_at: float
     bit: int
@@ -67,6 +74,11 @@ class WorkerRecord:
     pairs: list[PairStatus] = field(default_factory=list)
     draining: bool = False
     decode_peers: list[WorkerRecord] = field(default_factory=list)
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Identity with the current role."""
+        return msgspec.structs.replace(self.worker, role=self.role)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +112,7 @@ class WorkerTable:
         self.prefill_workers: list[WorkerRecord] = []
         self.paired_prefill_workers: list[WorkerRecord] = []  # those with a decode worker to transfer KV to
         self.decode_workers: list[WorkerRecord] = []
+        self.decode_only_workers: list[WorkerRecord] = []
         self.block_size = 1
         self.prefixes = PrefixIndex()
         self._typical_speed = _UNKNOWN_SPEED
@@ -118,7 +131,7 @@ class WorkerTable:
                 f"version {PROTOCOL_VERSION}; run the same release on both"
             )
         known = self._by_epoch.get(worker.epoch)
-        if known is not None and known.worker == worker:
+        if known is not None:
             known.last_message_at = now
             return MembershipChange()
         namesakes = [record.worker for record in self._by_epoch.values() if record.worker.worker_id == worker.worker_id]
@@ -133,8 +146,10 @@ class WorkerTable:
         for old in namesakes:
             self._delete(old.epoch)
         limits = ModelLimits(message.max_model_len, message.vocab_size, message.model_id, message.block_size)
-        use = WorkerUse(PromptQueue(1 / self._typical_speed))
-        self._by_epoch[worker.epoch] = WorkerRecord(worker, limits, now, self.prefixes.join(worker.epoch), use)
+        use = WorkerUse(self._typical_speed)
+        self._by_epoch[worker.epoch] = WorkerRecord(
+            worker, worker.role, limits, now, self.prefixes.join(worker.epoch), use
+        )
         self._rebuild()
         return MembershipChange([LostWorker(old, "it was restarted") for old in namesakes], [worker])
 
@@ -146,13 +161,12 @@ class WorkerTable:
         record.last_message_at = now
         record.load = message.load
         record.use.on_report(message.load)
-        if message.load.prompt_tokens_per_s:
-            self._typical_speed = message.load.prompt_tokens_per_s
-            record.use.prompts.s_per_token = 1 / self._typical_speed
+        self._typical_speed = message.load.prompt_tokens_per_s or self._typical_speed
+        record.use.tokens_per_s = message.load.prompt_tokens_per_s or self._typical_speed
         if message.prefixes is not None:
             self.prefixes.apply(message.epoch, message.prefixes)
-        if message.pairs != record.pairs or message.draining != record.draining:
-            record.pairs, record.draining = message.pairs, message.draining
+        if (message.pairs, message.draining, message.role) != (record.pairs, record.draining, record.role):
+            record.pairs, record.draining, record.role = message.pairs, message.draining, message.role
             self._rebuild()
         return True
 
@@ -194,7 +208,27 @@ class WorkerTable:
     # ---- state
 
     def workers(self) -> list[WorkerInfo]:
-        return [record.worker for record in self._by_epoch.values()]
+        """Returns all workers with their current roles."""
+        return [record.info for record in self._by_epoch.values()]
+
+    def change_role(self, worker_id: str, role: Role) -> str:
+        """Gives a worker another role, which its next report confirms. Returns why that is not possible, or ""."""
+        record = next((each for each in self._by_epoch.values() if each.worker.worker_id == worker_id), None)
+        if record is None:
+            return self.unknown_worker(worker_id)
+        if record.draining:
+            return f"{worker_id} is draining; it takes no new work in any role"
+        others = [each.role for each in self._by_epoch.values() if each is not record and not each.draining]
+        for roles, phase in ((PREFILL_ROLES, "prefill"), (DECODE_ROLES, "decode")):
+            if record.role in roles and role not in roles and not roles.intersection(others):
+                return f"{worker_id} is the last worker that may {phase}; give another worker that role first"
+        record.role = role
+        self._rebuild()
+        return ""
+
+    def unknown_worker(self, worker_id: str) -> str:
+        known = sorted(record.worker.worker_id for record in self._by_epoch.values())
+        return f"no worker {worker_id} is registered; registered workers: {', '.join(known) or 'none'}"
 
     def limits(self) -> ModelLimits:
         """Limits of the registered workers, or of the last ones. Raises Overloaded before the first registers."""
@@ -238,7 +272,7 @@ class WorkerTable:
     def report(self, now: float) -> list[WorkerReport]:
         return [
             WorkerReport(
-                record.worker, record.load, record.pairs, max(0.0, now - record.last_message_at), record.draining
+                record.info, record.load, record.pairs, max(0.0, now - record.last_message_at), record.draining
             )
             for record in self._by_epoch.values()
         ]
@@ -259,8 +293,8 @@ class WorkerTable:
         self.num_changes += 1
         records = sorted(self._by_epoch.values(), key=lambda record: record.worker.worker_id)
         available = [record for record in records if not record.draining]
-        decodes = [record for record in available if record.worker.role == "decode"]
-        prefills = [record for record in available if record.worker.role == "prefill"]
+        decodes = [record for record in available if record.role in DECODE_ROLES]
+        prefills = [record for record in available if record.role in PREFILL_ROLES]
         decode_by_key = {(r.worker.worker_id, r.worker.epoch): r for r in decodes}
         for record in prefills:
             found = (
@@ -268,8 +302,10 @@ class WorkerTable:
                 for pair in record.pairs
                 if pair.state == "ready"
             )
-            record.decode_peers = [peer for peer in found if peer is not None]
+            own = [record] if record.role in DECODE_ROLES else []
+            record.decode_peers = own + [peer for peer in found if peer is not None]
         self.decode_workers = decodes
+        self.decode_only_workers = [record for record in decodes if record.role == "decode"]
         self.prefill_workers = prefills
         self.paired_prefill_workers = [record for record in prefills if record.decode_peers]
         if records:

@@ -65,9 +65,12 @@ class Attempt:
         self.times = AttemptTimes(
             prefill.started_at,
             attempt_id,
-            route.prefill.worker_id if route.prefill is not None else "",
+            route.prefill.worker_id,
             route.decode.worker_id if route.decode is not None else "",
-            is_shipped=route.prefill is not None and route.decode is not None,
+            is_shipped=route.is_shipped,
+            placement=route.placement,
+            predicted_ttft_s=route.ttft_s,
+            predicted_itl_s=route.itl_s,
         )
         self.first_token: FirstToken | None = None
         self.finish_reason: FinishReason | None = None
@@ -79,7 +82,7 @@ class Attempt:
         self.is_alone = is_alone
         self._on_news = on_news
         self._may_have_killed = False
-        self._decode_reserved = len(route.workers) == 1  # a worker that computes the prompt for itself has reserved
+        self._decode_reserved = len(route.workers) == 1  # a worker that also decodes has the blocks
         self._decode_tokens: list[NewToken] = []  # held until the first token is released
         self._first_released = False
         self._num_decoded = 0
@@ -122,7 +125,7 @@ class Attempt:
 
     def on_worker_lost(self, worker: WorkerInfo, error: TandemError) -> None:
         """Ends the attempt, unless only prefill was lost and decode already runs."""
-        if worker == self.route.prefill and self._first_released and self.has_decoded:
+        if self.route.is_shipped and worker == self.route.prefill and self._first_released and self.has_decoded:
             self._on_worker_done(worker)
         elif not self.preempted:
             self.has_lost_worker = True
@@ -133,7 +136,8 @@ class Attempt:
 
         True once, so that a host that fails with both workers counts as one death.
         """
-        has_succeeded = self.has_decoded or (worker == self.route.prefill and self.first_token is not None)
+        has_prefilled = self.route.is_shipped and worker == self.route.prefill and self.first_token is not None
+        has_succeeded = self.has_decoded or has_prefilled
         is_over = self.finish_reason is not None or self.preempted or (self.error and worker not in self.suspects)
         if has_succeeded or is_over or self._may_have_killed:
             return False
@@ -184,7 +188,7 @@ class Attempt:
             self._first_released = True
             self._tokens.append(first.token)
             if first.finish_reason is not None:
-                self._on_worker_done(self.route.computes_prompt)  # the prepared decode worker gets an abort
+                self._on_worker_done(self.route.prefill)  # the prepared decode worker gets an abort
                 self.finish_reason = first.finish_reason
         for token in self._decode_tokens:
             if self.finish_reason is not None:

@@ -259,7 +259,6 @@ class Dispatcher:
             can_be_cached=num_prompt_logprobs is None,
             avoid=first.avoid,
             near=first.near,
-            has_media=bool(prompt.media),
         )
         route = self._router.pick(shape, max_ttft_s)
         shared = SharedPrefill(self._router, route, time.monotonic())
@@ -286,23 +285,17 @@ class Dispatcher:
             "priority": prompt.priority,
             "media": prompt.media,
         }
-        if decode is not None:
-            prepare = PrepareDecode(
-                **shared_fields,
-                prefill_worker_id=prefill.worker_id if prefill is not None else None,
-                prefill_epoch=prefill.epoch if prefill is not None else None,
-                num_prompt_logprobs=num_prompt_logprobs if prefill is None else None,
-            )
+        if decode is not None and route.is_shipped:
+            prepare = PrepareDecode(**shared_fields, prefill_worker_id=prefill.worker_id, prefill_epoch=prefill.epoch)
             self._send(decode, attempts, prepare)
-        if prefill is not None:
-            start = StartPrefill(
-                **shared_fields,
-                decode_worker_id=decode.worker_id if decode is not None else None,
-                decode_epoch=decode.epoch if decode is not None else None,
-                num_prompt_logprobs=num_prompt_logprobs,
-                media_cache=self._media_cache if prompt.media and is_elsewhere(prefill.host_id) else "",
-            )
-            self._send(prefill, attempts, start)
+        start = StartPrefill(
+            **shared_fields,
+            decode_worker_id=decode.worker_id if decode is not None else None,
+            decode_epoch=decode.epoch if decode is not None else None,
+            num_prompt_logprobs=num_prompt_logprobs,
+            media_cache=self._media_cache if prompt.media and is_elsewhere(prefill.host_id) else "",
+        )
+        self._send(prefill, attempts, start)
 
     def _end_attempt(self, sequence: DispatchedSequence) -> None:
         attempt = sequence.end_attempt()

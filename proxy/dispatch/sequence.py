@@ -110,7 +110,7 @@ class DispatchedSequence:
         self._lost_attempt = attempt
         decode, prefill = attempt.route.decode, attempt.route.prefill
         self.avoid = frozenset(worker.epoch for worker in attempt.suspects)
-        if self.prompt.media and prefill is not None and attempt.first_token is None and is_elsewhere(prefill.host_id):
+        if self.prompt.media and attempt.first_token is None and is_elsewhere(prefill.host_id):
             self.avoid |= {prefill.epoch}  # it may not reach the media, which a worker on this host finds in memory
         self.near = decode.epoch if decode is not None and decode.epoch not in self.avoid else ""
         if not isinstance(error, WorkerLost | KVTransferFailed):

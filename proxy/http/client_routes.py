@@ -32,7 +32,7 @@ from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.generation import Generation
-from tandem.proxy.http.admin_routes import admin_routes
+from tandem.proxy.http.admin_routes import SetRole, admin_routes
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.openapi import docs_page, openapi_document
 from tandem.proxy.http.starlette_app import (
@@ -52,7 +52,7 @@ TIMEOUT_HEADER = "x-request-timeout"
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
+def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp:
     """Returns the application for clients. It has the admin routes too where there is no admin address."""
     card = ModelCard(config.served_model_name, int(time.time()), None)
     document = openapi_document(config.served_model_name, state.api_keys is not None)
@@ -104,13 +104,13 @@ def make_app(config: ProxyConfig, state: AppState) -> ASGIApp:
         ApiRoute("GET", "/docs", fixed_answer(docs_page(document), "text/html"), is_open=True),
     ]
     if not config.admin_port:
-        routes += admin_routes(config, state)
+        routes += admin_routes(config, state, set_role)
     return starlette_app(routes, state.api_keys)
 
 
-def make_admin_app(config: ProxyConfig, state: AppState) -> ASGIApp:
+def make_admin_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp:
     """Returns the application for the admin address. API keys are for clients and do not apply to it."""
-    return starlette_app(admin_routes(config, state), None)
+    return starlette_app(admin_routes(config, state, set_role), None)
 
 
 async def _generate(state: AppState, model: str, kind: BodyKind, request: Request) -> Response:

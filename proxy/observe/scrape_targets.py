@@ -23,7 +23,10 @@ class TargetGroup(msgspec.Struct, frozen=True):
 
 
 def scrape_targets(config: ProxyConfig, asked_host: str, workers: Iterable[WorkerInfo]) -> list[TargetGroup]:
-    """asked_host: the request's Host header (host:port), used where the proxy is bound to every address."""
+    """asked_host: the request's Host header (host:port), used where the proxy is bound to every address.
+
+    workers: with their current roles, so that the label `role` follows a change of role.
+    """
     host, port = (config.admin_host, config.admin_port) if config.admin_port else (config.host, config.port)
     own = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     if host in _EVERY_ADDRESS and asked_host:

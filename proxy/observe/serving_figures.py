@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from prometheus_client import Histogram
 
-from tandem.protocol.messages.membership import LatencyBuckets, ServingFigures
+from tandem.protocol.messages.membership import LatencyBuckets, PredictionFigures, ServingFigures
 from tandem.proxy.admission.admission import Admission
 from tandem.proxy.admission.rejections import CAPACITY_REASONS
-from tandem.telemetry.proxy_metrics import ProxyMetrics
+from tandem.telemetry.proxy_metrics import PREDICTED, Predictions, ProxyMetrics
+from tandem.telemetry.stages import PLACEMENTS
 
 
 def serving_figures(metrics: ProxyMetrics, admission: Admission) -> ServingFigures:
@@ -22,6 +23,17 @@ def serving_figures(metrics: ProxyMetrics, admission: Admission) -> ServingFigur
         e2e=_buckets(metrics.e2e),
         stages_s={name: stage._sum.get() for name, stage in metrics.stages.items()},
         num_refused=int(sum(metrics.rejected.labels(reason)._value.get() for reason in CAPACITY_REASONS)),
+        predictions={latency: _predictions(metrics.predictions, latency) for latency in PREDICTED},
+        placements={each: int(metrics.placements.labels(each)._value.get()) for each in PLACEMENTS},
+    )
+
+
+def _predictions(predictions: Predictions, latency: str) -> PredictionFigures:
+    return PredictionFigures(
+        int(predictions.count.labels(latency)._value.get()),
+        predictions.predicted_s.labels(latency)._value.get(),
+        predictions.measured_s.labels(latency)._value.get(),
+        predictions.error_s.labels(latency)._value.get(),
     )
 
 

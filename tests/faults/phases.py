@@ -189,7 +189,7 @@ class Phases:
     def _local_prefill(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
         """Decode has computed some chunks of the prompt."""
         held = self._dispatched(frozen, body, not_on)
-        if held.prefill:
+        if held.prefill != held.decode:
             raise Missed("a prefill worker computes it")
         self._reach(lambda: 0 < self.load(held.decode).num_waiting_tokens < len(body["prompt"]))
         frozen.freeze(self.pid(held.decode))

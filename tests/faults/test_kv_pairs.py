@@ -184,7 +184,7 @@ def test_a_worker_with_another_kv_layout_is_refused(cluster: Cluster) -> None:
     file = folder / "decode-9.json"
     file.write_bytes(msgspec.json.encode(other))
     before, failures = cluster.ready_pairs(), pair_failures(cluster)
-    process = subprocess.Popen([sys.executable, "-m", "tandem.decode_worker", str(file)], stderr=subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-m", "tandem.worker", str(file)], stderr=subprocess.DEVNULL)
     try:
 
         def reasons() -> list[str]:

@@ -54,12 +54,13 @@ def test_registration_follows_proxies_that_appear_and_disappear(tmp_path: Path) 
             context,
             [],
             RegisterWorker(PROTOCOL_VERSION, worker, 100, 100, "model", 64),
-            lambda: WorkerStatus(worker.worker_id, worker.epoch, WorkerLoad()),
+            lambda: WorkerStatus(worker.worker_id, worker.epoch, worker.role, WorkerLoad()),
             views.append,
             lost.append,
             lambda: None,
             lambda: RegisterWorker(PROTOCOL_VERSION, worker, 100, 100, "model", 64),
             lambda: None,
+            lambda role: None,
             str(file),
         )
         try:

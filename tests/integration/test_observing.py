@@ -20,7 +20,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.ports import free_port
-from tandem.telemetry.stages import STAGES
+from tandem.telemetry.stages import PLACEMENTS, STAGES
 from tests.support.cluster import MODEL, NOW, Cluster
 from tests.support.fake_workers import wait_until
 from tests.support.grafana import queries
@@ -117,6 +117,12 @@ def test_stages_add_up_to_the_clients_latency(cluster: Cluster) -> None:
     for name in ("tokenize", "prefill", "transfer", "decode", "detokenize"):
         assert stages[name] > 0, name
     assert {values[f"tandem_request_{name}_time_seconds_count"] for name in STAGES} == {4.0}
+    labelled = samples(get(cluster, "/metrics").text)
+    placements = {where: labelled["tandem_placements_total", f'{{"placement": "{where}"}}'] for where in PLACEMENTS}
+    assert placements == {"same": 0, "two": 3, "deflected": 0, "prefill_only": 1}
+    ttft = '{"latency": "ttft"}'
+    assert labelled["tandem_predictions_total", ttft] == 4
+    assert 0 < labelled["tandem_measured_seconds_total", ttft] < ttft_s, "it begins at the dispatch"
 
 
 def test_service_discovery_lists_every_worker(cluster: Cluster) -> None:
@@ -156,6 +162,10 @@ def test_any_proxy_returns_a_requests_timeline(cluster: Cluster) -> None:
         moments = [event["at_s"] for event in timeline["events"]]
         assert moments == sorted(moments) and moments[0] == 0
         assert list(timeline["stages_s"]) == list(STAGES)
+        dispatched = timeline["events"][2]
+        assert (dispatched["prefill"], dispatched["decode"]) == ("prefill-0", "decode-0")
+        assert (dispatched["placement"], dispatched["kv_shipped"]) == ("two", True)
+        assert dispatched["predicted_ttft_s"] > 0
     unknown = get(cluster, "/debug/requests/never-seen")
     assert unknown.status_code == 404 and unknown.json()["error"]["code"] == "unknown_request"
 
@@ -245,13 +255,21 @@ def test_every_panel_has_data_in_a_real_prometheus(cluster: Cluster, tmp_path: P
         process.wait(30)
 
 
-def test_the_dashboard_shows_the_cluster(cluster: Cluster) -> None:
+@contextlib.contextmanager
+def chromium() -> Iterator[Any]:
+    """A browser, or skips the test."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
     with playwright.sync_playwright() as started:
         try:
             browser = started.chromium.launch(executable_path="/usr/bin/chromium", args=["--no-sandbox"])
         except playwright.Error as error:
             pytest.skip(f"no Chromium at /usr/bin/chromium: {error.message.splitlines()[0]}")
+        yield browser
+        browser.close()
+
+
+def test_the_dashboard_shows_the_cluster(cluster: Cluster) -> None:
+    with chromium() as browser:
         page = browser.new_page(viewport={"width": 390, "height": 800}, color_scheme="dark")
         troubles: list[str] = []
         asked: list[str] = []
@@ -262,6 +280,7 @@ def test_the_dashboard_shows_the_cluster(cluster: Cluster) -> None:
         ask(cluster, "f0")
         page.wait_for_selector("#tiles .big:text-matches('[0-9] *ms p50')", timeout=60_000)
         page.wait_for_selector("#stages i:nth-child(2)", timeout=60_000)
+        page.wait_for_selector("#placements i", timeout=60_000)
         workers = page.inner_text("#workers")
         assert re.search(r"prefill-0.*\n?", workers) and "decode-0" in workers
         assert page.locator("#topology line").count() == 1 and "ipc" in page.inner_text("#topology")
@@ -269,4 +288,3 @@ def test_the_dashboard_shows_the_cluster(cluster: Cluster) -> None:
         assert overflow <= 0, "on a phone the page is wider than the screen"
         assert all(url.startswith((cluster.admin_url, "data:")) for url in asked), asked
         assert not troubles
-        browser.close()

@@ -74,12 +74,13 @@ class WorkerByHand:
             context,
             endpoints,
             self._register(),
-            lambda: WorkerStatus(self.info.worker_id, self.info.epoch, WorkerLoad()),
+            lambda: WorkerStatus(self.info.worker_id, self.info.epoch, self.info.role, WorkerLoad()),
             lambda view: None,
             self.lost_proxies.append,
             lambda: None,
             self._begin_epoch,
             lambda: None,
+            lambda role: None,
         )
 
     def _register(self) -> RegisterWorker:

@@ -55,7 +55,10 @@ def test_roles_are_scaled_up_and_down_while_it_serves() -> None:
         assert complete(cluster) == text
 
         wrong = scale(cluster, "prefill=0")
-        assert (wrong.returncode, wrong.stderr) == (2, "tandem: prefill=0: give a number between 1 and 256\n")
+        assert (wrong.returncode, wrong.stderr) == (
+            2,
+            "tandem: no worker could prefill any more; keep one of role prefill or any\n",
+        )
 
         shown = subprocess.run(
             tandem("status", "--port", str(cluster.port)), capture_output=True, text=True, timeout=60

@@ -66,7 +66,7 @@ def test_a_client_over_its_limit_gets_429_and_others_are_served(tmp_path: Path) 
             request_timeout_s=60,
             worker_table=WorkerTable(2.5),
         )
-        transport = httpx.ASGITransport(make_app(config, state))
+        transport = httpx.ASGITransport(make_app(config, state, lambda worker_id, role: "not in this test"))
         async with httpx.AsyncClient(transport=transport, base_url="http://proxy") as client:
 
             async def call(key: str, path: str) -> httpx.Response:

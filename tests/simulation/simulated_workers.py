@@ -15,32 +15,11 @@ import numpy as np
 import torch
 from torch.distributed import HashStore
 
-from tandem.decode_worker.actions import Receive, SendToPrefill
-from tandem.decode_worker.pair_table import (
-    AcceptPair,
-    IncomingPairLost,
-    IncomingPairTable,
-    PrefillLost,
-    RefusePair,
-    SendCloseToPrefill,
-    StopReceiver,
-)
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import Batch
 from tandem.engine.block_manager import BlockManager
 from tandem.kv_transfer.checksums import corrupt_blocks
 from tandem.kv_transfer.connector import Peer
-from tandem.prefill_worker.actions import SendToDecode, Ship
-from tandem.prefill_worker.pair_table import (
-    Connect,
-    Disconnect,
-    OutgoingPairLost,
-    OutgoingPairTable,
-    SendCloseToDecode,
-    StartSender,
-    StopSender,
-)
-from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import (
     AbortAttempt,
     AttemptFailed,
@@ -63,7 +42,27 @@ from tandem.protocol.messages.transfer import (
     ReserveKV,
     ShipKV,
 )
+from tandem.protocol.worker_actions import Receive, SendToPeer, Ship
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
+from tandem.worker.pairs.incoming_table import (
+    AcceptPair,
+    IncomingPairLost,
+    IncomingPairTable,
+    PrefillLost,
+    RefusePair,
+    SendCloseToSender,
+    StopReceiver,
+)
+from tandem.worker.pairs.outgoing_table import (
+    Connect,
+    Disconnect,
+    OutgoingPairLost,
+    OutgoingPairTable,
+    SendCloseToReceiver,
+    StartSender,
+    StopSender,
+)
+from tandem.worker.scheduler import WorkerScheduler
 from tests.support.fake_connector import FakeReceiver, FakeSender, Side
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ class Prefill(Process):
     def __init__(self, world: World, name: str, number: int, layout: KVLayout = LAYOUT) -> None:
         super().__init__(world, name, number)
         self.info = WorkerInfo(name, self.epoch, "prefill", name, self.pid)
-        self.scheduler = PrefillScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 6, 4, LEASE_S)
+        self.scheduler = WorkerScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 6, 4, LEASE_S).prefill
         self.table = OutgoingPairTable(
             self.info, [self.pid], layout, "here", "cpu", [world.connector], True, LEASE_S, []
         )
@@ -159,7 +158,7 @@ class Prefill(Process):
     def perform(self, actions: list[Any]) -> None:
         for action in actions:
             match action:
-                case SendToDecode():
+                case SendToPeer():
                     self.send(action.pair_id, action.message)
                 case Ship():
                     self.ship(action)
@@ -180,7 +179,7 @@ class Prefill(Process):
                         self.on_closed(action.pair_id)
                     else:
                         sender.close(partial(self.on_closed, action.pair_id))
-                case SendCloseToDecode():
+                case SendCloseToReceiver():
                     self.send(action.message.pair_id, action.message)
                 case Disconnect():
                     self.sockets.discard(action.pair_id)
@@ -280,7 +279,7 @@ class Decode(Process):
         self.scheduler.num_kept_blocks = 0
         for action in actions:
             match action:
-                case SendToPrefill():
+                case SendToPeer():
                     self.send(action.pair_id, action.message)
                 case Receive():
                     self.receive(action)
@@ -290,7 +289,7 @@ class Decode(Process):
     def perform_pairs(self, actions: list[Any]) -> None:
         for action in actions:
             match action:
-                case RefusePair() | SendCloseToPrefill():
+                case RefusePair() | SendCloseToSender():
                     self.send(action.message.pair_id, action.message)
                 case AcceptPair():
                     self.accept(action)

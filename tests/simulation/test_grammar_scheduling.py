@@ -7,19 +7,18 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from msgspec.structs import replace
 
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.sampling.grammar import Grammar
-from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, PrepareDecode, StartPrefill, TokenBatch
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
+from tandem.protocol.worker_actions import SendToProxy
 from tandem.runtime.errors import ErrorInfo, InvalidRequest
-from tandem.worker.actions import SendToProxy
+from tandem.worker.scheduler import WorkerScheduler
 
 SAMPLING = SamplingParams(grammar="start: /a+/")
 STOP = StopConditions(10, frozenset({0}))
@@ -61,7 +60,7 @@ def prepare(number: int, sampling: SamplingParams, num_sequences: int = 1, num_g
 
 
 def test_prefill_starts_a_prompt_once_its_grammar_is_compiled() -> None:
-    scheduler = PrefillScheduler(BlockManager(20, 4), "model", 512, 8, 9.0)
+    scheduler = WorkerScheduler(BlockManager(20, 4), "model", 512, 8, 9.0).prefill
     shared, compiled = grammar()
     scheduler.on_start(0.0, start(1, SAMPLING, num_sequences=2, num_generated=2), None, shared)
     scheduler.on_start(0.0, start(2, SamplingParams()), None, None)
@@ -124,18 +123,4 @@ def test_a_grammar_violation_fails_only_its_sequence(decode: DecodeScheduler) ->
     assert [token.attempt_id for token in tokens.tokens] == ["r1.0"]
     assert len(decode.schedule(0.0)[0].items) == 1
     decode.on_step(0.0, [ItemOutput([SampledToken(0)])])
-    assert decode.blocks.num_free == 20
-
-
-def test_local_prefill_waits_for_grammars_and_fails_alike(decode: DecodeScheduler) -> None:
-    shared, compiled = grammar()
-    request = replace(prepare(0, SAMPLING, num_sequences=2), prefill_worker_id=None, prefill_epoch=None)
-    decode.on_prepare(0.0, request, shared)
-    assert not decode.schedule(0.0)[0].items
-    compiled.set_result(None)
-    [item] = decode.schedule(0.0)[0].items
-    assert item.samples[0].grammar is item.samples[1].grammar is not None
-    actions = decode.on_step(0.0, [ItemOutput(ERROR.tokens * 2, error=ERROR.error)])
-    messages = [action.message for action in actions if isinstance(action, SendToProxy)]
-    assert [type(message) for message in messages] == [AttemptFailed, AttemptFailed]
     assert decode.blocks.num_free == 20

@@ -1,7 +1,9 @@
-"""Both schedulers in one simulation, in memory, under random event orders.
+"""Two workers with both roles in one simulation, in memory, under random event orders.
+
+Each request is prefilled on one of them and decoded on the same or on the other one, so KV travels in both directions.
 
 The simulated network delays every queue independently; copies take time and may fail; requests are aborted, deadlines
-pass, pairs break, decode runs out of blocks. Each slot of the simulated pools records from which tokens its KV was
+pass, pairs break, workers run out of blocks. Each slot of the simulated pools records from which tokens its KV was
 computed, and each next token is a function of all tokens before it, so outputs can be compared with a single process.
 
 Invariants: nothing computes on another sequence's KV, no copy touches a block that it does not own, and each request
@@ -13,7 +15,9 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from zlib import crc32
 
@@ -21,12 +25,9 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from tandem.decode_worker.actions import Receive, SendToPrefill
-from tandem.decode_worker.scheduler import UNCLAIMED_TIMEOUT_S, DecodeScheduler
+from tandem.decode_worker.scheduler import UNCLAIMED_TIMEOUT_S
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
-from tandem.prefill_worker.actions import SendToDecode, Ship
-from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import (
     AbortAttempt,
     AttemptFailed,
@@ -48,8 +49,9 @@ from tandem.protocol.messages.transfer import (
     ReserveKV,
     ShipKV,
 )
+from tandem.protocol.worker_actions import Receive, SendToPeer, SendToProxy, Ship
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
-from tandem.worker.actions import SendToProxy
+from tandem.worker.scheduler import WorkerScheduler
 
 BLOCK_SIZE = 4
 DEADLINE_S = 50.0
@@ -111,31 +113,49 @@ def owned(blocks: BlockManager) -> set[int]:
     return set(blocks._num_holders) | blocks._quarantined
 
 
+class Worker:
+    """inbox: messages from the proxy."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.scheduler = WorkerScheduler(
+            BlockManager(12, BLOCK_SIZE), "model", max_num_batched_tokens=6, max_num_seqs=3, lease_s=math.inf
+        )
+        self.memory = Memory(12)
+        self.inbox: deque[Any] = deque()
+        self.step: Batch | None = None
+
+
+class Pair:
+    """The path of KV from one worker to the other. out, back: control messages, with the pair's id at the time."""
+
+    def __init__(self, source: Worker, target: Worker) -> None:
+        self.source = source
+        self.target = target
+        self.number = 0
+        self.is_closing = False
+        self.out: deque[Any] = deque()
+        self.back: deque[Any] = deque()
+        self.ships: deque[Ship] = deque()
+        self.receives: deque[Receive] = deque()
+
+    @property
+    def pair_id(self) -> str:
+        return f"{self.source.name}-{self.target.name}-{self.number}"
+
+
 class Handover(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.prefill = PrefillScheduler(
-            BlockManager(12, BLOCK_SIZE), "model", max_num_batched_tokens=6, max_num_seqs=4, lease_s=math.inf
-        )
-        self.decode = DecodeScheduler(BlockManager(12, BLOCK_SIZE), "model", max_num_seqs=3, max_num_batched_tokens=5)
-        self.prefill_memory, self.decode_memory = Memory(12), Memory(12)
-        self.pair_id = "pair-0"
-        self.num_pairs = 1
-        self.pair_closing = False
-        self.to_prefill: deque[Any] = deque()
-        self.to_decode: deque[Any] = deque()
-        self.prefill_to_decode: deque[Any] = deque()
-        self.decode_to_prefill: deque[Any] = deque()
-        self.ships: deque[Ship] = deque()
-        self.receives: deque[Receive] = deque()
-        self.prefill_step: Batch | None = None
-        self.decode_step: Batch | None = None
+        self.workers = [Worker("a"), Worker("b")]
+        a, b = self.workers
+        self.pairs = [Pair(a, b), Pair(b, a)]
         self.wanted: list[Wanted] = []
         self.attempts: dict[str, Wanted] = {}  # by attempt_id
         self.current: dict[int, str] = {}  # attempt_id of the latest attempt, by id() of the sequence
         self.num_preempted = 0
-        self.num_local = 0  # chunks that decode computed
+        self.num_local = 0  # prompts that were decoded where they were computed
 
     # ---- the proxy
 
@@ -147,8 +167,6 @@ class Handover(RuleBasedStateMachine):
         n=st.sampled_from([1, 1, 1, 2, 3]),
     )
     def start(self, prefix: int, length: int, tail: list[int], max_tokens: int, n: int) -> None:
-        if self.pair_closing:
-            return
         prompt = PREFIXES[prefix][:length] + tail or [1]
         stop = StopConditions(max_tokens, frozenset({EOS}))
         new = [Wanted(prompt, len(self.wanted) + i, stop) for i in range(n)]
@@ -158,36 +176,31 @@ class Handover(RuleBasedStateMachine):
     def _dispatch(self, sequences: list[Wanted]) -> None:
         first = sequences[0]
         attempt_ids = [f"r{len(self.attempts) + i}" for i in range(len(sequences))]
+        number = len(self.attempts)
         for sequence, attempt_id in zip(sequences, attempt_ids, strict=True):
             self.attempts[attempt_id] = sequence
             self.current[id(sequence)] = attempt_id
         generated = len(first.tokens)
-        alone = first.stop.max_tokens - generated == 1
-        packed, seeds = pack_token_ids(first.prompt + first.tokens), [s.seed for s in sequences]
-        transfer_id = f"t-{attempt_ids[0]}"
-        priority = len(self.attempts) % 3 - 1
-        if len(self.attempts) % 4 == 0:  # decode computes the prompt
-            self.to_decode.append(
-                PrepareDecode(
-                    "proxy", attempt_ids, transfer_id, packed, SamplingParams(), seeds, first.stop,
-                    DEADLINE_S, prefill_worker_id=None, prefill_epoch=None, num_generated=generated, priority=priority,
-                )
-            )  # fmt: skip
-            return
-        self.to_prefill.append(
-            StartPrefill(
-                "proxy", attempt_ids, transfer_id, packed, SamplingParams(), seeds, first.stop,
-                DEADLINE_S, decode_worker_id=None if alone else "decode-0", decode_epoch=None if alone else "epoch",
-                num_generated=generated, priority=priority,
-            )
-        )  # fmt: skip
-        if not alone:
-            self.to_decode.append(
-                PrepareDecode(
-                    "proxy", attempt_ids, transfer_id, packed, SamplingParams(), seeds, first.stop,
-                    DEADLINE_S, prefill_worker_id="prefill-0", prefill_epoch="epoch", num_generated=generated,
-                )
-            )  # fmt: skip
+        prefill = self.workers[number % 2]
+        decode = self.workers[number // 2 % 2]
+        is_last = first.stop.max_tokens - generated == 1
+        self.num_local += prefill is decode and not is_last
+        shared: dict[str, Any] = {
+            "proxy_id": "proxy",
+            "attempt_ids": attempt_ids,
+            "transfer_id": f"t-{attempt_ids[0]}",
+            "token_ids": pack_token_ids(first.prompt + first.tokens),
+            "sampling": SamplingParams(),
+            "seeds": [s.seed for s in sequences],
+            "stop": first.stop,
+            "deadline_s": DEADLINE_S,
+            "num_generated": generated,
+            "priority": number % 3 - 1,
+        }
+        peer = None if is_last else decode.name
+        prefill.inbox.append(StartPrefill(**shared, decode_worker_id=peer, decode_epoch=peer))
+        if prefill is not decode and not is_last:
+            decode.inbox.append(PrepareDecode(**shared, prefill_worker_id=prefill.name, prefill_epoch=prefill.name))
 
     @precondition(lambda self: self.wanted)
     @rule(data=st.data())
@@ -197,8 +210,8 @@ class Handover(RuleBasedStateMachine):
     def _abort(self, sequence: Wanted) -> None:
         if not sequence.aborted and sequence.ended is None:
             sequence.aborted = True
-            for queue in (self.to_prefill, self.to_decode):
-                queue.append(AbortAttempt("proxy", self.current[id(sequence)]))
+            for worker in self.workers:
+                worker.inbox.append(AbortAttempt("proxy", self.current[id(sequence)]))
 
     def _to_proxy(self, message: Any) -> None:
         match message:
@@ -234,204 +247,201 @@ class Handover(RuleBasedStateMachine):
 
     # ---- the shells
 
-    def _perform(self, actions: list[Any]) -> None:
+    def _pair_from(self, worker: Worker) -> Pair:
+        return self.pairs[self.workers.index(worker)]
+
+    def _perform(self, worker: Worker, actions: list[Any]) -> None:
+        out = self._pair_from(worker)
+        into = self.pairs[1 - self.pairs.index(out)]
         for action in actions:
             match action:
                 case SendToProxy():
                     self._to_proxy(action.message)
-                case SendToDecode():
-                    self.prefill_to_decode.append((action.pair_id, action.message))
-                case SendToPrefill():
-                    self.decode_to_prefill.append((action.pair_id, action.message))
+                case SendToPeer(pair_id=pair_id, message=message):
+                    if isinstance(message, KVReserved | KVRefused):
+                        into.back.append((pair_id, message))
+                    else:
+                        out.out.append((pair_id, message))
                 case Ship():
-                    self.ships.append(action)
+                    out.ships.append(action)
                 case Receive():
-                    self.receives.append(action)
+                    into.receives.append(action)
 
-    @precondition(lambda self: self.to_prefill)
-    @rule()
-    def deliver_to_prefill(self) -> None:
-        message = self.to_prefill.popleft()
-        if isinstance(message, StartPrefill) and message.decode_worker_id and self.pair_closing:  # as the shell does
-            for attempt_id in message.attempt_ids:
-                self._to_proxy(AttemptFailed(attempt_id, ErrorInfo.of(WorkerLost("the pair is not ready"))))
-        elif isinstance(message, StartPrefill):
-            pair_id = self.pair_id if message.decode_worker_id else None
-            self._perform(self.prefill.on_start(self.now, message, pair_id))
-        else:
-            self._perform(self.prefill.on_abort(message.proxy_id, message.attempt_id))
+    def deliver(self, worker: Worker) -> None:
+        """Delivers the proxy's next message."""
+        message = worker.inbox.popleft()
+        scheduler, pair = worker.scheduler, self._pair_from(worker)
+        match message:
+            case StartPrefill(decode_epoch=epoch):
+                if epoch is None or epoch == worker.name:
+                    self._perform(
+                        worker,
+                        scheduler.prefill.on_start(self.now, message, None, decodes_here=epoch == worker.name),
+                    )
+                elif pair.is_closing:  # as the shell does
+                    for attempt_id in message.attempt_ids:
+                        self._to_proxy(AttemptFailed(attempt_id, ErrorInfo.of(WorkerLost("the pair is not ready"))))
+                else:
+                    self._perform(worker, scheduler.prefill.on_start(self.now, message, pair.pair_id))
+            case PrepareDecode():
+                self._perform(worker, scheduler.decode.on_prepare(self.now, message))
+            case AbortAttempt():
+                self._perform(worker, scheduler.on_abort(message.proxy_id, message.attempt_id))
 
-    @precondition(lambda self: self.to_decode)
-    @rule()
-    def deliver_to_decode(self) -> None:
-        message = self.to_decode.popleft()
-        if isinstance(message, PrepareDecode):
-            self._perform(self.decode.on_prepare(self.now, message))
-        else:
-            self._perform(self.decode.on_abort(message.proxy_id, message.attempt_id))
-
-    @precondition(lambda self: self.prefill_to_decode)
-    @rule()
-    def deliver_prefill_to_decode(self) -> None:
-        pair_id, message = self.prefill_to_decode.popleft()
+    def deliver_out(self, pair: Pair) -> None:
+        pair_id, message = pair.out.popleft()
+        decode = pair.target.scheduler.decode
         match message:
             case ReserveKV():
-                self._perform(self.decode.on_reserve(self.now, message))
+                actions = decode.on_reserve(self.now, message)
             case ShipKV():
-                self._perform(self.decode.on_ship(message))
+                actions = decode.on_ship(message)
             case FinishTransfer():
-                self._perform(self.decode.on_finish_transfer(message))
+                actions = decode.on_finish_transfer(message)
             case CloseTransfer():
-                self._perform(self.decode.on_close_transfer(message.transfer_id))
-            case ClosePair():
-                self._perform(self.decode.on_pair_lost(pair_id, "closed", True))
+                actions = decode.on_close_transfer(message.transfer_id)
+            case _:
+                assert isinstance(message, ClosePair)
+                actions = decode.on_pair_lost(pair_id, "closed", True)
+        self._perform(pair.target, actions)
 
-    @precondition(lambda self: self.decode_to_prefill)
-    @rule()
-    def deliver_decode_to_prefill(self) -> None:
-        _, message = self.decode_to_prefill.popleft()
+    def deliver_back(self, pair: Pair) -> None:
+        _, message = pair.back.popleft()
+        prefill = pair.source.scheduler.prefill
         if isinstance(message, KVReserved):
-            self._perform(self.prefill.on_reserved(message))
+            self._perform(pair.source, prefill.on_reserved(message))
         else:
-            assert isinstance(message, KVRefused)
-            self._perform(self.prefill.on_refused(message.transfer_id, message.error))
+            self._perform(pair.source, prefill.on_refused(message.transfer_id, message.error))
 
-    @precondition(lambda self: self.ships)
-    @rule()
-    def copy(self) -> None:
+    def copy(self, pair: Pair) -> None:
         """The sender thread finishes one job: it writes, then announces (like the ipc connector)."""
-        ship = self.ships.popleft()
-        if self.pair_closing:
-            self._perform(self.prefill.on_shipped(ship.transfer_id, KVTransferFailed("closed")))
-            self._close_when_stopped()
+        ship = pair.ships.popleft()
+        prefill = pair.source.scheduler.prefill
+        if pair.is_closing:
+            self._perform(pair.source, prefill.on_shipped(ship.transfer_id, KVTransferFailed("closed")))
+            self._close_when_stopped(pair)
             return
         for src, dst in zip(ship.src_block_ids, ship.dst_block_ids, strict=True):
-            self.decode_memory.blocks[dst] = list(self.prefill_memory.blocks[src])
+            pair.target.memory.blocks[dst] = list(pair.source.memory.blocks[src])
         announcement = ShipKV(ship.pair_id, 0, ship.transfer_id, ship.first_block, len(ship.src_block_ids))
-        self.prefill_to_decode.append((ship.pair_id, announcement))
-        self._perform(self.prefill.on_shipped(ship.transfer_id, None))
+        pair.out.append((ship.pair_id, announcement))
+        self._perform(pair.source, prefill.on_shipped(ship.transfer_id, None))
 
-    @precondition(lambda self: self.receives)
-    @rule()
-    def receive(self) -> None:
-        self._perform(self.decode.on_received(self.receives.popleft().transfer_id, None))
+    def receive(self, pair: Pair) -> None:
+        self._perform(pair.target, pair.target.scheduler.decode.on_received(pair.receives.popleft().transfer_id, None))
 
-    @precondition(lambda self: not self.pair_closing)
-    @rule()
-    def break_pair(self) -> None:
-        self.pair_closing = True
-        self._perform(self.prefill.on_pair_lost(self.pair_id, "broken"))
-        self._close_when_stopped()
+    def break_pair(self, pair: Pair) -> None:
+        pair.is_closing = True
+        self._perform(pair.source, pair.source.scheduler.prefill.on_pair_lost(pair.pair_id, "broken"))
+        self._close_when_stopped(pair)
 
-    def _close_when_stopped(self) -> None:
-        if not self.ships:
-            self.prefill_to_decode.append((self.pair_id, ClosePair(self.pair_id, "broken")))
-            self.pair_id, self.num_pairs = f"pair-{self.num_pairs}", self.num_pairs + 1
-            self.pair_closing = False
+    def _close_when_stopped(self, pair: Pair) -> None:
+        if not pair.ships:
+            pair.out.append((pair.pair_id, ClosePair(pair.pair_id, "broken")))
+            pair.number += 1
+            pair.is_closing = False
 
     # ---- steps and time
 
-    @rule()
-    def begin_prefill_step(self) -> None:
-        if self.prefill_step is None:
-            batch, actions = self.prefill.schedule(self.now)
-            assert sum(len(item.token_ids) for item in batch.items) <= 6
-            self.prefill_step = batch if batch.items else None
-            self._perform(actions)
+    def begin_step(self, worker: Worker) -> None:
+        batch, actions = worker.scheduler.schedule(self.now)
+        assert sum(len(item.token_ids) for item in batch.items) <= 6 + 3
+        worker.step = batch if batch.items else None
+        self._perform(worker, actions)
 
-    @precondition(lambda self: self.prefill_step)
-    @rule(fails=st.sampled_from([False] * 9 + [True]))
-    def end_prefill_step(self, fails: bool) -> None:
-        batch, self.prefill_step = self.prefill_step, None
+    def end_step(self, worker: Worker, fails: bool) -> None:
+        batch, worker.step = worker.step, None
         assert batch is not None
-        outputs = []
-        for item, (prompt, _) in zip(batch.items, self.prefill._step, strict=True):
-            end = item.start + len(item.token_ids)
-            self.prefill_memory.check(prompt.token_ids, prompt.block_table, item.start)
-            self.prefill_memory.write(prompt.token_ids, prompt.block_table, item.start, end)
-            assert bool(item.samples) == (end == len(prompt.token_ids))
-            outputs.append(self._sample(prompt.token_ids, item.samples))
-        if fails:
-            self._perform(self.prefill.on_step_failed(RuntimeError("boom")))
-        else:
-            self._perform(self.prefill.on_step(self.now, outputs))
-
-    def _sample(self, token_ids: list[int], samples: Any) -> ItemOutput:
-        return ItemOutput([SampledToken(next_token(token_ids, sample.params.seed)) for sample in samples])
-
-    @rule()
-    def begin_decode_step(self) -> None:
-        if self.decode_step is None:
-            batch, actions = self.decode.schedule(self.now)
-            self.decode_step = batch if batch.items else None
-            self._perform(actions)
-
-    @precondition(lambda self: self.decode_step)
-    @rule(fails=st.sampled_from([False] * 9 + [True]))
-    def end_decode_step(self, fails: bool) -> None:
-        batch, self.decode_step = self.decode_step, None
-        assert batch is not None
-        memory = self.decode_memory
+        scheduler, memory = worker.scheduler, worker.memory
         for source, destination in batch.block_copies:
             memory.blocks[destination] = list(memory.blocks[source])
         outputs = []
-        for item, sequence in zip(batch.items, self.decode._running.step, strict=False):
+        running, computing = scheduler.decode._running.step, scheduler.prefill._step
+        for item, sequence in zip(batch.items, running, strict=False):
             wanted = self.attempts[sequence.attempt_id]
             token_ids = wanted.prompt + sequence.output_token_ids
             assert len(token_ids) == sequence.num_tokens == item.start + 1
             memory.check(token_ids, sequence.block_table, item.start)
             memory.write(token_ids, sequence.block_table, item.start, item.start + 1)
-            outputs.append(self._sample(token_ids, item.samples))
-        chunks = batch.items[len(outputs) :]
-        assert sum(len(item.token_ids) for item in chunks) <= 5
-        for item, (prefill, _) in zip(chunks, self.decode._running.chunks, strict=True):
+            outputs.append(_sample(token_ids, item.samples))
+        for item, (prompt, _) in zip(batch.items[len(running) :], computing, strict=True):
             end = item.start + len(item.token_ids)
-            memory.check(prefill.token_ids, prefill.block_table, item.start)
-            memory.write(prefill.token_ids, prefill.block_table, item.start, end)
-            assert bool(item.samples) == (end == len(prefill.token_ids))
-            outputs.append(self._sample(prefill.token_ids, item.samples))
-            self.num_local += 1
+            memory.check(prompt.token_ids, prompt.block_table, item.start)
+            memory.write(prompt.token_ids, prompt.block_table, item.start, end)
+            assert bool(item.samples) == (end == len(prompt.token_ids))
+            outputs.append(_sample(prompt.token_ids, item.samples))
         if fails:
-            self._perform(self.decode.on_step_failed(RuntimeError("boom")))
+            self._perform(worker, scheduler.on_step_failed(RuntimeError("boom")))
         else:
-            self._perform(self.decode.on_step(self.now, outputs))
+            self._perform(worker, scheduler.on_step(self.now, outputs))
 
     @rule(seconds=st.sampled_from([0.1, 1.0, 30.0]))
     def tick(self, seconds: float) -> None:
         self.now += seconds
-        self._perform(self.prefill.on_tick(self.now))
-        self._perform(self.decode.on_tick(self.now))
+        for worker in self.workers:
+            self._perform(worker, worker.scheduler.on_tick(self.now))
+
+    def enabled(self) -> list[tuple[float, Callable[[], None]]]:
+        """Returns what may happen next, with weights, apart from new requests, aborts, failing steps and time."""
+        events: list[tuple[float, Callable[[], None]]] = []
+        for worker in self.workers:
+            if worker.inbox:
+                events.append((8, partial(self.deliver, worker)))
+            if worker.step is None:
+                events.append((6, partial(self.begin_step, worker)))
+            else:
+                events.append((6, partial(self.end_step, worker, False)))
+        for pair in self.pairs:
+            events += [(8, partial(self.deliver_out, pair))] if pair.out else []
+            events += [(8, partial(self.deliver_back, pair))] if pair.back else []
+            events += [(4, partial(self.copy, pair))] if pair.ships else []
+            events += [(4, partial(self.receive, pair))] if pair.receives else []
+            events += [(0.1, partial(self.break_pair, pair))] if not pair.is_closing else []
+        return events
+
+    @rule(data=st.data())
+    def go_on(self, data: st.DataObject) -> None:
+        events = self.enabled()
+        events[data.draw(st.integers(0, len(events) - 1))][1]()
+
+    @precondition(lambda self: any(worker.step for worker in self.workers))
+    @rule()
+    def fail_a_step(self) -> None:
+        self.end_step(next(worker for worker in self.workers if worker.step), True)
 
     # ---- invariants
 
     @invariant()
     def blocks_are_conserved(self) -> None:
-        self.prefill.blocks.check()
-        self.decode.blocks.check()
+        for worker in self.workers:
+            worker.scheduler.blocks.check()
 
     @invariant()
-    def copies_under_way_touch_only_their_own_blocks(self) -> None:
-        targets: set[int] = set()
-        for ship in self.ships:
-            assert set(ship.src_block_ids) <= owned(self.prefill.blocks)
-            assert set(ship.dst_block_ids) <= owned(self.decode.blocks)
-            assert not targets & set(ship.dst_block_ids)
-            targets |= set(ship.dst_block_ids)
-        writing = [
-            sequence.block_table[(sequence.num_tokens - 1) // BLOCK_SIZE] for sequence in self.decode._running.step
-        ]
-        for prefill, num_tokens in self.decode._running.chunks:
-            start, end = prefill.num_computed_tokens, prefill.num_computed_tokens + num_tokens
-            writing += prefill.block_table[start // BLOCK_SIZE : self.decode.blocks.num_blocks_for(end)]
-        assert set(writing) <= owned(self.decode.blocks)
-        assert len(set(writing)) == len(writing) and not targets & set(writing)
-        tables = Counter(block_id for sequence in self.decode._running.sequences for block_id in sequence.block_table)
-        assert all(tables[block_id] <= 1 for block_id in writing)
+    def copies_in_flight_touch_only_their_own_blocks(self) -> None:
+        for pair in self.pairs:
+            target = pair.target.scheduler
+            targets: set[int] = set()
+            for ship in pair.ships:
+                assert set(ship.src_block_ids) <= owned(pair.source.scheduler.blocks)
+                assert set(ship.dst_block_ids) <= owned(target.blocks)
+                assert not targets & set(ship.dst_block_ids)
+                targets |= set(ship.dst_block_ids)
+            running = target.decode._running
+            writing = [s.block_table[(s.num_tokens - 1) // BLOCK_SIZE] for s in running.step]
+            for prompt, num_tokens in target.prefill._step:
+                start, end = prompt.num_computed_tokens, prompt.num_computed_tokens + num_tokens
+                writing += prompt.block_table[start // BLOCK_SIZE : target.blocks.num_blocks_for(end)]
+            assert set(writing) <= owned(target.blocks)
+            assert len(set(writing)) == len(writing) and not targets & set(writing)
+            tables = Counter(block_id for sequence in running.sequences for block_id in sequence.block_table)
+            assert all(tables[block_id] <= 1 for block_id in writing)
 
     def teardown(self) -> None:
         """Runs everything to its end without further faults, before any deadline."""
-        for _ in range(1500):
+        for number in range(1500):
             self.deliver_all()
+            if number % 100 == 99:  # workers that wait for each other's blocks
+                self.tick(1.0)
             if all(sequence.ended or sequence.aborted for sequence in self.wanted):
                 break
         self.deliver_all()
@@ -439,33 +449,34 @@ class Handover(RuleBasedStateMachine):
             assert sequence.ended or sequence.aborted, f"{sequence} never ended"
             sequence.check()
         # Reservations that were overtaken by their request's end have no reader; they end at their own deadline.
-        self.now += UNCLAIMED_TIMEOUT_S
-        self._perform(self.decode.on_tick(self.now))
+        self.tick(UNCLAIMED_TIMEOUT_S)
         for _ in range(3):
             self.deliver_all()
-        for blocks in (self.prefill.blocks, self.decode.blocks):
-            assert blocks.num_free == blocks.num_blocks
+        for worker in self.workers:
+            assert worker.scheduler.blocks.num_free == worker.scheduler.blocks.num_blocks
 
     def deliver_all(self) -> None:
-        while self.to_prefill:
-            self.deliver_to_prefill()
-        while self.to_decode:
-            self.deliver_to_decode()
-        self.begin_prefill_step()
-        if self.prefill_step:
-            self.end_prefill_step(False)
-        self.begin_decode_step()
-        if self.decode_step:
-            self.end_decode_step(False)
-        while self.ships:
-            self.copy()
-        while self.prefill_to_decode or self.decode_to_prefill or self.receives:
-            if self.prefill_to_decode:
-                self.deliver_prefill_to_decode()
-            if self.receives:
-                self.receive()
-            if self.decode_to_prefill:
-                self.deliver_decode_to_prefill()
+        for worker in self.workers:
+            while worker.inbox:
+                self.deliver(worker)
+            if worker.step is None:
+                self.begin_step(worker)
+            if worker.step is not None:
+                self.end_step(worker, False)
+        for pair in self.pairs:
+            while pair.ships:
+                self.copy(pair)
+            while pair.out or pair.back or pair.receives:
+                if pair.out:
+                    self.deliver_out(pair)
+                if pair.receives:
+                    self.receive(pair)
+                if pair.back:
+                    self.deliver_back(pair)
+
+
+def _sample(token_ids: list[int], samples: Any) -> ItemOutput:
+    return ItemOutput([SampledToken(next_token(token_ids, sample.params.seed)) for sample in samples])
 
 
 TestHandover = Handover.TestCase
@@ -475,7 +486,7 @@ TestHandover.settings = settings(
 
 
 def _random_schedule(seed: int) -> Handover:
-    """Longer and denser than hypothesis' search: enabled events run with these odds, 250 times."""
+    """Longer and denser than hypothesis' search: enabled events run with these odds, 300 times."""
     rng = random.Random(seed)
     machine = Handover()
 
@@ -483,27 +494,19 @@ def _random_schedule(seed: int) -> Handover:
         tail = [rng.randrange(23) for _ in range(rng.randint(0, 3))]
         machine.start(rng.randrange(3), rng.randint(0, 20), tail, rng.randint(1, 16), rng.choice([1, 1, 1, 2, 3]))
 
-    events = [
-        (3, lambda: len(machine.wanted) < 30, start),
-        (1, lambda: machine.wanted, lambda: machine._abort(rng.choice(machine.wanted))),
-        (8, lambda: machine.to_prefill, machine.deliver_to_prefill),
-        (8, lambda: machine.to_decode, machine.deliver_to_decode),
-        (8, lambda: machine.prefill_to_decode, machine.deliver_prefill_to_decode),
-        (8, lambda: machine.decode_to_prefill, machine.deliver_decode_to_prefill),
-        (4, lambda: machine.ships, machine.copy),
-        (4, lambda: machine.receives, machine.receive),
-        (0.2, lambda: not machine.pair_closing, machine.break_pair),
-        (6, lambda: not machine.prefill_step, machine.begin_prefill_step),
-        (6, lambda: machine.prefill_step, lambda: machine.end_prefill_step(rng.random() < 0.02)),
-        (6, lambda: not machine.decode_step, machine.begin_decode_step),
-        (6, lambda: machine.decode_step, lambda: machine.end_decode_step(rng.random() < 0.02)),
-        (0.5, lambda: True, lambda: machine.tick(rng.choice([0.1, 1.0, 10.0]))),
-    ]  # fmt: skip
-    for _ in range(250):
-        enabled = [(weight, act) for weight, is_enabled, act in events if is_enabled()]
-        rng.choices([act for _, act in enabled], [weight for weight, _ in enabled])[0]()
+    for _ in range(300):
+        events = machine.enabled()
+        events.append((0.5, lambda: machine.tick(rng.choice([0.1, 1.0, 10.0]))))
+        if len(machine.wanted) < 30:
+            events.append((3, start))
+        if machine.wanted:
+            events.append((1, lambda: machine._abort(rng.choice(machine.wanted))))
+        stepping = [worker for worker in machine.workers if worker.step]
+        if stepping:
+            events.append((0.2, lambda: machine.end_step(rng.choice(stepping), True)))  # noqa: B023  # called at once
+        rng.choices([act for _, act in events], [weight for weight, _ in events])[0]()
         machine.blocks_are_conserved()
-        machine.copies_under_way_touch_only_their_own_blocks()
+        machine.copies_in_flight_touch_only_their_own_blocks()
     return machine
 
 
@@ -516,7 +519,7 @@ def test_two_thousand_random_schedules() -> None:
         finished.update(sequence.ended for sequence in machine.wanted)
         num_preempted += machine.num_preempted
         num_local += machine.num_local
-        num_cached += min(machine.prefill.num_cached_tokens, machine.decode.num_cached_tokens)
+        num_cached += sum(worker.scheduler.decode.num_cached_tokens for worker in machine.workers)
     # The schedules must reach every case, or the test proves nothing.
     assert min(finished[reason] for reason in ("stop", "length", "worker_lost", "internal_error")) > 100, finished
     assert num_preempted > 1000 and num_cached > 10_000 and num_local > 1000

@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
-from tandem.decode_worker.actions import Receive, SendToPrefill
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.block_manager import BlockManager
 from tandem.kv_transfer.checksums import combine, corrupt_blocks, rank_checksums
@@ -18,8 +17,8 @@ from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout, KVRefused, ReserveKV, ShipKV
+from tandem.protocol.worker_actions import Receive, SendToPeer, SendToProxy
 from tandem.runtime.errors import KVTransferFailed
-from tandem.worker.actions import SendToProxy
 from tests.support.fake_connector import FakeNetwork, Faults
 
 NUM_BLOCKS, NUM_HEADS, HEAD_BYTES = 6, 6, 16
@@ -92,7 +91,7 @@ def test_a_corrupt_block_fails_its_transfer_and_is_freed() -> None:
     failed, refused = actions
     assert isinstance(failed, SendToProxy) and isinstance(failed.message, AttemptFailed)
     assert failed.message.error.code == "kv_transfer_failed"
-    assert isinstance(refused, SendToPrefill) and isinstance(refused.message, KVRefused)
+    assert isinstance(refused, SendToPeer) and isinstance(refused.message, KVRefused)
     assert scheduler.blocks.num_quarantined == 4, "the peer has not confirmed yet that it stopped writing"
     scheduler.on_close_transfer("t")
     assert scheduler.blocks.num_free == 8 and scheduler.blocks.num_cached == 0

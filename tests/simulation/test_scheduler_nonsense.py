@@ -9,17 +9,16 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tandem.decode_worker.actions import Receive
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
-from tandem.prefill_worker.actions import Ship
-from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, KVRefused, KVReserved, RenewLeases, ReserveKV, ShipKV
+from tandem.protocol.worker_actions import Receive, Ship
 from tandem.runtime.errors import ErrorInfo, KVTransferFailed
+from tandem.worker.scheduler import WorkerScheduler
 
 NUM_BLOCKS, BLOCK_SIZE = 12, 4
 TRANSFERS = st.sampled_from(["t0", "t1", "unknown"])
@@ -106,7 +105,7 @@ TO_PREFILL = st.one_of(
 
 @given(st.lists(TO_PREFILL, max_size=40))
 def test_prefill(events: list[Any]) -> None:
-    scheduler = PrefillScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "m", 5, 4, lease_s=10.0)
+    scheduler = WorkerScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "m", 5, 4, lease_s=10.0).prefill
     for event in events:
         actions: list[Any] = []
         match event:
@@ -172,7 +171,7 @@ def test_too_few_first_tokens_fail_the_request_and_free_its_blocks() -> None:
 
 @pytest.mark.parametrize("answer", [KVReserved("t0", 0, [1]), KVReserved("t0", 3, []), KVReserved("t0", 1, [1, 2])])
 def test_reservations_that_do_not_fit_the_prompt_are_refused(answer: KVReserved) -> None:
-    scheduler = PrefillScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "m", 50, 4, lease_s=10.0)
+    scheduler = WorkerScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "m", 50, 4, lease_s=10.0).prefill
     sent = prepare("t0", 1)
     start = StartPrefill(
         "proxy",

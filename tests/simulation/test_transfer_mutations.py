@@ -12,14 +12,14 @@ from typing import Any
 import msgspec
 import pytest
 
-from tandem.decode_worker.pair_table import IncomingPairLost, IncomingPairTable
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.decode_worker.transfer import IncomingTransfer
-from tandem.prefill_worker.pair_table import Connect, OutgoingPairTable, SendCloseToDecode, StopSender
 from tandem.prefill_worker.prompt import PrefillPrompt
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.transfer import ClosePair
 from tandem.runtime.errors import TandemError
+from tandem.worker.pairs.incoming_table import IncomingPairLost, IncomingPairTable
+from tandem.worker.pairs.outgoing_table import Connect, OutgoingPairTable, SendCloseToReceiver, StopSender
 from tests.simulation.test_transfer import run
 
 MAX_SEEDS, NUM_EVENTS = 5000, 100
@@ -75,7 +75,9 @@ def the_peer_is_told_before_the_sender_has_stopped(patch: pytest.MonkeyPatch) ->
 
     def mutated(self: OutgoingPairTable, now: float, pair_id: str, reason: str) -> list[Any]:
         actions = fail(self, now, pair_id, reason)
-        closes = [SendCloseToDecode(ClosePair(pair_id, reason)) for action in actions if isinstance(action, StopSender)]
+        closes = [
+            SendCloseToReceiver(ClosePair(pair_id, reason)) for action in actions if isinstance(action, StopSender)
+        ]
         return [*actions, *closes]
 
     patch.setattr(OutgoingPairTable, "fail", mutated)

@@ -20,7 +20,6 @@ from typing import Any
 from zlib import crc32
 
 from tandem.engine.batch import ItemOutput
-from tandem.prefill_worker.actions import Ship
 from tandem.protocol.messages.dispatch import (
     AbortAttempt,
     AttemptFailed,
@@ -33,6 +32,7 @@ from tandem.protocol.messages.dispatch import (
 )
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.worker_actions import Ship
 from tests.simulation.simulated_workers import BLOCK_SIZE, LEASE_S, Decode, Memory, Prefill, Process
 from tests.support.fake_connector import FakeNetwork, Faults
 

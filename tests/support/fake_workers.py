@@ -32,9 +32,8 @@ from tandem.protocol.messages.dispatch import (
     NewToken,
     PrepareDecode,
     StartPrefill,
-    ToDecode,
     TokenBatch,
-    ToPrefill,
+    ToWorker,
 )
 from tandem.protocol.messages.generation import SampledToken
 from tandem.protocol.messages.membership import (
@@ -96,8 +95,8 @@ class FakeWorkers:
         infos = {name: self._info(name, role) for name, role in (("prefill-0", "prefill"), ("decode-0", "decode"))}  # type: ignore[arg-type]
         self._epochs = {info.epoch for info in infos.values()}
         self._routers: dict[str, Any] = {
-            "prefill": RouterSocket(context, infos["prefill-0"].endpoint, Codec(ToPrefill), self._on_prefill),
-            "decode": RouterSocket(context, infos["decode-0"].endpoint, Codec(ToDecode), self._on_decode),
+            "prefill": RouterSocket(context, infos["prefill-0"].endpoint, Codec(ToWorker), self._on_prefill),
+            "decode": RouterSocket(context, infos["decode-0"].endpoint, Codec(ToWorker), self._on_decode),
         }
         self._registrations: dict[str, Registration] = {}
         self._infos, self._draining = infos, dict.fromkeys(infos, False)
@@ -112,6 +111,7 @@ class FakeWorkers:
                 lambda: None,
                 partial(self._begin_epoch, name),
                 lambda: None,
+                lambda role: None,
             )
         await self._stopped.wait()
         for thing in (*self._registrations.values(), *self._routers.values()):
@@ -125,7 +125,12 @@ class FakeWorkers:
         info = self._infos[name]
         pairs = [PairStatus("decode-0", self._infos["decode-0"].epoch, "ready", "fake")]
         return WorkerStatus(
-            name, info.epoch, WorkerLoad(), pairs if info.role == "prefill" else [], draining=self._draining[name]
+            name,
+            info.epoch,
+            info.role,
+            WorkerLoad(),
+            pairs if info.role == "prefill" else [],
+            draining=self._draining[name],
         )
 
     def _begin_epoch(self, name: str) -> RegisterWorker:

@@ -138,7 +138,9 @@ class Cluster:
         pairs = [PairStatus(w.worker_id, w.epoch, "ready") for w in there if w.role == "decode"]
         for worker in there:
             if worker.role == "prefill":
-                self.worker_table.on_status(0, WorkerStatus(worker.worker_id, worker.epoch, WorkerLoad(), pairs))
+                self.worker_table.on_status(
+                    0, WorkerStatus(worker.worker_id, worker.epoch, worker.role, WorkerLoad(), pairs)
+                )
         self.dispatcher.on_cluster_changed()
 
     def lose(self, worker: WorkerInfo, reason: str = "its process has ended") -> None:
@@ -207,8 +209,10 @@ class Cluster:
 
 
 @contextmanager
-def _cluster(threshold: int, worker_wait_s: float, max_model_len: int) -> Iterator[Cluster]:
-    cluster = Cluster(threshold, worker_wait_s, max_model_len=max_model_len)
+def _cluster(
+    threshold: int, worker_wait_s: float, max_model_len: int, workers: tuple[WorkerInfo, ...]
+) -> Iterator[Cluster]:
+    cluster = Cluster(threshold, worker_wait_s, workers, max_model_len)
     yield cluster
     cluster.check_nothing_is_left()
 
@@ -218,9 +222,10 @@ def play(
     threshold: int = 0,
     worker_wait_s: float = 0.0,
     max_model_len: int = 100,
+    workers: tuple[WorkerInfo, ...] = (PREFILL, DECODE),
 ) -> None:
     async def run() -> None:
-        with _cluster(threshold, worker_wait_s, max_model_len) as cluster:
+        with _cluster(threshold, worker_wait_s, max_model_len, workers) as cluster:
             await asyncio.wait_for(test(cluster), 30)
 
     asyncio.run(run())

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Sequence
 from pathlib import Path
 
-from tandem.decode_worker.actions import Receive, SendToPrefill
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import Batch
 from tandem.engine.block_manager import BlockManager
@@ -15,10 +14,7 @@ from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import load_model
 from tandem.engine.model_runner import ModelRunner
 from tandem.engine.vision.embedding_cache import EmbeddingCache
-from tandem.prefill_worker.actions import Action as PrefillAction
-from tandem.prefill_worker.actions import SendToDecode, Ship
 from tandem.prefill_worker.media import MediaIntake
-from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import (
     AttemptFailed,
     AttemptPreempted,
@@ -31,7 +27,9 @@ from tandem.protocol.messages.generation import SampledToken, SamplingParams, St
 from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, KVReserved, ReserveKV, ShipKV
-from tandem.worker.actions import SendToProxy
+from tandem.protocol.worker_actions import Action as PrefillAction
+from tandem.protocol.worker_actions import Receive, SendToPeer, SendToProxy, Ship
+from tandem.worker.scheduler import WorkerScheduler
 from tests.support.vision_models import Generated
 
 BLOCK_SIZE = 8
@@ -51,13 +49,13 @@ class VisionPair:
             kv_cache_bytes=1 << 24,
             max_model_len=2048,
         )
-        prefill, decode = load_model(config), load_model(config).without_vision()
+        prefill, decode = load_model(config), load_model(config)
         self.pools = KVPool(prefill, config), KVPool(decode, config)
         self.runners = ModelRunner(prefill, self.pools[0]), ModelRunner(decode, self.pools[1])
         self.cache = EmbeddingCache(1 << 20)
         self.intake = MediaIntake(prefill.vision, self.cache, max_num_batched_tokens // 2, None, lambda: None)
         blocks = BlockManager(self.pools[0].num_blocks, BLOCK_SIZE)
-        self.prefill = PrefillScheduler(blocks, MODEL_ID, max_num_batched_tokens, 64, 10.0)
+        self.prefill = WorkerScheduler(blocks, MODEL_ID, max_num_batched_tokens, 64, 10.0).prefill
         self.decode = DecodeScheduler(BlockManager(num_decode_blocks, BLOCK_SIZE), MODEL_ID, 64)
         self.batches: list[Batch] = []
         self.tokens: dict[int, list[SampledToken]] = {}
@@ -135,11 +133,11 @@ class VisionPair:
             match action:
                 case SendToProxy(message=message):
                     self._on_proxy(message)
-                case SendToDecode(message=ReserveKV() as message):
+                case SendToPeer(message=ReserveKV() as message):
                     self._on_decode(self.decode.on_reserve(self._now, message))
-                case SendToDecode(message=FinishTransfer() as message):
+                case SendToPeer(message=FinishTransfer() as message):
                     self._on_decode(self.decode.on_finish_transfer(message))
-                case SendToDecode(message=message):
+                case SendToPeer(message=message):
                     self._on_decode(self.decode.on_close_transfer(message.transfer_id))
                 case Ship():
                     source, target = (pool.as_blocks() for pool in self.pools)
@@ -149,14 +147,14 @@ class VisionPair:
                     self._on_decode(self.decode.on_ship(shipped))
                     self._on_prefill(self.prefill.on_shipped(action.transfer_id, None))
 
-    def _on_decode(self, actions: Sequence[SendToProxy | SendToPrefill | Receive]) -> None:
+    def _on_decode(self, actions: Sequence[SendToProxy | SendToPeer | Receive]) -> None:
         for action in actions:
             match action:
                 case SendToProxy(message=message):
                     self._on_proxy(message)
-                case SendToPrefill(message=KVReserved() as message):
+                case SendToPeer(message=KVReserved() as message):
                     self._on_prefill(self.prefill.on_reserved(message))
-                case SendToPrefill(message=message):
+                case SendToPeer(message=message):
                     self._on_prefill(self.prefill.on_refused(message.transfer_id, message.error))
                 case Receive():
                     self._on_decode(self.decode.on_received(action.transfer_id, None))

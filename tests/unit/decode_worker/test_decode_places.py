@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from tandem.decode_worker.actions import Action, SendToPrefill
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
@@ -10,26 +9,26 @@ from tandem.protocol.messages.dispatch import PrepareDecode
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer, FinishTransfer, KVReserved, ReserveKV, ShipKV
+from tandem.protocol.worker_actions import Action, SendToPeer
 
 TOKENS = list(range(1, 7))
 TOKEN = ItemOutput([SampledToken(9)])
 
 
-def ask(scheduler: DecodeScheduler, name: str, num_sequences: int = 1, prefill: str | None = "prefill-0") -> list[str]:
+def ask(scheduler: DecodeScheduler, name: str, num_sequences: int = 1) -> list[str]:
     """Returns the transfers that are reserved now."""
     ids = [f"{name}{number}" for number in range(num_sequences)]
     message = PrepareDecode(
         "p", ids, name, pack_token_ids(TOKENS), SamplingParams(), [0] * num_sequences, StopConditions(3), 9.0,
-        prefill_worker_id=prefill, prefill_epoch=prefill and "e", cache_salt=name,
+        prefill_worker_id="prefill-0", prefill_epoch="e", cache_salt=name,
     )  # fmt: skip
     actions = scheduler.on_prepare(0.0, message)
-    if prefill:
-        actions += scheduler.on_reserve(0.0, ReserveKV("pair", name, len(TOKENS)))
+    actions += scheduler.on_reserve(0.0, ReserveKV("pair", name, len(TOKENS)))
     return reserved(actions)
 
 
 def reserved(actions: list[Action]) -> list[str]:
-    messages = [action.message for action in actions if isinstance(action, SendToPrefill)]
+    messages = [action.message for action in actions if isinstance(action, SendToPeer)]
     return [message.transfer_id for message in messages if isinstance(message, KVReserved)]
 
 
@@ -77,16 +76,3 @@ def test_a_request_with_more_sequences_than_a_step_runs_alone() -> None:
     assert ask(scheduler, "b") == []
     begin(scheduler, "a", 0, 3)
     assert len(scheduler.schedule(1.0)[0].items) == 2
-
-
-def test_local_prefill_needs_a_place() -> None:
-    scheduler = new_scheduler()
-    ask(scheduler, "a", prefill=None)
-    ask(scheduler, "b", prefill=None)
-    assert ask(scheduler, "c") == []
-    ask(scheduler, "d", prefill=None)
-    batch, _actions = scheduler.schedule(1.0)
-    assert len(batch.items) == 2
-    assert reserved(scheduler.on_abort("p", "b0")) == ["c"]
-    assert reserved(scheduler.on_step(2.0, [TOKEN, TOKEN])) == []
-    assert len(scheduler.schedule(2.0)[0].items) == 1, "d waits behind c"

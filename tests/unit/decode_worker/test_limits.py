@@ -7,16 +7,16 @@ from typing import Any
 import msgspec
 from pytest import MonkeyPatch
 
-from tandem.decode_worker import pair_table
 from tandem.decode_worker import scheduler as decode_scheduler
 from tandem.decode_worker import transfer as decode_transfer
-from tandem.decode_worker.pair_table import AcceptPair, RefusePair
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.block_manager import BlockManager
 from tandem.prefill_worker import scheduler as prefill_scheduler
-from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
 from tandem.protocol.messages.transfer import KVRefused, ReserveKV
+from tandem.worker.pairs import incoming_table
+from tandem.worker.pairs.incoming_table import AcceptPair, RefusePair
+from tandem.worker.scheduler import WorkerScheduler
 from tests.simulation.test_scheduler_nonsense import prepare
 from tests.unit.decode_worker.test_replaced_pairs import FIRST, open_first
 
@@ -39,7 +39,7 @@ def test_sequences_on_a_decode_worker_are_limited(monkeypatch: MonkeyPatch) -> N
 
 def test_sequences_on_a_prefill_worker_are_limited(monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(prefill_scheduler, "MAX_HELD_SEQUENCES", 2)
-    scheduler = PrefillScheduler(BlockManager(12, 4), "m", 5, 4, lease_s=10.0)
+    scheduler = WorkerScheduler(BlockManager(12, 4), "m", 5, 4, lease_s=10.0).prefill
 
     def start(transfer_id: str, count: int) -> list[Any]:
         sent = prepare(transfer_id, count)
@@ -80,7 +80,7 @@ def test_remembered_transfers_are_limited(monkeypatch: MonkeyPatch) -> None:
 
 
 def test_pairs_of_a_decode_worker_are_limited(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_table, "MAX_PAIRS", 2)
+    monkeypatch.setattr(incoming_table, "MAX_PAIRS", 2)
     table = open_first(peer_writes=False)
 
     def open_another(number: int) -> Any:
@@ -96,7 +96,7 @@ def test_pairs_of_a_decode_worker_are_limited(monkeypatch: MonkeyPatch) -> None:
 
 
 def test_remembered_pairs_are_limited(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(pair_table, "_NUM_REMEMBERED_PAIRS", 3)
+    monkeypatch.setattr(incoming_table, "_NUM_REMEMBERED_PAIRS", 3)
     table = open_first(peer_writes=False)
     for number in range(10):
         name = f"pair of e{number}"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from tandem.decode_worker.pair_table import AcceptPair, IncomingPairLost, IncomingPairTable, StopReceiver
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import KVLayout, OpenPair
+from tandem.worker.pairs.incoming_table import AcceptPair, IncomingPairLost, IncomingPairTable, StopReceiver
 
 LAYOUT = KVLayout("m", "float32", 2, 2, 16, 64)
 FIRST = OpenPair(PROTOCOL_VERSION, "prefill-0", "e", [1], "pair-0", LAYOUT, "there", "cpu", ["gloo"], number=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +14,7 @@ from bench.simulation.autoscale import bursty, diurnal, planner_for, play, read_
 from bench.simulation.cluster import Request, Speeds
 from bench.simulation.foresight import Foresight
 from tandem.deploy.autoscale.demand import Demand, DemandMeter, StepTime
-from tandem.deploy.autoscale.planner import Planner, PlannerConfig, decode_needed, prefill_needed
+from tandem.deploy.autoscale.planner import Planner, PlannerConfig, decode_needed, elastic_needed, prefill_needed
 from tandem.deploy.autoscale.queueing import late_fraction, servers_needed, wait_probability
 from tandem.protocol.messages.membership import Role, WorkerInfo, WorkerLoad
 from tests.support.load_recordings import read_recording
@@ -33,7 +34,7 @@ IDLE = Demand(num_prefill=1, num_decode=1, speed=8000.0)
 
 
 def worker(role: Role, epoch: str = "e") -> WorkerInfo:
-    return WorkerInfo(f"{role}-0", epoch, role, "", 1)
+    return WorkerInfo(f"{role}-0", f"{role}/{epoch}", role, "", 1)
 
 
 # ---- arithmetic
@@ -77,6 +78,19 @@ def test_a_worker_restart_does_not_distort_rates() -> None:
     assert demand.mean_prompt_tokens == pytest.approx(1000)
 
 
+def test_what_a_worker_did_in_an_earlier_role_is_not_demand() -> None:
+    meter = DemandMeter(64)
+    info = worker("decode")
+    busy = worker("prefill")
+    for second in range(5):
+        load = WorkerLoad(num_prompt_tokens=50_000, num_finished=9000)
+        meter.observe(second, [(busy, WorkerLoad()), (info, load)])
+    moved = msgspec.structs.replace(info, role="prefill")
+    load = WorkerLoad(num_prompt_tokens=50_800, num_finished=9001)
+    demand = meter.observe(5, [(busy, WorkerLoad()), (moved, load)])
+    assert demand.prompt_tokens_per_s == pytest.approx(800 / 5) and demand.prompts_per_s == pytest.approx(1 / 5)
+
+
 def test_cached_tokens_are_not_demand_and_waiting_tokens_are() -> None:
     meter = DemandMeter(64)
     meter.observe(0, [(worker("prefill"), WorkerLoad())])
@@ -89,13 +103,13 @@ def test_cached_tokens_are_not_demand_and_waiting_tokens_are() -> None:
 
 
 def test_refused_requests_are_demand() -> None:
-    config = PlannerConfig(max_prefill=50)
+    config = PlannerConfig(max_workers=50)
     refusing = prefill_needed(Demand(**{**as_dict(BUSY), "refused_per_s": 10.0}), config)
     assert refusing.num_workers > prefill_needed(BUSY, config).num_workers
 
 
 def test_a_backlog_caused_by_decode_adds_no_prefill_workers() -> None:
-    config = PlannerConfig(max_prefill=50)
+    config = PlannerConfig(max_workers=50)
     waiting = {**as_dict(BUSY), "waiting_tokens": 1_000_000}
     full = Demand(**{**waiting, "decode_is_full": True})
     assert prefill_needed(Demand(**waiting), config).num_workers > prefill_needed(full, config).num_workers
@@ -130,6 +144,38 @@ def test_it_goes_up_soon_and_down_late() -> None:
     assert down[:120] == [4] * 120 and down[121] == 1
 
 
+def test_a_role_that_needs_more_gets_spare_workers_of_the_other_before_new_ones_start() -> None:
+    no_decode = Demand(**{**as_dict(BUSY), "most_sequences": 1})
+    planner = Planner(PlannerConfig())
+    course = [planner.propose(second, no_decode, 2, 4) for second in range(12)]
+    needed = course[-1].prefill_need.num_workers
+    assert needed > 3 and course[-1].decode_need.num_workers == 1
+    totals = {(p.prefill, p.decode) for p in course}
+    assert (needed, 4) in totals, "decode may have needed its workers a moment ago"
+    assert (course[-1].prefill, course[-1].decode) == (needed, 4 - min(3, needed - 2))
+
+
+def test_elastic_workers_share_what_each_role_would_round_up() -> None:
+    light = Demand(**{**as_dict(BUSY), "prompt_tokens_per_s": 2000.0, "most_sequences": 10, "mean_output_tokens": 20.0})
+    prefill, decode = prefill_needed(light, PlannerConfig()), decode_needed(light, PlannerConfig())
+    assert (prefill.num_workers, decode.num_workers) == (1, 1)
+    assert elastic_needed(prefill, decode) == 1
+    prefill, decode = prefill_needed(BUSY, PlannerConfig()), decode_needed(BUSY, PlannerConfig())
+    assert elastic_needed(prefill, decode) >= max(prefill.num_workers, decode.num_workers)
+
+
+def test_elastic_workers_count_for_both_roles() -> None:
+    meter = DemandMeter(64)
+    for second in range(9):
+        load = WorkerLoad(
+            num_prompt_tokens=800 * second, num_finished=second, prompt_tokens_per_s=4000.0,
+            num_decoding=3, num_running=5, step_time_s=0.02,
+        )  # fmt: skip
+        demand = meter.observe(second, [(worker("any"), load)])
+    assert (demand.num_prefill, demand.num_decode) == (1, 1)
+    assert demand.prompt_tokens_per_s == pytest.approx(800) and demand.most_sequences == 3
+
+
 def test_one_busy_second_changes_nothing() -> None:
     planner = Planner(PlannerConfig())
     for second in range(100):
@@ -156,16 +202,28 @@ demands = st.builds(
 )
 
 
+@given(st.lists(st.tuples(demands, st.integers(1, 30)), min_size=1, max_size=30), st.integers(0, 2))
+def test_only_the_number_of_elastic_workers_changes_where_there_are_any(
+    course: list[tuple[Demand, int]], num_decode: int
+) -> None:
+    planner, num_any, now = Planner(PlannerConfig(max_workers=9)), 2, 0.0
+    for demand, seconds in course:
+        now += seconds
+        proposal = planner.propose(now, demand, 0, num_decode, num_any)
+        assert (proposal.prefill, proposal.decode) == (0, num_decode)
+        num_any = proposal.any
+        assert 1 <= num_any <= 9 - num_decode
+
+
 @given(st.lists(st.tuples(demands, st.integers(1, 30)), min_size=1, max_size=30))
 def test_proposals_stay_within_the_limits(course: list[tuple[Demand, int]]) -> None:
-    config = PlannerConfig(min_prefill=2, max_prefill=6, min_decode=1, max_decode=7, max_workers=9)
-    planner = Planner(config)
+    planner = Planner(PlannerConfig(min_prefill=2, min_decode=1, max_workers=9))
     prefill, decode, now = 2, 1, 0.0
     for demand, seconds in course:
         now += seconds
         proposal = planner.propose(now, demand, prefill, decode)
         prefill, decode = proposal.prefill, proposal.decode
-        assert 2 <= prefill <= 6 and 1 <= decode <= 7 and prefill + decode <= 9
+        assert prefill >= 2 and decode >= 1 and prefill + decode <= 9 and proposal.any == 0
 
 
 # ---- simulated traces
@@ -186,6 +244,27 @@ def test_it_follows_a_changing_prefill_decode_ratio() -> None:
     planned = play(trace, SPEEDS, 1, 1, planner_for(SPEEDS, 10))
     same_size = [play(trace, SPEEDS, p, 10 - p, None)["goodput"] for p in (4, 5, 6)]
     assert planned["goodput"] > max(same_size)
+
+
+def test_a_shift_from_long_prompts_to_long_answers_is_followed_by_moves_without_new_processes() -> None:
+    """Each mix lasts for less than DOWN_AFTER_S and needs most of the seven workers."""
+    trace = shifting(random.Random(3), 230.0, per_s=6.0)
+    planned = play(trace, SPEEDS, 5, 2, planner_for(SPEEDS, 7))
+    fixed = [play(trace, SPEEDS, p, 7 - p, None)["goodput"] for p in range(2, 6)]
+    assert planned["moves"] >= 2 and planned["starts"] == 0 and planned["most_workers"] == 7
+    assert planned["goodput"] > max(fixed)
+
+
+def test_an_elastic_cluster_grows_and_shrinks_and_serves_both_mixes() -> None:
+    trace = shifting(random.Random(3), 900.0)
+    planned = play(trace, SPEEDS, 0, 0, planner_for(SPEEDS, 10), num_any=2)
+    assert planned["moves"] == 0 and planned["starts"] > 0 and planned["most_workers"] <= 10
+    assert planned["goodput"] > max(play(trace, SPEEDS, p, 10 - p, None)["goodput"] for p in (4, 5, 6))
+    daily = diurnal(random.Random(2), 900.0)
+    whole = play(daily, SPEEDS, 0, 0, None, num_any=10)
+    planned = play(daily, SPEEDS, 0, 0, planner_for(SPEEDS, 10), num_any=2)
+    assert whole["goodput"] > 0.97 and planned["goodput"] > 0.9
+    assert planned["worker_hours"] < 0.85 * whole["worker_hours"]
 
 
 def test_bursts_are_served_better_than_by_equal_fixed_worker_hours() -> None:
@@ -257,7 +336,7 @@ def test_sequences_that_come_and_do_not_end_ask_for_workers_before_they_are_ther
 
 
 def test_where_both_want_all_workers_they_get_what_arrives_needs() -> None:
-    config = PlannerConfig(max_prefill=9, max_decode=9, max_workers=10)
+    config = PlannerConfig(max_workers=10)
     waiting = {**as_dict(BUSY), "waiting_tokens": 2_000_000, "waiting_prompts": 1000, "mean_output_tokens": 400.0}
     for most_sequences, decode in ((1000, 5), (200, 4)):  # decode needs less than its share
         planner = Planner(config)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem.deploy.cli import _parser
-from tandem.deploy.config import ClusterConfig, flag_name, load_config, settings
+from tandem.deploy.config import ClusterConfig, flag_name, load_config, num_cores, settings
 from tandem.deploy.configuration_page import PAGE, page
 from tandem.deploy.removed_flags import REMOVED_FLAGS
 from tandem.runtime.errors import ConfigError
@@ -20,14 +20,28 @@ def test_flags_override_the_file(tmp_path: Path) -> None:
     assert (config.prefill, config.decode, config.device, config.proxies) == (2, 4, "cpu", 1)
 
 
+def test_elastic_workers_replace_the_others_unless_both_are_given(tmp_path: Path) -> None:
+    file = tmp_path / "cluster.toml"
+    file.write_text("workers = 2\n")
+    both = {"prefill": 1, "prefill_tensor_parallel_size": 2, "tensor_parallel_size": 3}
+    assert load_config(file, {}).counts == {"prefill": 0, "decode": 0, "any": 2}
+    assert load_config(file, {"workers": 0}).counts == {"prefill": 1, "decode": 1, "any": 0}
+    mixed = load_config(file, both)
+    assert mixed.counts == {"prefill": 1, "decode": 0, "any": 2}
+    assert [mixed.num_ranks(role) for role in mixed.counts] == [2, 3, 3]
+    assert mixed.num_threads("any") == max(1, num_cores() // 8)
+    load_config(None, {"workers": 1, "decode_prefill_threshold": 0, "autoscale": True})
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         ("decod = 2", r"cluster\.toml: unknown key decod; did you mean decode\?"),
         ("zzz = 2", r"unknown key zzz; docs/configuration\.md"),
         ("decode = 0", "decode: .* give --decode 1"),
+        ("decode = 0\nworkers = 0", "decode: no worker could decode"),
+        ("workers = 9\nautoscale = true\nautoscale_max_workers = 8", "8 is too few for the 9 workers"),
         ('port = "x"', r"cluster\.toml: port = 'x': expected `int`"),
-        ('autoscale_prefill = "0:3"', "MIN:MAX"),
         ('kv_connector = "pigeon"', "kv_connector"),
         ("= broken", "TOML"),
         ('cluster_host = "10.0.0.1"', r"tandem keys FOLDER.*--insecure-network"),
@@ -99,6 +113,8 @@ def test_replacements_of_removed_flags_exist() -> None:
         (["up", "--prefil", "2"], r"unknown flag --prefil; did you mean --prefill\?"),
         (["up", "--join", "tcp://a:1"], "`tandem worker"),
         (["worker", "decode", "--prefill", "2"], "--count N"),
+        (["worker", "any", "--workers", "2"], "--count N"),
+        (["role", "decode-0", "both"], "invalid choice: 'both' .*prefill.*decode.*any"),
         (["up", "--port", "x"], "--port.*tandem up --help"),
         (["up", "extra"], "unexpected argument 'extra'"),
         (["sing"], "sing"),

@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from tandem.deploy.commands import draining
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
-    DrainAnswer,
     PairStatus,
     RegisterWorker,
     Role,
     StatusReport,
     WorkerInfo,
     WorkerLoad,
+    WorkerOrdered,
     WorkerStatus,
 )
 from tandem.protocol.messages.operations import LaunchedProcess
@@ -54,21 +54,21 @@ def _table() -> tuple[WorkerTable, list[WorkerInfo]]:
     for worker in workers:
         table.on_register(0.0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 500, "m", 64))
     pairs = [PairStatus(worker.worker_id, worker.epoch, "ready") for worker in workers[1:]]
-    table.on_status(0.0, WorkerStatus("prefill-0", "prefill-0/1", WorkerLoad(), pairs))
+    table.on_status(0.0, WorkerStatus("prefill-0", "prefill-0/1", "prefill", WorkerLoad(), pairs))
     return table, workers
 
 
 def test_draining_workers_get_no_requests_but_stay_registered() -> None:
     table, (prefill, first, second) = _table()
     changes = table.num_changes
-    table.on_status(0.1, WorkerStatus(first.worker_id, first.epoch, WorkerLoad(), draining=True))
+    table.on_status(0.1, WorkerStatus(first.worker_id, first.epoch, first.role, WorkerLoad(), draining=True))
     assert table.num_changes > changes
     [record] = table.paired_prefill_workers
     assert [peer.worker for peer in record.decode_peers] == [second]
     assert {report.worker.worker_id: report.draining for report in table.report(0.1)} == {
         "prefill-0": False, "decode-0": True, "decode-1": False,
     }  # fmt: skip
-    table.on_status(0.2, WorkerStatus(second.worker_id, second.epoch, WorkerLoad(), draining=True))
+    table.on_status(0.2, WorkerStatus(second.worker_id, second.epoch, second.role, WorkerLoad(), draining=True))
     assert table.why_not_ready() == "no decode worker is ready"
     assert [gone.reason for gone in table.on_left(first.epoch).lost] == ["it has left"]
     assert not table.on_left(first.epoch)
@@ -87,8 +87,8 @@ class LeavingWorker:
     async def status(self) -> list[StatusReport]:
         return []
 
-    async def ask_proxies(self, message: object, kind: object) -> list[DrainAnswer]:
-        return [DrainAnswer("decode-0")]
+    async def ask_proxies(self, message: object, kind: object) -> list[WorkerOrdered]:
+        return [WorkerOrdered("decode-0")]
 
 
 @pytest.mark.parametrize("is_launched_here", [True, False])

@@ -19,10 +19,12 @@ from tandem.protocol.messages.membership import (
     GetStatus,
     PairStatus,
     Role,
+    SetWorkerRole,
     StatusReport,
     ToProxyControl,
     WorkerInfo,
     WorkerLoad,
+    WorkerOrdered,
     WorkerReport,
 )
 from tandem.protocol.messages.operations import ClusterScaled, ListProcesses, ScaleCluster
@@ -31,8 +33,6 @@ from tandem.protocol.sockets import RouterSocket, new_context
 from tandem.runtime.errors import ConfigError
 from tests.unit.deploy.test_scaling import FakeProcess, FakeSite
 
-ROLES: tuple[Role, ...] = ("prefill", "decode")
-
 
 class ProxySite(FakeSite):
     """Its proxy reports one ready pair, or one that was refused."""
@@ -40,6 +40,8 @@ class ProxySite(FakeSite):
     def __init__(self, context: Context, folder: Path, pair: PairStatus) -> None:
         super().__init__(room=4)
         self._pair = pair
+        self.roles: dict[str, Role] = {"prefill-0": "prefill", "decode-0": "decode"}
+        self.noted: dict[str, Role] = {}
         codec: Codec[ToProxyControl] = Codec(ToProxyControl)
         self.proxy = RouterSocket(context, f"ipc://{folder}/proxy-0.sock", codec, self._on_message)
 
@@ -47,22 +49,40 @@ class ProxySite(FakeSite):
         on_endpoint(name, self.proxy.endpoint)
         return FakeProcess(name)
 
+    def make_worker(self, role: Role, name: str, on_exit: OnExit) -> Supervised:
+        self.roles[name] = role
+        return super().make_worker(role, name, on_exit)
+
+    def set_role(self, name: str, role: Role) -> None:
+        self.noted[name] = role
+
     def _on_message(self, identity: bytes, message: ToProxyControl) -> None:
+        if isinstance(message, SetWorkerRole):
+            error = "" if message.worker_id == "decode-1" else f"{message.worker_id} is draining"
+            if not error:
+                self.roles[message.worker_id] = message.role
+            self.proxy.send(identity, WorkerOrdered(message.worker_id, error))
         if isinstance(message, GetStatus):
             workers = [
                 WorkerReport(
-                    WorkerInfo(f"{role}-0", "e", role, "", FakeProcess(role).last_pid),
+                    WorkerInfo(name, "e", role, "", FakeProcess(role).last_pid),
                     WorkerLoad(),
-                    [self._pair] if role == "prefill" else [],
+                    [self._pair] * len(self.roles) if role == "prefill" else [],
                     0.0,
                 )
-                for role in ROLES
+                for name, role in self.roles.items()
             ]
             answer: FromProxyControl = StatusReport("proxy-0-x", "m", True, 0, workers)
             self.proxy.send(identity, answer)
 
 
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: PairStatus, body: Callable[[], Awaitable[None]]) -> None:
+def run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    pair: PairStatus,
+    body: Callable[[ProxySite], Awaitable[None]],
+    num_decode: int = 1,
+) -> None:
     """Run a launcher on port 1; `body` is a coroutine function that is called when it is ready."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
 
@@ -70,12 +90,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: PairStatus, body:
         folder = create_runtime_dir(1)
         context = new_context()
         site = ProxySite(context, folder, pair)
-        launcher = Launcher(ClusterConfig(port=1), site, context, folder)
+        launcher = Launcher(ClusterConfig(port=1, decode=num_decode), site, context, folder)
         tasks: list[asyncio.Task[None]] = []
 
         async def use() -> None:
             try:
-                await body()
+                await body(site)
             finally:
                 launcher.stop()
 
@@ -93,11 +113,12 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pair: PairStatus, body:
 def test_it_answers_commands_from_when_it_is_ready_until_it_stops(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def use() -> None:
+    async def use(site: ProxySite) -> None:
         cluster = ClusterClient(1)
         assert list(await cluster.processes(ListProcesses())) == ["proxy-0", "prefill-0", "decode-0"]
-        assert (await cluster.status())[0].num_ready_pairs == 1
-        assert await cluster.ask_launcher(ScaleCluster(decode=2), ClusterScaled) == ClusterScaled(1, 2)
+        assert (await cluster.status())[0].num_ready_pairs >= 1
+        with pytest.raises(ConfigError, match="no worker could decode any more; keep one of role decode or any"):
+            await cluster.ask_launcher(ScaleCluster(decode=0), ClusterScaled)
         with pytest.raises(ConfigError, match="no room"):
             await cluster.ask_launcher(ScaleCluster(decode=9), ClusterScaled)
         with pytest.raises(ConfigError, match="no cluster runs on port 2"):
@@ -106,8 +127,23 @@ def test_it_answers_commands_from_when_it_is_ready_until_it_stops(
     run(tmp_path, monkeypatch, PairStatus("decode-0", "e", "ready"), use)
 
 
+def test_running_workers_change_their_role_before_others_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(site: ProxySite) -> None:
+        cluster = ClusterClient(1)
+        assert await cluster.ask_launcher(ScaleCluster(2, 1), ClusterScaled) == ClusterScaled(2, 1)
+        assert site.noted == {"decode-1": "prefill"}
+        async with asyncio.timeout(10):
+            while site.roles["decode-1"] != "prefill":  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert list(await cluster.processes(ListProcesses())) == ["proxy-0", "prefill-0", "decode-0", "decode-1"]
+        assert await cluster.ask_launcher(ScaleCluster(1, 1, 1), ClusterScaled) == ClusterScaled(1, 1, 1)
+        assert site.noted == {"decode-1": "any"}
+
+    run(tmp_path, monkeypatch, PairStatus("decode-0", "e", "ready"), use, num_decode=2)
+
+
 def test_workers_that_cannot_be_paired_end_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def use() -> None:
+    async def use(site: ProxySite) -> None:
         raise AssertionError("it must not become ready")
 
     with pytest.raises(ConfigError, match="refused to pair with a prefill worker: other model"):

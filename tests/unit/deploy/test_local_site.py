@@ -13,8 +13,8 @@ from bench.ports import free_port
 from tandem.deploy.config import ClusterConfig
 from tandem.deploy.demo_model import DEMO_MODEL
 from tandem.deploy.sites.local import LocalSite
-from tandem.prefill_worker.config import PrefillConfig
 from tandem.proxy.config import ProxyConfig
+from tandem.worker.config import WorkerConfig
 
 
 def make_site(folder: Path, **settings: object) -> LocalSite:
@@ -47,6 +47,23 @@ def test_each_proxy_inherits_only_its_own_sockets_which_the_launcher_keeps_open(
         site.close()
 
 
+def test_a_worker_gets_a_role_file_that_is_removed_with_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        site = make_site(tmp_path, workers=1, itl_slo_ms=40)
+        site.media_cache_endpoint = "ipc://media"
+        site.make_worker("any", "worker-0", lambda *_: True)
+        config = msgspec.json.decode((tmp_path / "worker-0.json").read_bytes(), type=WorkerConfig)
+        assert (config.role, config.itl_slo_ms) == ("any", 40)
+        assert config.role_file == str(tmp_path / "worker-0.role")
+        assert config.media_cache_endpoint == "ipc://media"
+        Path(config.role_file).write_text("prefill")  # by the worker
+        site.forget("worker-0")
+        assert not [file for file in tmp_path.iterdir() if file.suffix == ".role"]
+        site.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("value", ["", "1"])
 def test_kv_checksums_are_a_switch_in_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
@@ -59,6 +76,6 @@ def test_kv_checksums_are_a_switch_in_the_environment(
         site.close()
 
     asyncio.run(main())
-    config = msgspec.json.decode((tmp_path / "prefill-0.json").read_bytes(), type=PrefillConfig)
-    assert config.worker.kv_checksums is (value == "1")
-    assert config.worker.metrics_host == "127.0.0.2"
+    config = msgspec.json.decode((tmp_path / "prefill-0.json").read_bytes(), type=WorkerConfig)
+    assert config.kv_checksums is (value == "1")
+    assert config.metrics_host == "127.0.0.2"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from rich.console import Console
 
@@ -11,6 +12,8 @@ from tandem.protocol.messages.membership import (
     LatencyBuckets,
     PairStatus,
     PairTraffic,
+    PredictionFigures,
+    Role,
     ServingFigures,
     StatusReport,
     WorkerInfo,
@@ -24,10 +27,14 @@ from tandem.telemetry.stages import STAGES, AttemptTimes
 
 
 def figures(fast: int, slow: int, tokens: int) -> ServingFigures:
-    """fast: first tokens within 0.1 s; slow: within a second."""
+    """fast: first tokens within 0.1 s; slow: within a second. All were predicted 0.1 s too soon."""
+    num = fast + slow
     ttft = LatencyBuckets([0.1, 1.0], [fast, slow, 0])
     none = LatencyBuckets([0.1, 1.0], [0, 0, 0])
-    return ServingFigures(3, 10 * tokens, tokens, fast + slow, ttft, none, none, {"prefill": 0.5 * (fast + slow)})
+    predictions = {"ttft": PredictionFigures(num, 0.2 * num, 0.3 * num, 0.1 * num)}
+    placements = {"same": fast, "two": slow, "deflected": 0, "prefill_only": 0}
+    stages_s = {"prefill": 0.5 * num}
+    return ServingFigures(3, 10 * tokens, tokens, num, ttft, none, none, stages_s, 0, predictions, placements)
 
 
 def report(proxy_id: str, serving: ServingFigures, num_bytes: int = 0, seconds: float = 0.0) -> StatusReport:
@@ -53,6 +60,10 @@ def test_rates_add_up_over_all_proxies() -> None:
     assert result.output_tokens_per_s == 60 and result.prompt_tokens_per_s == 600 and result.finished_per_s == 0.8
     assert result.stages_s == {"prefill": pytest.approx(0.5)}
     assert result.bandwidth == {("prefill-0", "decode-0"): pytest.approx(2e6)}
+    [(latency, means)] = result.predictions.items()
+    assert latency == "ttft"
+    assert (means.predicted_s, means.measured_s, means.error_s) == pytest.approx((0.2, 0.3, 0.1))
+    assert result.placements == {"same": 4, "two": 4, "deflected": 0, "prefill_only": 0}
 
 
 def test_figures_since_the_start_have_percentiles_but_no_rates() -> None:
@@ -64,7 +75,9 @@ def test_figures_since_the_start_have_percentiles_but_no_rates() -> None:
 
 def test_serving_figures_equal_the_metrics() -> None:
     metrics = ProxyMetrics()
-    attempt = AttemptTimes(dispatched_at=10.25, first_token_at=10.5)
+    attempt = AttemptTimes(
+        dispatched_at=10.25, first_token_at=10.5, placement="same", predicted_ttft_s=0.5, predicted_itl_s=0.125
+    )
     timer = SequenceTimer(metrics, 10.0, [attempt])
     for now in (10.5, 10.6, 10.9):
         timer.on_tokens(now, 1)
@@ -77,6 +90,9 @@ def test_serving_figures_equal_the_metrics() -> None:
     assert [sum(each.counts) for each in (reported.ttft, reported.itl, reported.e2e)] == [1, 2, 1]
     assert len(reported.ttft.counts) == len(reported.ttft.bounds_s) + 1
     assert reported.num_refused == 2  # the client's own limit does not count
+    assert reported.predictions["ttft"] == PredictionFigures(1, 0.5, 0.25, 0.25)
+    assert msgspec.structs.astuple(reported.predictions["itl"]) == pytest.approx((1, 0.125, 0.2, 0.075))
+    assert reported.placements == {"same": 1, "two": 0, "deflected": 0, "prefill_only": 0}
     assert list(reported.stages_s) == list(STAGES) and sum(reported.stages_s.values()) == pytest.approx(1.0)
 
 
@@ -90,4 +106,29 @@ def test_the_tables_fit_80_columns(is_recent: bool) -> None:
     assert max(map(len, shown.splitlines())) <= 80
     for words in ("m: ready", "TTFT", "prefill-0", "decode-0", "25%", "waiting for a first token", "prefill 500"):
         assert words in shown, words
+    assert "TTFT from dispatch     200.0    300.0 100.0" in shown
+    assert ("ran 2 on one worker, 3 on two workers" in shown) is is_recent
     assert ("50.0 output tokens/s" in shown) is is_recent
+
+
+def test_the_table_of_workers_shows_current_roles_and_flips() -> None:
+    roles: list[tuple[Role, int]] = [("decode", 13), ("any", 0)]
+    elastic = [
+        WorkerReport(
+            WorkerInfo(f"worker-{number}", f"e{number}", role, "ipc://w", 4_000_000 + number),
+            WorkerLoad(num_blocks=4096, num_free_blocks=1024, num_role_changes=flips),
+            [PairStatus(f"worker-{1 - number}", f"e{1 - number}", "ready", "ipc")],
+            0.1,
+        )
+        for number, (role, flips) in enumerate(roles)
+    ]
+    console = Console(width=80, record=True, force_terminal=False)
+    with console.capture() as captured:
+        sample = RateSample(1.0, [StatusReport("a", "m", True, 0, elastic, figures(1, 0, 10))])
+        console.print(status_tables(sample, None, 0))
+    shown = captured.get()
+    assert max(map(len, shown.splitlines())) <= 80
+    assert [line.split()[:3] for line in shown.splitlines() if line.startswith("worker-") and "%" in line] == [
+        ["worker-1", "any", "4000001"],
+        ["worker-0", "decode", "(13)"],
+    ]

@@ -13,8 +13,6 @@ import pytest
 import torch
 from torch.distributed import HashStore
 
-from tandem.decode_worker.pair_table import IncomingPairTable
-from tandem.decode_worker.pairs import IncomingPairs
 from tandem.deploy.config import load_config
 from tandem.kv_transfer.connector import Peer
 from tandem.kv_transfer.handshake import agree, offered_connectors
@@ -24,6 +22,8 @@ from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.membership import PROTOCOL_VERSION
 from tandem.protocol.messages.transfer import ClosePair, ConnectorParams, KVLayout, OpenPair
 from tandem.runtime.errors import ConfigError, KVLayoutMismatch
+from tandem.worker.pairs.incoming import IncomingPairs
+from tandem.worker.pairs.incoming_table import IncomingPairTable
 from tests.support.fake_connector import FakeReceiver, FakeSender
 
 Install = Callable[[str], None]

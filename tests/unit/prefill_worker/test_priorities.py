@@ -7,17 +7,18 @@ from zlib import crc32
 
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
-from tandem.prefill_worker.scheduler import AGING_S, PrefillScheduler
+from tandem.prefill_worker.scheduler import AGING_S
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.worker.scheduler import WorkerScheduler
 
 
 class Worker:
     """Computes 8 tokens per step of 0.1 s. Requests ask for one token."""
 
     def __init__(self) -> None:
-        self.scheduler = PrefillScheduler(BlockManager(1000, 4), "m", 8, 100, lease_s=math.inf)
+        self.scheduler = WorkerScheduler(BlockManager(1000, 4), "m", 8, 100, lease_s=math.inf).prefill
         self.now = 0.0
         self.done: list[str] = []
 

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
-from tandem.prefill_worker.actions import SendToDecode, Ship
 from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.prefill_worker.transfer_leases import Leases
 from tandem.protocol.messages.dispatch import AttemptFailed, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import CloseTransfer, KVReserved, RenewLeases, ReserveKV
-from tandem.worker.actions import SendToProxy
+from tandem.protocol.worker_actions import SendToPeer, SendToProxy, Ship
+from tandem.worker.scheduler import WorkerScheduler
 
 TERM_S = 8.0
 
@@ -82,14 +82,14 @@ def start(scheduler: PrefillScheduler, *names: str) -> None:
         )  # fmt: skip
         assert scheduler.on_start(0.0, request, "pair-0") == []
     _, actions = scheduler.schedule(0.0)
-    assert [a.message for a in actions if isinstance(a, SendToDecode)] == [
+    assert [a.message for a in actions if isinstance(a, SendToPeer)] == [
         ReserveKV("pair-0", name, 12) for name in names
     ]
 
 
 @pytest.fixture
 def scheduler() -> PrefillScheduler:
-    return PrefillScheduler(BlockManager(8, 4), "model", 64, 4, TERM_S)
+    return WorkerScheduler(BlockManager(8, 4), "model", 64, 4, TERM_S).prefill
 
 
 def failed(actions: list[object]) -> list[str]:
@@ -107,7 +107,7 @@ def test_expiry_fails_only_that_transfer_and_frees_its_blocks(scheduler: Prefill
         actions += scheduler.on_tick(float(now))
         scheduler.on_renewed(float(now), RenewLeases("pair-0", ["kept"]))
     assert failed(actions) == ["r-forgotten"]
-    assert [a.message for a in actions if isinstance(a, SendToDecode)] == [CloseTransfer("forgotten")]
+    assert [a.message for a in actions if isinstance(a, SendToPeer)] == [CloseTransfer("forgotten")]
     assert scheduler.blocks.num_free == 5
     (ship,) = (a for a in scheduler.on_reserved(KVReserved("kept", 0, [0, 1, 2])) if isinstance(a, Ship))
     assert scheduler.on_shipped(ship.transfer_id, None) == []
@@ -122,5 +122,5 @@ def test_blocks_are_freed_only_after_a_running_copy(scheduler: PrefillScheduler)
     actions = [action for now in range(12) for action in scheduler.on_tick(float(now))]
     assert failed(actions) == ["r-t"] and len(actions) == 1, "no message to decode while the copy may still write"
     assert scheduler.blocks.num_free == 5
-    assert scheduler.on_shipped("t", None) == [SendToDecode("pair-0", CloseTransfer("t"))]
+    assert scheduler.on_shipped("t", None) == [SendToPeer("pair-0", CloseTransfer("t"))]
     assert scheduler.blocks.num_free == 8

@@ -55,8 +55,8 @@ PREPARE = PrepareDecode(
     [1],
     StopConditions(1),
     -0.5,
-    prefill_worker_id=None,
-    prefill_epoch=None,
+    prefill_worker_id="x",
+    prefill_epoch="x",
 )
 OPEN = OpenPair(PROTOCOL_VERSION, "p", "e", [1], "pair", KVLayout("m", "float32", 2, 2, 16, 64), "h", "cpu", ["ipc"])
 REGISTER = RegisterWorker(
@@ -84,8 +84,6 @@ replace = msgspec.structs.replace
         {"deadline_s": math.inf},
         {"stop": StopConditions(0)},
         {"stop": StopConditions(10_000)},
-        {"num_prompt_logprobs": 21},
-        {"num_prompt_logprobs": -1},
         {"priority": 2**40},
         {"sampling": SamplingParams(temperature=math.nan)},
         {"sampling": SamplingParams(temperature=-1.0)},
@@ -169,7 +167,7 @@ def test_a_status_is_refused_or_harmless(load: WorkerLoad, packed: bytes, number
     """A status that passes the check must not make the worker table fail, which would drop the worker's heartbeat."""
     table = WorkerTable(2.5)
     table.on_register(0.0, REGISTER)
-    status = WorkerStatus("w", "e", load, [], PrefixUpdate(number, restart, packed, packed))
+    status = WorkerStatus("w", "e", "prefill", load, [], PrefixUpdate(number, restart, packed, packed))
     try:
         check_status(status)
     except InvalidMessage:

@@ -10,14 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tandem.protocol.codec import MAX_MESSAGE_BYTES, Codec
-from tandem.protocol.messages.dispatch import NewToken, StartPrefill, ToDecode, TokenBatch, ToPrefill, ToProxy
+from tandem.protocol.messages.dispatch import NewToken, StartPrefill, TokenBatch, ToProxy, ToWorker
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.membership import FromProxyControl, ToProxyControl
 from tandem.protocol.messages.token_ids import pack_token_ids, unpack_token_ids
 from tandem.protocol.messages.transfer import ToDecodePeer, ToPrefillPeer
 from tandem.runtime.errors import ErrorInfo, InternalError, ProtocolError, WorkerLost
 
-DIRECTIONS = [ToPrefill, ToDecode | ToDecodePeer, ToProxy, ToPrefillPeer, ToProxyControl, FromProxyControl]
+DIRECTIONS = [ToWorker | ToDecodePeer, ToProxy, ToPrefillPeer, ToProxyControl, FromProxyControl]
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS, ids=str)
@@ -62,7 +62,7 @@ def test_unknown_fields_and_directions_are_refused() -> None:
         "p", ["r"], "t", b"", SamplingParams(), [1], StopConditions(1), 1.0, decode_worker_id=None, decode_epoch=None
     )
     fields = msgspec.msgpack.decode(msgspec.msgpack.encode(start))
-    codec: Codec[ToPrefill] = Codec(ToPrefill)
+    codec: Codec[ToWorker] = Codec(ToWorker)
     with pytest.raises(ProtocolError, match="extra"):
         codec.decode(msgspec.msgpack.encode(fields | {"extra": 1}))
     with pytest.raises(ProtocolError):

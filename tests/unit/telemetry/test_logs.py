@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tandem.runtime.logs import serving, setup_logging
 from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
 from tandem.telemetry.request_log import RequestLog, RequestRecord
-from tandem.telemetry.stages import STAGES, AttemptTimes
+from tandem.telemetry.stages import PLACEMENTS, STAGES, AttemptTimes
 
 
 @pytest.fixture
@@ -60,6 +60,63 @@ def test_metrics_of_one_sequence() -> None:
     assert all(value(f"request_{name}_time_seconds_count") == 1 for name in STAGES)
 
 
+def test_predictions_are_compared_with_what_was_measured() -> None:
+    metrics = ProxyMetrics()
+
+    def value(name: str, latency: str) -> float:
+        return metrics.registry.get_sample_value(f"tandem_{name}_total", {"latency": latency}) or 0.0
+
+    def play(attempts: list[AttemptTimes], *arrivals: float) -> None:
+        timer = SequenceTimer(metrics, 10.0, attempts)
+        for now in arrivals:
+            timer.on_tokens(now, 1)
+        timer.on_finished(arrivals[-1])
+
+    too_soon = AttemptTimes(10.25, predicted_ttft_s=0.25, predicted_itl_s=0.25, placement="two")
+    play([too_soon], 10.75, 11.25, 11.75)
+    too_late = AttemptTimes(10.5, predicted_ttft_s=1.0, predicted_itl_s=0.5, placement="same")
+    play([too_late], 11.25, 11.5)
+    assert [value(name, "ttft") for name in ("predictions", "predicted_seconds", "measured_seconds")] == [2, 1.25, 1.25]
+    assert value("prediction_error_seconds", "ttft") == 0.5, "errors of opposite signs do not cancel out"
+    assert [value(name, "itl") for name in ("predictions", "predicted_seconds", "measured_seconds")] == [2, 0.75, 0.75]
+    assert value("prediction_error_seconds", "itl") == 0.5
+
+    unknown_itl = AttemptTimes(10.5, predicted_ttft_s=1.0, placement="deflected")
+    play([unknown_itl], 11.5, 11.75)
+    migrated = [AttemptTimes(10.5, predicted_itl_s=1.0, lost_at=11.0), AttemptTimes(11.0, predicted_ttft_s=1.0)]
+    play(migrated, 12.0, 13.0)
+    assert value("predictions", "ttft") == 4 and value("predictions", "itl") == 2
+    placements = {
+        where: metrics.registry.get_sample_value("tandem_placements_total", {"placement": where})
+        for where in PLACEMENTS
+    }
+    assert placements == {"same": 1, "two": 2, "deflected": 1, "prefill_only": 0}
+
+
+def test_gauges_of_workers_follow_their_roles() -> None:
+    metrics = ProxyMetrics()
+
+    def roles_of(worker_id: str) -> dict[str, float]:
+        return {
+            sample.labels["role"]: sample.value
+            for metric in metrics.worker_role.collect()
+            for sample in metric.samples
+            if sample.labels["worker"] == worker_id
+        }
+
+    def num_of(role: str) -> float | None:
+        return metrics.registry.get_sample_value("tandem_workers", {"role": role})
+
+    metrics.on_workers([("worker-0", "any"), ("decode-0", "decode")])
+    assert (num_of("any"), num_of("decode"), num_of("prefill")) == (1, 1, None)
+    metrics.on_workers([("worker-0", "decode"), ("decode-0", "decode")])
+    assert (num_of("any"), num_of("decode")) == (0, 2)
+    assert roles_of("worker-0") == {"any": 0, "decode": 1}
+    metrics.on_workers([("worker-0", "any")])
+    assert (num_of("any"), num_of("decode")) == (1, 0)
+    assert roles_of("worker-0") == {"any": 1, "decode": 0} and roles_of("decode-0") == {"decode": 0}
+
+
 def test_json_lines_contain_the_request_id(root_logger: logging.Logger, capsys: pytest.CaptureFixture[str]) -> None:
     def serve() -> None:
         serving("r-1")
@@ -89,7 +146,7 @@ def test_a_request_ends_with_one_line_and_a_timeline(
     record = requests.begin("given", "chat")
     at = record.arrived_at = record.arrived_at - 10
     requests.rename(record, "named")
-    attempt = AttemptTimes(at + 1, "a-0", "prefill-0", "decode-0")
+    attempt = AttemptTimes(at + 1, "a-0", "prefill-0", "decode-0", predicted_ttft_s=2.0)
     attempt.on_first_token(at + 4, queue_s=1, prefill_s=1.5)
     timer = SequenceTimer(metrics, at, [attempt])
     record.sequences.append(timer)
@@ -109,6 +166,10 @@ def test_a_request_ends_with_one_line_and_a_timeline(
     timeline = record.timeline()
     names = [event["event"] for event in timeline["events"]]
     assert names[:4] == ["arrived", "tokenized", "dispatched", "first token computed"]
+    assert timeline["events"][2] == {
+        "at_s": 1.0, "event": "dispatched", "sequence": 0, "attempt": "a-0", "prefill": "prefill-0",
+        "decode": "decode-0", "placement": "two", "kv_shipped": True, "predicted_ttft_s": 2.0,
+    }  # fmt: skip
     assert sum(timeline["stages_s"].values()) == pytest.approx(5)
     assert sum(timeline["stages_s"][name] for name in list(STAGES)[:5]) == pytest.approx(4)
 

@@ -7,7 +7,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tandem.protocol.messages.membership import WorkerInfo, WorkerLoad
+from tandem.protocol.messages.membership import PROTOCOL_VERSION, RegisterWorker, WorkerInfo, WorkerLoad, WorkerStatus
+from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.observe.scrape_targets import scrape_targets
 from tandem.runtime.errors import ConfigError
@@ -23,7 +24,9 @@ def test_the_endpoint_shows_the_last_report_and_each_pair() -> None:
     address = metrics.serve("127.0.0.1")
     try:
         metrics.on_load(WorkerLoad(num_blocks=8, num_free_blocks=6, num_cached_tokens=3, num_prompt_tokens=12))
-        metrics.on_load(WorkerLoad(num_blocks=8, num_free_blocks=2, num_cached_tokens=4, num_prompt_tokens=16))
+        metrics.on_load(
+            WorkerLoad(num_blocks=8, num_free_blocks=2, num_cached_tokens=4, num_prompt_tokens=16, num_role_changes=2)
+        )
         metrics.on_shipped(("prefill-0", "decode-1", "ipc"), 4096, 0.002)
         metrics.on_shipped(("prefill-0", "decode-1", "ipc"), 1024, 0.001)
         metrics.step.observe(0.03)
@@ -39,6 +42,7 @@ def test_the_endpoint_shows_the_last_report_and_each_pair() -> None:
     }
     assert samples["tandem_worker_kv_cache_usage_perc"] == (0.75, {})
     assert samples["tandem_worker_prefix_cache_hits_total"] == (4, {})
+    assert samples["tandem_worker_role_changes_total"] == (2, {})
     assert samples["tandem_worker_prefix_cache_queries_total"] == (16, {})
     pair = {"prefill_worker": "prefill-0", "decode_worker": "decode-1", "connector": "ipc"}
     assert samples["tandem_kv_transfer_bytes_total"] == (5120, pair)
@@ -66,3 +70,24 @@ def test_scrape_targets_list_the_port_and_every_worker() -> None:
     with_admin = msgspec.structs.replace(everywhere, admin_port=8011)
     [proxy, *_] = scrape_targets(with_admin, "gpu-7:8011", workers)
     assert proxy.targets == ["127.0.0.1:8011"] and proxy.labels == {"role": "proxy"}
+
+
+def test_the_label_role_follows_a_change_of_role() -> None:
+    table = WorkerTable(2.5)
+    elastic, other = (
+        WorkerInfo(f"worker-{number}", f"e{number}", "any", "ipc://w", number, metrics_address=f"127.0.0.1:900{number}")
+        for number in range(2)
+    )
+    for worker in (elastic, other):
+        table.on_register(0.0, RegisterWorker(PROTOCOL_VERSION, worker, 100, 500, "m", 64))
+
+    def roles() -> dict[str, str]:
+        groups = scrape_targets(ProxyConfig("proxy-0", "ipc://x", "m", "m"), "", table.workers())
+        return {group.labels["worker"]: group.labels["role"] for group in groups if "worker" in group.labels}
+
+    assert table.change_role("worker-0", "decode") == ""
+    assert roles() == {"worker-0": "decode", "worker-1": "any"}
+    table.on_status(
+        0.1, WorkerStatus(elastic.worker_id, elastic.epoch, "prefill", WorkerLoad())
+    )  # another proxy's order
+    assert roles() == {"worker-0": "prefill", "worker-1": "any"}

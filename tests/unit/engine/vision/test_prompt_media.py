@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
 from tandem.engine.vision.embedding_cache import EmbeddingCache
@@ -21,13 +20,14 @@ from tandem.engine.vision.media_tensors import open_tensors
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia, placed
 from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.scheduler import PrefillScheduler
-from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, PrepareDecode, StartPrefill
+from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, StartPrefill
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.media import MediaItem, MediaTensor
 from tandem.protocol.messages.media_cache import HEADER_BYTES
 from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.worker_actions import SendToProxy
 from tandem.runtime.errors import ErrorInfo, InvalidRequest, WorkerLost
-from tandem.worker.actions import SendToProxy
+from tandem.worker.scheduler import WorkerScheduler
 
 BUDGET = 32
 NO_TENSORS: tuple[MediaTensor, ...] = ()
@@ -65,7 +65,7 @@ def a_request(media: Sequence[MediaItem], num_tokens: int, name: str = "t") -> S
 
 
 def a_scheduler() -> PrefillScheduler:
-    return PrefillScheduler(BlockManager(100, 8), "model", BUDGET, 8, 10.0)
+    return WorkerScheduler(BlockManager(100, 8), "model", BUDGET, 8, 10.0).prefill
 
 
 def run_step(batch: Batch) -> list[ItemOutput]:
@@ -208,17 +208,6 @@ def test_a_prompt_may_end_while_its_media_are_encoded() -> None:
     scheduler.on_abort("proxy", "gone")
     assert scheduler.on_step(2.0, run_step(batch)) == []
     assert scheduler.blocks.num_free == 100 and not scheduler.num_running
-
-
-def test_decode_refuses_prompts_with_media() -> None:
-    scheduler = DecodeScheduler(BlockManager(100, 8), "model", 8)
-    request = PrepareDecode(
-        "proxy", ["t"], "t", pack_token_ids(range(9)), SamplingParams(), [0], StopConditions(max_tokens=4), 1e9,
-        prefill_worker_id=None, prefill_epoch=None, media=(an_item([(1, 4)]),),
-    )  # fmt: skip
-    (action,) = scheduler.on_prepare(0.0, request)
-    assert isinstance(action, SendToProxy) and isinstance(action.message, AttemptFailed)
-    assert action.message.error.code == "worker_lost" and "needs a prefill worker" in action.message.error.message
 
 
 # ---- the worker's own cache

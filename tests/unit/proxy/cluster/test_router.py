@@ -29,21 +29,26 @@ HASHER = BlockHasher(BLOCK_SIZE, "m")
 
 
 def worker(worker_id: str) -> WorkerInfo:
-    role: Role = "prefill" if worker_id.startswith("prefill") else "decode"
+    roles: dict[str, Role] = {"prefill": "prefill", "decode": "decode", "worker": "any"}
+    role = roles[worker_id.partition("-")[0]]
     return WorkerInfo(worker_id, f"{worker_id}/1", role, f"ipc://{worker_id}", 1)
 
 
 class World:
     """Workers with all pairs ready; each computes 1000 tokens per second and has 100 blocks."""
 
-    def __init__(self, num_prefill: int, num_decode: int, threshold: int = 0, num_proxies: int = 1) -> None:
+    def __init__(
+        self, num_prefill: int, num_decode: int, threshold: int = 0, num_proxies: int = 1, num_any: int = 0
+    ) -> None:
         self.table = WorkerTable(2.5, decode_may_prefill=threshold > 0)
         self.prefills = [worker(f"prefill-{i}") for i in range(num_prefill)]
         self.decodes = [worker(f"decode-{i}") for i in range(num_decode)]
-        self.logs = {info.epoch: PrefixLog() for info in self.prefills + self.decodes}
-        for info in self.prefills + self.decodes:
+        self.elastic = [worker(f"worker-{i}") for i in range(num_any)]
+        self.workers = self.prefills + self.decodes + self.elastic
+        self.logs = {info.epoch: PrefixLog() for info in self.workers}
+        for info in self.workers:
             self.join(info)
-        for info in self.prefills + self.decodes:
+        for info in self.workers:
             self.report(info)
         self.router = Router(self.table, threshold, num_proxies, random.Random(0))
 
@@ -53,15 +58,18 @@ class World:
     def report(
         self, info: WorkerInfo, speed: float = 1000.0, free: int = 100, running: int = 0, **load: object
     ) -> None:
-        pairs = [PairStatus(d.worker_id, d.epoch, "ready") for d in self.decodes if info.role == "prefill"]
+        peers = self.decodes + self.elastic if info.role != "decode" else []
+        pairs = [PairStatus(d.worker_id, d.epoch, "ready") for d in peers if d != info]
         reported = WorkerLoad(
-            num_running=running,
+            num_decoding=running,
             num_blocks=100,
             num_free_blocks=free,
             prompt_tokens_per_s=speed,
             **load,  # type: ignore[arg-type]
         )
-        self.table.on_status(0, WorkerStatus(info.worker_id, info.epoch, reported, pairs, self.logs[info.epoch].take()))
+        self.table.on_status(
+            0, WorkerStatus(info.worker_id, info.epoch, info.role, reported, pairs, self.logs[info.epoch].take())
+        )
 
     def cache(self, info: WorkerInfo, token_ids: list[int]) -> None:
         for block_hash in HASHER.prompt_hashes(pack_token_ids(token_ids)):
@@ -76,7 +84,6 @@ def shape(token_ids: list[int], **fields: object) -> PromptShape:
 
 
 def prefill_of(route: Route) -> str:
-    assert route.prefill is not None
     return route.prefill.worker_id
 
 
@@ -127,8 +134,8 @@ def test_prompts_of_later_priorities_are_not_ahead() -> None:
     for info, priority in zip(world.prefills, (5, -5), strict=True):
         world.report(info, waiting_tokens=[(priority, 1000)])
     assert prefill_of(world.router.pick(PromptShape(10, priority=0))) == "prefill-0"
-    assert world.router.pick(PromptShape(10, priority=-6)).predicted_s == pytest.approx(0.012)
-    assert world.router.pick(PromptShape(10, priority=6)).predicted_s > 1
+    assert world.router.pick(PromptShape(10, priority=-6)).computing_s == pytest.approx(0.012)
+    assert world.router.pick(PromptShape(10, priority=6)).computing_s > 1
 
 
 def test_prefixes_attract_until_the_queue_costs_more() -> None:
@@ -206,10 +213,10 @@ def test_decode_computes_short_prompts_up_to_a_limit() -> None:
     world = World(1, 1, threshold=16)
     assert prefill_of(world.router.pick(PromptShape(17)))
     short = [world.router.pick(PromptShape(16)) for _ in range(5)]
-    assert [route.prefill is None for route in short] == [True] * 4 + [False]
+    assert [route.is_shipped for route in short] == [False] * 4 + [True]
     world.router.prefill_ended(short[0])
-    assert world.router.pick(PromptShape(16)).prefill is None
-    assert world.router.pick(PromptShape(1, needs_decode=False)).prefill is not None
+    assert not world.router.pick(PromptShape(16)).is_shipped
+    assert prefill_of(world.router.pick(PromptShape(1, needs_decode=False))) == "prefill-0"
 
 
 def test_a_long_prompt_mostly_cached_on_decode_counts_as_short() -> None:
@@ -217,17 +224,123 @@ def test_a_long_prompt_mostly_cached_on_decode_counts_as_short() -> None:
     prompt = list(range(200))
     world.cache(world.decodes[1], prompt[:188])
     route = world.router.pick(shape(prompt))
-    assert (route.prefill, decode_of(route), route.num_uncached_tokens) == (None, "decode-1", 12)
+    assert (prefill_of(route), decode_of(route), route.num_uncached_tokens) == ("decode-1", "decode-1", 12)
 
 
 def test_without_prefill_workers_decode_computes_all_prompts_unless_disabled() -> None:
     alone = World(0, 2, threshold=16)
     assert alone.table.why_not_ready() is None
-    assert alone.router.pick(PromptShape(4000)).prefill is None
-    assert alone.router.pick(PromptShape(5, needs_decode=False)).decode is not None
+    assert not alone.router.pick(PromptShape(4000)).is_shipped
+    assert prefill_of(alone.router.pick(PromptShape(5, needs_decode=False))).startswith("decode-")
     never = World(0, 2)
     with pytest.raises(Overloaded, match="no prefill worker is ready"):
         never.router.pick(PromptShape(10))
+
+
+def where(route: Route) -> tuple[str, str]:
+    return prefill_of(route), decode_of(route)
+
+
+def test_an_idle_elastic_worker_computes_and_decodes_without_a_transfer() -> None:
+    world = World(0, 0, num_any=1)
+    assert world.table.why_not_ready() is None
+    route = world.router.pick(PromptShape(100))
+    assert where(route) == ("worker-0", "worker-0") and not route.is_shipped
+
+
+def test_elastic_workers_share_prompts_by_predicted_time() -> None:
+    world = World(0, 0, num_any=2)
+    first, second = (world.router.pick(PromptShape(100)) for _ in range(2))
+    assert {prefill_of(first), prefill_of(second)} == {"worker-0", "worker-1"}
+
+
+STEPS = {"fixed_step_s": 0.018, "step_s_per_sequence": 0.002, "itl_slo_s": 0.06}
+"""A worker with these takes nine sequences before another one is used, and computes prompts slower beside them."""
+
+
+def test_prompts_go_where_no_sequence_slows_them() -> None:
+    world = World(0, 0, num_any=2)
+    busy, free = world.elastic
+    world.report(busy, running=6, **STEPS)
+    route = world.router.pick(PromptShape(200))
+    assert prefill_of(route) == free.worker_id
+    assert route.computing_s == pytest.approx(0.202)
+    deflected = world.router.pick(PromptShape(90))
+    assert prefill_of(deflected) == busy.worker_id, "0.09 s at half the speed, 0.29 s behind the first"
+    # The first prompt's sequence decodes beside the six others, so a step takes 32 ms.
+    assert deflected.computing_s == pytest.approx(0.002 + 0.09 / (1 - 0.032 / 0.06))
+
+
+def test_sequences_fill_one_elastic_worker_before_the_next() -> None:
+    world = World(0, 0, num_any=2)
+    busy, free = world.elastic
+    world.report(free, **STEPS)
+    world.report(busy, running=2, **STEPS)
+    route = world.router.pick(PromptShape(100))
+    assert where(route) == (free.worker_id, busy.worker_id)
+    world.router.prefill_ended(route)
+    world.router.sequence_ended(route)
+    world.report(busy, running=28, **STEPS)
+    assert where(world.router.pick(PromptShape(50))) == (free.worker_id, free.worker_id), "its steps take 0.074 s"
+
+
+def test_sequences_avoid_workers_whose_steps_hold_prompts() -> None:
+    world = World(0, 0, num_any=3)
+    for info, waiting in zip(world.elastic, (400, 0, 5000), strict=True):
+        world.report(info, running=12, waiting_tokens=[(0, waiting)] if waiting else [], **STEPS)
+    assert where(world.router.pick(PromptShape(100))) == ("worker-1", "worker-1")
+
+
+def test_a_prompt_goes_to_an_idle_decode_worker_when_prefill_is_busy() -> None:
+    world = World(1, 2, threshold=16)
+    idle, busy = world.decodes
+    world.report(busy, running=1)
+    route = world.router.pick(PromptShape(100))
+    assert where(route) == ("prefill-0", "decode-0")
+    world.router.prefill_ended(route)
+    world.router.sequence_ended(route)
+    world.report(world.prefills[0], waiting_tokens=[(0, 1000)])
+    world.report(idle)
+    first = world.router.pick(PromptShape(100))
+    assert first.prefill == first.decode, "the first token comes after 0.1 s instead of 1.1"
+    world.report(idle, running=1)
+    assert prefill_of(world.router.pick(PromptShape(100))) == "prefill-0", "no decode worker is idle any more"
+
+
+def test_the_next_turn_is_computed_where_the_answer_was_generated() -> None:
+    world = World(2, 2, threshold=16)
+    turn = list(range(900))
+    world.cache(world.prefills[0], turn[:600])  # its prompt
+    world.cache(world.decodes[1], turn[:800])  # with the answer
+    world.report(world.decodes[1], running=2, **STEPS)
+    route = world.router.pick(shape(turn))
+    assert where(route) == ("decode-1", "decode-1") and route.num_uncached_tokens == 100
+
+
+def test_a_worker_that_decodes_keeps_prompts_away_without_a_threshold() -> None:
+    world = World(1, 1)
+    world.report(world.prefills[0], waiting_tokens=[(0, 9000)])
+    assert prefill_of(world.router.pick(PromptShape(100))) == "prefill-0"
+
+
+def test_a_route_predicts_the_gaps_between_tokens() -> None:
+    world = World(1, 0, num_any=1)
+    elastic = world.elastic[0]
+    world.report(elastic, running=2, **STEPS)
+    assert world.router.pick(PromptShape(10)).itl_s == pytest.approx(0.018 + 3 * 0.002)
+    world.report(elastic, running=2, waiting_tokens=[(0, 500)], **STEPS)
+    assert world.router.pick(PromptShape(10)).itl_s == 0.06, "prompts share its steps"
+
+
+def test_a_changed_role_counts_at_once() -> None:
+    world = World(1, 2)
+    assert world.table.change_role("decode-0", "prefill") == ""
+    assert prefill_of(world.router.pick(PromptShape(10))) == "prefill-0", "it has no pair yet"
+    flipped = world.decodes[0]
+    pairs = [PairStatus("decode-1", world.decodes[1].epoch, "ready")]
+    load = WorkerLoad(prompt_tokens_per_s=1e6, num_blocks=100, num_free_blocks=100)
+    world.table.on_status(0, WorkerStatus(flipped.worker_id, flipped.epoch, "prefill", load, pairs))
+    assert where(world.router.pick(PromptShape(10))) == ("decode-0", "decode-1")
 
 
 def test_requests_predicted_to_be_late_are_refused_at_once() -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from tandem.protocol.messages.membership import (
     PROTOCOL_VERSION,
+    PROXY_SILENCE_S,
     PairStatus,
     RegisterWorker,
     Role,
@@ -16,7 +17,6 @@ from tandem.protocol.messages.membership import (
 )
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.runtime.errors import Overloaded, ProtocolError
-from tandem.worker.registration import PROXY_SILENCE_S
 
 SILENCE_S = 2.5
 
@@ -32,7 +32,7 @@ def register(info: WorkerInfo, max_model_len: int = 2048, version: int = PROTOCO
 
 def status(info: WorkerInfo, *peers: WorkerInfo, state: str = "ready") -> WorkerStatus:
     pairs = [PairStatus(peer.worker_id, peer.epoch, state) for peer in peers]  # type: ignore[arg-type]
-    return WorkerStatus(info.worker_id, info.epoch, WorkerLoad(), pairs)
+    return WorkerStatus(info.worker_id, info.epoch, info.role, WorkerLoad(), pairs)
 
 
 def cluster(num_prefill: int, num_decode: int) -> tuple[WorkerTable, list[WorkerInfo], list[WorkerInfo]]:
@@ -168,3 +168,31 @@ def test_a_pair_with_an_old_epoch_is_not_used() -> None:
     table.on_status(1.0, status(prefill, new))
     [record] = table.paired_prefill_workers
     assert [peer.worker for peer in record.decode_peers] == [new]
+
+
+def test_a_role_change_is_refused_when_it_would_stop_the_service() -> None:
+    table, _, _ = cluster(1, 2)
+    assert "last worker that may prefill" in table.change_role("prefill-0", "decode")
+    assert table.change_role("prefill-0", "any") == ""
+    assert table.change_role("decode-0", "prefill") == ""
+    assert table.change_role("decode-1", "prefill") == "", "prefill-0 decodes too"
+    assert "last worker that may decode" in table.change_role("prefill-0", "prefill")
+    assert [info.role for info in table.workers()] == ["any", "prefill", "prefill"]
+
+
+def test_a_role_change_of_an_unknown_or_draining_worker_is_refused() -> None:
+    table, _, [decode, _] = cluster(1, 2)
+    assert "no worker decode-7 is registered" in table.change_role("decode-7", "any")
+    table.on_status(0.1, msgspec.structs.replace(status(decode), draining=True))
+    assert "draining" in table.change_role("decode-0", "any")
+    assert "last worker that may decode" in table.change_role("decode-1", "prefill"), "decode-0 is leaving"
+
+
+def test_a_worker_reports_its_role() -> None:
+    table, [prefill], [decode] = cluster(1, 1)
+    before = table.num_changes
+    table.on_status(0.1, msgspec.structs.replace(status(decode), role="any"))
+    assert table.num_changes == before + 1
+    assert [record.worker for record in table.prefill_workers] == [decode, prefill]
+    assert table.report(0.1)[1].worker.role == "any"
+    assert not table.on_register(0.2, register(msgspec.structs.replace(decode, role="any"))), "it is not restarted"

@@ -172,7 +172,6 @@ class Requests(RuleBasedStateMachine):
         running = self.running()
         attempt = running[pick % len(running)]
         route = self.cluster.dispatcher._running[attempt.attempt_id].route
-        assert route.prefill is not None
         if route.decode is None:
             what = "broken" if what == "broken" else "first"
         if what == "first" and not attempt.first_sent:
@@ -197,7 +196,6 @@ class Requests(RuleBasedStateMachine):
                 request = self.cluster.dispatcher._running.get(attempt.attempt_id)
                 if request is None:
                     continue
-                assert request.route.prefill is not None
                 if not attempt.first_sent:
                     self.receive(request.route.prefill, attempt.first())
                 elif attempt.has_more and request.route.decode is not None:

@@ -417,7 +417,7 @@ def test_a_first_token_predicted_after_the_deadline_is_refused() -> None:
 
         def report(num_waiting_tokens: int) -> None:
             load = WorkerLoad(prompt_tokens_per_s=1000.0, waiting_tokens=[(0, num_waiting_tokens)])
-            cluster.worker_table.on_status(0, WorkerStatus(PREFILL.worker_id, PREFILL.epoch, load, pairs))
+            cluster.worker_table.on_status(0, WorkerStatus(PREFILL.worker_id, PREFILL.epoch, PREFILL.role, load, pairs))
 
         report(100_000)  # 100 s; the server's deadline is 60 s
         with pytest.raises(SLOUnreachable, match=r"predicted after 100\.\d+ s, but only 60\.00 s are left"):
@@ -436,10 +436,10 @@ def test_decode_alone_computes_a_short_prompt() -> None:
     async def test(cluster: Cluster) -> None:
         reader = asyncio.create_task(collect(cluster.generate()))
         await turn()
-        assert cluster.pool.of(StartPrefill) == []
-        [(decode_id, prepare)] = cluster.pool.of(PrepareDecode)
-        assert (decode_id, prepare.prefill_worker_id, prepare.prefill_epoch) == ("decode-0", None, None)
-        [attempt_id] = prepare.attempt_ids
+        assert cluster.pool.of(PrepareDecode) == []
+        [(worker_id, start)] = cluster.pool.of(StartPrefill)
+        assert (worker_id, start.decode_worker_id) == ("decode-0", "decode-0")
+        [attempt_id] = start.attempt_ids
         cluster.first(attempt_id, 5)  # prefill does not take part, so its loss has no effect
         cluster.dispatcher.on_message(DECODE, FirstToken(attempt_id, SampledToken(4), None, 0.1, 0.2))
         await turn()
@@ -457,7 +457,7 @@ def test_a_short_prompt_may_end_at_its_first_token_or_lose_its_worker() -> None:
         lost = asyncio.create_task(collect(cluster.generate()))
         dropped = asyncio.create_task(collect(cluster.generate()))
         await turn()
-        ids = [prepare.attempt_ids[0] for _, prepare in cluster.pool.of(PrepareDecode)]
+        ids = [start.attempt_ids[0] for _, start in cluster.pool.of(StartPrefill)]
         cluster.dispatcher.on_message(DECODE, FirstToken(ids[0], SampledToken(EOS), "stop", 0.1, 0.2))
         assert await ended == ([EOS], "stop")
         assert cluster.aborted() == [], "the worker reported the end itself"
@@ -479,8 +479,8 @@ def test_prompts_are_served_without_prefill_workers() -> None:
         cluster.worker_table.on_exited(PREFILL.worker_id, PREFILL.pid)
         reader = asyncio.create_task(collect(cluster.generate(max_tokens=1)))
         await turn()
-        [(_, prepare)] = cluster.pool.of(PrepareDecode)
-        cluster.dispatcher.on_message(DECODE, FirstToken(prepare.attempt_ids[0], SampledToken(4), "length", 0.1, 0.2))
+        [(_, start)] = cluster.pool.of(StartPrefill)
+        cluster.dispatcher.on_message(DECODE, FirstToken(start.attempt_ids[0], SampledToken(4), "length", 0.1, 0.2))
         assert await reader == ([4], "length")
 
     play(test, threshold=1)

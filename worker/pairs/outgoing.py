@@ -1,4 +1,4 @@
-"""Executes the actions of `prefill_worker.pair_table`: control connections to decode workers, senders of data paths.
+"""Executes the actions of `worker.pairs.outgoing_table`: control connections to decode workers, senders of data paths.
 
 Lives on the loop. Callbacks of senders come on other threads and are posted to it.
 """
@@ -15,21 +15,21 @@ import msgspec
 
 from tandem.kv_transfer.connector import KVSender
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
-from tandem.prefill_worker.pair_table import (
-    Connect,
-    Disconnect,
-    OutgoingPairAction,
-    OutgoingPairLost,
-    OutgoingPairTable,
-    SendCloseToDecode,
-    StartSender,
-    StopSender,
-)
 from tandem.protocol.codec import Codec
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.transfer import KVRefused, KVReserved, PairRefused, RenewLeases, ToPrefillPeer
 from tandem.protocol.sockets import DealerSocket
 from tandem.runtime.errors import KVTransferFailed
+from tandem.worker.pairs.outgoing_table import (
+    Connect,
+    Disconnect,
+    OutgoingPairAction,
+    OutgoingPairLost,
+    OutgoingPairTable,
+    SendCloseToReceiver,
+    StartSender,
+    StopSender,
+)
 
 log = logging.getLogger(__name__)
 
@@ -62,6 +62,9 @@ class OutgoingPairs:
 
     def on_view(self, workers: list[WorkerInfo]) -> None:
         self._perform(self._table.on_view(self._loop.time(), workers))
+
+    def on_role(self, worker: WorkerInfo) -> None:
+        self._perform(self._table.on_role(self._loop.time(), worker))
 
     def begin_epoch(self, worker: WorkerInfo) -> None:
         self._perform(self._table.begin_epoch(self._loop.time(), worker))
@@ -116,7 +119,7 @@ class OutgoingPairs:
                     self._open_sender(action)
                 case StopSender():
                     self._close_sender(action.pair_id)
-                case SendCloseToDecode():
+                case SendCloseToReceiver():
                     if (socket := self._sockets.get(action.message.pair_id)) is not None:
                         socket.send(action.message)
                 case Disconnect():

@@ -1,4 +1,4 @@
-"""Executes the actions of `decode_worker.pair_table`: receivers of data paths, and pidfds that report peers' exits.
+"""Executes the actions of `worker.pairs.incoming_table`: receivers of data paths, and pidfds that report peers' exits.
 
 Lives on the loop. Callbacks of receivers come on other threads and are posted to it.
 """
@@ -13,16 +13,6 @@ from collections.abc import Callable, Sequence
 import msgspec
 from torch._C._distributed_c10d import Store
 
-from tandem.decode_worker.pair_table import (
-    AcceptPair,
-    IncomingPairAction,
-    IncomingPairLost,
-    IncomingPairTable,
-    PrefillLost,
-    RefusePair,
-    SendCloseToPrefill,
-    StopReceiver,
-)
 from tandem.kv_transfer.connector import KVReceiver, OnDone
 from tandem.kv_transfer.connectors.process_group import StoreServer
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
@@ -30,6 +20,16 @@ from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.membership import WorkerInfo
 from tandem.protocol.messages.transfer import ClosePair, ConnectorParams, OpenPair, PairAccepted, PairRefused
 from tandem.runtime.errors import KVTransferFailed
+from tandem.worker.pairs.incoming_table import (
+    AcceptPair,
+    IncomingPairAction,
+    IncomingPairLost,
+    IncomingPairTable,
+    PrefillLost,
+    RefusePair,
+    SendCloseToSender,
+    StopReceiver,
+)
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class IncomingPairs:
                     self._accept(action)
                 case StopReceiver():
                     self._close_receiver(action.pair_id)
-                case SendCloseToPrefill():
+                case SendCloseToSender():
                     self._send(action.message.pair_id, action.message)
                 case IncomingPairLost():
                     effect = "lost its transfers" if self._table.is_open(action.pair_id) else "failed"

@@ -1,4 +1,4 @@
-"""Entry point: `python -m tandem.decode_worker CONFIG.json`."""
+"""Entry point: `python -m tandem.worker CONFIG.json`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import msgspec
 
-from tandem.decode_worker.worker import DecodeWorker
 from tandem.runtime.process import run_process
 from tandem.worker.config import WorkerConfig
+from tandem.worker.worker import Worker
 
 
 def main() -> None:
     config = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=WorkerConfig)
-    run_process(config.worker_id, config.log_level, lambda: DecodeWorker(config), config.log_format)
+    run_process(config.worker_id, config.log_level, lambda: Worker(config), config.log_format)
 
 
 if __name__ == "__main__":

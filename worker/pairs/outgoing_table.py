@@ -1,4 +1,4 @@
-"""Decides which pairs with decode workers exist. Pure: events and a clock value in, actions out.
+"""Decides which pairs this worker ships through. Pure: events and a clock value in, actions out.
 
 A pair's life:  opening -> ready -> failed -> closed, or opening -> refused / failed
 
@@ -15,7 +15,14 @@ from typing import Literal
 
 import msgspec
 
-from tandem.protocol.messages.membership import PROTOCOL_VERSION, PairStatus, PairTraffic, WorkerInfo
+from tandem.protocol.messages.membership import (
+    DECODE_ROLES,
+    PREFILL_ROLES,
+    PROTOCOL_VERSION,
+    PairStatus,
+    PairTraffic,
+    WorkerInfo,
+)
 from tandem.protocol.messages.transfer import (
     ClosePair,
     ConnectorParams,
@@ -53,7 +60,7 @@ class StopSender(msgspec.Struct, frozen=True):
     pair_id: str
 
 
-class SendCloseToDecode(msgspec.Struct, frozen=True):
+class SendCloseToReceiver(msgspec.Struct, frozen=True):
     """Send over the pair's control connection."""
 
     message: ClosePair
@@ -72,7 +79,7 @@ class OutgoingPairLost(msgspec.Struct, frozen=True):
     reason: str
 
 
-OutgoingPairAction = Connect | StartSender | StopSender | SendCloseToDecode | Disconnect | OutgoingPairLost
+OutgoingPairAction = Connect | StartSender | StopSender | SendCloseToReceiver | Disconnect | OutgoingPairLost
 
 
 @dataclass(eq=False)
@@ -97,10 +104,10 @@ class OutgoingPair:
 
 @dataclass(eq=False)
 class OutgoingPairTable:
-    """All pairs of one prefill worker.
+    """All pairs that one worker has opened.
 
     pids: processes of all its ranks. host_id: see `runtime.host.host_id`. device_ids: GPUs of its ranks, as in
-    OpenPair. lease_s: see `prefill_worker.leases`; sent to decode in the handshake.
+    OpenPair. lease_s: see `prefill_worker.transfer_leases`; sent to decode in the handshake.
     """
 
     worker: WorkerInfo
@@ -113,6 +120,7 @@ class OutgoingPairTable:
     lease_s: float
     device_ids: list[str]
     _num_opened: int = 0
+    _view: dict[str, WorkerInfo] = field(default_factory=dict)  # all workers, by epoch
     _by_epoch: dict[str, OutgoingPair] = field(default_factory=dict)  # by the decode worker's epoch
     _by_id: dict[str, OutgoingPair] = field(default_factory=dict)  # including dropped pairs until they are closed
 
@@ -141,14 +149,27 @@ class OutgoingPairTable:
     # ---- membership and time
 
     def on_view(self, now: float, workers: list[WorkerInfo]) -> list[OutgoingPairAction]:
-        """Opens pairs with new decode workers, drops pairs with workers that no proxy knows any more."""
-        present = {worker.epoch: worker for worker in workers if worker.role == "decode"}
-        gone = [pair for epoch, pair in self._by_epoch.items() if epoch not in present]
+        """Opens pairs with new workers that decode, if this worker computes prompts. Drops pairs with workers that no
+        proxy knows any more, but not those with workers of another role: transfers may be in flight, and roles return.
+        """
+        self._view = {worker.epoch: worker for worker in workers}
+        gone = [pair for epoch, pair in self._by_epoch.items() if epoch not in self._view]
         actions = [action for pair in gone for action in self._drop(now, pair, "it left the cluster")]
-        for epoch, worker in present.items():
-            if epoch not in self._by_epoch:
-                actions.append(self._open(now, worker))
-        return actions
+        return actions + self._open_missing(now)
+
+    def on_role(self, now: float, worker: WorkerInfo) -> list[OutgoingPairAction]:
+        """Handles a change of this worker's role."""
+        self.worker = worker
+        return self._open_missing(now)
+
+    def _open_missing(self, now: float) -> list[OutgoingPairAction]:
+        if self.worker.role not in PREFILL_ROLES:
+            return []
+        return [
+            self._open(now, worker)
+            for epoch, worker in self._view.items()
+            if worker.role in DECODE_ROLES and epoch not in self._by_epoch and epoch != self.worker.epoch
+        ]
 
     def on_tick(self, now: float) -> list[OutgoingPairAction]:
         """Fails pairs that take too long to open; retries those that failed."""
@@ -229,7 +250,7 @@ class OutgoingPairTable:
         """Handles the end of a sender. Only now may decode reuse the pair's blocks."""
         pair = self._by_id[pair_id]
         pair.closed = True
-        return [SendCloseToDecode(ClosePair(pair_id, pair.reason)), *self._forget_if_closed(pair)]
+        return [SendCloseToReceiver(ClosePair(pair_id, pair.reason)), *self._forget_if_closed(pair)]
 
     def announcement(
         self, pair_id: str, transfer_id: str, first_block: int, num_blocks: int, checksums: list[int]
@@ -273,7 +294,7 @@ class OutgoingPairTable:
 
     def begin_epoch(self, now: float, worker: WorkerInfo) -> list[OutgoingPairAction]:
         """Drops all pairs. New ones are opened when a view shows this worker's new epoch."""
-        self.worker = worker
+        self.worker, self._view = worker, {}
         return self._drop_all(now, "the prefill worker begins a new epoch")
 
     def close(self, now: float) -> list[OutgoingPairAction]:

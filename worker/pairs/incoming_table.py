@@ -1,4 +1,4 @@
-"""Decides which pairs with prefill workers exist, and when their peers count as stopped. Pure.
+"""Decides which pairs bring KV to this worker, and when their peers count as stopped. Pure.
 
 A pair's life:  open -> gone, or open -> broken -> gone
 
@@ -49,7 +49,7 @@ class StopReceiver(msgspec.Struct, frozen=True):
     pair_id: str
 
 
-class SendCloseToPrefill(msgspec.Struct, frozen=True):
+class SendCloseToSender(msgspec.Struct, frozen=True):
     message: ClosePair
 
 
@@ -67,7 +67,7 @@ class PrefillLost(msgspec.Struct, frozen=True):
     prefill_epoch: str
 
 
-IncomingPairAction = RefusePair | AcceptPair | StopReceiver | SendCloseToPrefill | IncomingPairLost | PrefillLost
+IncomingPairAction = RefusePair | AcceptPair | StopReceiver | SendCloseToSender | IncomingPairLost | PrefillLost
 
 
 @dataclass(eq=False)
@@ -89,8 +89,10 @@ class IncomingPair:
 
 @dataclass(eq=False)
 class IncomingPairTable:
-    """All pairs of one decode worker. host_id: see `runtime.host.host_id`. device_ids: GPUs of its ranks, as in
-    ConnectorParams."""
+    """All pairs that others have opened to one worker.
+
+    host_id: see `runtime.host.host_id`. device_ids: GPUs of its ranks, as in ConnectorParams.
+    """
 
     layout: KVLayout
     host_id: str
@@ -117,7 +119,7 @@ class IncomingPairTable:
         except KVLayoutMismatch as mismatch:
             return [RefusePair(PairRefused(message.pair_id, mismatch.message))]
         if len(self._by_id) >= MAX_PAIRS:
-            return [RefusePair(PairRefused(message.pair_id, f"this decode worker has {MAX_PAIRS} pairs already"))]
+            return [RefusePair(PairRefused(message.pair_id, f"this worker has {MAX_PAIRS} pairs already"))]
         # A prefill worker has one pair with us at a time. Its ClosePair for the previous one may be lost or late.
         others = [p for p in self._by_id.values() if p.prefill_epoch == message.prefill_epoch and not p.peer_writes]
         if any(pair.number > message.number for pair in others):
@@ -183,7 +185,7 @@ class IncomingPairTable:
 
     def on_view(self, workers: list[WorkerInfo]) -> list[IncomingPairAction]:
         """Handles prefill workers that no proxy knows any more: they are lost, but may still be writing."""
-        present = {worker.epoch for worker in workers if worker.role == "prefill"}
+        present = {worker.epoch for worker in workers}
         actions: list[IncomingPairAction] = []
         for pair in list(self._by_id.values()):
             was_out_of_sight, pair.out_of_sight = pair.out_of_sight, pair.prefill_epoch not in present
@@ -202,7 +204,7 @@ class IncomingPairTable:
         pair = self._by_id.get(pair_id)
         if pair is None or pair.is_broken:
             return []
-        close = SendCloseToPrefill(ClosePair(pair_id, reason))
+        close = SendCloseToSender(ClosePair(pair_id, reason))
         if not pair.peer_writes:
             return [close, *self._forget(pair, reason)]
         pair.is_broken = True

@@ -1,0 +1,153 @@
+"""Four elastic workers against every fixed ratio of four prefill and decode workers, by shape and load.
+
+    python -m bench.simulation.pd_study [--quick] [--json FILE]
+
+The router, the worker table and the schedulers are the real ones, in simulated time (`bench.simulation.workers`); steps
+take the times of `bench.simulation.cluster.Speeds`. Load 1 is what four engines that do both phases would complete with
+sixteen sequences each. A request is good if its TTFT is at most 5 times and its TPOT at most 3 times that of an idle
+engine; for shapes of several sizes, of the largest prompt. All workers run with the TPOT limit as `--itl-slo-ms`; other
+settings are the defaults. Goodput counts good requests per second of arrivals
+(Zhong et al., DistServe, OSDI 2024).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench.simulation.cluster import Request, Speeds
+from bench.simulation.workers import WorkerSimulation, cost_of_step
+from bench.support.latency import SLO, Distribution
+from bench.support.report import Aim, Report, add_common_options, finish
+from tandem.protocol.messages.membership import Role
+
+NUM_WORKERS = 4
+ELASTIC = "elastic"
+LAYOUTS: dict[str, tuple[Role, ...]] = {
+    ELASTIC: ("any", "any", "any", "any"),
+    "1P3D": ("prefill", "decode", "decode", "decode"),
+    "2P2D": ("prefill", "prefill", "decode", "decode"),
+    "3P1D": ("prefill", "prefill", "prefill", "decode"),
+}
+LOADS = (0.4, 0.7, 0.9)
+TTFT_LIMIT, TPOT_LIMIT = 5.0, 3.0
+"""Over what one idle engine takes."""
+BATCH = 16
+"""Sequences of the engine that load 1 is calculated from."""
+MIN_GOODPUT = 0.98
+
+
+@dataclass(frozen=True)
+class Shape:
+    """sizes: prompt and output tokens; each request takes one pair. is_shift: in order over time, not at random."""
+
+    name: str
+    sizes: tuple[tuple[int, int], ...]
+    is_shift: bool = False
+
+    def requests(self, rng: random.Random, per_s: float, seconds: float) -> list[Request]:
+        found = []
+        at = rng.expovariate(per_s)
+        while at < seconds:
+            number = int(at / seconds * len(self.sizes)) if self.is_shift else rng.randrange(len(self.sizes))
+            found.append(Request(at, *self.sizes[number]))
+            at += rng.expovariate(per_s)
+        return found
+
+    def capacity_per_s(self, speeds: Speeds) -> float:
+        """Requests per second of load 1."""
+        token_s = cost_of_step(speeds, BATCH, 0) / BATCH
+        costs = [prompt / speeds.prompt_tokens_per_s + output * token_s for prompt, output in self.sizes]
+        return NUM_WORKERS / (max(costs) if self.is_shift else sum(costs) / len(costs))
+
+    def slo(self, speeds: Speeds) -> SLO:
+        longest = max(prompt for prompt, _ in self.sizes)
+        return SLO(TTFT_LIMIT * longest / speeds.prompt_tokens_per_s, TPOT_LIMIT * cost_of_step(speeds, 1, 0))
+
+
+SHAPES = (
+    Shape("64:256", ((64, 256),)),
+    Shape("256:64", ((256, 64),)),
+    Shape("1024:128", ((1024, 128),)),
+    Shape("1024:16", ((1024, 16),)),
+    Shape("chat", ((30, 60), (60, 150), (120, 200), (300, 100), (600, 80), (1200, 40))),
+    Shape("shift", ((2048, 16), (128, 256)), is_shift=True),
+)
+"""chat: short and long turns in equal parts. shift: long prompts, then long answers, at one rate."""
+
+
+def measure(shape: Shape, load: float, layout: str, speeds: Speeds, seconds: float) -> dict[str, Any]:
+    """Plays the same requests for every layout."""
+    requests = shape.requests(random.Random(f"{shape.name} {load}"), load * shape.capacity_per_s(speeds), seconds)
+    slo = shape.slo(speeds)
+    traces = WorkerSimulation(speeds, LAYOUTS[layout], itl_slo_s=slo.tpot_s).run(requests)
+    num_good = sum(slo.is_met(trace) for trace in traces)
+    ttft = Distribution.of_seconds([trace.ttft_s for trace in traces])
+    tpot = Distribution.of_seconds([trace.tpot_s for trace in traces if trace.tpot_s is not None])
+    assert ttft is not None and tpot is not None
+    return {
+        "shape": shape.name,
+        "load": load,
+        "layout": layout,
+        "requests": len(requests),
+        "ttft_ms_mean": round(ttft.mean, 1),
+        "ttft_ms_p99": round(ttft.p99, 1),
+        "tpot_ms_mean": round(tpot.mean, 2),
+        "tpot_ms_p99": round(tpot.p99, 2),
+        "good": round(num_good / len(requests), 4),
+        "goodput_per_s": round(num_good / seconds, 2),
+    }
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns a line for each cell: goodput of each layout, and elastic relative to the best and worst fixed one."""
+    lines = []
+    for shape, load in dict.fromkeys((row["shape"], row["load"]) for row in rows):
+        goodputs = {r["layout"]: r["goodput_per_s"] for r in rows if (r["shape"], r["load"]) == (shape, load)}
+        fixed = [value for layout, value in goodputs.items() if layout != ELASTIC]
+        best = max(*fixed, 1e-9)  # no layout keeps the limits in some overloads
+        ratios = {"elastic / best": goodputs[ELASTIC] / best, "worst / best": min(fixed) / best}
+        lines.append(
+            {"shape": shape, "load": load} | goodputs | {name: round(value, 3) for name, value in ratios.items()}
+        )
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.simulation.pd_study",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shape", choices=[shape.name for shape in SHAPES], help="only this shape")
+    add_common_options(parser)
+    options = parser.parse_args()
+    seconds = 10.0 if options.quick else 60.0  # simulated time
+    speeds = Speeds()
+    rows = []
+    for shape in SHAPES:
+        for load in LOADS if options.shape in (None, shape.name) else ():
+            for layout in LAYOUTS:
+                rows.append(measure(shape, load, layout, speeds, seconds))
+                print(json.dumps(rows[-1]), flush=True)
+    cells = summary(rows)
+    table = Table(*cells[0])
+    for line in cells:
+        table.add_row(*(str(value) for value in line.values()))
+    Console(width=130).print(table)
+    aims = [
+        Aim.of(f"{c['shape']}, load {c['load']}: elastic / best fixed", c["elastic / best"], MIN_GOODPUT, "higher")
+        for c in cells
+    ]
+    figures = {"speeds": vars(speeds), "cells": cells, "rows": rows}
+    finish(Report.of("simulation.pd_study", figures, aims), options.json)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Sets up the folder, site and sockets of a launcher, and runs it until a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import shutil
+import signal
+import socket
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+from tandem.deploy.config import ClusterConfig
+from tandem.deploy.launch.launcher import Launcher, OnProgress, worker_name
+from tandem.deploy.processes.runtime_dir import create_runtime_dir, log_dir
+from tandem.deploy.sites.local import LocalSite
+from tandem.deploy.sites.site import Site
+from tandem.protocol.network import NetworkConfig
+from tandem.protocol.sockets import new_context
+from tandem.runtime.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+
+async def run_cluster(config: ClusterConfig, on_progress: OnProgress, on_ready: Callable[[Path], None]) -> None:
+    """Run a cluster until SIGINT, SIGTERM or SIGHUP. on_ready: called with the folder of the logs.
+
+    Raises ConfigError for what the operator can correct, InternalError if the cluster does not start.
+    """
+    place: int | str = config.port if not config.join else worker_name(config, "worker")
+    with ExitStack() as cleanup:
+        folder = create_runtime_dir(place)
+        cleanup.callback(shutil.rmtree, folder, ignore_errors=True)
+        logs = log_dir(place)
+        # Only a launcher of joining workers or on Ray reaches proxies over tcp; others use local sockets.
+        network = config.network if config.join or config.ray else NetworkConfig()
+        context = new_context("worker" if config.join else "operator", network)
+        cleanup.callback(context.destroy, linger=0)
+        exposed = config.cluster_host or (config.ray and "the nodes' network")
+        if exposed and config.insecure_network and not config.network_keys:
+            log.warning("--insecure-network: anybody who can reach %s can control this cluster", exposed)
+        if not config.ray and not config.join:
+            _check_port(config.host, config.port, "--port or --host")
+            _check_port(*config.admin_address, "--admin-port or --admin-host")
+        site: Site
+        if config.ray:
+            from tandem.deploy.sites.ray_site import RaySite  # optional, and slow to import
+
+            site = RaySite(config, folder, logs)
+        else:
+            site = LocalSite(config, folder, logs)
+        cleanup.callback(site.close)
+        launcher = Launcher(config, site, context, folder)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # after the site: Ray sets its own handlers
+            asyncio.get_running_loop().add_signal_handler(number, launcher.stop)
+        await launcher.run(on_progress, lambda: on_ready(logs))
+
+
+def _check_port(host: str, port: int, flags: str) -> None:
+    """Raises ConfigError if the port is taken. SO_REUSEPORT would let two clusters share it unnoticed."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            reason = "another program uses the port" if error.errno == errno.EADDRINUSE else error.strerror
+            raise ConfigError(f"cannot listen on {host}:{port}: {reason}; choose another {flags}") from error

@@ -1,0 +1,76 @@
+"""Measures steps, and chooses how many prompt tokens may share a step with running sequences.
+
+A step that holds prompt tokens delays the next token of every running sequence. Chunks are therefore cut so that such
+a step stays within a limit (stall-free batching: Agrawal et al., Sarathi-Serve, OSDI 2024). Pure.
+"""
+
+from __future__ import annotations
+
+from tandem.engine.prompt_speed import PromptSpeed
+
+DEFAULT_SLOWDOWN = 3.0
+"""Without an SLO, a step with prompt tokens may take this many times as long as a decode step of one sequence."""
+_MIN_CHUNK_TOKENS = 16
+"""Prompts advance by this much in each step, even if running sequences then exceed the limit."""
+_REMEMBERED = 0.998
+"""Weight that earlier decode steps keep at each new one (half-life 346 steps)."""
+_MIN_SPREAD = 0.05
+"""Relative spread of batch sizes below which the slope of the step time is not measured anew."""
+_MIN_PROMPT_SHARE = 0.25
+"""Share of a mixed step's time that its prompt tokens took at least."""
+
+
+class StepTimes:
+    """slo_s: limit on a step with prompt tokens beside running sequences; 0 derives it from measured steps.
+
+    A decode step of n sequences takes fixed_s + n * s_per_sequence, fitted by least squares with exponential
+    forgetting. Both are 0 before the first step. The line goes through the origin until two batch sizes were seen.
+    """
+
+    def __init__(self, slo_s: float = 0.0) -> None:
+        self._slo_s = slo_s
+        self._speed = PromptSpeed()
+        self._sums = [0.0] * 5  # of 1, n, s, n * n and n * s over decode steps (n sequences, s seconds)
+        self.fixed_s = self.s_per_sequence = 0.0
+
+    def on_step(self, num_sequences: int, num_prompt_tokens: int, step_s: float) -> None:
+        """Records a step that held so many running sequences and prompt tokens."""
+        if num_prompt_tokens:
+            prompt_s = step_s - self.decode_s(num_sequences)
+            self._speed.on_step(num_prompt_tokens, max(prompt_s, _MIN_PROMPT_SHARE * step_s))
+        elif num_sequences:
+            self._fit(num_sequences, step_s)
+
+    def _fit(self, num_sequences: int, step_s: float) -> None:
+        terms = (1, num_sequences, step_s, num_sequences * num_sequences, num_sequences * step_s)
+        self._sums = [_REMEMBERED * total + term for total, term in zip(self._sums, terms, strict=True)]
+        weight, n, s, nn, ns = self._sums
+        mean_n, mean_s = n / weight, s / weight
+        variance = nn / weight - mean_n * mean_n
+        if variance > (_MIN_SPREAD * mean_n) ** 2:
+            self.s_per_sequence = max(0.0, (ns / weight - mean_n * mean_s) / variance)
+        elif not self.fixed_s:
+            self.s_per_sequence = mean_s / mean_n
+        self.s_per_sequence = min(self.s_per_sequence, mean_s / mean_n)
+        self.fixed_s = mean_s - self.s_per_sequence * mean_n
+
+    def decode_s(self, num_sequences: int) -> float:
+        """Returns the expected duration of a step of so many sequences without prompt tokens."""
+        return self.fixed_s + self.s_per_sequence * num_sequences if num_sequences else 0.0
+
+    @property
+    def itl_slo_s(self) -> float:
+        """Limit on a step with prompt tokens beside running sequences; 0 while nothing is measured."""
+        return self._slo_s or DEFAULT_SLOWDOWN * self.decode_s(1)
+
+    @property
+    def prompt_tokens_per_s(self) -> float:
+        """Speed of prefill by itself; 0 before the first measurement."""
+        return self._speed.tokens_per_s
+
+    def chunk(self, num_sequences: int, max_tokens: int) -> int:
+        """Returns how many prompt tokens may share a step with so many running sequences."""
+        if not num_sequences or not self.itl_slo_s or not self.prompt_tokens_per_s:
+            return max_tokens
+        tokens = int((self.itl_slo_s - self.decode_s(num_sequences)) * self.prompt_tokens_per_s)
+        return min(max_tokens, max(tokens, _MIN_CHUNK_TOKENS))

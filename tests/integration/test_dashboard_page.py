@@ -1,0 +1,89 @@
+"""The page at /dashboard draws roles, placements and predictions. A browser loads it with figures made here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tandem.protocol.messages.membership import PairStatus, Role, WorkerInfo, WorkerLoad, WorkerReport
+from tandem.proxy.http.admin_routes import ClusterState
+from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
+from tandem.telemetry.stages import AttemptTimes, Placement
+from tests.integration.test_observing import chromium
+
+PAGE = Path(__file__).parents[2] / "proxy/http/dashboard.html"
+ADDRESS = "http://tandem.test"
+ROLES: dict[str, Role] = {"prefill-0": "prefill", "worker-0": "any", "worker-1": "decode"}
+RAN: list[Placement] = ["same", "same", "two", "deflected"]
+
+
+def cluster() -> bytes:
+    """The last worker was elastic when it opened its pairs, which stay open in role decode."""
+    reports = []
+    for worker_id, role in ROLES.items():
+        peers = [peer for peer, other in ROLES.items() if peer != worker_id and other != "prefill"]
+        reports.append(
+            WorkerReport(
+                WorkerInfo(worker_id, f"{worker_id}/1", role, "ipc://w", 7),
+                WorkerLoad(num_blocks=8, num_free_blocks=2, num_role_changes=2 * (worker_id == "worker-1")),
+                [PairStatus(peer, f"{peer}/1", "ready", "ipc") for peer in peers],
+                0.1,
+            )
+        )
+    return msgspec.json.encode(ClusterState("m", True, "", reports))
+
+
+def play(metrics: ProxyMetrics, placement: Placement) -> None:
+    attempt = AttemptTimes(10.0, placement=placement, predicted_ttft_s=0.2, predicted_itl_s=0.03)
+    timer = SequenceTimer(metrics, 10.0, [attempt])
+    for now in (10.3, 10.35, 10.4):
+        timer.on_tokens(now, 1)
+    timer.on_finished(10.4)
+    timer.close()
+
+
+def test_the_page_shows_roles_placements_and_predictions() -> None:
+    metrics = ProxyMetrics()
+
+    def answer(route: Any) -> None:
+        match route.request.url.removeprefix(ADDRESS):
+            case "/dashboard":
+                route.fulfill(path=PAGE, content_type="text/html")
+            case "/metrics":
+                for placement in RAN:
+                    play(metrics, placement)
+                route.fulfill(body=metrics.render(), content_type="text/plain")
+            case _:
+                route.fulfill(body=cluster(), content_type="application/json")
+
+    with chromium() as browser:
+        page = browser.new_page(viewport={"width": 1200, "height": 900})
+        troubles: list[str] = []
+        page.on("pageerror", lambda error: troubles.append(str(error)))
+        page.route("**/*", answer)
+        page.goto(f"{ADDRESS}/dashboard")
+        page.wait_for_function("Number(document.body.dataset.turns) >= 2", timeout=30_000)
+        page.wait_for_selector("#placements i:nth-child(3)", timeout=30_000)
+        legend = page.inner_text("#placement-legend").split("\n")
+        counts = dict(zip(legend[::2], map(int, legend[1::2]), strict=True))
+        assert counts["prefill only"] == 0 < counts["two workers"] == counts["decode worker"]
+        assert counts["one worker"] == 2 * counts["two workers"]
+        ttft, itl, *_ = page.locator("#tiles .card").all_inner_texts()
+        for tile, means in ((ttft, ("200 ms", "300 ms", "100 ms")), (itl, ("30 ms", "50 ms", "20 ms"))):
+            lines = tile.split("\n")
+            shown = [lines[lines.index(f"mean {name}") + 1] for name in ("predicted", "measured", "error")]
+            assert shown == list(means)
+        rows = [row.split() for row in page.locator("#workers tbody tr").all_inner_texts()]
+        assert [(row[0], row[3], row[4]) for row in rows] == [
+            ("prefill-0", "prefill", "0"), ("worker-0", "any", "0"), ("worker-1", "decode", "2"),
+        ]  # fmt: skip
+        # prefill-0 ships to both others, worker-0 to worker-1. One dashed line joins both sides of worker-0.
+        assert page.locator("#topology line").count() == 4
+        assert page.locator("#topology line[stroke-dasharray]").count() == 1
+        stages = page.locator("#stages").bounding_box()
+        last = page.locator("#stages i").last.bounding_box()
+        assert stages and last and last["x"] + last["width"] == pytest.approx(stages["x"] + stages["width"], abs=2)
+        assert not troubles

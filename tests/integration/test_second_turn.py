@@ -1,0 +1,57 @@
+"""The next turn of a chat computes only its new tokens, wherever the last one ran."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from tandem.protocol.messages.membership import WorkerReport
+from tests.support.cluster import MODEL, Cluster
+
+BLOCK_SIZE = 16
+FIRST = [11 * i % 900 + 4 for i in range(320)]
+NEW = [7 * i % 900 + 4 for i in range(100)]
+
+
+def answer_of(cluster: Cluster, prompt: list[int], num_tokens: int) -> list[int]:
+    fields: dict[str, Any] = {"max_tokens": num_tokens, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json={"model": MODEL, "prompt": prompt, **fields}, timeout=120)
+    assert answer.status_code == 200, answer.text
+    token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    return token_ids
+
+
+def num_computed(cluster: Cluster) -> int:
+    """Prompt tokens that all workers have computed or received, once each has reported again."""
+    cluster.wait_for(cluster.all_blocks_free)
+    asked_at = time.monotonic()
+    workers: list[WorkerReport] = []
+
+    def have_reported() -> bool:
+        waited_s = time.monotonic() - asked_at
+        workers[:] = cluster.status().workers
+        return all(report.silence_s < waited_s for report in workers)
+
+    cluster.wait_for(have_reported)
+    return sum(report.load.num_prompt_tokens - report.load.num_cached_tokens for report in workers)
+
+
+@pytest.mark.parametrize("workers", [("--prefill", "1", "--decode", "1"), ("--workers", "2")], ids=["1P1D", "elastic"])
+def test_the_second_turn_computes_only_its_new_tokens(workers: tuple[str, ...]) -> None:
+    options = ("--dtype", "float32", "--block-size", str(BLOCK_SIZE), "--kv-cache-gib", "0.1")
+    with Cluster(*workers, *options, "--decode-prefill-threshold", "64") as cluster:
+        before = num_computed(cluster)
+        first = answer_of(cluster, FIRST, 200)
+        turn = FIRST + first + NEW
+        computed_before = num_computed(cluster)
+        assert computed_before - before >= len(FIRST)
+        second = answer_of(cluster, turn, 8)
+        computed = num_computed(cluster) - computed_before
+        # The answer's last token has no KV yet, and only whole blocks are shared.
+        num_shared = (len(FIRST) + len(first) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert computed == len(turn) - num_shared < len(NEW) + BLOCK_SIZE + 1
+        third = answer_of(cluster, [*turn, *second, *NEW], 8)
+        assert num_computed(cluster) - computed_before - computed < len(NEW) + BLOCK_SIZE + 8 and len(third) == 8

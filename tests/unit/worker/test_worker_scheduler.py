@@ -1,0 +1,154 @@
+"""Prompts that are decoded on the worker that has computed them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tandem.engine.batch import ItemOutput
+from tandem.engine.block_manager import BlockManager
+from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, PrepareDecode, StartPrefill, TokenBatch
+from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.token_ids import pack_token_ids
+from tandem.protocol.messages.transfer import KVReserved, ReserveKV
+from tandem.protocol.worker_actions import Action, SendToPeer, SendToProxy
+from tandem.worker.scheduler import WorkerScheduler
+
+TOKENS = list(range(1, 7))
+TOKEN = ItemOutput([SampledToken(9)])
+
+
+def new_scheduler(num_blocks: int = 64) -> WorkerScheduler:
+    return WorkerScheduler(BlockManager(num_blocks, 8), "m", max_num_batched_tokens=64, max_num_seqs=2, lease_s=10.0)
+
+
+def start(
+    scheduler: WorkerScheduler, name: str, num_sequences: int = 1, tokens: list[int] = TOKENS, max_tokens: int = 3
+) -> list[Action]:
+    ids = [f"{name}{number}" for number in range(num_sequences)]
+    message = StartPrefill(
+        "p", ids, name, pack_token_ids(tokens), SamplingParams(), [0] * num_sequences, StopConditions(max_tokens), 9.0,
+        decode_worker_id="w", decode_epoch="e", cache_salt=name,
+    )  # fmt: skip
+    return scheduler.prefill.on_start(0.0, message, None, decodes_here=True)
+
+
+def step(scheduler: WorkerScheduler, now: float = 1.0) -> tuple[int, list[Any]]:
+    """Runs a step. Returns the number of its items and the messages to the proxy."""
+    batch, actions = scheduler.schedule(now)
+    outputs = [ItemOutput([SampledToken(9)] * len(item.samples)) for item in batch.items]
+    actions += scheduler.on_step(now, outputs)
+    return len(batch.items), [action.message for action in actions if isinstance(action, SendToProxy)]
+
+
+def test_a_computed_prompt_runs_in_its_own_blocks() -> None:
+    scheduler = new_scheduler()
+    start(scheduler, "a", tokens=list(range(20)))
+    _, [first] = step(scheduler)
+    assert isinstance(first, FirstToken) and first.finish_reason is None
+    assert scheduler.blocks.num_blocks - scheduler.blocks.num_free == 3, "the blocks of the prompt, held once"
+    for expected in (None, "length"):
+        _, [tokens] = step(scheduler)
+        assert isinstance(tokens, TokenBatch) and tokens.tokens[0].finish_reason == expected
+    assert scheduler.is_idle and scheduler.blocks.num_free == scheduler.blocks.num_blocks
+
+
+def test_a_step_holds_tokens_of_sequences_and_chunks_of_prompts() -> None:
+    scheduler = new_scheduler()
+    start(scheduler, "a")
+    step(scheduler)
+    start(scheduler, "b")
+    number, messages = step(scheduler)
+    assert number == 2
+    assert [type(message) for message in messages] == [TokenBatch, FirstToken]
+    scheduler.measure(0.5)
+    assert scheduler.load().prompt_tokens_per_s == pytest.approx(len(TOKENS) / 0.5)
+
+
+def test_sequences_that_share_a_prompt_copy_its_last_block() -> None:
+    scheduler = new_scheduler()
+    start(scheduler, "a", 2, tokens=list(range(20)))
+    step(scheduler)
+    batch, _ = scheduler.schedule(2.0)
+    assert len(batch.items) == 2 and len(batch.block_copies) == 1
+    [(source, destination)] = batch.block_copies
+    tables = [list(item.block_table) for item in batch.items]
+    assert tables[0][:2] == tables[1][:2] and {tables[0][2], tables[1][2]} == {source, destination}
+
+
+def test_a_prompt_waits_for_a_place_behind_transfers() -> None:
+    scheduler = new_scheduler()
+    start(scheduler, "a")
+    start(scheduler, "b")
+    step(scheduler)
+    prepare = PrepareDecode(
+        "p", ["c0"], "c", pack_token_ids(TOKENS), SamplingParams(), [0], StopConditions(3), 9.0,
+        prefill_worker_id="x", prefill_epoch="x", cache_salt="c",
+    )  # fmt: skip
+    actions = scheduler.decode.on_prepare(1.0, prepare)
+    actions += scheduler.decode.on_reserve(1.0, ReserveKV("pair", "c", len(TOKENS)))
+    start(scheduler, "d")
+    assert not actions, "two sequences run already"
+    assert step(scheduler)[0] == 2
+    batch, _ = scheduler.schedule(2.0)
+    answers = scheduler.on_step(2.0, [TOKEN] * len(batch.items))
+    reserved = [action.message for action in answers if isinstance(action, SendToPeer)]
+    assert [type(message) for message in reserved] == [KVReserved], "the transfer came first"
+    assert step(scheduler)[0] == 1, "then the waiting prompt begins"
+
+
+def test_a_request_that_never_fits_is_refused() -> None:
+    scheduler = new_scheduler(num_blocks=4)
+    [action] = start(scheduler, "a", max_tokens=40)
+    assert isinstance(action, SendToProxy) and isinstance(action.message, AttemptFailed)
+    assert "needs 6 KV blocks, this worker has 4" in action.message.error.message
+    assert start(scheduler, "b", max_tokens=20) == []
+
+
+def test_an_abort_after_the_first_token_ends_the_sequence() -> None:
+    scheduler = new_scheduler()
+    start(scheduler, "a", 2)
+    step(scheduler)
+    scheduler.on_abort("p", "a0")
+    assert step(scheduler)[0] == 1
+    scheduler.on_abort("p", "a1")
+    assert scheduler.is_idle and scheduler.blocks.num_free == scheduler.blocks.num_blocks
+
+
+def test_a_transfer_is_served_when_the_prefill_role_releases_blocks() -> None:
+    scheduler = new_scheduler(num_blocks=4)
+    start(scheduler, "a", tokens=list(range(20)), max_tokens=1)
+    batch, _ = scheduler.schedule(1.0)
+    prepare = PrepareDecode(
+        "p", ["c0"], "c", pack_token_ids(list(range(20))), SamplingParams(), [0], StopConditions(3), 9.0,
+        prefill_worker_id="x", prefill_epoch="x", cache_salt="c",
+    )  # fmt: skip
+    actions = scheduler.decode.on_prepare(1.0, prepare)
+    actions += scheduler.decode.on_reserve(1.0, ReserveKV("pair", "c", 20))
+    assert not actions and scheduler.decode.is_blocked
+    scheduler.on_step(1.5, [TOKEN] * len(batch.items))  # "a" ends with its first token
+    _, actions = scheduler.schedule(2.0)
+    assert any(isinstance(action, SendToPeer) for action in actions)
+    assert not scheduler.decode.is_blocked
+
+
+def test_the_prefill_role_yields_when_both_workers_are_full() -> None:
+    scheduler = new_scheduler(num_blocks=4)
+    message = StartPrefill(
+        "p", ["a0"], "a", pack_token_ids(list(range(20))), SamplingParams(), [0], StopConditions(3), 9.0,
+        decode_worker_id="x", decode_epoch="x", cache_salt="a",
+    )  # fmt: skip
+    scheduler.prefill.on_start(0.0, message, "pair-out")
+    step(scheduler)
+    prepare = PrepareDecode(
+        "p", ["c0"], "c", pack_token_ids(list(range(20))), SamplingParams(), [0], StopConditions(3), 9.0,
+        prefill_worker_id="x", prefill_epoch="x", cache_salt="c",
+    )  # fmt: skip
+    scheduler.decode.on_prepare(1.0, prepare)
+    scheduler.decode.on_reserve(1.0, ReserveKV("pair-in", "c", 20))
+    assert scheduler.on_tick(1.5) == []
+    names = [type(action.message).__name__ for action in scheduler.on_tick(2.5) if hasattr(action, "message")]
+    assert names == ["AttemptPreempted", "CloseTransfer"]
+    _, actions = scheduler.schedule(2.5)
+    assert [type(action) for action in actions if isinstance(action, SendToPeer)] == [SendToPeer]

@@ -1,0 +1,297 @@
+"""KV caches that travel to and from this worker: executes what the schedulers ask for and reports the results to them.
+
+Everything here runs on the worker's loop. Data paths have threads of their own and call back through the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from tandem.kv_transfer.checksums import corrupt_blocks
+from tandem.kv_transfer.handshake import offered_connectors
+from tandem.kv_transfer.registry import load_connector
+from tandem.protocol.messages.checks import check_finish_transfer, check_open_pair, check_reserved
+from tandem.protocol.messages.membership import PairStatus, WorkerInfo, WorkerLoad
+from tandem.protocol.messages.transfer import (
+    ClosePair,
+    CloseTransfer,
+    FinishTransfer,
+    KVRefused,
+    KVReserved,
+    OpenPair,
+    RenewLeases,
+    ReserveKV,
+    ShipKV,
+    ToDecodePeer,
+)
+from tandem.protocol.network import Context
+from tandem.protocol.worker_actions import Action, Receive, SendToPeer, Ship
+from tandem.runtime.errors import ErrorInfo, KVTransferFailed, WorkerLost
+from tandem.runtime.host import host_id
+from tandem.telemetry.worker_metrics import WorkerMetrics
+from tandem.worker.config import WorkerConfig
+from tandem.worker.engine_host import EngineHost
+from tandem.worker.pairs.incoming import IncomingPairs
+from tandem.worker.pairs.incoming_table import IncomingPairTable
+from tandem.worker.pairs.outgoing import OutgoingPairs
+from tandem.worker.pairs.outgoing_table import OutgoingPairTable
+from tandem.worker.scheduler import WorkerScheduler
+
+log = logging.getLogger(__name__)
+
+
+class KVTraffic:
+    """All pairs of one worker, in both directions.
+
+    send: sends a message on the ROUTER to the peer that opened a pair, by pair id. perform: executes the schedulers'
+    actions.
+    """
+
+    def __init__(
+        self,
+        config: WorkerConfig,
+        info: WorkerInfo,
+        host: EngineHost,
+        scheduler: WorkerScheduler,
+        context: Context,
+        metrics: WorkerMetrics,
+        send: Callable[[str, msgspec.Struct], None],
+        perform: Callable[[list[Action]], None],
+    ) -> None:
+        self._worker_id = config.worker_id
+        self._host = host
+        self._prefill = scheduler.prefill
+        self._decode = scheduler.decode
+        self._metrics = metrics
+        self._send_back = send
+        self._perform = perform
+        self._loop = asyncio.get_running_loop()
+        self._num_bytes = self._num_compared_blocks = self._num_corrupt_blocks = 0
+        connectors = offered_connectors(config.kv_connector, host.device)
+        self._outgoing_table = OutgoingPairTable(
+            worker=info,
+            pids=host.pids,
+            layout=host.pools.layout,
+            host_id=host_id(),
+            device=host.device,
+            connectors=connectors,
+            checksums=config.kv_checksums,
+            lease_s=config.kv_lease_s,
+            device_ids=host.pools.device_ids,
+        )
+        self._incoming_table = IncomingPairTable(
+            layout=host.pools.layout,
+            host_id=host_id(),
+            device=host.device,
+            connectors=list(connectors),
+            checksums=config.kv_checksums,
+            device_ids=host.pools.device_ids,
+        )
+        self._outgoing = OutgoingPairs(
+            context=context,
+            table=self._outgoing_table,
+            pools=host.pools,
+            on_message=self._on_answer,
+            on_pair_lost=lambda pair_id, reason: perform(scheduler.prefill.on_pair_lost(pair_id, reason)),
+        )
+        self._incoming = IncomingPairs(
+            epoch=info.epoch,
+            table=self._incoming_table,
+            pools=host.pools,
+            send=send,
+            on_pair_lost=lambda pair_id, reason, peer_stopped: perform(
+                scheduler.decode.on_pair_lost(pair_id, reason, peer_stopped)
+            ),
+            on_prefill_lost=lambda epoch: perform(scheduler.decode.on_prefill_lost(epoch)),
+        )
+
+    def close(self) -> None:
+        self._outgoing.close()
+        self._incoming.close()
+
+    # ---- membership and time
+
+    def on_view(self, workers: list[WorkerInfo]) -> None:
+        self._outgoing.on_view(workers)
+        self._incoming.on_view(workers)
+
+    def on_role(self, worker: WorkerInfo) -> None:
+        """Opens the pairs that the worker's new role needs. Pairs that it no longer needs stay open."""
+        self._outgoing.on_role(worker)
+
+    def begin_epoch(self, worker: WorkerInfo) -> None:
+        self._outgoing.begin_epoch(worker)
+        self._incoming.begin_epoch(worker)
+
+    def on_tick(self, now: float) -> None:
+        self._outgoing.on_tick(now)
+        for pair_id in self._incoming_table.due_for_renewal(now):
+            if wanted := self._decode.wanted_transfers(pair_id):
+                self._send_back(pair_id, RenewLeases(pair_id, wanted))
+
+    def status(self) -> list[PairStatus]:
+        """Returns the state of the pairs that this worker has opened."""
+        return self._outgoing_table.status()
+
+    def add_to(self, load: WorkerLoad) -> WorkerLoad:
+        return msgspec.structs.replace(
+            load,
+            num_transferred_bytes=self._num_bytes,
+            num_compared_blocks=self._num_compared_blocks,
+            num_corrupt_blocks=self._num_corrupt_blocks,
+            traffic=self._outgoing_table.traffic(),
+        )
+
+    def pair_to(self, worker_id: str, epoch: str) -> str:
+        """Returns the id of the pair to ship through. Raises WorkerLost."""
+        pair = self._outgoing_table.ready_pair(epoch)
+        if pair is None:
+            raise WorkerLost(f"the pair with {worker_id} is not ready")
+        return pair.pair_id
+
+    # ---- messages of peers
+
+    def on_message(self, message: ToDecodePeer, vocab_size: int) -> None:
+        """Handles a message about KV that comes here. Raises InvalidMessage."""
+        match message:
+            case OpenPair():
+                check_open_pair(message)
+                self._incoming.on_open(message)
+            case ReserveKV():
+                self._reserve(message)
+            case ShipKV():
+                self._on_ship(message)
+            case FinishTransfer():
+                check_finish_transfer(message, vocab_size)
+                self._perform(self._decode.on_finish_transfer(message))
+            case CloseTransfer():
+                self._perform(self._decode.on_close_transfer(message.transfer_id))
+            case ClosePair():
+                self._incoming.on_close(message.pair_id, message.reason)
+
+    def _reserve(self, message: ReserveKV) -> None:
+        if self._incoming_table.is_open(message.pair_id):
+            self._perform(self._decode.on_reserve(self._loop.time(), message))
+        else:  # nothing would report that its peer has stopped
+            error = ErrorInfo.of(KVTransferFailed("the pair is closed"))
+            self._send_back(message.pair_id, KVRefused(message.transfer_id, error))
+
+    def _on_ship(self, message: ShipKV) -> None:
+        try:
+            actions = self._decode.on_ship(message) if self._incoming_table.is_next(message) else []
+        except KVTransferFailed as error:
+            self._incoming.fail(message.pair_id, error.message)
+        else:
+            self._perform(actions)
+
+    def _on_answer(self, message: KVReserved | KVRefused | RenewLeases) -> None:
+        """Handles a message about KV that goes out."""
+        match message:
+            case KVReserved():
+                check_reserved(message)
+                self._perform(self._prefill.on_reserved(message))
+            case KVRefused():
+                self._perform(self._prefill.on_refused(message.transfer_id, message.error))
+            case RenewLeases():
+                self._prefill.on_renewed(self._loop.time(), message)
+
+    # ---- actions
+
+    def send(self, action: SendToPeer) -> None:
+        if self._outgoing_table.get(action.pair_id) is not None:
+            self._outgoing.send(action.pair_id, action.message)
+        else:
+            self._send_back(action.pair_id, action.message)
+
+    def ship(self, action: Ship) -> None:
+        pair = self._outgoing_table.get(action.pair_id)
+        if pair is None or not pair.checksums:
+            self._send_blocks(action, [])
+        else:
+            self._host.pools.checksums(
+                action.src_block_ids,
+                lambda checksums: self._loop.call_soon_threadsafe(self._send_blocks, action, checksums),  # type: ignore[arg-type]
+            )
+
+    def _send_blocks(self, action: Ship, checksums: list[int] | KVTransferFailed) -> None:
+        sender = self._outgoing.sender(action.pair_id)
+        if isinstance(checksums, KVTransferFailed) or sender is None:
+            error = checksums if isinstance(checksums, KVTransferFailed) else KVTransferFailed("the pair is closed")
+            # The scheduler expects `on_shipped` for each shipment, but not during the call that asked for it.
+            self._loop.call_soon(self._on_shipped, action, None, error)
+            return
+        announcement = self._outgoing_table.announcement(
+            action.pair_id, action.transfer_id, action.first_block, len(action.src_block_ids), checksums
+        )
+        pair = self._outgoing_table.get(action.pair_id)
+        assert pair is not None  # it has a sender
+        one_sided = load_connector(pair.connector).one_sided
+        if not one_sided:
+            self._outgoing.send(action.pair_id, announcement)
+        started_at = time.perf_counter()
+
+        def done(error: KVTransferFailed | None) -> None:
+            late = announcement if one_sided else None
+            self._loop.call_soon_threadsafe(self._on_shipped, action, late, error, time.perf_counter() - started_at)
+
+        sender.send(action.src_block_ids, action.dst_block_ids, done)
+
+    def _on_shipped(
+        self, action: Ship, announcement: ShipKV | None, error: KVTransferFailed | None, seconds: float = 0.0
+    ) -> None:
+        """seconds: duration of the transfer."""
+        if error is None:
+            num_bytes = len(action.src_block_ids) * self._host.block_bytes
+            self._num_bytes += num_bytes
+            if (pair := self._outgoing_table.on_shipped(action.pair_id, num_bytes, seconds)) is not None:
+                labels = (self._worker_id, pair.peer.worker_id, pair.connector)
+                self._metrics.on_shipped(labels, num_bytes, seconds)
+            if announcement is not None:
+                self._outgoing.send(action.pair_id, announcement)
+        self._perform(self._prefill.on_shipped(action.transfer_id, error))
+        if error is not None:
+            self._outgoing.fail(action.pair_id, error.message)
+
+    def receive(self, action: Receive) -> None:
+        def done(error: KVTransferFailed | None) -> None:
+            self._loop.call_soon_threadsafe(self._on_received, action, error)
+
+        self._incoming.receive(action.pair_id, action.block_ids, done)
+
+    def _on_received(self, action: Receive, error: KVTransferFailed | None) -> None:
+        if error is None:
+            self._num_bytes += len(action.block_ids) * self._host.block_bytes
+            if action.checksums:
+                self._host.pools.checksums(
+                    action.block_ids,
+                    lambda arrived: self._loop.call_soon_threadsafe(self._on_compared, action, arrived),  # type: ignore[arg-type]
+                )
+                return
+        self._end_receive(action, error)
+
+    def _on_compared(self, action: Receive, arrived: list[int] | KVTransferFailed) -> None:
+        if isinstance(arrived, KVTransferFailed):
+            self._perform(self._decode.on_corrupt(action.transfer_id, arrived))  # cannot be verified
+            return
+        corrupt = corrupt_blocks(action.block_ids, action.checksums, arrived)
+        self._num_compared_blocks += len(action.block_ids)
+        self._num_corrupt_blocks += len(corrupt)
+        if not corrupt:
+            self._end_receive(action, None)
+            return
+        error = KVTransferFailed(
+            f"{len(corrupt)} of {len(action.block_ids)} KV blocks received through pair {action.pair_id} differ from "
+            f"what was sent, the first in block {corrupt[0]}"
+        )
+        log.error("transfer %s: %s", action.transfer_id, error)
+        self._perform(self._decode.on_corrupt(action.transfer_id, error))
+
+    def _end_receive(self, action: Receive, error: KVTransferFailed | None) -> None:
+        self._perform(self._decode.on_received(action.transfer_id, error))
+        if error is not None:
+            self._incoming.fail(action.pair_id, error.message)

@@ -1,0 +1,121 @@
+"""Both roles of a worker over one KV pool: composes their steps and adds up their loads. Pure.
+
+A step holds one token of each running sequence and chunks of prompts. The decode role goes first: its sequences take
+the blocks that they need before new prompts do.
+"""
+
+from __future__ import annotations
+
+from tandem.decode_worker.scheduler import DecodeScheduler
+from tandem.engine.batch import Batch, ItemOutput
+from tandem.engine.block_manager import BlockManager
+from tandem.engine.step_times import StepTimes
+from tandem.prefill_worker.scheduler import PrefillScheduler
+from tandem.protocol.messages.membership import WorkerLoad
+from tandem.protocol.worker_actions import Action
+
+
+class WorkerScheduler:
+    """Owns, through the block manager, all blocks of the worker's pool. Events of one role go to that role.
+
+    model_id: part of the prefix cache's hashes. max_num_batched_tokens: prompt tokens per step. max_num_seqs: sequences
+    per step, and prompts that compute concurrently. lease_s: see `prefill_worker.transfer_leases`. itl_slo_s: see
+    `engine.step_times`.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        model_id: str,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        lease_s: float,
+        itl_slo_s: float = 0.0,
+    ) -> None:
+        self.blocks = blocks
+        self.decode = DecodeScheduler(blocks, model_id, max_num_seqs)
+        self.prefill = PrefillScheduler(blocks, model_id, max_num_batched_tokens, max_num_seqs, lease_s, self.decode)
+        self._step_times = StepTimes(itl_slo_s)
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._num_decoding = 0  # items of the step
+        self._num_prompt_tokens = 0  # of the step
+
+    # ---- load figures
+
+    @property
+    def num_running(self) -> int:
+        return self.prefill.num_running + self.decode.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        return self.prefill.num_waiting + self.decode.num_waiting
+
+    @property
+    def is_idle(self) -> bool:
+        return self.prefill.is_idle and self.decode.is_idle
+
+    def load(self) -> WorkerLoad:
+        """Returns the figures that the schedulers know."""
+        prefill, decode, blocks = self.prefill, self.decode, self.blocks
+        waiting_tokens, times = prefill.waiting_tokens(), self._step_times
+        return WorkerLoad(
+            num_running=self.num_running,
+            num_waiting=self.num_waiting,
+            num_waiting_tokens=sum(num_tokens for _, num_tokens in waiting_tokens),
+            num_blocks=blocks.num_blocks,
+            num_free_blocks=blocks.num_free,
+            num_quarantined_blocks=blocks.num_quarantined,
+            num_cached_blocks=blocks.num_cached,
+            num_prompt_tokens=prefill.num_prompt_tokens + decode.num_prompt_tokens,
+            num_cached_tokens=prefill.num_cached_tokens + decode.num_cached_tokens,
+            num_preempted=decode.num_preempted,
+            num_finished=prefill.num_finished + decode.num_finished,
+            num_kept_blocks=decode.num_kept_blocks,
+            waiting_tokens=waiting_tokens,
+            prompt_tokens_per_s=times.prompt_tokens_per_s,
+            num_decoding=decode.num_running + decode.num_waiting,
+            fixed_step_s=times.fixed_s,
+            step_s_per_sequence=times.s_per_sequence,
+            itl_slo_s=times.itl_slo_s,
+        )
+
+    # ---- events that concern both roles
+
+    def on_abort(self, proxy_id: str, attempt_id: str) -> list[Action]:
+        return self.prefill.on_abort(proxy_id, attempt_id) + self.decode.on_abort(proxy_id, attempt_id)
+
+    def on_proxy_lost(self, proxy_id: str) -> list[Action]:
+        return self.prefill.on_proxy_lost(proxy_id) + self.decode.on_proxy_lost(proxy_id)
+
+    def abort_all(self) -> list[Action]:
+        """Ends everything, because the proxies have dispatched the requests to other workers."""
+        return self.prefill.abort_all() + self.decode.abort_all()
+
+    def on_tick(self, now: float) -> list[Action]:
+        actions = self.prefill.on_tick(now) + self.decode.on_tick(now)
+        return actions + self.prefill.yield_blocks(now) if self.decode.is_blocked else actions
+
+    # ---- steps
+
+    def schedule(self, now: float) -> tuple[Batch, list[Action]]:
+        """Returns the next step's batch, and the actions that follow from it."""
+        reserved = self.decode.reserve_waiting()  # the prefill role may have released blocks
+        decoding, preempted = self.decode.schedule(now)
+        max_tokens = self._step_times.chunk(len(decoding.items), self._max_num_batched_tokens)
+        computing, reserving = self.prefill.schedule(now, max_tokens)
+        self._num_decoding = len(decoding.items)
+        self._num_prompt_tokens = sum(len(item.token_ids) for item in computing.items)
+        batch = Batch(decoding.items + computing.items, decoding.block_copies, computing.encodes)
+        return batch, reserved + preempted + reserving
+
+    def measure(self, step_s: float) -> None:
+        """Records how long the step took."""
+        self._step_times.on_step(self._num_decoding, self._num_prompt_tokens, step_s)
+
+    def on_step(self, now: float, results: list[ItemOutput]) -> list[Action]:
+        """results: one for each item of the step's batch."""
+        decoded, computed = results[: self._num_decoding], results[self._num_decoding :]
+        return self.decode.on_step(now, decoded) + self.prefill.on_step(now, computed)
+
+    def on_step_failed(self, error: BaseException) -> list[Action]:
+        return self.decode.on_step_failed(error) + self.prefill.on_step_failed(error)

@@ -1,0 +1,242 @@
+"""The worker's shell: sockets, KV traffic and the engine thread around the pure schedulers.
+
+Everything runs on one uvloop thread except the model (engine thread) and transfers (a thread per pair). Each event goes
+to a scheduler, its actions are executed, and the next step is started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import msgspec
+
+from tandem.engine.batch import ItemOutput
+from tandem.engine.vision.embedding_cache import EmbeddingCache
+from tandem.prefill_worker.media import MediaIntake
+from tandem.prefill_worker.remote_media import RemoteMedia
+from tandem.prefill_worker.shared_embeddings import SharedEmbeddings
+from tandem.protocol.codec import Codec, MessageTooLarge
+from tandem.protocol.media_client import MediaCacheClient
+from tandem.protocol.messages.checks import MAX_SEQUENCES, check_request
+from tandem.protocol.messages.dispatch import (
+    AbortAttempt,
+    AttemptFailed,
+    FirstToken,
+    PrepareDecode,
+    PromptMessage,
+    StartPrefill,
+    TokenBatch,
+    ToProxy,
+    ToWorker,
+)
+from tandem.protocol.messages.membership import WorkerLoad
+from tandem.protocol.messages.transfer import ToDecodePeer
+from tandem.protocol.sockets import RouterSocket, new_context
+from tandem.protocol.worker_actions import Action, Receive, SendToPeer, SendToProxy, Ship
+from tandem.runtime.errors import ErrorInfo, InternalError, InvalidMessage, TandemError
+from tandem.telemetry.worker_metrics import WorkerMetrics
+from tandem.worker.config import WorkerConfig
+from tandem.worker.engine_host import EngineHost
+from tandem.worker.kv_traffic import KVTraffic
+from tandem.worker.presence import Presence, new_worker_info
+from tandem.worker.scheduler import WorkerScheduler
+
+log = logging.getLogger(__name__)
+
+
+class Worker:
+    """The worker of this process. `run` serves until `stop` is called."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._config = config
+        self._loop = asyncio.get_running_loop()
+        self._stopping = asyncio.Event()
+        self._presence: Presence | None = None
+        self._step_time_s = 0.0
+        self._stepping = False
+        self._metrics = WorkerMetrics()
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    def drain(self) -> bool:
+        """Begins a drain. Returns False if the worker is still loading."""
+        return self._presence is not None and self._presence.drain()
+
+    async def run(self) -> None:
+        config = self._config
+        host = self._host = await EngineHost.load(config, self._start_step)
+        model_id = host.loaded.layout.model_id
+        scheduler = self._scheduler = WorkerScheduler(
+            host.blocks,
+            model_id,
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            config.kv_lease_s,
+            config.itl_slo_ms / 1000,
+        )
+        context = new_context("worker", config.network)
+        self._refusals = context.refusals
+        endpoint = config.media_cache_endpoint
+        shared = SharedEmbeddings(MediaCacheClient(context, endpoint), model_id) if endpoint else None
+        takes_media = host.loaded.vision is not None
+        self._media = MediaIntake(
+            host.loaded.vision,
+            EmbeddingCache(config.embedding_cache_bytes),
+            config.max_num_batched_tokens // 2,  # the share of a step that its first prompt gets
+            shared,
+            self._start_step,
+            RemoteMedia(context, config.max_fetched_media_bytes) if takes_media else None,
+        )
+        codec: Codec[ToWorker | ToDecodePeer] = Codec(ToWorker | ToDecodePeer)
+        self._router = RouterSocket(context, config.endpoint, codec, self._on_message)
+        info = new_worker_info(config, self._router.endpoint, self._metrics)
+        self._traffic = KVTraffic(
+            config, info, host, scheduler, context, self._metrics, self._send_to_peer, self._perform
+        )
+        self._presence = Presence(config, info, host, scheduler, self._traffic, self._perform, self._load)
+        try:
+            await self._presence.serve(context, self._stopping, self._on_tick)
+        finally:
+            self._metrics.close()
+            self._traffic.close()
+            self._router.close()
+            self._media.close()
+            if shared is not None:
+                shared.close()
+            context.term()
+            host.close()
+
+    def _on_tick(self, now: float) -> None:
+        self._traffic.on_tick(now)
+        prefill = self._scheduler.prefill
+        num_expired = prefill.num_expired_leases
+        self._perform(self._scheduler.on_tick(now))
+        if prefill.num_expired_leases > num_expired:
+            log.warning("%d KV leases expired", prefill.num_expired_leases - num_expired)
+
+    def _load(self) -> WorkerLoad:
+        load = msgspec.structs.replace(
+            self._traffic.add_to(self._scheduler.load()),
+            step_time_s=self._step_time_s,
+            refusals=self._refusals.totals(),
+            num_media_encoded=self._media.num_encoded,
+            num_media_found=self._media.num_found,
+            num_media_fetched_bytes=self._media.num_fetched_bytes,
+        )
+        self._metrics.on_load(load)
+        return load
+
+    # ---- events
+
+    def _on_message(self, identity: bytes, message: ToWorker | ToDecodePeer) -> None:
+        match message:
+            case StartPrefill():
+                self._start(message)
+            case PrepareDecode():
+                self._check(message)
+                grammar = self._host.grammars.get(message.sampling.grammar)
+                self._perform(self._scheduler.decode.on_prepare(self._loop.time(), message, grammar))
+            case AbortAttempt():
+                self._perform(self._scheduler.on_abort(message.proxy_id, message.attempt_id))
+            case _:
+                self._traffic.on_message(message, self._host.loaded.vocab_size)
+
+    def _start(self, message: StartPrefill) -> None:
+        self._check(message)
+        assert self._presence is not None
+        try:
+            decodes_here = message.decode_epoch == self._presence.info.epoch
+            pair_id = None
+            if message.decode_epoch is not None and not decodes_here:
+                pair_id = self._traffic.pair_to(str(message.decode_worker_id), message.decode_epoch)
+            grammar = self._host.grammars.get(message.sampling.grammar)
+            media = self._media.open(message)
+        except TandemError as error:
+            self._refuse(message, error)
+            return
+        except Exception as error:  # the proxy must get an answer in any case
+            log.exception("a prompt could not be opened")
+            self._refuse(message, InternalError(f"the prompt could not be opened: {error}"))
+            return
+        now = self._loop.time()
+        self._perform(
+            self._scheduler.prefill.on_start(now, message, pair_id, grammar, media, decodes_here=decodes_here)
+        )
+
+    def _check(self, message: PromptMessage) -> None:
+        """Raises InvalidMessage, after an answer to the proxy."""
+        try:
+            check_request(message, self._host.loaded.vocab_size, self._host.loaded.max_model_len)
+        except InvalidMessage as error:
+            self._refuse(message, InternalError(error.message))
+            raise
+
+    def _refuse(self, message: PromptMessage, error: TandemError) -> None:
+        for attempt_id in message.attempt_ids[:MAX_SEQUENCES]:
+            self._send_to_proxy(message.proxy_id, AttemptFailed(attempt_id, ErrorInfo.of(error)))
+
+    # ---- actions
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendToProxy():
+                    self._observe(action.message)
+                    self._send_to_proxy(action.proxy_id, action.message)
+                case SendToPeer():
+                    self._traffic.send(action)
+                case Ship():
+                    self._traffic.ship(action)
+                case Receive():
+                    self._traffic.receive(action)
+        self._start_step()
+
+    def _observe(self, message: ToProxy) -> None:
+        match message:
+            case TokenBatch():
+                for began in message.began:
+                    self._metrics.decode_wait.observe(began.decode_wait_s)
+            case FirstToken():
+                self._metrics.queue.observe(message.queue_s)
+                self._metrics.prefill.observe(message.prefill_s)
+
+    def _send_to_proxy(self, proxy_id: str, message: ToProxy) -> None:
+        """Sends a message, or drops it if the proxy is gone. A first token over the size limit fails its attempt."""
+        identity = f"{proxy_id}:0".encode()
+        try:
+            is_sent = self._router.send(identity, message)
+        except MessageTooLarge as error:
+            if not isinstance(message, FirstToken):
+                raise
+            is_sent = self._router.send(identity, AttemptFailed(message.attempt_id, ErrorInfo.of(error)))
+        if not is_sent:
+            log.warning("proxy %s is not connected; a message to it was dropped", proxy_id)
+
+    def _send_to_peer(self, pair_id: str, message: msgspec.Struct) -> None:
+        if not self._router.send(pair_id.encode(), message):
+            log.debug("the prefill side of pair %s is not connected", pair_id)
+
+    def _start_step(self) -> None:
+        if self._stepping:
+            self._scheduler.decode.on_clock(self._loop.time())
+            return
+        batch, actions = self._scheduler.schedule(self._loop.time())
+        if batch.items or batch.encodes:
+            self._stepping = True
+            self._host.engine.submit(batch, self._on_step)
+        if actions:
+            self._perform(actions)
+
+    def _on_step(self, results: list[ItemOutput] | None, error: BaseException | None, step_time_s: float) -> None:
+        self._stepping = False
+        self._step_time_s = step_time_s
+        self._media.share_encoded()
+        self._metrics.step.observe(step_time_s)
+        if results is None:
+            log.error("a step failed", exc_info=error)
+            self._perform(self._scheduler.on_step_failed(error or RuntimeError("unknown")))
+        else:
+            self._scheduler.measure(step_time_s)
+            self._perform(self._scheduler.on_step(self._loop.time(), results))
