@@ -47,6 +47,24 @@ def give_role(cluster: Cluster, worker_id: str, role: Role) -> str:
     return answer.error
 
 
+def use_all_workers(cluster: Cluster, bodies: list[dict[str, Any]]) -> None:
+    """Has each worker compute and decode, so that the footprint counts threads that start at first use."""
+    roles: list[tuple[Role, Role]] = [("decode", "prefill"), ("prefill", "decode")]
+    for used in WORKERS:
+        for role, role_of_others in roles:
+            changes: list[tuple[Role, str]] = [
+                ("any", used),
+                *((role_of_others, name) for name in WORKERS if name != used),
+                (role, used),
+            ]
+            for wanted, name in changes:
+                assert not give_role(cluster, name, wanted)
+            for body in bodies:
+                stream(cluster, body)
+        for name in WORKERS:
+            assert not give_role(cluster, name, "any")
+
+
 def role_of(cluster: Cluster, worker_id: str) -> Role:
     return cluster.worker(worker_id).worker.role
 
@@ -56,6 +74,7 @@ def test_streams_do_not_notice_that_roles_change(running: Cluster) -> None:
     bodies = REQUESTS + SHORT
     with ThreadPoolExecutor(len(bodies)) as pool:
         before_load = shared_memory()
+        use_all_workers(running, bodies[:2])
         undisturbed = list(pool.map(lambda body: stream(running, body), bodies))
         running.wait_for(running.all_blocks_free, 60)
         footprint, migrated = Footprint.of(running, before_load), num_migrations(running)
