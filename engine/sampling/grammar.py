@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from tandem.protocol.messages.grammar import one_line, parser_limits
 from tandem.runtime.errors import ErrorInfo, InvalidRequest, TandemError, first_line
+from tandem.runtime.threads import show_thread_name
 
 _NUM_CACHED_GRAMMARS = 64
 
@@ -119,7 +120,7 @@ class Grammars:
     def __init__(self, model: str, vocab_size: int, on_compiled: Callable[[], object]) -> None:
         self._on_compiled = on_compiled
         self._grammars: OrderedDict[str, Grammar] = OrderedDict()
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._thread = ThreadPoolExecutor(1, "grammars", show_thread_name)
         self._tokenizer = self._thread.submit(read_tokenizer, model, vocab_size)
 
     def get(self, text: str | None) -> Grammar | None:

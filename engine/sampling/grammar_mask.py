@@ -14,6 +14,7 @@ import torch
 from tandem.engine.batch import Sample
 from tandem.engine.sampling.grammar import GrammarState
 from tandem.runtime.errors import ErrorInfo, InternalError, TandemError
+from tandem.runtime.threads import show_thread_name
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +66,7 @@ class GrammarMasks:
     """The thread that computes masks. It starts with the first grammar."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-masks")
+        self._thread = ThreadPoolExecutor(1, "grammar-masks", show_thread_name)
 
     def start(self, samples: Sequence[Sample]) -> Future[StepMask] | None:
         """Start computing a step's masks. samples: one per row of the logits. None if no row has a grammar."""

@@ -48,7 +48,7 @@ def give_role(cluster: Cluster, worker_id: str, role: Role) -> str:
 
 
 def use_all_workers(cluster: Cluster, bodies: list[dict[str, Any]]) -> None:
-    """Has each worker compute and decode, so that the footprint counts threads that start at first use."""
+    """Has each worker compute and decode, so that the footprint counts threads that start with the first grammar."""
     roles: list[tuple[Role, Role]] = [("decode", "prefill"), ("prefill", "decode")]
     for used in WORKERS:
         for role, role_of_others in roles:
@@ -74,7 +74,7 @@ def test_streams_do_not_notice_that_roles_change(running: Cluster) -> None:
     bodies = REQUESTS + SHORT
     with ThreadPoolExecutor(len(bodies)) as pool:
         before_load = shared_memory()
-        use_all_workers(running, bodies[:2])
+        use_all_workers(running, [REQUESTS[0], REQUESTS[4]])
         undisturbed = list(pool.map(lambda body: stream(running, body), bodies))
         running.wait_for(running.all_blocks_free, 60)
         footprint, migrated = Footprint.of(running, before_load), num_migrations(running)
