@@ -40,14 +40,14 @@ def vllm(options: argparse.Namespace, script: str, model: Path, port: int) -> li
     return [str(options.peers / script), str(options.vllm), str(model), str(port)]
 
 
-def vllm_serve(venv: Path, model: Path, port: int) -> tuple[list[str], dict[str, str]]:
-    """Command line and environment of one vLLM on CPUs, in bfloat16 with a model length of 4,096 and 2 GiB of KV cache.
+def vllm_serve(venv: Path, model: Path, port: int, dtype: str = "bfloat16") -> tuple[list[str], dict[str, str]]:
+    """Command line and environment of one vLLM on CPUs, with a model length of 4,096 and 2 GiB of KV cache.
 
     All other settings are vLLM's defaults.
     """
     command = [
         str(venv / "bin" / "vllm"), "serve", str(model), "--port", str(port), "--served-model-name", MODEL,
-        "--dtype", "bfloat16", "--max-model-len", "4096",
+        "--dtype", dtype, "--max-model-len", "4096",
     ]  # fmt: skip
     env = {
         "PATH": f"{(venv / 'bin').absolute()}:{os.environ['PATH']}",
