@@ -1,7 +1,8 @@
-"""Elastic workers, one prefill and one decode worker, and one vLLM on the same cores, in turns, with the same requests.
+"""One or two elastic workers, one prefill and one decode worker, and one vLLM on the same cores, in turns, with the same
+requests.
 
     python -m bench.never_worse --models FOLDER [--vllm VENV] [--rounds 3] [--quick] [--json FILE]
-    python -m bench.never_worse --models FOLDER --cases 256/64@2,chat --servers elastic,vllm
+    python -m bench.never_worse --models FOLDER --cases 256/64@2,chat --servers elastic-1,vllm
 
 The folder of --models holds `llama100m` (100 M parameters) and `tiny` (4 M, where the cost of everything except the
 model shows), both in bfloat16. A case N/M@R sends prompts of N tokens with M tokens of output at R requests per second,
@@ -47,11 +48,13 @@ from bench.support.report import Aim, Report, add_common_options, finish
 from bench.support.servers import MODEL, server, tandem, vllm_serve
 
 SERVERS = {
-    "elastic": ("--workers", "2"),
+    "elastic-1": ("--workers", "1"),
+    "elastic-2": ("--workers", "2"),
     "1P1D": ("--prefill", "1", "--decode", "1"),
     "vllm": (),
 }
-"""Flags of `tandem up`."""
+"""Flags of `tandem up`; the workers of each server share the cores."""
+ELASTIC = ("elastic-1", "elastic-2")
 TANDEM_FLAGS = ("--max-model-len", "4096", "--kv-cache-gib", "2")
 TIMEOUT_S = 180.0
 PAUSE_S = 1.0
@@ -270,28 +273,27 @@ def medians(rows: Rows) -> list[dict[str, Any]]:
     ]
 
 
-def ratio(rows: Rows, case: str, figure: str) -> float:
-    """Median over all runs of elastic / vLLM."""
-    pairs = zip(rows[case]["elastic"], rows[case]["vllm"], strict=True)
+def ratio(rows: Rows, case: str, name: str, figure: str) -> float:
+    """Median over all runs of this server / vLLM."""
+    pairs = zip(rows[case][name], rows[case]["vllm"], strict=True)
     return float(statistics.median(ours[figure] / theirs[figure] for ours, theirs in pairs))
 
 
 def aims(rows: Rows, cases: list[Case]) -> list[Aim]:
     found = []
     for case in cases:
-        if "elastic" not in rows[case.name]:
-            continue
-        failed = sum(sum(run["errors"].values()) for run in rows[case.name]["elastic"])
-        found.append(Aim.of(f"{case.name}: failed requests", failed, 0, "lower"))
-        if "vllm" not in rows[case.name]:
-            continue
-        where = f"{case.name}, elastic / vLLM:"
-        throughput = ratio(rows, case.name, "output_tokens_per_s")
-        found += [
-            Aim.of(f"{where} mean TTFT", ratio(rows, case.name, "ttft_ms_mean"), case.max_ttft, "lower"),
-            Aim.of(f"{where} p99 ITL", ratio(rows, case.name, "itl_ms_p99"), 0.5, "lower"),
-            Aim.of(f"{where} output tokens/s", throughput, 1.0, "higher"),
-        ]
+        for name in (each for each in ELASTIC if each in rows[case.name]):
+            failed = sum(sum(run["errors"].values()) for run in rows[case.name][name])
+            found.append(Aim.of(f"{case.name}, {name}: failed requests", failed, 0, "lower"))
+            if "vllm" not in rows[case.name]:
+                continue
+            where = f"{case.name}, {name} / vLLM:"
+            throughput = ratio(rows, case.name, name, "output_tokens_per_s")
+            found += [
+                Aim.of(f"{where} mean TTFT", ratio(rows, case.name, name, "ttft_ms_mean"), case.max_ttft, "lower"),
+                Aim.of(f"{where} p99 ITL", ratio(rows, case.name, name, "itl_ms_p99"), 0.5, "lower"),
+                Aim.of(f"{where} output tokens/s", throughput, 1.0, "higher"),
+            ]
     return found
 
 
