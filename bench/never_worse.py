@@ -1,5 +1,4 @@
-"""One or two elastic workers, one prefill and one decode worker, and one vLLM on the same cores, in turns, with the same
-requests.
+"""Elastic workers, one prefill and one decode worker, and one vLLM on the same cores, with the same requests.
 
     python -m bench.never_worse --models FOLDER [--vllm VENV] [--rounds 3] [--quick] [--json FILE]
     python -m bench.never_worse --models FOLDER --cases 256/64@2,chat --servers elastic-1,vllm
