@@ -16,6 +16,8 @@ _REMEMBERED = 0.998
 """Weight that earlier decode steps keep at each new one (half-life 346 steps)."""
 _MIN_SPREAD = 0.05
 """Relative spread of batch sizes below which the slope of the step time is not measured anew."""
+_PROMPTS_SHARE = 0.5
+"""Without an SLO, prompts get at least this share of a step's time, however many sequences run."""
 _MIN_PROMPT_SHARE = 0.25
 """Share of a mixed step's time that its prompt tokens took at least."""
 
@@ -60,8 +62,12 @@ class StepTimes:
 
     @property
     def itl_slo_s(self) -> float:
-        """Limit on a step with prompt tokens beside running sequences; 0 while nothing is measured."""
+        """Limit on a step with prompt tokens beside few running sequences; 0 while nothing is measured."""
         return self._slo_s or DEFAULT_SLOWDOWN * self.decode_s(1)
+
+    def _limit_s(self, num_sequences: int) -> float:
+        """Returns the limit on a step with prompt tokens beside so many sequences."""
+        return self._slo_s or max(self.itl_slo_s, self.decode_s(num_sequences) / (1 - _PROMPTS_SHARE))
 
     @property
     def prompt_tokens_per_s(self) -> float:
@@ -72,5 +78,5 @@ class StepTimes:
         """Returns how many prompt tokens may share a step with so many running sequences."""
         if not num_sequences or not self.itl_slo_s or not self.prompt_tokens_per_s:
             return max_tokens
-        tokens = int((self.itl_slo_s - self.decode_s(num_sequences)) * self.prompt_tokens_per_s)
+        tokens = int((self._limit_s(num_sequences) - self.decode_s(num_sequences)) * self.prompt_tokens_per_s)
         return min(max_tokens, max(tokens, _MIN_CHUNK_TOKENS))
