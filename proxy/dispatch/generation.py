@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass, replace
 
 from tandem.protocol.messages.generation import FinishReason, SampledToken
+from tandem.protocol.messages.media import MediaKind
 from tandem.proxy.admission.admission import Admission, Ticket
 from tandem.proxy.admission.answer_budget import AnswerBudget, HeldAnswer
 from tandem.proxy.admission.api_key import ApiKey
@@ -62,7 +63,8 @@ class Generation:
     """Generates the sequences of one request.
 
     `record` counts the tokens: those of the prompts from the first delta on, the others of the deltas so far. `held` is
-    the memory of the answer, which its maker releases. `turn` is awaited after each slice of the answer.
+    the memory of the answer, which its maker releases. `turn` is awaited after each slice of the answer. `prompt_sizes`
+    (tokens of each prompt) and `media_tokens` (placeholder tokens by kind) are known from the first delta on.
     """
 
     def __init__(
@@ -89,6 +91,8 @@ class Generation:
         self.created = int(time.time())
         self._services = services
         self._client = client
+        self.prompt_sizes: list[int] = []
+        self.media_tokens: dict[MediaKind, int] = {}
         self._shown_prompts: set[int] = set()  # numbers of the prompts that a delta had
         self._api_key = api_key
 
@@ -173,7 +177,11 @@ class Generation:
         request.check_vocabulary(self._services.worker_table.limits())
         assert isinstance(request.prompt, RenderedPrompts)
         prompts = request.prompt.prompts
-        self.record.num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
+        self.prompt_sizes = [prompt.num_tokens for prompt in prompts]
+        self.record.num_prompt_tokens = sum(self.prompt_sizes)
+        for item in (item for prompt in prompts for item in prompt.media):
+            num_tokens = sum(length for _, length in item.spans)
+            self.media_tokens[item.kind] = self.media_tokens.get(item.kind, 0) + num_tokens
         return [
             replace(
                 prompt,
@@ -205,6 +213,7 @@ class Generation:
                 Detokenizer(services.text.tokenizer, prompt.token_ids, request.skip_special_tokens),
                 StopStrings(request.stop, request.include_stop_str_in_output),
                 timer,
+                request.named_stop_token_ids(services.text.eos_token_ids),
             )
 
     def _slices(self, delta: TokenDelta) -> Iterator[tuple[list[SampledToken], FinishReason | None]]:
@@ -223,9 +232,10 @@ class Generation:
     ) -> PromptTokens | None:
         """Returns what the answer shows of the sequence's prompt, or None if it shows nothing or has it already."""
         request, number = self.request, text.index // self.request.n
-        if not (request.echo or request.num_prompt_logprobs is not None) or number in self._shown_prompts:
+        shows_prompt = request.echo or request.return_token_ids or request.num_prompt_logprobs is not None
+        if not shows_prompt or number in self._shown_prompts:
             return None
         self._shown_prompts.add(number)
-        token_ids = sequence.prompt.token_ids
-        echo = await self._services.readers.text_of(token_ids) if request.echo else ""
-        return PromptTokens(token_ids, echo, delta.prompt_logprobs or [])
+        prompt = sequence.prompt
+        echo = await self._services.readers.text_of(prompt.token_ids, prompt.is_text) if request.echo else ""
+        return PromptTokens(prompt.token_ids, echo, delta.prompt_logprobs or [])

@@ -32,10 +32,11 @@ _PROBE_TEXT = "tandem"
 class ModelText:
     """tokenizer: never changed after loading (no truncation, no padding), so threads may share it.
 
-    eos_token_ids: tokens that end a sequence unless the request ignores them.
+    eos_token_ids: tokens that end a sequence unless the request ignores them. generation_config: see
+    `SamplingDefaults.read`; it does not change eos_token_ids.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, generation_config: str = "auto") -> None:
         """Raises ConfigError if there is no such model or its tokeniser cannot be read."""
         folder = self.folder = find_model(model)
         try:
@@ -47,7 +48,7 @@ class ModelText:
         self.tokenizer: Tokenizer = self._backend.backend_tokenizer
         self._needs_parts: bool | None = None  # found out with the first chat
         self.eos_token_ids = _eos_token_ids(folder, self._backend.eos_token_id)
-        self.sampling_defaults = SamplingDefaults.read(folder)
+        self.sampling_defaults = SamplingDefaults.read(folder, generation_config)
         if not self.eos_token_ids:
             log.warning("model %s has no end-of-sequence token: sequences end only at max_tokens", model)
 
