@@ -35,7 +35,11 @@ def invalid_field(message: str, body: bytes) -> InvalidRequest:
         message = f"{message} ({_BOUNDS[bound[1]]})"
     if not field:
         return InvalidRequest(f"{message}.")
-    return InvalidRequest(f"{field} is {shown_value(_value_at(field, msgspec.json.decode(body)))}: {message}.", field)
+    try:
+        value = shown_value(_value_at(field, msgspec.json.decode(body)))
+    except msgspec.DecodeError as error:  # the body is malformed behind the wrong field
+        return InvalidRequest(f"The body is not valid JSON: {error}.")
+    return InvalidRequest(f"{field} is {value}: {message}.", field)
 
 
 def shown_value(value: Any) -> str:

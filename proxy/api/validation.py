@@ -251,6 +251,8 @@ class BodyDecoder:
     ) -> GenerationRequest:
         _refuse_unsupported_fields(request)
         self._check_logprobs(request)
+        if request.use_beam_search:
+            _check_beam_search(request, is_prompt_only=max_tokens == 0)
         request = self._sampling_defaults.fill(request)
         if isinstance(request, ChatFields):
             default_max_tokens = self._sampling_defaults.max_new_tokens
@@ -273,8 +275,8 @@ class BodyDecoder:
                 "stream_options requires stream; set stream to true or leave it out.", "stream_options"
             )
         output = plan_output(request, self._tool_format)
-        if request.use_beam_search:
-            _check_beam_search(request, output.param, is_prompt_only)
+        if request.use_beam_search and output.param is not None:
+            raise InvalidRequest(f"{output.param} is not supported with use_beam_search; leave one out.", output.param)
         if isinstance(prompt, ChatPrompt):
             prompt = msgspec.structs.replace(prompt, tools=output.tools)
         sampling = _sampling_params(request, output.grammar)
@@ -361,7 +363,7 @@ def _num_logprobs(request: GenerationFields) -> int | None:
 def _num_reported(request: GenerationFields) -> int | None:
     """Returns how many top tokens the workers report."""
     named = request.logprob_token_ids
-    return 1 + len(named) if named else _num_logprobs(request)
+    return 1 + len(set(named)) if named else _num_logprobs(request)
 
 
 def _num_prompt_logprobs(request: GenerationFields) -> int | None:
@@ -379,14 +381,12 @@ def _check_token_ids(logit_bias: dict[str, float]) -> None:
         )
 
 
-def _check_beam_search(request: GenerationFields, constraint: str | None, is_prompt_only: bool) -> None:
+def _check_beam_search(request: GenerationFields, is_prompt_only: bool) -> None:
     for field, neutral in _NOT_WITH_BEAMS.items():
         if (value := getattr(request, field, None)) not in (None, neutral, [], {}):
             raise InvalidRequest(
                 f"{field} is {shown_value(value)}, which is not supported with use_beam_search; leave one out.", field
             )
-    if constraint is not None:
-        raise InvalidRequest(f"{constraint} is not supported with use_beam_search; leave one out.", constraint)
     if (
         isinstance(request, CompletionRequest)
         and request.echo

@@ -52,6 +52,21 @@ class ModelText:
         if not self.eos_token_ids:
             log.warning("model %s has no end-of-sequence token: sequences end only at max_tokens", model)
 
+    def tokenizer_info(self) -> dict[str, Any]:
+        """Returns tokenizer_config.json with the chat template and the text of special tokens. Raises ConfigError."""
+        try:
+            info = msgspec.json.decode((self.folder / "tokenizer_config.json").read_bytes(), type=dict[str, Any])
+        except FileNotFoundError:
+            info = {}
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"cannot read {self.folder / 'tokenizer_config.json'}: {error}") from error
+        for name, value in info.items():
+            if name.endswith("_token") and isinstance(value, dict):
+                info[name] = value.get("content")
+        info.setdefault("tokenizer_class", type(self._backend).__name__)
+        info["chat_template"] = self._backend.chat_template
+        return info
+
     def render_chat(self, prompt: ChatPrompt) -> str:
         """Renders the chat in transformers' jinja sandbox. Raises InvalidRequest."""
         if prompt.template is None and not self._backend.chat_template:
