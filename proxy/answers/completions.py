@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from msgspec import UNSET
+from msgspec.structs import replace
 
 from tandem.protocol.messages.generation import SampledToken
 from tandem.proxy.admission.answer_budget import HeldAnswer
@@ -83,7 +84,10 @@ class CompletionAnswers(Answers):
     def _body(self, choices: list[_Choice], holes: Holes, is_whole: bool) -> list[Part]:
         usage = self._usage() if is_whole else self._chunk_usage(choices[0].index)
         shown = [self._choice(choice, holes, is_whole) for choice in choices]
-        return holes.fill(CompletionResponse(self._id, self._generation.created, self._model, shown, usage))
+        answer = CompletionResponse(self._id, self._generation.created, self._model, shown, usage)
+        if is_whole:
+            answer = replace(answer, service_tier=None, system_fingerprint=None)
+        return holes.fill(answer)
 
     def _choice(self, choice: _Choice, holes: Holes, is_whole: bool) -> CompletionChoice:
         texts: list[JsonText] = [*(part.text for part in choice.echoed), choice.text]

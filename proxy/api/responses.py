@@ -24,13 +24,13 @@ class CompletionTokensDetails(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
-    """The details are null in the chunks of a stream before the last."""
+    """The chunks of a stream before the last have no details."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | None = None
-    completion_tokens_details: CompletionTokensDetails | None = None
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
@@ -90,15 +90,16 @@ class CompletionChoice(msgspec.Struct, frozen=True):
 
 
 class CompletionResponse(msgspec.Struct, frozen=True):
-    """usage: unset in streams without stream_options.include_usage."""
+    """usage: unset in streams without stream_options.include_usage. service_tier, system_fingerprint: unset in streams;
+    OpenAI's clients read them."""
 
     id: str
     created: int
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
-    service_tier: None = None
-    system_fingerprint: None = None
+    service_tier: UnsetType | None = UNSET
+    system_fingerprint: UnsetType | None = UNSET
     object: Literal["text_completion"] = "text_completion"
 
 

@@ -105,7 +105,7 @@ class BodyDecoder:
                 "best_of",
             )
         if request.max_tokens == 0 and not request.echo:
-            raise InvalidRequest("max_tokens must be at least 1, or 0 together with echo.", "max_tokens")
+            raise InvalidRequest("max_tokens is 0, but must be at least 1, or 0 together with echo.", "max_tokens")
         checked = self._check(request, prompt, request.max_tokens, "max_tokens", COMPLETION_DEFAULT_MAX_TOKENS)
         return msgspec.structs.replace(checked, echo=bool(request.echo))
 

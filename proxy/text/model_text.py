@@ -53,7 +53,7 @@ class ModelText:
             log.warning("model %s has no end-of-sequence token: sequences end only at max_tokens", model)
 
     def tokenizer_info(self) -> dict[str, Any]:
-        """Returns tokenizer_config.json with the chat template and the text of special tokens. Raises ConfigError."""
+        """Returns tokenizer_config.json with the chat template and the texts of special tokens. Raises ConfigError."""
         try:
             info = msgspec.json.decode((self.folder / "tokenizer_config.json").read_bytes(), type=dict[str, Any])
         except FileNotFoundError:
@@ -64,6 +64,8 @@ class ModelText:
             if name.endswith("_token") and isinstance(value, dict):
                 info[name] = value.get("content")
         info.setdefault("tokenizer_class", type(self._backend).__name__)
+        added = self.tokenizer.get_added_tokens_decoder()
+        info["added_tokens_decoder"] = {str(token_id): token.content for token_id, token in added.items()}
         info["chat_template"] = self._backend.chat_template
         return info
 
