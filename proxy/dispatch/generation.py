@@ -289,8 +289,7 @@ class Generation:
         self.prompt_sizes = [prompt.num_tokens for prompt in prompts]
         self.record.num_prompt_tokens = sum(self.prompt_sizes)
         for item in (item for prompt in prompts for item in prompt.media):
-            num_tokens = sum(length for _, length in item.spans)
-            self.media_tokens[item.kind] = self.media_tokens.get(item.kind, 0) + num_tokens
+            self.media_tokens[item.kind] = self.media_tokens.get(item.kind, 0) + item.num_tokens
         return [
             replace(
                 prompt,

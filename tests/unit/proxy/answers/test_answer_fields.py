@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.protocol.messages.generation import FinishReason
+from tandem.protocol.messages.media import MediaItem
 from tandem.proxy.answers.answers import DONE, Answers
 from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.reading.body_reader import BodyKind
+from tandem.proxy.text.prompt import RenderedPrompts
 from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import EOS, Cluster, play, whole
 
@@ -202,5 +207,24 @@ def test_a_batch_has_a_choice_for_each_chat() -> None:
 def test_invocations_are_answered_by_what_they_are() -> None:
     async def test(cluster: Cluster) -> None:
         assert (await answer(cluster, "invocation", ["x"]))["object"] == "chat.completion"
+
+    play(test)
+
+
+def test_usage_counts_the_tokens_of_media() -> None:
+    async def test(cluster: Cluster) -> None:
+        body = json.dumps({"prompt": "abcdef", "max_tokens": 1}).encode()
+        request = cluster.reader.read(body, "completion", cluster.worker_table.limits())
+        assert isinstance(request.prompt, RenderedPrompts)
+        media = (
+            MediaItem(b"1", "image", ((0, 2), (3, 1)), "", ()),
+            MediaItem(b"2", "image", ((4, 1),), "", ()),
+            MediaItem(b"3", "video", ((5, 1),), "", ()),
+        )
+        prompt = RenderedPrompts([replace(request.prompt.prompts[0], media=media)])
+        request = msgspec.structs.replace(request, prompt=prompt)
+        made = Generation(cluster.services, request, RequestRecord("r", "completion"))
+        answered = json.loads(await fed(cluster, whole(CompletionAnswers(made, "m")), ["x"], "length"))
+        assert answered["usage"]["prompt_tokens_details"]["multimodal_tokens"] == {"image": 4, "video": 1}
 
     play(test)
