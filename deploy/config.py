@@ -49,6 +49,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "auto loads the checkpoint; dummy fills the weights with random values.")] = "auto"
     tool_call_parser: Annotated[ToolFormatName, _in("model", description=
         "Format in which the model writes tool calls: hermes (also Qwen) or llama3_json.")] = "hermes"
+    generation_config: Annotated[str, _in("model", description=
+        "Where defaults of sampling come from: auto reads the model's generation_config.json, vllm uses none, and a "
+        "folder or file is read in place of the model's.")] = "auto"
+    max_logprobs: Annotated[int, _in("model", ge=-1, description=
+        "Most likely tokens that a request may ask for per token; -1 for all, which makes answers very large.")] = 20
     trust_remote_code: Annotated[bool, _in("model", "Run Python code that comes with the checkpoint.")] = False
 
     workers: Annotated[int, _in("workers", ge=0, le=256, description=

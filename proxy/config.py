@@ -31,6 +31,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       model: folder or hub id; only its tokeniser and configuration are read.
       tokenizer_threads: tokeniser processes. trust_request_chat_template: requests may bring a chat template.
       tool_call_parser: how the model writes tool calls, see `proxy.api.tool_formats`.
+      generation_config: where sampling defaults come from, see `proxy.text.sampling_defaults`.
+      max_logprobs: top tokens per token that a request may ask for; -1 for all.
     HTTP:
       listen_fd, admin_listen_fd: inherited sockets, bound to the address; None binds host and port.
       admin_host, admin_port: address of the admin routes, which need no key there; port 0 serves them on `port`.
@@ -88,6 +90,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep_alive_s: Annotated[float, Meta(gt=0)] = 75.0
     trust_request_chat_template: bool = False
     tool_call_parser: ToolFormatName = "hermes"
+    generation_config: str = "auto"
+    max_logprobs: Annotated[int, Meta(ge=-1)] = 20
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
     media_cache_endpoint: str = ""

@@ -16,7 +16,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repetition_penalty: over prompt and output, 1 is none (CTRL, 2019). presence_penalty, frequency_penalty: over the
     output, 0 is none. logit_bias: (token id, value added to its logit). allowed_token_ids: if not empty, only these are
     sampled. bad_words: token sequences that are not generated. logprobs: None, or how many top tokens to report.
-    grammar: see `protocol.messages.grammar`.
+    logprob_token_ids: if not empty, the reported top tokens are the sampled one, then these, in place of the most
+    likely. grammar: see `protocol.messages.grammar`.
     """
 
     temperature: float = 1.0
@@ -31,6 +32,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     grammar: str | None = None
 
     @property
@@ -46,7 +48,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Natural logarithms of the model's probabilities, before temperature, penalties, bias and filters.
 
-    logprob, rank: of the token itself; rank 1 is the most likely. top: (token id, logprob), the most likely first.
+    logprob, rank: of the token itself; rank 1 is the most likely. top: (token id, logprob), the most likely first
+    unless `SamplingParams.logprob_token_ids` names them.
     """
 
     logprob: float

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0
@@ -262,7 +262,8 @@ class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to `tandem status`."""
+    """Proxy to `tandem status`. generation_config, sampling_defaults: where the defaults of sampling come from, and
+    those that are set."""
 
     proxy_id: str
     model: str
@@ -270,6 +271,8 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     num_requests: int
     workers: list[WorkerReport]
     figures: ServingFigures | None = None
+    generation_config: str = ""
+    sampling_defaults: dict[str, float] = {}
 
     @property
     def num_ready_pairs(self) -> int:

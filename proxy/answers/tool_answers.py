@@ -37,10 +37,12 @@ class ToolAnswers(ChatAnswers):
     def _message(self, choice: Choice, holes: Holes) -> tuple[AssistantMessage, ChatFinishReason | None]:
         parser = self._format.parser()
         parsed = parser.push(str(choice.text), is_end=True)
+        prefix, role = self._prefix(choice.index), self._role(choice.index)
         if not parsed.names:
-            return AssistantMessage(parsed.content), choice.finish_reason
+            return AssistantMessage(prefix + parsed.content, role), choice.finish_reason
         calls = [replace(call, index=UNSET) for call in _calls(parsed)]
-        return AssistantMessage(parsed.content or None, tool_calls=calls), _reason(choice.finish_reason, parser)
+        message = AssistantMessage(prefix + parsed.content or None, role, tool_calls=calls)
+        return message, _reason(choice.finish_reason, parser)
 
 
 def _reason(finish_reason: FinishReason | None, parser: ToolParser) -> ChatFinishReason | None:

@@ -59,14 +59,13 @@ class ChatMessage(msgspec.Struct):
     reasoning_content: Annotated[str | None, Meta(description="for templates that render earlier reasoning")] = None
 
 
-def template_message(index: int, message: ChatMessage, media: list[MediaSource] | None = None) -> JsonObject:
+def template_message(param: str, message: ChatMessage, media: list[MediaSource] | None = None) -> JsonObject:
     """Converts one message to the form that Hugging Face chat templates take.
 
     Content becomes one string, or a list of parts if it includes images or video. Arguments of tool calls become
-    objects. index: of the message, for errors. media: receives the images and videos; None refuses them.
+    objects. param: of the message, for errors. media: receives the images and videos; None refuses them.
     Raises InvalidRequest.
     """
-    param = f"messages[{index}]"
     content: Any = message.content
     if isinstance(content, list):
         parts = [_template_part(f"{param}.content[{i}]", part, media) for i, part in enumerate(content)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
@@ -16,6 +17,9 @@ from tandem.proxy.media.media_lease import MediaLease
 from tandem.proxy.text.prompt import AnyPrompt, CompletionPrompt, ContextLengthExceeded
 from tandem.runtime.errors import InvalidRequest
 
+ALL_LOGPROBS = 2**31 - 1
+"""Number of top tokens that stands for all tokens of the vocabulary until `with_vocabulary` has replaced it."""
+_TOKEN_ID_BYTES = 6
 _ECHO_BYTES, _LOGPROBS_BYTES, _TOP_LOGPROB_BYTES, _PROMPT_LOGPROB_BYTES = 5, 80, 28, 80
 """Usual sizes, in JSON, of an echoed token, of its logprobs, of each top token in them, and of each token in
 prompt_logprobs."""
@@ -36,6 +40,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     grammar_param: the field that base_sampling.grammar comes from, for errors.
     tool_format: how the answer writes tool calls; None if it may contain none.
     media_lease: keeps the prompt's media in the cache. The owner of the request calls `release_media`.
+    is_chat: the answer has messages. roles, prefixes: of each chat: the role of its answer, and the text of its last
+    message if the answer begins with that.
     """
 
     prompt: AnyPrompt
@@ -53,6 +59,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     include_usage: bool
     continuous_usage: bool
     media_lease: MediaLease | None = None
+    is_chat: bool = False
+    roles: list[str] = []
+    prefixes: list[str] = []
 
     # As in the body of the request, where null means these defaults:
     n: int = 1
@@ -68,6 +77,9 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool = False
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
     cache_salt: str = ""
     stream: bool = False
     return_token_ids: bool = False
@@ -77,17 +89,44 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
         if self.media_lease is not None:
             self.media_lease.release()
 
+    def with_vocabulary(self, vocab_size: int, max_logprobs: int) -> GenerationRequest:
+        """Returns the request with the vocabulary's size for ALL_LOGPROBS. Raises InvalidRequest.
+
+        max_logprobs: the server's limit; -1 for none.
+        """
+        numbers = (self.base_sampling.logprobs, self.prompt_logprobs, self.num_prompt_logprobs)
+        if ALL_LOGPROBS not in numbers:
+            return self
+        if vocab_size > max_logprobs != -1:
+            raise InvalidRequest(
+                f"-1 asks for the log-probabilities of all {vocab_size} tokens, but this server's limit is "
+                f"{max_logprobs} (--max-logprobs).",
+                "prompt_logprobs" if self.prompt_logprobs == ALL_LOGPROBS else "logprobs",
+            )
+        logprobs, prompt_logprobs, num_prompt_logprobs = (n if n is None else min(n, vocab_size) for n in numbers)
+        return msgspec.structs.replace(
+            self,
+            base_sampling=msgspec.structs.replace(self.base_sampling, logprobs=logprobs),
+            prompt_logprobs=prompt_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
+        )
+
     def samplings(self) -> list[SamplingParams]:
         """Returns the sampling parameters of the n sequences of one prompt, with seeds in [0, 2**63)."""
         first = secrets.randbits(63) if self.seed is None else self.seed
         return [msgspec.structs.replace(self.base_sampling, seed=(first + i) % 2**63) for i in range(self.n)]
 
+    def named_stop_token_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """Returns the client's stop tokens without those that end sequences anyway."""
+        return frozenset(self.stop_token_ids) - (frozenset() if self.ignore_eos else eos_token_ids)
+
     def check_vocabulary(self, limits: ModelLimits) -> None:
-        """Raises InvalidRequest if logit_bias or allowed_token_ids name a token that the model does not have."""
+        """Raises InvalidRequest if a field names a token that the model does not have."""
         sampling = self.base_sampling
         for param, token_ids in (
             ("logit_bias", [token_id for token_id, _ in sampling.logit_bias]),
             ("allowed_token_ids", sampling.allowed_token_ids),
+            ("logprob_token_ids", sampling.logprob_token_ids),
         ):
             largest = max(token_ids, default=0)
             if largest >= limits.vocab_size:
@@ -117,7 +156,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def _num_repeated_bytes(self) -> int:
         """Estimates the size of what one choice repeats of each prompt token."""
-        num_bytes = 0
+        num_bytes = _TOKEN_ID_BYTES if self.return_token_ids else 0
         if self.echo:
             num_bytes += _ECHO_BYTES
             if self.base_sampling.logprobs is not None:

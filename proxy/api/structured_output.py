@@ -12,7 +12,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from tandem.protocol.messages.grammar import check_grammar, one_line
 from tandem.proxy.api.schema import (
-    ChatCompletionRequest,
+    ChatFields,
     FunctionDefinition,
     GenerationFields,
     NamedToolChoice,
@@ -49,7 +49,7 @@ def plan_output(request: GenerationFields, tool_format: ToolFormat) -> OutputPla
     """Raises InvalidRequest. The grammar itself is checked later, by `checked_grammar`."""
     constraint = _constraint(request)
     plan = OutputPlan(constraint.grammar, constraint.param) if constraint is not None else OutputPlan()
-    if isinstance(request, ChatCompletionRequest):
+    if isinstance(request, ChatFields):
         plan = _with_tools(plan, constraint, request, tool_format)
     if plan.grammar is not None:
         for field in ("allowed_token_ids", "bad_words"):
@@ -142,7 +142,7 @@ def json_schema(schema: dict[str, Any], strict: bool) -> dict[str, Any]:
 
 
 def _with_tools(
-    plan: OutputPlan, constraint: Constraint | None, request: ChatCompletionRequest, tool_format: ToolFormat
+    plan: OutputPlan, constraint: Constraint | None, request: ChatFields, tool_format: ToolFormat
 ) -> OutputPlan:
     choice = request.tool_choice
     tools = request.tools or []

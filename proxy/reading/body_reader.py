@@ -17,7 +17,7 @@ from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import RenderedPrompts, has_media
-from tandem.proxy.text.rendering import Renderer
+from tandem.proxy.text.rendering import Renderer, Room
 from tandem.runtime.errors import InvalidRequest, TandemError
 
 MAX_TOKENIZED_BYTES = 4 << 20
@@ -25,7 +25,8 @@ MAX_TOKENIZED_BYTES = 4 << 20
 MAX_DETOKENIZED_CHARACTERS = 16 << 20
 """Text that `/detokenize` returns."""
 
-BodyKind = Literal["completion", "chat"]
+BodyKind = Literal["completion", "chat", "chat_batch", "invocation"]
+"""invocation: a completion or a chat."""
 
 
 class HasMedia(TandemError):
@@ -41,21 +42,30 @@ class BodyReader:
             config.media.max_items if config.media_cache_endpoint else 0,
             text.sampling_defaults,
             min(config.max_waiting_requests, config.max_requests_per_client or config.max_waiting_requests),
+            config.max_logprobs,
         )
+        self._max_logprobs = config.max_logprobs
         self._tokenizer = text.tokenizer
         self.renderer = Renderer(text)
 
     @classmethod
     def load(cls, config: ProxyConfig) -> BodyReader:
         """Loads the model's text files. Raises ConfigError."""
-        return cls(ModelText(config.model), config)
+        return cls(ModelText(config.model, config.generation_config), config)
 
     def decode(self, body: bytes, kind: BodyKind, cache_scope: str = "") -> GenerationRequest:
         """Validates everything except what depends on the prompt's tokens. Raises InvalidRequest.
 
         cache_scope: of the client's API key; part of the request's cache_salt.
         """
-        request = self._decoder.chat(body) if kind == "chat" else self._decoder.completion(body)
+        if kind == "invocation":
+            kind = self._decoder.invocation(body)
+        decode = {
+            "completion": self._decoder.completion,
+            "chat": self._decoder.chat,
+            "chat_batch": self._decoder.chat_batch,
+        }
+        request = decode[kind](body)
         return msgspec.structs.replace(request, cache_salt=scoped_salt(cache_scope, request.cache_salt))
 
     def read(self, body: bytes, kind: BodyKind, limits: ModelLimits, cache_scope: str = "") -> GenerationRequest:
@@ -70,7 +80,10 @@ class BodyReader:
         if request.base_sampling.grammar is not None:
             grammar = checked_grammar(request.base_sampling.grammar, request.grammar_param)
             request = _with_sampling(request, grammar=grammar)
-        prompts = self.renderer.render(request.prompt, limits, request.max_prompt_tokens(limits), request.cache_salt)
+        request = request.with_vocabulary(limits.vocab_size, self._max_logprobs)
+        max_tokens = request.max_prompt_tokens(limits)
+        room = None if max_tokens is None else Room(max_tokens, request.truncation_side == "left")
+        prompts = self.renderer.render(request.prompt, limits, room, request.cache_salt)
         request.check_answer_size([prompt.num_tokens for prompt in prompts])
         request = msgspec.structs.replace(request, prompt=RenderedPrompts(prompts))
         if request.bad_words:
@@ -107,9 +120,9 @@ class BodyReader:
             )
         return msgspec.json.encode(DetokenizeResponse(text))
 
-    def text_of(self, token_ids: bytes) -> str:
-        """Returns the text of a prompt without special tokens. token_ids: packed."""
-        return self._tokenizer.decode(unpack_token_ids(token_ids))
+    def text_of(self, token_ids: bytes, skip_special_tokens: bool = True) -> str:
+        """Returns the text of a prompt. token_ids: packed."""
+        return self._tokenizer.decode(unpack_token_ids(token_ids), skip_special_tokens=skip_special_tokens)
 
 
 def _with_sampling(request: GenerationRequest, **changes: Any) -> GenerationRequest:

@@ -41,6 +41,27 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag=True):
     tools: list[dict[str, Any]] | None = None
     media: list[MediaSource] = []
 
+    @property
+    def answer_role(self) -> str:
+        """The role of the answer's message: the last message's if the answer continues it, else the assistant's."""
+        role: str = "assistant" if self.add_generation_prompt else self.messages[-1]["role"]
+        return role
+
+    @property
+    def last_text(self) -> str:
+        """The text of the last message if that has the answer's role, else ""."""
+        last = self.messages[-1]
+        if last["role"] != self.answer_role:
+            return ""
+        content = last["content"]
+        return content if isinstance(content, str) else "\n".join(p["text"] for p in content if p["type"] == "text")
+
+
+class ChatBatch(msgspec.Struct, frozen=True, tag=True):
+    """Several chats of one request. They take text only and have the same template."""
+
+    chats: list[ChatPrompt]
+
 
 class CompletionPrompt(msgspec.Struct, frozen=True, tag=True):
     """json: the request's `prompt`, not decoded yet because it may contain a million token ids."""
@@ -81,7 +102,7 @@ class Prompt:
 
     token_ids: packed, see `tandem.protocol.messages.token_ids`. num_prompt_logprobs, cache_salt, priority: see
     StartPrefill. prefix_hashes: hashes of the full blocks, packed; the router finds cached prefixes by them.
-    media: readable until the sequence is dropped.
+    media: readable until the sequence is dropped. is_text: the client sent text, so an echo has no special tokens.
     """
 
     token_ids: bytes
@@ -91,6 +112,7 @@ class Prompt:
     priority: int = 0
     prefix_hashes: bytes = b""
     media: tuple[MediaItem, ...] = ()
+    is_text: bool = True
 
 
 class RenderedPrompts(msgspec.Struct, frozen=True, tag=True):
@@ -99,7 +121,7 @@ class RenderedPrompts(msgspec.Struct, frozen=True, tag=True):
     prompts: list[Prompt]
 
 
-AnyPrompt = ChatPrompt | MediaPrompt | CompletionPrompt | RenderedPrompts
+AnyPrompt = ChatPrompt | ChatBatch | MediaPrompt | CompletionPrompt | RenderedPrompts
 
 
 def has_token_ids(prompt: AnyPrompt) -> bool:
@@ -113,4 +135,5 @@ def has_media(prompt: AnyPrompt) -> bool:
 
 def has_own_template(prompt: AnyPrompt) -> bool:
     """Returns whether the client brings its own template, which may take long to render."""
-    return isinstance(prompt, ChatPrompt) and prompt.template is not None
+    chats = prompt.chats if isinstance(prompt, ChatBatch) else [prompt]
+    return any(isinstance(chat, ChatPrompt) and chat.template is not None for chat in chats)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 class StopStrings:
     """Stop strings of one sequence. The match that ends first wins, however the text is split into pieces.
 
-    is_shown: the text includes the stop string.
+    is_shown: the text includes the stop string. matched: the stop string that has ended the text.
     """
 
     def __init__(self, stops: Sequence[str], is_shown: bool = False) -> None:
@@ -16,6 +16,7 @@ class StopStrings:
         self._stops = tuple(stops)
         self._is_shown = is_shown
         self._held = ""
+        self.matched: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
         """Returns (text that can be shown, whether a stop string has ended it)."""
@@ -26,6 +27,7 @@ class StopStrings:
         if matches:
             self._held = ""
             end, start = min(matches)
+            self.matched = text[start:end]
             return text[: end if self._is_shown else start], True
         num_held = num_held_back(text, self._stops)
         self._held = text[len(text) - num_held :]

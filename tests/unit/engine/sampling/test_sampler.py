@@ -259,6 +259,22 @@ def test_logprobs_are_those_of_the_unmodified_logits(noise: int, num_top: list[i
         assert len({i for i, _ in token.logprobs.top}) == n
 
 
+def test_named_logprobs_are_those_of_the_sampled_token_and_the_named_ones() -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+    expected = logits.log_softmax(-1)
+    params = [
+        SamplingParams(temperature=0, logprobs=3, logprob_token_ids=(7, 39, 40)),
+        SamplingParams(temperature=0, logprobs=2),
+        SamplingParams(temperature=0, logprobs=2, logprob_token_ids=(int(logits[2].argmax()),)),
+    ]
+    named, likeliest, own = sample(logits, [Sample(p) for p in params], [0, 0, 0])
+    assert named.logprobs is not None and likeliest.logprobs is not None and own.logprobs is not None
+    assert [i for i, _ in named.logprobs.top] == [named.token_id, 7, 39], "40 is beyond the vocabulary"
+    assert [p for _, p in named.logprobs.top] == pytest.approx([float(expected[0, i]) for i, _ in named.logprobs.top])
+    assert [i for i, _ in likeliest.logprobs.top] == logits[1].topk(2).indices.tolist()
+    assert [i for i, _ in own.logprobs.top] == [own.token_id]
+
+
 def test_equal_logits_choose_the_first_when_greedy() -> None:
     greedy = Sample(SamplingParams(temperature=0.0))
     assert sample(torch.zeros(2, 5), [greedy] * 2, [3, 4]) == [SampledToken(0)] * 2
