@@ -23,7 +23,7 @@ from tandem.runtime.errors import InvalidRequest
 from tandem.telemetry.proxy_metrics import CONTENT_TYPE
 from tandem.telemetry.request_log import NUM_KEPT
 
-_PAGE_HEADERS = {
+PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; frame-ancestors 'none'",
     "cache-control": "no-cache",
@@ -101,6 +101,6 @@ def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> lis
         ApiRoute("GET", "/metrics", metrics),
         ApiRoute("GET", "/sd", service_discovery),
         ApiRoute("GET", "/debug/requests/{request_id}", timeline),
-        ApiRoute("GET", "/dashboard", fixed_answer(page, "text/html", _PAGE_HEADERS), is_open=True),
+        ApiRoute("GET", "/dashboard", fixed_answer(page, "text/html", PAGE_HEADERS), is_open=True),
         ApiRoute("GET", "/dashboard/cluster", cluster),
     ]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Coroutine
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,6 +24,8 @@ from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.request_id import HEADER, check_request_id, id_header, request_id_of
 from tandem.proxy.answers.streaming_response import EventStream, unless_disconnected
+from tandem.proxy.answers.timeline_comments import HEADER as TIMELINE_HEADER
+from tandem.proxy.answers.timeline_comments import wants_timeline, with_timeline
 from tandem.proxy.answers.tool_answers import ToolAnswers
 from tandem.proxy.answers.whole_answer import WholeAnswer
 from tandem.proxy.api.generation_request import GenerationRequest
@@ -32,7 +35,7 @@ from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.generation import Generation
-from tandem.proxy.http.admin_routes import SetRole, admin_routes
+from tandem.proxy.http.admin_routes import PAGE_HEADERS, SetRole, admin_routes
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.openapi import docs_page, openapi_document
 from tandem.proxy.http.starlette_app import (
@@ -90,7 +93,11 @@ def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp
             return json_answer(request, HealthResponse("ok"))
         return json_answer(request, HealthResponse("unavailable", reason), status=503)
 
+    page = Path(__file__).with_name("chat.html").read_text()
+    page = page.replace("TAKES_IMAGES", "yes" if state.media is not None else "no")
+
     routes = [
+        ApiRoute("GET", "/", fixed_answer(page, "text/html", PAGE_HEADERS), is_open=True),
         ApiRoute("POST", "/v1/completions", partial(generate, "completion")),
         ApiRoute("POST", "/v1/chat/completions", partial(generate, "chat")),
         ApiRoute("GET", "/v1/models", models),
@@ -120,6 +127,7 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
     cache_scope = api_key.cache_scope if api_key is not None else ""
     try:
         check_request_id(request)
+        has_timeline = wants_timeline(request.headers.get(TIMELINE_HEADER))
         timeout_s = _request_timeout_s(request)
         async with state.bodies.receive(request.receive, request.headers) as body:
             reading = _read(state, kind, body, client, cache_scope, min(state.request_timeout_s, timeout_s or math.inf))
@@ -144,7 +152,7 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
         if not asked.stream:
             whole = await unless_disconnected(request.receive, answers.whole())
             return WholeAnswer(whole, id_header(request), answers.release)
-        events = answers.events()
+        events = with_timeline(answers.events(), record) if has_timeline else answers.events()
         # The first event decides between an error's status and a stream, so nothing is sent before.
         first = await unless_disconnected(request.receive, anext(events))
         return EventStream(first, events, record.request_id)
