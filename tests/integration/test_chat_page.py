@@ -74,7 +74,7 @@ def test_the_page_asks_for_the_key_and_shows_a_lost_worker() -> None:
             page.wait_for_selector("#events li:nth-child(8)", timeout=30_000)
             page.wait_for_selector("#stop:disabled", timeout=30_000)
             assert page.inner_text("#chat div:nth-child(2)") == "Once upon a time."
-            assert "attempt lost" in page.inner_text("#events li.bad")
+            assert "the stream goes on with another" in page.inner_text("#events li.bad")
             assert "prefill on prefill-0, decode on decode-1" in page.inner_text("#events")
             assert page.locator("#gaps i").count() == 2
             assert bodies[-1]["temperature"] == 0.5 and bodies[-1]["max_tokens"] == 256
