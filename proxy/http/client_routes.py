@@ -50,8 +50,10 @@ from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
 from tandem.proxy.reading.spooled_body import SpooledBody, mentions_media
 from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TandemError
 from tandem.runtime.logs import serving
+from tandem.telemetry.vllm_names import load_gauges, orca_header
 
 TIMEOUT_HEADER = "x-request-timeout"
+LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -151,7 +153,7 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
         answers = _answers(kind, generation, model)
         if not asked.stream:
             whole = await unless_disconnected(request.receive, answers.whole())
-            return WholeAnswer(whole, id_header(request), answers.release)
+            return WholeAnswer(whole, {**id_header(request), **_load_header(state, request)}, answers.release)
         events = with_timeline(answers.events(), record) if has_timeline else answers.events()
         # The first event decides between an error's status and a stream, so nothing is sent before.
         first = await unless_disconnected(request.receive, anext(events))
@@ -159,6 +161,14 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
     except BaseException:
         asked.release_media()  # the client may have disconnected before the generation began
         raise
+
+
+def _load_header(state: AppState, request: Request) -> dict[str, str]:
+    """Returns the ORCA load report that the request asks for."""
+    if (wanted := request.headers.get(LOAD_FORMAT_HEADER)) is None:
+        return {}
+    workers = state.worker_table.report(asyncio.get_running_loop().time())
+    return orca_header(wanted, load_gauges(worker.load for worker in workers))
 
 
 async def _transform(

@@ -7,9 +7,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from tandem.proxy.answers.timeline_comments import PREFIX
 from tests.integration.test_observing import chromium
-from tests.support.cluster import Cluster
+from tests.support.cluster import MODEL, Cluster
 
 PAGE = Path(__file__).parents[2] / "proxy/http/chat.html"
 ADDRESS = "http://tandem.test"
@@ -85,24 +87,45 @@ def test_the_page_asks_for_the_key_and_shows_a_lost_worker() -> None:
 
 
 def test_the_page_chats_with_a_cluster_and_stops() -> None:
-    with Cluster("--api-key", KEY) as cluster, chromium() as browser:
-        page = browser.new_page()
-        asked: list[str] = []
-        page.on("request", lambda request: asked.append(request.url))
-        page.goto(f"{cluster.url}/")
-        page.wait_for_selector("#key:visible", timeout=30_000)
-        page.fill("#key", KEY)
-        page.press("#key", "Tab")
-        page.fill("[name=max_tokens]", "8")
-        page.fill("#text", "Tell a story.")
-        page.press("#text", "Enter")
-        page.wait_for_selector("#events li:has-text('ended: ')", timeout=60_000)
-        assert "queue" in page.inner_text("#events") and page.inner_text("#chat div:nth-child(2)")
-        page.fill("[name=max_tokens]", "400")
-        page.fill("#text", "Another.")
-        page.press("#text", "Enter")
-        page.wait_for_selector("#chat div:nth-child(4):not(:empty)", timeout=60_000)
-        page.press("body", "Escape")
-        page.wait_for_selector("#stop:disabled", timeout=30_000)
+    with Cluster("--api-key", KEY, "--metrics-compat", "vllm") as cluster:
+        with chromium() as browser:
+            chat_and_stop(browser, cluster)
         cluster.wait_for(cluster.all_blocks_free)
-        assert all(url.startswith((cluster.url, "data:", "blob:")) for url in asked)
+        check_load(cluster)
+
+
+def chat_and_stop(browser: Any, cluster: Cluster) -> None:
+    page = browser.new_page()
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    page.goto(f"{cluster.url}/")
+    page.wait_for_selector("#key:visible", timeout=30_000)
+    page.fill("#key", KEY)
+    page.press("#key", "Tab")
+    page.fill("[name=max_tokens]", "8")
+    page.fill("#text", "Tell a story.")
+    page.press("#text", "Enter")
+    page.wait_for_selector("#events li:has-text('ended: ')", timeout=60_000)
+    assert "queue" in page.inner_text("#events") and page.inner_text("#chat div:nth-child(2)")
+    page.fill("[name=max_tokens]", "400")
+    page.fill("#text", "Another.")
+    page.press("#text", "Enter")
+    page.wait_for_selector("#chat div:nth-child(4):not(:empty)", timeout=60_000)
+    page.press("body", "Escape")
+    page.wait_for_selector("#stop:disabled", timeout=30_000)
+    assert page.inner_text("#sum") == "stopped by you"
+    assert all(url.startswith((cluster.url, "data:", "blob:")) for url in asked)
+
+
+def check_load(cluster: Cluster) -> None:
+    """vLLM's names at /metrics and the ORCA load report of an answer, as the endpoint picker reads them."""
+    text = httpx.get(f"{cluster.admin_url}/metrics", timeout=30).text
+    assert f'vllm:num_requests_waiting{{engine="0",model_name="{MODEL}"}} 0.0' in text
+    assert "vllm:time_to_first_token_seconds_bucket" in text and "tandem_time_to_first_token_seconds_bucket" in text
+    headers = {"authorization": f"Bearer {KEY}", "endpoint-load-metrics-format": "TEXT"}
+    body = {"model": MODEL, "prompt": "Once", "max_tokens": 2}
+    answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60)
+    assert answer.headers["endpoint-load-metrics"].startswith("TEXT named_metrics.kv_cache_usage_perc=")
+    wrong = {**headers, "x-tandem-timeline": "yes"}
+    refused = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=wrong, timeout=60)
+    assert refused.status_code == 400 and "'yes'" in refused.text
