@@ -7,13 +7,11 @@ histograms have vLLM's bounds, which are a subset of Tandem's, so their counts a
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Final
+from typing import Final, Protocol
 
 from prometheus_client.exposition import generate_latest
 from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector, CollectorRegistry
-
-from tandem.protocol.messages.membership import WorkerLoad
+from prometheus_client.registry import CollectorRegistry
 
 # fmt: off
 TTFT_BOUNDS_S: Final = (
@@ -41,7 +39,20 @@ _COUNTERS: Final = {
 }
 
 
-def load_gauges(loads: Iterable[WorkerLoad]) -> dict[str, float]:
+class Load(Protocol):
+    """The counts of a worker's report that are needed here."""
+
+    @property
+    def num_running(self) -> int: ...
+    @property
+    def num_waiting(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def num_free_blocks(self) -> int: ...
+
+
+def load_gauges(loads: Iterable[Load]) -> dict[str, float]:
     """Returns sums over all workers, and the share of their KV blocks that requests use (0 to 1), by vLLM's name."""
     known = list(loads)
     num_blocks = sum(load.num_blocks for load in known)
@@ -99,7 +110,7 @@ def _renamed(families: Iterable[Metric], gauges: dict[str, float], labels: dict[
             yield histogram
 
 
-class _Made(Collector):
+class _Made:
     """A collector of metrics that exist already."""
 
     def __init__(self, families: list[Metric]) -> None:
