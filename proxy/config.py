@@ -56,6 +56,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       or waiting for it. trust_remote_code: of the processor.
     Observability:
       otlp_endpoint: URL for traces (OTLP over HTTP); empty for none.
+      metrics_compat: vllm adds vLLM's names to /metrics, see `telemetry.vllm_names`.
     """
 
     proxy_id: str
@@ -106,6 +107,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_format: LogFormat = "text"
     peer_endpoints: list[str] = []
     otlp_endpoint: str = ""
+    metrics_compat: Literal["none", "vllm"] = "none"
 
 
 def read_config(file: Path) -> ProxyConfig:

@@ -22,8 +22,9 @@ from tandem.proxy.observe.scrape_targets import scrape_targets
 from tandem.runtime.errors import InvalidRequest
 from tandem.telemetry.proxy_metrics import CONTENT_TYPE
 from tandem.telemetry.request_log import NUM_KEPT
+from tandem.telemetry.vllm_names import load_gauges, vllm_text
 
-_PAGE_HEADERS = {
+PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; frame-ancestors 'none'",
     "cache-control": "no-cache",
@@ -60,6 +61,11 @@ def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> lis
 
     async def metrics(request: Request) -> Response:
         text = await asyncio.to_thread(state.metrics.render)  # takes milliseconds
+        if config.metrics_compat == "vllm":
+            gauges = load_gauges(worker.load for worker in table.report(asyncio.get_running_loop().time()))
+            text += await asyncio.to_thread(
+                lambda: vllm_text(state.metrics.families(), gauges, config.served_model_name)
+            )
         return answer(request, text, CONTENT_TYPE)
 
     async def service_discovery(request: Request) -> Response:
@@ -101,6 +107,6 @@ def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> lis
         ApiRoute("GET", "/metrics", metrics),
         ApiRoute("GET", "/sd", service_discovery),
         ApiRoute("GET", "/debug/requests/{request_id}", timeline),
-        ApiRoute("GET", "/dashboard", fixed_answer(page, "text/html", _PAGE_HEADERS), is_open=True),
+        ApiRoute("GET", "/dashboard", fixed_answer(page, "text/html", PAGE_HEADERS), is_open=True),
         ApiRoute("GET", "/dashboard/cluster", cluster),
     ]

@@ -21,6 +21,8 @@ from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.request_id import HEADER, check_request_id, id_header, request_id_of
 from tandem.proxy.answers.streaming_response import EventStream, unless_disconnected
+from tandem.proxy.answers.timeline_comments import HEADER as TIMELINE_HEADER
+from tandem.proxy.answers.timeline_comments import wants_timeline, with_timeline
 from tandem.proxy.answers.tool_answers import ToolAnswers
 from tandem.proxy.answers.whole_answer import WholeAnswer
 from tandem.proxy.api.generation_request import GenerationRequest
@@ -36,8 +38,10 @@ from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
 from tandem.proxy.reading.spooled_body import SpooledBody, mentions_media
 from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, TandemError
 from tandem.runtime.logs import serving
+from tandem.telemetry.vllm_names import load_gauges, orca_header
 
 TIMEOUT_HEADER = "x-request-timeout"
+LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
@@ -80,6 +84,7 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
     cache_scope = api_key.cache_scope if api_key is not None else ""
     try:
         check_request_id(request)
+        has_timeline = wants_timeline(request.headers.get(TIMELINE_HEADER))
         timeout_s = _request_timeout_s(request)
         async with state.bodies.receive(request.receive, request.headers) as body:
             reading = _read(state, kind, body, client, cache_scope, min(state.request_timeout_s, timeout_s or math.inf))
@@ -103,14 +108,22 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
         answers = _answers(generation, model)
         if not asked.stream:
             whole = await unless_disconnected(request.receive, answers.whole())
-            return WholeAnswer(whole, id_header(request), answers.release)
-        events = answers.events()
+            return WholeAnswer(whole, {**id_header(request), **_load_header(state, request)}, answers.release)
+        events = with_timeline(answers.events(), record) if has_timeline else answers.events()
         # The first event decides between an error's status and a stream, so nothing is sent before.
         first = await unless_disconnected(request.receive, anext(events))
         return EventStream(first, events, record.request_id)
     except BaseException:
         asked.release_media()  # the client may have disconnected before the generation began
         raise
+
+
+def _load_header(state: AppState, request: Request) -> dict[str, str]:
+    """Returns the ORCA load report that the request asks for."""
+    if (wanted := request.headers.get(LOAD_FORMAT_HEADER)) is None:
+        return {}
+    workers = state.worker_table.report(asyncio.get_running_loop().time())
+    return orca_header(wanted, load_gauges(worker.load for worker in workers))
 
 
 async def _transform(

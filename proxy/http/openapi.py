@@ -97,6 +97,7 @@ class RouteDoc:
 
 
 ROUTES = [
+    RouteDoc("get", "/", "A page to chat with the model.", "text/html", is_open=True),
     RouteDoc("post", "/v1/completions", "Continue a prompt.", CompletionResponse, CompletionRequest,
           CompletionResponse, (429,)),
     RouteDoc("post", "/v1/chat/completions", "Answer a chat.", ChatCompletionResponse, ChatCompletionRequest,

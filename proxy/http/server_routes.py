@@ -6,6 +6,7 @@ import asyncio
 import time
 from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 
 import msgspec
 from starlette.requests import Request
@@ -21,6 +22,7 @@ from tandem.proxy.api.responses import (
 )
 from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.config import ProxyConfig
+from tandem.proxy.http.admin_routes import PAGE_HEADERS
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.openapi import docs_page, openapi_document
 from tandem.proxy.http.starlette_app import ApiRoute, fixed_answer, json_answer
@@ -62,7 +64,11 @@ def server_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
     async def load(request: Request) -> Response:
         return json_answer(request, ServerLoad(state.dispatcher.num_running))
 
+    page = Path(__file__).with_name("chat.html").read_text()
+    page = page.replace("TAKES_IMAGES", "yes" if state.media is not None else "no")
+
     return [
+        ApiRoute("GET", "/", fixed_answer(page, "text/html", PAGE_HEADERS), is_open=True),
         ApiRoute("GET", "/v1/models", models),
         ApiRoute("GET", "/v1/models/{name:path}", model),
         ApiRoute("GET", "/tokenizer_info", tokenizer_info),
