@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from tandem.protocol.network import NetworkConfig
 from tandem.proxy.api.tool_formats import ToolFormatName
+from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.media.source import MediaLimits
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.logs import LogFormat
@@ -30,6 +31,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Model:
       model: folder or hub id; only its tokeniser and configuration are read.
       tokenizer_threads: tokeniser processes. trust_request_chat_template: requests may bring a chat template.
+      adapters: LoRA adapters at the start. lora_file: holds them once one was loaded or unloaded; shared by the proxies
+      of a host; empty if adapters cannot be loaded.
       tool_call_parser: how the model writes tool calls, see `proxy.api.tool_formats`.
     HTTP:
       listen_fd, admin_listen_fd: inherited sockets, bound to the address; None binds host and port.
@@ -87,6 +90,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     client_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     keep_alive_s: Annotated[float, Meta(gt=0)] = 75.0
     trust_request_chat_template: bool = False
+    adapters: list[NamedAdapter] = []
+    lora_file: str = ""
     tool_call_parser: ToolFormatName = "hermes"
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
@@ -102,6 +107,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_format: LogFormat = "text"
     peer_endpoints: list[str] = []
     otlp_endpoint: str = ""
+
+    def adapter_table(self) -> AdapterTable:
+        return AdapterTable(Path(self.lora_file) if self.lora_file else None, self.adapters, self.served_model_name)
 
 
 def read_config(file: Path) -> ProxyConfig:

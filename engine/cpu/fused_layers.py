@@ -121,7 +121,8 @@ class FusedLayer(nn.Module):
         residual = self._output.combined(attended.reshape(num_tokens, -1), residual, "add")
         normed = self._mlp_norm(residual)
         gated = self._up.combined(normed, self._gate(normed), "mul")
-        return self._down.combined(gated, residual, "add")[None]
+        output: torch.Tensor = self._down.combined(gated, residual, "add")[None]
+        return output
 
 
 class FusedRMSNorm(nn.Module):

@@ -10,19 +10,22 @@ import msgspec
 
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.proxy.api.chat_messages import template_message
-from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.generation_request import EmbeddingOptions, GenerationRequest
 from tandem.proxy.api.schema import (
     NEUTRAL_VALUES,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     GenerationFields,
     NotServed,
     TokenizeRequest,
 )
 from tandem.proxy.api.structured_output import plan_output, template_tool
 from tandem.proxy.api.tool_formats import ToolFormat
+from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.media.source import InvalidMedia, MediaSource
+from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
 from tandem.proxy.text.model_text import RESERVED_VARIABLES
 from tandem.proxy.text.prompt import ChatPrompt, CompletionPrompt
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
@@ -40,7 +43,7 @@ _SAME_IN_REQUEST = (
 )  # fmt: skip
 """Fields of a body that `SamplingParams` and `GenerationRequest` have too. Null means their default."""
 
-R = TypeVar("R", CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest)
+R = TypeVar("R", CompletionRequest, ChatCompletionRequest, TokenizeRequest, DetokenizeRequest, EmbeddingRequest)
 
 
 class ModelNotFound(InvalidRequest):
@@ -64,8 +67,13 @@ class BodyDecoder:
         max_media: int = 0,
         sampling_defaults: SamplingDefaults = SamplingDefaults(),  # noqa: B008  # frozen
         max_sequences: int = 1024,
+        adapters: AdapterTable | None = None,
+        embedding_defaults: EmbeddingDefaults = EmbeddingDefaults(),  # noqa: B008  # frozen
     ) -> None:
         self._max_sequences = max_sequences
+        self._adapters = adapters or AdapterTable(None, [], served_model_name)
+        self._embedding_defaults = embedding_defaults
+        self._embedding = msgspec.json.Decoder(EmbeddingRequest)
         self._sampling_defaults = sampling_defaults
         self._max_media = max_media
         self._served_model_name = served_model_name
@@ -131,11 +139,55 @@ class BodyDecoder:
             raise _invalid_field(str(error)) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
-        if request.model is not None and request.model != self._served_model_name:
+        if self._is_unknown(request.model):
             raise ModelNotFound(
                 f"The model {request.model!r} does not exist; this server serves {self._served_model_name!r}.", "model"
             )
         return request
+
+    def _is_unknown(self, model: str | None) -> bool:
+        return model is not None and model != self._served_model_name and self._adapters.get(model) is None
+
+    def _adapter(self, model: str | None) -> NamedAdapter | None:
+        return None if model is None or model == self._served_model_name else self._adapters.get(model)
+
+    def embedding(self, body: bytes) -> GenerationRequest:
+        request = self._decode(self._embedding, body)
+        defaults = self._embedding_defaults
+        defaults.check()
+        prompt = CompletionPrompt(msgspec.Raw(bytes(request.input)), request.add_special_tokens is not False, "input")
+        if prompt.num_prompts(self._max_sequences) > self._max_sequences:
+            raise InvalidRequest(
+                f"The request has more than {self._max_sequences} inputs, the limit; send fewer in one request.",
+                "input",
+            )
+        if request.truncate_prompt_tokens == 0:
+            raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1, not 0.", "truncate_prompt_tokens")
+        if request.dimensions is not None:
+            defaults.check_dimensions(request.dimensions)
+        normalize = next(
+            (each for each in (request.normalize, request.use_activation) if each is not None), defaults.normalize
+        )
+        options = EmbeddingOptions(defaults.pooling, normalize, request.dimensions, request.encoding_format == "base64")
+        return GenerationRequest(
+            prompt=prompt,
+            max_tokens=1,
+            default_max_tokens=None,
+            max_tokens_param="input",
+            base_sampling=SamplingParams(temperature=0.0),
+            stop=[],
+            ignore_eos=True,
+            num_prompt_logprobs=None,
+            is_prompt_only=True,
+            grammar_param="",
+            tool_format=None,
+            skip_special_tokens=True,
+            include_usage=False,
+            continuous_usage=False,
+            adapter=self._adapter(request.model),
+            embedding=options,
+            **_given(request, ("priority", "request_id", "truncate_prompt_tokens", "cache_salt")),
+        )
 
     def _chat_prompt(self, request: ChatCompletionRequest | TokenizeRequest) -> ChatPrompt:
         if request.chat_template is not None and not self._trust_chat_template:
@@ -212,6 +264,7 @@ class BodyDecoder:
             default_max_tokens=default_max_tokens,
             max_tokens_param=max_tokens_param,
             base_sampling=sampling,
+            adapter=self._adapter(request.model),
             stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
             # A completed grammar allows no token but the end of the sequence.
             ignore_eos=bool(request.ignore_eos) and output.grammar is None,
@@ -227,7 +280,7 @@ class BodyDecoder:
         )
 
 
-def _given(request: GenerationFields, names: Iterable[str]) -> dict[str, Any]:
+def _given(request: GenerationFields | EmbeddingRequest, names: Iterable[str]) -> dict[str, Any]:
     """Returns the fields that are not null."""
     return {name: value for name in names if (value := getattr(request, name, None)) is not None}
 
@@ -262,6 +315,13 @@ def _num_prompt_logprobs(request: GenerationFields, num_logprobs: int | None) ->
     if not (isinstance(request, CompletionRequest) and request.echo) or num_logprobs is None:
         return requested
     return max(num_logprobs, requested or 0)
+
+
+def invalid_body(error: msgspec.DecodeError) -> InvalidRequest:
+    """Returns the client's error for a body that cannot be decoded."""
+    if isinstance(error, msgspec.ValidationError):
+        return _invalid_field(str(error))
+    return InvalidRequest(f"The body is not valid JSON: {error}.")
 
 
 def _invalid_field(message: str) -> InvalidRequest:

@@ -34,6 +34,7 @@ class TextDelta(msgspec.Struct, frozen=True):
     index: prompt index * n + number of the sequence. text: may be empty while a possible stop string is held back.
     num_shown: how many of the tokens are part of the text; a stop token is not. is_first: no delta of the sequence came
     before. prompt: on the first delta of all sequences of the prompt, if the client asked for it; not part of the text.
+    embedding: of the prompt, if that was asked for instead of text; float32, packed.
     """
 
     index: int
@@ -43,6 +44,7 @@ class TextDelta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None
     is_first: bool = False
     prompt: PromptTokens | None = None
+    embedding: bytes | None = None
 
 
 class SequenceText:

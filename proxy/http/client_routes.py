@@ -21,6 +21,7 @@ from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.completions import CompletionAnswers
+from tandem.proxy.answers.embeddings import EmbeddingAnswer
 from tandem.proxy.answers.request_id import HEADER, check_request_id, id_header, request_id_of
 from tandem.proxy.answers.streaming_response import EventStream, unless_disconnected
 from tandem.proxy.answers.tool_answers import ToolAnswers
@@ -29,6 +30,7 @@ from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.responses import HealthResponse, ModelCard, ModelList, VersionResponse
 from tandem.proxy.api.schema import SOONEST_PRIORITY
 from tandem.proxy.api.validation import ModelNotFound
+from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.generation import Generation
@@ -54,7 +56,7 @@ _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp:
     """Returns the application for clients. It has the admin routes too where there is no admin address."""
-    card = ModelCard(config.served_model_name, int(time.time()), None)
+    card = ModelCard(config.served_model_name, int(time.time()), None, root=config.served_model_name)
     document = openapi_document(config.served_model_name, state.api_keys is not None)
     table, readers = state.worker_table, state.readers
     generate = partial(_generate, state, config.served_model_name)
@@ -65,11 +67,19 @@ def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp
         except Overloaded:
             return card
 
+    def adapter_card(base: ModelCard, adapter: NamedAdapter) -> ModelCard:
+        return msgspec.structs.replace(
+            base, id=adapter.name, created=adapter.created or base.created, root=adapter.ref.folder, parent=base.id
+        )
+
     async def models(request: Request) -> Response:
-        return json_answer(request, ModelList([model_card()]))
+        base = model_card()
+        return json_answer(request, ModelList([base, *(adapter_card(base, each) for each in state.adapters.all())]))
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
+        if name != config.served_model_name and (adapter := state.adapters.get(name)) is not None:
+            return json_answer(request, adapter_card(model_card(), adapter))
         if name != config.served_model_name:
             raise ModelNotFound(
                 f"The model {name!r} does not exist; this server has {config.served_model_name!r}.", "model"
@@ -93,6 +103,7 @@ def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp
     routes = [
         ApiRoute("POST", "/v1/completions", partial(generate, "completion")),
         ApiRoute("POST", "/v1/chat/completions", partial(generate, "chat")),
+        ApiRoute("POST", "/v1/embeddings", partial(generate, "embedding")),
         ApiRoute("GET", "/v1/models", models),
         ApiRoute("GET", "/v1/models/{name:path}", model),
         ApiRoute("POST", "/tokenize", tokenize),
@@ -140,8 +151,8 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
         serving(record.request_id)
     generation = Generation(state, asked, record, client, timeout_s, api_key)
     try:
-        answers = _answers(kind, generation, model)
-        if not asked.stream:
+        answers = _answers(kind, generation, model if asked.adapter is None else asked.adapter.name)
+        if isinstance(answers, EmbeddingAnswer) or not asked.stream:
             whole = await unless_disconnected(request.receive, answers.whole())
             return WholeAnswer(whole, id_header(request), answers.release)
         events = answers.events()
@@ -170,7 +181,9 @@ async def _transform(
     return WholeAnswer([transformed], id_header(request), held.release)
 
 
-def _answers(kind: BodyKind, generation: Generation, model: str) -> Answers:
+def _answers(kind: BodyKind, generation: Generation, model: str) -> Answers | EmbeddingAnswer:
+    if kind == "embedding":
+        return EmbeddingAnswer(generation, model)
     if kind == "completion":
         return CompletionAnswers(generation, model)
     tool_format = generation.request.tool_format

@@ -25,7 +25,7 @@ MAX_TOKENIZED_BYTES = 4 << 20
 MAX_DETOKENIZED_CHARACTERS = 16 << 20
 """Text that `/detokenize` returns."""
 
-BodyKind = Literal["completion", "chat"]
+BodyKind = Literal["completion", "chat", "embedding"]
 
 
 class HasMedia(TandemError):
@@ -41,6 +41,8 @@ class BodyReader:
             config.media.max_items if config.media_cache_endpoint else 0,
             text.sampling_defaults,
             min(config.max_waiting_requests, config.max_requests_per_client or config.max_waiting_requests),
+            config.adapter_table(),
+            text.embedding_defaults,
         )
         self._tokenizer = text.tokenizer
         self.renderer = Renderer(text)
@@ -55,7 +57,12 @@ class BodyReader:
 
         cache_scope: of the client's API key; part of the request's cache_salt.
         """
-        request = self._decoder.chat(body) if kind == "chat" else self._decoder.completion(body)
+        decoders = {
+            "chat": self._decoder.chat,
+            "completion": self._decoder.completion,
+            "embedding": self._decoder.embedding,
+        }
+        request = decoders[kind](body)
         return msgspec.structs.replace(request, cache_salt=scoped_salt(cache_scope, request.cache_salt))
 
     def read(self, body: bytes, kind: BodyKind, limits: ModelLimits, cache_scope: str = "") -> GenerationRequest:
@@ -70,7 +77,10 @@ class BodyReader:
         if request.base_sampling.grammar is not None:
             grammar = checked_grammar(request.base_sampling.grammar, request.grammar_param)
             request = _with_sampling(request, grammar=grammar)
-        prompts = self.renderer.render(request.prompt, limits, request.max_prompt_tokens(limits), request.cache_salt)
+        adapter = request.adapter.ref if request.adapter is not None else None
+        prompts = self.renderer.render(
+            request.prompt, limits, request.max_prompt_tokens(limits), request.cache_salt, adapter
+        )
         request.check_answer_size([prompt.num_tokens for prompt in prompts])
         request = msgspec.structs.replace(request, prompt=RenderedPrompts(prompts))
         if request.bad_words:
