@@ -18,7 +18,7 @@ from tandem.engine.loading.progress import report_progress
 from tandem.engine.loading.rope import fix_longrope
 from tandem.engine.loading.sharding import check_shards, shard_arguments, unwrap_linears
 from tandem.engine.loading.supported_models import check_config, unsuitable
-from tandem.engine.lora.layers import adaptable_layers
+from tandem.engine.lora.modules import adaptable_layers
 from tandem.engine.vision.models import Decoder, VisionTower, takes_media
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import ConfigError, InternalError, first_line

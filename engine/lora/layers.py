@@ -136,19 +136,6 @@ class AdaptedLinear(nn.Module):
         return output.add_(other) if operation == "add" else output.mul_(other)
 
 
-def adaptable_layers(model: nn.Module) -> dict[str, Shape]:
-    """Returns (inputs, outputs) of the layers that adapters may change, by name. Call before layers are fused.
-
-    The head is left out, and so are layers of experts, which see some of the tokens.
-    """
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    return {
-        name: (module.in_features, module.out_features)
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear and module is not head and ".experts." not in name
-    }
-
-
 def wrap_layers(model: nn.Module, names: Mapping[str, Shape], step: StepAdapters) -> None:
     """Wraps all layers in `names`, and the fused layers that contain some of them."""
     for name, module in list(model.named_modules()):
