@@ -24,7 +24,7 @@ from tests.support.lora import make_adapter, merge_adapter
 
 NUM_NEW_TOKENS = 24
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-PROMPTS = [[random.Random(seed).randrange(4, 2000) for _ in range(length)] for seed, length in ((1, 150), (2, 70))]
+PROMPTS = [random.Random(seed).choices(range(4, 2000), k=length) for seed, length in ((1, 150), (2, 70))]
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,8 @@ def folders(noise_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 @pytest.fixture(scope="module")
 def cluster(noise_model: Path, folders: dict[str, Path]) -> Iterator[Cluster]:
-    with Cluster("--prefill", "1", "--decode", "2", "--proxies", "2", "--lora", f"first={folders['first']}") as cluster:
+    adapter = ("--lora", f"first={folders['first']}")
+    with Cluster("--dtype", "float32", "--decode", "2", "--proxies", "2", *adapter) as cluster:
         yield cluster
 
 
