@@ -47,6 +47,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: Annotated[Device, _in("model", "Device that runs the model; auto uses GPUs where there are any.")] = "auto"
     load_format: Annotated[LoadFormat, _in("model", description=
         "auto loads the checkpoint; dummy fills the weights with random values.")] = "auto"
+    lora: Annotated[list[str], _in("model", description=
+        "LoRA adapter as NAME=FOLDER, in PEFT's format; requests use it by giving NAME as their model. May be "
+        "repeated.")] = []
     tool_call_parser: Annotated[ToolFormatName, _in("model", description=
         "Format in which the model writes tool calls: hermes (also Qwen) or llama3_json.")] = "hermes"
     generation_config: Annotated[str, _in("model", description=

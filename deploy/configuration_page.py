@@ -36,7 +36,7 @@ def page() -> str:
 
 
 def _shown(default: object) -> str:
-    return "" if default == "" else f"`{str(default).lower() if isinstance(default, bool) else default}`"
+    return "" if default in ("", []) else f"`{str(default).lower() if isinstance(default, bool) else default}`"
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from tandem.protocol.network import NetworkConfig
 from tandem.proxy.api.tool_formats import ToolFormatName
+from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.media.source import MediaLimits
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.logs import LogFormat
@@ -30,6 +31,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Model:
       model: folder or hub id; only its tokeniser and configuration are read.
       tokenizer_threads: tokeniser processes. trust_request_chat_template: requests may bring a chat template.
+      adapters: LoRA adapters at the start. lora_file: holds them once one was loaded or unloaded; shared by the proxies
+      of a host; empty if adapters cannot be loaded.
       tool_call_parser: how the model writes tool calls, see `proxy.api.tool_formats`.
       generation_config: where sampling defaults come from, see `proxy.text.sampling_defaults`.
       max_logprobs: top tokens per token that a request may ask for; -1 for all.
@@ -90,6 +93,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     client_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     keep_alive_s: Annotated[float, Meta(gt=0)] = 75.0
     trust_request_chat_template: bool = False
+    adapters: list[NamedAdapter] = []
+    lora_file: str = ""
     tool_call_parser: ToolFormatName = "hermes"
     generation_config: str = "auto"
     max_logprobs: Annotated[int, Meta(ge=-1)] = 20
@@ -108,6 +113,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer_endpoints: list[str] = []
     otlp_endpoint: str = ""
     metrics_compat: Literal["none", "vllm"] = "none"
+
+    def adapter_table(self) -> AdapterTable:
+        return AdapterTable(Path(self.lora_file) if self.lora_file else None, self.adapters, self.served_model_name)
 
 
 def read_config(file: Path) -> ProxyConfig:

@@ -34,6 +34,7 @@ MAX_PAIRS = 4096
 """Pairs of one worker, i.e. workers of the other role."""
 _MAX_FEW_LOGPROBS = 256
 """Top tokens that may be asked for even if the vocabulary is smaller: a beam search of width 128 needs 256."""
+MAX_LORA_MODULES = 100_000
 _MAX_PID = 2**22
 _INT64 = range(-(2**63), 2**64)
 _ENDPOINT = re.compile(r"ipc:///[^\s\0]{1,100}|tcp://(?:\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):\d{1,5}")
@@ -58,7 +59,11 @@ def check_request(message: PromptMessage, vocab_size: int, max_model_len: int) -
     _require(int(ids.min()) >= 0 and int(ids.max()) < vocab_size, kind, "token_ids", "not in the vocabulary")
     _require(abs(message.priority) < 2**31, kind, "priority", "out of range")
     _check_sampling(kind, message.sampling, vocab_size)
+    if message.adapter is not None:
+        _check_names(kind, (message.adapter.digest, message.adapter.folder))
     if isinstance(message, StartPrefill):
+        is_alone = message.pooling is None or (message.decode_epoch is None and len(message.attempt_ids) == 1)
+        _require(is_alone, kind, "pooling", "together with tokens")
         is_endpoint = _ENDPOINT.fullmatch(message.media_cache) is not None
         _require(not message.media_cache or is_endpoint, kind, "media_cache", "cannot be connected to")
         is_complete = (message.decode_worker_id is None) == (message.decode_epoch is None)
@@ -121,6 +126,7 @@ def check_register(message: RegisterWorker) -> None:
     _require(len(worker.host_id) <= MAX_NAME_CHARACTERS, "RegisterWorker", "host_id", "too long")
     _require(_ENDPOINT.fullmatch(worker.endpoint) is not None, "RegisterWorker", "endpoint", "cannot be connected to")
     sizes = (worker.pid, worker.num_ranks, message.max_model_len, message.vocab_size, message.block_size)
+    _require(len(message.lora_modules) <= MAX_LORA_MODULES, "RegisterWorker", "lora_modules", "too many")
     _require(all(0 < size < 2**31 for size in sizes), "RegisterWorker", "a size", "not positive")
 
 

@@ -7,6 +7,8 @@ from typing import Literal
 import msgspec
 
 FinishReason = Literal["stop", "length"]
+Pooling = Literal["last", "mean"]
+"""How a prompt's hidden states, after the last norm, become its embedding: the last token's, or the mean of all."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -121,7 +121,8 @@ class PairStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Worker to proxy, once per connection and whenever the proxy does not know the worker.
 
-    model_id, block_size: inputs of the worker's prefix hashes.
+    model_id, block_size: inputs of the worker's prefix hashes. lora_modules: (inputs, outputs) of the linear layers
+    that LoRA adapters may change, by name; empty if the worker does not support adapters.
     """
 
     version: int
@@ -130,6 +131,7 @@ class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
     vocab_size: int
     model_id: str
     block_size: int
+    lora_modules: dict[str, tuple[int, int]] = {}
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

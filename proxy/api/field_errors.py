@@ -19,6 +19,13 @@ _BOUNDS = {">=": "greater_than_equal", "<=": "less_than_equal", ">": "greater_th
 _BOUND = re.compile(r"Expected `(?:int|float)(?: \| null)?` (>=|<=|>|<) ")
 
 
+def invalid_body(error: msgspec.DecodeError, body: bytes) -> InvalidRequest:
+    """Returns the client's error for a body that cannot be decoded."""
+    if isinstance(error, msgspec.ValidationError):
+        return invalid_field(str(error), body)
+    return InvalidRequest(f"The body is not valid JSON: {error}.")
+
+
 def invalid_field(message: str, body: bytes) -> InvalidRequest:
     """Returns the error for a body that has the wrong form.
 

@@ -8,10 +8,11 @@ from typing import Literal
 
 import msgspec
 
-from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.generation import Pooling, SamplingParams, StopConditions
 from tandem.protocol.messages.prompt_logprobs import MAX_PROMPT_LOGPROBS_BYTES, max_packed_bytes
 from tandem.proxy.admission.answer_budget import MAX_ANSWER_BYTES, answer_too_large
 from tandem.proxy.api.tool_formats import ToolFormat
+from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.media.media_lease import MediaLease
 from tandem.proxy.text.prompt import AnyPrompt, CompletionPrompt, ContextLengthExceeded
@@ -23,6 +24,15 @@ _TOKEN_ID_BYTES = 6
 _ECHO_BYTES, _LOGPROBS_BYTES, _TOP_LOGPROB_BYTES, _PROMPT_LOGPROB_BYTES = 5, 80, 28, 80
 """Usual sizes, in JSON, of an echoed token, of its logprobs, of each top token in them, and of each token in
 prompt_logprobs."""
+
+
+class EmbeddingOptions(msgspec.Struct, frozen=True):
+    """dimensions: None for all."""
+
+    pooling: Pooling
+    normalize: bool
+    dimensions: int | None
+    as_base64: bool
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -39,6 +49,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout: seconds from arrival to the last token; None means the server's limit.
     grammar_param: the field that base_sampling.grammar comes from, for errors.
     tool_format: how the answer writes tool calls; None if it may contain none.
+    adapter: LoRA adapter that the request names as its model. embedding: set if embeddings are wanted instead of text.
     media_lease: keeps the prompt's media in the cache. The owner of the request calls `release_media`.
     is_chat: the answer has messages. roles, prefixes: of each chat: the role of its answer, and the text of its last
     message if the answer begins with that.
@@ -62,6 +73,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     is_chat: bool = False
     roles: list[str] = []
     prefixes: list[str] = []
+    adapter: NamedAdapter | None = None
+    embedding: EmbeddingOptions | None = None
 
     # As in the body of the request, where null means these defaults:
     n: int = 1

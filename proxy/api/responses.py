@@ -188,14 +188,40 @@ class ChatCompletionChunk(msgspec.Struct, frozen=True):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
+class EmbeddingUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Embedding(msgspec.Struct, frozen=True):
+    """embedding: a list of numbers, or base64 of little-endian float32 values."""
+
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingResponse(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
 class ModelCard(msgspec.Struct, frozen=True):
-    """max_model_len: vLLM's field; None while no worker is ready."""
+    """max_model_len: vLLM's field; None while no worker is ready. root, parent: of a LoRA adapter, its folder and the
+    served model; of the served model, its name and null."""
 
     id: str
     created: int
     max_model_len: int | None
     object: Literal["model"] = "model"
     owned_by: Literal["tandem"] = "tandem"
+    root: str = ""
+    parent: str | None = None
 
 
 class ModelList(msgspec.Struct, frozen=True):

@@ -320,6 +320,38 @@ class InvocationKind(msgspec.Struct):
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
 
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    """OpenAI's `/v1/embeddings`, with vLLM's extensions."""
+
+    input: Annotated[
+        msgspec.Raw,
+        Meta(
+            description="a string, a list of strings, a list of token ids or a list of lists of token ids",
+            extra_json_schema=_PROMPT_SCHEMA,
+        ),
+    ]
+    model: Annotated[str | None, doc("a name from /v1/models; null selects the served model")] = None
+    encoding_format: Annotated[
+        Literal["float", "base64"] | None, doc("base64: of little-endian float32 values; by default float")
+    ] = "float"
+    dimensions: Annotated[
+        Annotated[int, Meta(ge=1, lt=2**31)] | None,
+        doc("values of each embedding; only for models whose config says that they may be shortened (Matryoshka)"),
+    ] = None
+    normalize: Annotated[
+        OptionalBool, doc("scales each embedding to length 1; by default as the model's files say, else true")
+    ] = None
+    use_activation: Annotated[OptionalBool, doc("vLLM's newer name of normalize")] = None
+    add_special_tokens: Annotated[OptionalBool, doc("the tokeniser adds its own tokens, such as a BOS token")] = True
+    truncate_prompt_tokens: Annotated[
+        Truncation | None, doc("keeps this many tokens at the end of each input; -1: as many as fit")
+    ] = None
+    priority: Annotated[Priority | None, doc("lower values are served first")] = 0
+    request_id: Annotated[RequestId | None, doc("the answer's id ends with it; X-Request-Id overrides it")] = None
+    cache_salt: Annotated[CacheSalt | None, doc("requests with different salts share no cached prefix")] = None
+    user: Annotated[str | None, doc("accepted and ignored")] = None
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """vLLM's `/tokenize`: of a prompt, or of a chat, whose prompt tokens are those that a completion would have."""
 

@@ -11,7 +11,7 @@ import msgspec
 from tandem.protocol.messages.generation import SamplingParams
 from tandem.proxy.api.chat_messages import ChatMessage, template_message
 from tandem.proxy.api.field_errors import invalid_field, shown_value
-from tandem.proxy.api.generation_request import ALL_LOGPROBS, GenerationRequest
+from tandem.proxy.api.generation_request import ALL_LOGPROBS, EmbeddingOptions, GenerationRequest
 from tandem.proxy.api.schema import (
     DECIMAL_ID,
     NEUTRAL_VALUES,
@@ -20,6 +20,7 @@ from tandem.proxy.api.schema import (
     ChatFields,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     GenerationFields,
     InvocationKind,
     NotServed,
@@ -27,7 +28,9 @@ from tandem.proxy.api.schema import (
 )
 from tandem.proxy.api.structured_output import plan_output, template_tool
 from tandem.proxy.api.tool_formats import ToolFormat
+from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.media.source import InvalidMedia, MediaSource
+from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
 from tandem.proxy.text.model_text import RESERVED_VARIABLES
 from tandem.proxy.text.prompt import ChatBatch, ChatPrompt, CompletionPrompt
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
@@ -54,7 +57,13 @@ _NOT_IN_BATCHES = {"stream": False, "n": 1, "use_beam_search": False, "tools": N
 """The same for batches of chats."""
 
 R = TypeVar(
-    "R", CompletionRequest, ChatCompletionRequest, BatchChatCompletionRequest, TokenizeRequest, DetokenizeRequest
+    "R",
+    CompletionRequest,
+    ChatCompletionRequest,
+    BatchChatCompletionRequest,
+    TokenizeRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
 )
 
 
@@ -81,9 +90,15 @@ class BodyDecoder:
         sampling_defaults: SamplingDefaults = SamplingDefaults(),  # noqa: B008  # frozen
         max_sequences: int = 1024,
         max_logprobs: int = 20,
+        adapters: AdapterTable | None = None,
+        embedding_defaults: EmbeddingDefaults = EmbeddingDefaults(),  # noqa: B008  # frozen
     ) -> None:
         self._max_sequences = max_sequences
         self._max_logprobs = max_logprobs
+        self._max_sequences = max_sequences
+        self._adapters = adapters or AdapterTable(None, [], served_model_name)
+        self._embedding_defaults = embedding_defaults
+        self._embedding = msgspec.json.Decoder(EmbeddingRequest)
         self._sampling_defaults = sampling_defaults
         self._max_media = max_media
         self._served_model_name = served_model_name
@@ -194,11 +209,55 @@ class BodyDecoder:
             raise invalid_field(str(error), body) from error
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
-        if request.model is not None and request.model != self._served_model_name:
+        if self._is_unknown(request.model):
             raise ModelNotFound(
                 f"The model {request.model!r} does not exist; this server serves {self._served_model_name!r}.", "model"
             )
         return request
+
+    def _is_unknown(self, model: str | None) -> bool:
+        return model is not None and model != self._served_model_name and self._adapters.get(model) is None
+
+    def _adapter(self, model: str | None) -> NamedAdapter | None:
+        return None if model is None or model == self._served_model_name else self._adapters.get(model)
+
+    def embedding(self, body: bytes) -> GenerationRequest:
+        request = self._decode(self._embedding, body)
+        defaults = self._embedding_defaults
+        defaults.check()
+        prompt = CompletionPrompt(msgspec.Raw(bytes(request.input)), request.add_special_tokens is not False, "input")
+        if prompt.num_prompts(self._max_sequences) > self._max_sequences:
+            raise InvalidRequest(
+                f"The request has more than {self._max_sequences} inputs, the limit; send fewer in one request.",
+                "input",
+            )
+        if request.truncate_prompt_tokens == 0:
+            raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1, not 0.", "truncate_prompt_tokens")
+        if request.dimensions is not None:
+            defaults.check_dimensions(request.dimensions)
+        normalize = next(
+            (each for each in (request.normalize, request.use_activation) if each is not None), defaults.normalize
+        )
+        options = EmbeddingOptions(defaults.pooling, normalize, request.dimensions, request.encoding_format == "base64")
+        return GenerationRequest(
+            prompt=prompt,
+            max_tokens=1,
+            default_max_tokens=None,
+            max_tokens_param="input",
+            base_sampling=SamplingParams(temperature=0.0),
+            stop=[],
+            ignore_eos=True,
+            num_prompt_logprobs=None,
+            is_prompt_only=True,
+            grammar_param="",
+            tool_format=None,
+            skip_special_tokens=True,
+            include_usage=False,
+            continuous_usage=False,
+            adapter=self._adapter(request.model),
+            embedding=options,
+            **_given(request, ("priority", "request_id", "truncate_prompt_tokens", "cache_salt")),
+        )
 
     def _chat_prompt(
         self, request: ChatFields | TokenizeRequest, given: list[ChatMessage], param: str = "messages"
@@ -286,6 +345,7 @@ class BodyDecoder:
             default_max_tokens=default_max_tokens,
             max_tokens_param=max_tokens_param,
             base_sampling=sampling,
+            adapter=self._adapter(request.model),
             stop=[request.stop] if isinstance(request.stop, str) else request.stop or [],
             # A completed grammar allows no token but the end of the sequence.
             ignore_eos=bool(request.ignore_eos) and output.grammar is None,
@@ -327,7 +387,7 @@ class BodyDecoder:
             )
 
 
-def _given(request: GenerationFields, names: Iterable[str]) -> dict[str, Any]:
+def _given(request: GenerationFields | EmbeddingRequest, names: Iterable[str]) -> dict[str, Any]:
     """Returns the fields that are not null."""
     return {name: value for name in names if (value := getattr(request, name, None)) is not None}
 

@@ -189,6 +189,8 @@ class Generation:
                     await asyncio.sleep(0)
                 delta = await text.push(tokens, finish_reason, is_first, shown)
                 is_first, shown = False, None
+                if taken.embedding is not None:
+                    delta = msgspec.structs.replace(delta, embedding=taken.embedding)
                 self.record.num_completion_tokens += len(delta.tokens)
                 if delta.finish_reason is not None:
                     num_open -= 1
@@ -296,6 +298,8 @@ class Generation:
                 num_prompt_logprobs=request.num_prompt_logprobs,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
+                adapter=request.adapter.ref if request.adapter is not None else None,
+                pooling=request.embedding.pooling if request.embedding is not None else None,
             )
             for prompt in prompts
         ]

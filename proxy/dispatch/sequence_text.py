@@ -35,6 +35,7 @@ class TextDelta(msgspec.Struct, frozen=True):
     num_shown: how many of the tokens are part of the text; a stop token is not. is_first: no delta of the sequence came
     before. prompt: on the first delta of all sequences of the prompt, if the client asked for it; not part of the text.
     stop_reason: the stop string or the token of `stop_token_ids` that ended the sequence.
+    embedding: of the prompt, if that was asked for instead of text; float32, packed.
     """
 
     index: int
@@ -45,6 +46,7 @@ class TextDelta(msgspec.Struct, frozen=True):
     is_first: bool = False
     prompt: PromptTokens | None = None
     stop_reason: int | str | None = None
+    embedding: bytes | None = None
 
 
 class SequenceText:

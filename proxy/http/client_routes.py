@@ -19,6 +19,7 @@ from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.completions import CompletionAnswers
+from tandem.proxy.answers.embeddings import EmbeddingAnswer
 from tandem.proxy.answers.request_id import HEADER, check_request_id, id_header, request_id_of
 from tandem.proxy.answers.streaming_response import EventStream, unless_disconnected
 from tandem.proxy.answers.timeline_comments import HEADER as TIMELINE_HEADER
@@ -63,6 +64,7 @@ def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp
         ApiRoute("POST", "/v1/chat/completions", partial(generate, "chat")),
         ApiRoute("POST", "/v1/chat/completions/batch", partial(generate, "chat_batch")),
         ApiRoute("POST", "/invocations", partial(generate, "invocation")),
+        ApiRoute("POST", "/v1/embeddings", partial(generate, "embedding")),
         ApiRoute("POST", "/tokenize", tokenize),
         ApiRoute("POST", "/detokenize", detokenize),
         *server_routes(config, state),
@@ -105,8 +107,8 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
         serving(record.request_id)
     generation = Generation(state, asked, record, client, timeout_s, api_key)
     try:
-        answers = _answers(generation, model)
-        if not asked.stream:
+        answers = _answers(generation, model if asked.adapter is None else asked.adapter.name)
+        if isinstance(answers, EmbeddingAnswer) or not asked.stream:
             whole = await unless_disconnected(request.receive, answers.whole())
             return WholeAnswer(whole, {**id_header(request), **_load_header(state, request)}, answers.release)
         events = with_timeline(answers.events(), record) if has_timeline else answers.events()
@@ -143,7 +145,9 @@ async def _transform(
     return WholeAnswer([transformed], id_header(request), held.release)
 
 
-def _answers(generation: Generation, model: str) -> Answers:
+def _answers(generation: Generation, model: str) -> Answers | EmbeddingAnswer:
+    if generation.request.embedding is not None:
+        return EmbeddingAnswer(generation, model)
     if not generation.request.is_chat:
         return CompletionAnswers(generation, model)
     tool_format = generation.request.tool_format

@@ -17,6 +17,7 @@ from tandem.proxy.api.responses import (
     ChatCompletionResponse,
     CompletionResponse,
     DetokenizeResponse,
+    EmbeddingResponse,
     ErrorResponse,
     HealthResponse,
     ModelCard,
@@ -31,6 +32,7 @@ from tandem.proxy.api.schema import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     TokenizeRequest,
 )
 
@@ -107,7 +109,9 @@ ROUTES = [
     RouteDoc("post", "/invocations", "A chat completion if the body has messages, a completion if it has a prompt.",
           ChatCompletionResponse | CompletionResponse, ChatCompletionRequest | CompletionRequest,
           ChatCompletionChunk | CompletionResponse, (429,)),
-    RouteDoc("get", "/v1/models", "The model that is served.", ModelList),
+    RouteDoc("post", "/v1/embeddings", "Embeddings of one or more inputs.", EmbeddingResponse, EmbeddingRequest,
+          more_errors=(429,)),
+    RouteDoc("get", "/v1/models", "The model that is served, and LoRA adapters.", ModelList),
     RouteDoc("get", "/v1/models/{model}", "The same, by its name.", ModelCard, more_errors=(404,)),
     RouteDoc("post", "/tokenize", "The tokens of a prompt or of a chat.", TokenizeResponse, TokenizeRequest),
     RouteDoc("post", "/detokenize", "The text of tokens.", DetokenizeResponse, DetokenizeRequest),

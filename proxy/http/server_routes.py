@@ -21,6 +21,7 @@ from tandem.proxy.api.responses import (
     VersionResponse,
 )
 from tandem.proxy.api.validation import ModelNotFound
+from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.admin_routes import PAGE_HEADERS
 from tandem.proxy.http.app_state import AppState
@@ -38,15 +39,23 @@ _SHOWN_CONFIG = (
 
 
 def server_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
-    card = ModelCard(config.served_model_name, int(time.time()), None)
+    card = ModelCard(config.served_model_name, int(time.time()), None, root=config.served_model_name)
     document = openapi_document(config.served_model_name, state.api_keys is not None)
     show_health = partial(_health, state)
 
+    def adapter_card(base: ModelCard, adapter: NamedAdapter) -> ModelCard:
+        return msgspec.structs.replace(
+            base, id=adapter.name, created=adapter.created or base.created, root=adapter.ref.folder, parent=base.id
+        )
+
     async def models(request: Request) -> Response:
-        return json_answer(request, ModelList([_with_limit(state, card)]))
+        base = _with_limit(state, card)
+        return json_answer(request, ModelList([base, *(adapter_card(base, each) for each in state.adapters.all())]))
 
     async def model(request: Request) -> Response:
         name = request.path_params["name"]
+        if name != config.served_model_name and (adapter := state.adapters.get(name)) is not None:
+            return json_answer(request, adapter_card(_with_limit(state, card), adapter))
         if name != config.served_model_name:
             raise ModelNotFound(
                 f"The model {name!r} does not exist; this server has {config.served_model_name!r}.", "model"

@@ -25,7 +25,7 @@ MAX_TOKENIZED_BYTES = 4 << 20
 MAX_DETOKENIZED_CHARACTERS = 16 << 20
 """Text that `/detokenize` returns."""
 
-BodyKind = Literal["completion", "chat", "chat_batch", "invocation"]
+BodyKind = Literal["completion", "chat", "chat_batch", "invocation", "embedding"]
 """invocation: a completion or a chat."""
 
 
@@ -43,6 +43,8 @@ class BodyReader:
             text.sampling_defaults,
             min(config.max_waiting_requests, config.max_requests_per_client or config.max_waiting_requests),
             config.max_logprobs,
+            config.adapter_table(),
+            text.embedding_defaults,
         )
         self._max_logprobs = config.max_logprobs
         self._tokenizer = text.tokenizer
@@ -64,6 +66,7 @@ class BodyReader:
             "completion": self._decoder.completion,
             "chat": self._decoder.chat,
             "chat_batch": self._decoder.chat_batch,
+            "embedding": self._decoder.embedding,
         }
         request = decode[kind](body)
         return msgspec.structs.replace(request, cache_salt=scoped_salt(cache_scope, request.cache_salt))
@@ -83,7 +86,8 @@ class BodyReader:
         request = request.with_vocabulary(limits.vocab_size, self._max_logprobs)
         max_tokens = request.max_prompt_tokens(limits)
         room = None if max_tokens is None else Room(max_tokens, request.truncation_side == "left")
-        prompts = self.renderer.render(request.prompt, limits, room, request.cache_salt)
+        adapter = request.adapter.ref if request.adapter is not None else None
+        prompts = self.renderer.render(request.prompt, limits, room, request.cache_salt, adapter)
         request.check_answer_size([prompt.num_tokens for prompt in prompts])
         request = msgspec.structs.replace(request, prompt=RenderedPrompts(prompts))
         if request.bad_words:

@@ -14,6 +14,7 @@ import msgspec
 from tokenizers import Tokenizer
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
+from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
 from tandem.proxy.text.model_files import find_model
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
@@ -49,6 +50,7 @@ class ModelText:
         self._needs_parts: bool | None = None  # found out with the first chat
         self.eos_token_ids = _eos_token_ids(folder, self._backend.eos_token_id)
         self.sampling_defaults = SamplingDefaults.read(folder, generation_config)
+        self.embedding_defaults = EmbeddingDefaults.read(folder)
         if not self.eos_token_ids:
             log.warning("model %s has no end-of-sequence token: sequences end only at max_tokens", model)
 

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from tandem.protocol.messages.adapter import AdapterRef
+from tandem.protocol.messages.generation import Pooling
 from tandem.protocol.messages.media import MediaItem, MediaKind, MediaTensor
 from tandem.proxy.media.source import MediaSource
 from tandem.runtime.errors import InvalidRequest
@@ -64,10 +66,11 @@ class ChatBatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class CompletionPrompt(msgspec.Struct, frozen=True, tag=True):
-    """json: the request's `prompt`, not decoded yet because it may contain a million token ids."""
+    """json: the request's `prompt`, not decoded yet because it may contain a million token ids. param: its field."""
 
     json: msgspec.Raw
     add_special_tokens: bool = True
+    param: str = "prompt"
 
     def num_prompts(self, max_prompts: int) -> int:
         """Counts the prompts without decoding them, up to one more than `max_prompts`."""
@@ -103,6 +106,7 @@ class Prompt:
     token_ids: packed, see `tandem.protocol.messages.token_ids`. num_prompt_logprobs, cache_salt, priority: see
     StartPrefill. prefix_hashes: hashes of the full blocks, packed; the router finds cached prefixes by them.
     media: readable until the sequence is dropped. is_text: the client sent text, so an echo has no special tokens.
+    media: readable until the sequence is dropped. adapter, pooling: see StartPrefill.
     """
 
     token_ids: bytes
@@ -113,6 +117,8 @@ class Prompt:
     prefix_hashes: bytes = b""
     media: tuple[MediaItem, ...] = ()
     is_text: bool = True
+    adapter: AdapterRef | None = None
+    pooling: Pooling | None = None
 
 
 class RenderedPrompts(msgspec.Struct, frozen=True, tag=True):

@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 from tokenizers import Encoding
 
+from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.media import MediaItem, MediaKind
 from tandem.protocol.messages.token_ids import pack_token_ids, unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
@@ -60,7 +61,12 @@ class Renderer:
         self._text = text
 
     def render(
-        self, prompt: AnyPrompt, limits: ModelLimits, room: Room | None = None, cache_salt: str = ""
+        self,
+        prompt: AnyPrompt,
+        limits: ModelLimits,
+        room: Room | None = None,
+        cache_salt: str = "",
+        adapter: AdapterRef | None = None,
     ) -> list[Prompt]:
         """Returns one prompt for a chat, or one or more for a batch or a completion, with their prefix hashes.
 
@@ -68,7 +74,7 @@ class Renderer:
         """
         prompts = []
         for rendered in self._tokens(prompt, limits, room):
-            hasher = BlockHasher(limits.block_size, limits.model_id, cache_salt, rendered.media)
+            hasher = BlockHasher(limits.block_size, limits.model_id, cache_salt, rendered.media, adapter)
             prompts.append(replace(rendered, prefix_hashes=pack_short_hashes(hasher.prompt_hashes(rendered.token_ids))))
         return prompts
 
@@ -103,19 +109,19 @@ class Renderer:
                 return [rendered for chat in chats for rendered in self._tokens(chat, limits, room)]
             case MediaPrompt():
                 return [self._tokenize_media(prompt, limits, room)]
-            case CompletionPrompt(json, add_special_tokens):
-                items = split_prompt(json)
-                return [self._render_item(item, limits, room, add_special_tokens) for item in items]
+            case CompletionPrompt(json, add_special_tokens, param):
+                items = split_prompt(json, param)
+                return [self._render_item(item, limits, room, add_special_tokens, param) for item in items]
 
     def _render_item(
-        self, item: str | list[int], limits: ModelLimits, room: Room | None, add_special_tokens: bool
+        self, item: str | list[int], limits: ModelLimits, room: Room | None, add_special_tokens: bool, param: str
     ) -> Prompt:
         if isinstance(item, str):
-            return self._tokenize(item, limits, room, add_special_tokens, "prompt")
+            return self._tokenize(item, limits, room, add_special_tokens, param)
         if room is not None:
             item = room.cut(item)
-        check_prompt_length(len(item), limits, "prompt")
-        return replace(_pack(item, limits), is_text=False)
+        check_prompt_length(len(item), limits, param)
+        return replace(_pack(item, limits, param), is_text=False)
 
     def _tokenize(
         self, text: str, limits: ModelLimits, room: Room | None, add_special_tokens: bool, param: str
@@ -170,15 +176,15 @@ def check_prompt_length(num_tokens: int, limits: ModelLimits, param: str) -> Non
         )
 
 
-def _pack(token_ids: list[int], limits: ModelLimits) -> Prompt:
+def _pack(token_ids: list[int], limits: ModelLimits, param: str = "prompt") -> Prompt:
     if (largest := max(token_ids)) >= limits.vocab_size:
         raise InvalidRequest(
-            f"Token id {largest} is out of range: this model's ids are 0 to {limits.vocab_size - 1}.", "prompt"
+            f"Token id {largest} is out of range: this model's ids are 0 to {limits.vocab_size - 1}.", param
         )
     return Prompt(pack_token_ids(token_ids), len(token_ids))
 
 
-def split_prompt(raw: msgspec.Raw) -> Sequence[str | list[int]]:
+def split_prompt(raw: msgspec.Raw, param: str = "prompt") -> Sequence[str | list[int]]:
     """Decodes a string, a list of strings, a list of token ids or a list of such lists. Raises InvalidRequest."""
     data = bytes(raw)
     inner = data[1:].lstrip()[:1]
@@ -193,15 +199,15 @@ def split_prompt(raw: msgspec.Raw) -> Sequence[str | list[int]]:
         kind = list[TokenId]
     if data[:1] not in (b'"', b"["):
         raise InvalidRequest(
-            "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids.", "prompt"
+            f"{param} must be a string, a list of strings, a list of token ids or a list of lists of token ids.", param
         )
     try:
         decoded = msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"prompt: {error}".replace("`$[...]`", "one of its items"), "prompt") from error
+        raise InvalidRequest(f"{param}: {error}".replace("`$[...]`", "one of its items"), param) from error
     prompts: list[str | list[int]] = [decoded] if kind in (str, list[TokenId]) else decoded
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
-        raise InvalidRequest("The prompt is empty.", "prompt")
+        raise InvalidRequest("The prompt is empty.", param)
     return prompts
 
 
