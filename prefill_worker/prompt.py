@@ -63,7 +63,9 @@ class PrefillPrompt:
         media: PromptMedia | None = None,
     ) -> PrefillPrompt:
         token_ids = unpack_token_ids(request.token_ids)
-        state = grammar.new_state(request.stop.stop_token_ids, request.sampling.thinking) if grammar is not None else None
+        state = (
+            grammar.new_state(request.stop.stop_token_ids, request.sampling.thinking) if grammar is not None else None
+        )
         samples = first_samples(request.sampling, request.seeds, request.stop, token_ids, request.num_generated, state)
         open_ids = set(request.attempt_ids)
         return cls(request, pair_id, decodes_here, number, now, token_ids, open_ids, samples, grammar, state, media)

@@ -91,6 +91,7 @@ class ProcessConfigs:
             tokenizer_threads=cluster.tokenizer_threads,
             trust_request_chat_template=cluster.trust_request_chat_template,
             tool_call_parser=cluster.tool_call_parser,
+            reasoning_parser=cluster.reasoning_parser,
             generation_config=cluster.generation_config,
             max_logprobs=cluster.max_logprobs,
             max_body_bytes=cluster.max_body_mib << 20,

@@ -54,9 +54,7 @@ class GrammarState:
     `begin`.
     """
 
-    def __init__(
-        self, grammar: Grammar, stop_token_ids: Collection[int], thinking: Thinking | None = None
-    ) -> None:
+    def __init__(self, grammar: Grammar, stop_token_ids: Collection[int], thinking: Thinking | None = None) -> None:
         self._thinking = thinking
         self._grammar = grammar
         self._stop_token_ids = stop_token_ids
@@ -92,8 +90,14 @@ class GrammarState:
                 mask[:] = 0xFF
                 _clear_bits(mask, self._stop_token_ids)
                 return
-            if start < 0:  # the sequence has not begun: it may think
-                opening = self._thinking.opening[0]
+            if start < 0:  # the next token decides whether the sequence thinks
+                opening = self._thinking.opening[len(output_token_ids)]
+                matcher = matcher.deep_copy()
+                if matcher.try_consume_tokens(list(output_token_ids)) < len(output_token_ids):
+                    mask[:] = 0
+                    _set_bits(mask, [opening])
+                    return
+                output_token_ids = ()
             else:
                 self._num_consumed, self._thinking = start, None
         new = list(output_token_ids[self._num_consumed :])
@@ -116,14 +120,14 @@ class GrammarState:
         if not mask.any():
             raise InvalidRequest("no token of this model's vocabulary can continue the grammar")
 
-
     def _after_thinking(self, thinking: Thinking, output: Sequence[int]) -> int | None:
-        """Returns the number of tokens before the answer: None while the sequence thinks, -1 if it has not begun."""
+        """Returns the number of tokens before the answer: None while the sequence thinks, -1 if it may begin to."""
         if not thinking.is_open:
-            if not output:
-                return -1
-            if output[0] != thinking.opening[0]:
+            opening = thinking.opening
+            if tuple(output[: len(opening)]) != opening[: len(output)]:
                 return 0
+            if len(output) < len(opening):
+                return -1
         ending = list(thinking.ending)
         for place in range(max(0, self._num_searched - len(ending)), len(output) - len(ending) + 1):
             if output[place] == ending[0] and list(output[place : place + len(ending)]) == ending:

@@ -1,5 +1,7 @@
-"""Changes logits before sampling: bans, bias, allowed tokens, penalties, grammar masks and the forced end of thinking. Greedy
-rows included."""
+"""Changes logits before sampling: bans, bias, allowed tokens, penalties, grammar masks and the forced end of thinking.
+
+Greedy rows included.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Incremental parser of harmony, the format of GPT-OSS. Pure; the result does not depend on how the text is split.
 
-The text is a series of messages: `<|start|>ROLE<|channel|>CHANNEL to=RECIPIENT<|constrain|>TYPE<|message|>BODY<|end|>`. The
-channel analysis is thinking, messages to `functions.NAME` are calls, all others are the answer. See
+The text is a series of messages: `<|start|>ROLE<|channel|>CHANNEL to=RECIPIENT<|message|>BODY<|end|>`. The channel
+analysis is thinking, messages to `functions.NAME` are calls, all others are the answer. See
 https://cookbook.openai.com/articles/openai-harmony.
 """
 
@@ -34,7 +34,9 @@ class HarmonyParser:
         """is_end: the text of the sequence ends here, so nothing is held back."""
         self._held += text
         parsed = Parsed()
-        while self._held and (self._read_header(parsed, is_end) if self._in_header else self._read_body(parsed, is_end)):
+        while self._held and (
+            self._read_header(parsed, is_end) if self._in_header else self._read_body(parsed, is_end)
+        ):
             pass
         return parsed
 

@@ -31,13 +31,14 @@ class Parameters:
     """Arguments that are written one by one instead of as JSON.
 
     key: pattern before a value, with the group `key`. end: text after a value. close: pattern after the last value.
-    strips_newlines: one newline at each end of a value is layout.
+    strips_newlines: one newline at each end of a value is layout. markers: texts that may be tokens of their own.
     """
 
     key: regex.Pattern[str]
     end: str
     close: regex.Pattern[str]
     strips_newlines: bool = False
+    markers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,7 @@ _PYTHON_NAME = r"(?P<name>[A-Za-z_][\w.]*)\("
 
 def _list(marker: str) -> Shape:
     """Returns a shape in which one marker is followed by a JSON list of calls."""
-    return Shape(
-        _p(marker + r"\s*\[\s*" + _JSON_HEAD), tail=_BRACE, more=_p(r"\s*,\s*" + _JSON_HEAD), end=_p(r"\s*\]")
-    )
+    return Shape(_p(marker + r"\s*\[\s*" + _JSON_HEAD), tail=_BRACE, more=_p(r"\s*,\s*" + _JSON_HEAD), end=_p(r"\s*\]"))
 
 
 def _deepseek(call: str, tail: str) -> Shape:
@@ -191,6 +190,7 @@ TOOL_FAMILIES: dict[ToolFamilyName, ToolFamily] = {
                     _p(r"\s*<arg_key>\s*(?P<key>[^<]+?)\s*</arg_key>\s*<arg_value>"),
                     "</arg_value>",
                     _p(r"\s*</tool_call>"),
+                    markers=("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
                 ),
             ),
         ),

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import regex
 from tokenizers import Tokenizer
 
-from tandem.proxy.api.tool_families import TOOL_FAMILIES, ToolFamilyName, Writing
+from tandem.proxy.api.tool_families import TOOL_FAMILIES, Parameters, ToolFamilyName, Writing
 from tandem.proxy.api.tool_parser import ToolParser
 
 DEFAULT_FAMILY: ToolFamilyName = "hermes"
 """For chat templates that show no format."""
-_PLACEHOLDER = regex.compile("NAME|INDEX")
 
 
 def detect_tool_family(chat_template: str | None) -> ToolFamilyName:
@@ -45,6 +44,8 @@ class ToolFormat(msgspec.Struct, frozen=True):
         family = TOOL_FAMILIES[name]
         writing = family.writing
         written = "".join((writing.first, writing.before, writing.between, writing.after, writing.last))
+        for shape in family.shapes:
+            written += "".join(shape.arguments.markers) if isinstance(shape.arguments, Parameters) else ""
         added = tokenizer.get_added_tokens_decoder()
         tokens = {token.content: i for i, token in added.items() if token.content and token.content in written}
         text_tokens = sorted(i for i, token in added.items() if not token.special and i not in tokens.values())
@@ -77,11 +78,8 @@ class ToolFormat(msgspec.Struct, frozen=True):
         answer consists of calls only. content: the grammar rule for answers without calls; None allows any text.
         Arguments that are not written as JSON are free text up to the end of the call.
         """
-        family, writing = TOOL_FAMILIES[self.name], self._writing
-        if not family.markers:  # calls begin the answer
-            opening = ""
-        else:
-            opening = family.markers[0]
+        family, writing = TOOL_FAMILIES[self.name], self.writing
+        opening = family.markers[0] if family.markers else ""  # without a marker, calls begin the answer
         is_json = self.name == "openai" or any(shape.arguments == "json" for shape in family.shapes)
         if not is_required and content is None and (not is_json or self.name == "openai"):
             return None
@@ -124,7 +122,7 @@ class ToolFormat(msgspec.Struct, frozen=True):
         return "\n".join(["%llguidance {}", f"start: {start}", *rules])
 
     @property
-    def _writing(self) -> Writing:
+    def writing(self) -> Writing:
         writing = TOOL_FAMILIES[self.name].writing
         if self.name == "mistral" and "[ARGS]" not in self.tokens:  # tokenisers before version 11
             return Writing('{"name": "NAME", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]")
@@ -132,8 +130,8 @@ class ToolFormat(msgspec.Struct, frozen=True):
 
     def _terms(self, text: str, name: str = "") -> str:
         """Returns grammar terms for a text: quoted pieces, token ids of added tokens, NAME and INDEX replaced."""
-        markers = "|".join(regex.escape(token) for token in sorted(self.tokens, key=len, reverse=True))
-        pieces = regex.split(f"({markers})", text) if markers else [text]
+        markers = "|".join(re.escape(token) for token in sorted(self.tokens, key=len, reverse=True))
+        pieces = re.split(f"({markers})", text) if markers else [text]
         terms = []
         for piece in pieces:
             if piece in self.tokens:
