@@ -21,7 +21,7 @@ from tandem.kv_transfer.registry import check_name
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import load_keys
-from tandem.proxy.api.tool_formats import ToolFormatName
+from tandem.proxy.api.parser_names import ReasoningParserName, ToolParserName
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.logs import LogFormat
 
@@ -50,8 +50,11 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lora: Annotated[list[str], _in("model", description=
         "LoRA adapter as NAME=FOLDER, in PEFT's format; requests use it by giving NAME as their model. May be "
         "repeated.")] = []
-    tool_call_parser: Annotated[ToolFormatName, _in("model", description=
-        "Format in which the model writes tool calls: hermes (also Qwen) or llama3_json.")] = "hermes"
+    tool_call_parser: Annotated[ToolParserName, _in("model", description=
+        "Format in which the model writes tool calls; auto chooses by the chat template.")] = "auto"
+    reasoning_parser: Annotated[ReasoningParserName, _in("model", description=
+        "Format in which the model writes its thinking; auto chooses by the chat template, none leaves it in the "
+        "answer.")] = "auto"
     generation_config: Annotated[str, _in("model", description=
         "Where defaults of sampling come from: auto reads the model's generation_config.json, vllm uses none, and a "
         "folder or file is read in place of the model's.")] = "auto"

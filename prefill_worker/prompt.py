@@ -70,7 +70,9 @@ class PrefillPrompt:
         adapter: Adapter | None = None,
     ) -> PrefillPrompt:
         token_ids = unpack_token_ids(request.token_ids)
-        state = grammar.new_state(request.stop.stop_token_ids) if grammar is not None else None
+        state = (
+            grammar.new_state(request.stop.stop_token_ids, request.sampling.thinking) if grammar is not None else None
+        )
         samples: list[Sample] = []
         if request.pooling is None:
             samples = first_samples(

@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from tandem.protocol.network import NetworkConfig
-from tandem.proxy.api.tool_formats import ToolFormatName
+from tandem.proxy.api.parser_names import ReasoningParserName, ToolParserName
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.media.source import MediaLimits
 from tandem.runtime.errors import ConfigError
@@ -33,7 +33,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       tokenizer_threads: tokeniser processes. trust_request_chat_template: requests may bring a chat template.
       adapters: LoRA adapters at the start. lora_file: holds them once one was loaded or unloaded; shared by the proxies
       of a host; empty if adapters cannot be loaded.
-      tool_call_parser: how the model writes tool calls, see `proxy.api.tool_formats`.
+      tool_call_parser, reasoning_parser: how the model writes tool calls and thinking, see `proxy.api.parser_names`.
       generation_config: where sampling defaults come from, see `proxy.text.sampling_defaults`.
       max_logprobs: top tokens per token that a request may ask for; -1 for all.
     HTTP:
@@ -95,7 +95,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trust_request_chat_template: bool = False
     adapters: list[NamedAdapter] = []
     lora_file: str = ""
-    tool_call_parser: ToolFormatName = "hermes"
+    tool_call_parser: ToolParserName = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
     generation_config: str = "auto"
     max_logprobs: Annotated[int, Meta(ge=-1)] = 20
     ssl_certfile: str = ""

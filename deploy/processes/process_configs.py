@@ -102,6 +102,7 @@ class ProcessConfigs:
             adapters=self._adapters,
             lora_file=place.lora_file,
             tool_call_parser=cluster.tool_call_parser,
+            reasoning_parser=cluster.reasoning_parser,
             generation_config=cluster.generation_config,
             max_logprobs=cluster.max_logprobs,
             max_body_bytes=cluster.max_body_mib << 20,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -9,6 +10,33 @@ import msgspec
 FinishReason = Literal["stop", "length"]
 Pooling = Literal["last", "mean"]
 """How a prompt's hidden states, after the last norm, become its embedding: the last token's, or the mean of all."""
+
+
+class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a sequence's thinking begins and ends, as token ids. Everything here is a function of the generated tokens.
+
+    is_open: the prompt ends with the opening. opening, ending: ids around the thinking. forced: ids that are generated
+    when max_tokens of thinking have been; they begin with the ending's first. max_tokens: None is no limit.
+    """
+
+    is_open: bool
+    opening: tuple[int, ...]
+    ending: tuple[int, ...]
+    forced: tuple[int, ...]
+    max_tokens: int | None = None
+
+    def forced_token(self, output_token_ids: Sequence[int]) -> int | None:
+        """Returns the token that must come next because the thinking has reached its limit, or None."""
+        if self.max_tokens is None:
+            return None
+        start = 0 if self.is_open else len(self.opening)
+        number = len(output_token_ids) - start - self.max_tokens
+        if not 0 <= number < len(self.forced):
+            return None
+        if not self.is_open and tuple(output_token_ids[:start]) != self.opening:
+            return None
+        has_ended = self.forced[0] in output_token_ids[start : start + self.max_tokens]
+        return None if has_ended else self.forced[number]
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,11 +64,12 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     logprobs: int | None = None
     logprob_token_ids: tuple[int, ...] = ()
     grammar: str | None = None
+    thinking: Thinking | None = None
 
     @property
     def needs_history(self) -> bool:
         """Whether earlier tokens affect sampling."""
-        return self.has_penalties or bool(self.bad_words) or self.grammar is not None
+        return self.has_penalties or bool(self.bad_words) or self.grammar is not None or self.thinking is not None
 
     @property
     def has_penalties(self) -> bool:

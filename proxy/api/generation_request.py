@@ -11,6 +11,7 @@ import msgspec
 from tandem.protocol.messages.generation import Pooling, SamplingParams, StopConditions
 from tandem.protocol.messages.prompt_logprobs import MAX_PROMPT_LOGPROBS_BYTES, max_packed_bytes
 from tandem.proxy.admission.answer_budget import MAX_ANSWER_BYTES, answer_too_large
+from tandem.proxy.api.reasoning import ReasoningFormat
 from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.cluster.worker_table import ModelLimits
@@ -50,6 +51,8 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     grammar_param: the field that base_sampling.grammar comes from, for errors.
     tool_format: how the answer writes tool calls; None if it may contain none.
     adapter: LoRA adapter that the request names as its model. embedding: set if embeddings are wanted instead of text.
+    reasoning: how the model writes its thinking; None if it is not separated from the answer.
+    begins_thinking: for each prompt, whether it ends with the opening of the thinking; empty before tokenising.
     media_lease: keeps the prompt's media in the cache. The owner of the request calls `release_media`.
     is_chat: the answer has messages. roles, prefixes: of each chat: the role of its answer, and the text of its last
     message if the answer begins with that.
@@ -66,6 +69,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     is_prompt_only: bool
     grammar_param: str
     tool_format: ToolFormat | None
+    reasoning: ReasoningFormat | None
     skip_special_tokens: bool
     include_usage: bool
     continuous_usage: bool
@@ -75,6 +79,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefixes: list[str] = []
     adapter: NamedAdapter | None = None
     embedding: EmbeddingOptions | None = None
+    begins_thinking: list[bool] = []
 
     # As in the body of the request, where null means these defaults:
     n: int = 1
@@ -96,6 +101,13 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache_salt: str = ""
     stream: bool = False
     return_token_ids: bool = False
+    include_reasoning: bool = True
+    thinking_token_budget: int | None = None
+
+    @property
+    def is_parsed(self) -> bool:
+        """Whether the text has parts besides the answer."""
+        return self.tool_format is not None or self.reasoning is not None
 
     def release_media(self) -> None:
         """Ends the lease of the prompt's media, if there is one. Idempotent."""

@@ -123,7 +123,9 @@ class AnsweredToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):
-    """content: None if the answer consists of tool calls. role: assistant, or that of a message which it continues.
+    """content: None if the answer consists of tool calls or thinking. reasoning: the thinking, without its markers.
+
+    role: assistant, or that of a message which it continues.
 
     Fields that are always null are part of OpenAI's answers.
     """
@@ -135,6 +137,7 @@ class AssistantMessage(msgspec.Struct, frozen=True):
     audio: None = None
     function_call: None = None
     tool_calls: list[AnsweredToolCall] | None = None
+    reasoning: str | None = None
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -163,6 +166,7 @@ class ChatDelta(msgspec.Struct, frozen=True):
     role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[AnsweredToolCall] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):

@@ -29,6 +29,7 @@ MaxTokensOrZero = Annotated[int, Meta(ge=0, lt=2**31)]
 Count = Annotated[int, Meta(ge=1, le=128)]
 NumTop = Annotated[int, Meta(ge=-1, lt=2**31)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
+ThinkingBudget = Annotated[int, Meta(ge=-1, lt=2**31)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, lt=2**31)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
@@ -152,7 +153,6 @@ class NotServed(msgspec.Struct):
     store: Annotated[Any, accepts(False)] = None
     service_tier: Annotated[Any, accepts("auto", "default")] = None
     verbosity: Annotated[Any, accepts("medium")] = None
-    thinking_token_budget: Annotated[Any, accepts()] = None
     repetition_detection: Annotated[Any, accepts()] = None
     watermarking: Annotated[Any, accepts(False)] = None
     media_io_kwargs: Annotated[Any, accepts({})] = None
@@ -194,6 +194,9 @@ class GenerationFields(NotServed):
     guided_regex: Annotated[GrammarText | None, doc("older name of structured_outputs.regex")] = None
     guided_choice: Annotated[Choices | None, doc("older name of structured_outputs.choice")] = None
     guided_grammar: Annotated[GrammarText | None, doc("older name of structured_outputs.grammar")] = None
+    thinking_token_budget: Annotated[
+        ThinkingBudget | None, doc("tokens of thinking after which the answer must begin; -1: no limit")
+    ] = None
     seed: Annotated[Seed | None, doc("makes sampling reproducible; choice i uses seed + i")] = None
     n: Annotated[Count | None, doc("number of choices per prompt; the prompt is computed once")] = 1
     stop: Annotated[StopString | StopStrings | None, doc("strings that end the text; not part of it")] = None
@@ -294,6 +297,7 @@ class ChatFields(GenerationFields, kw_only=True):
     chat_template_kwargs: ChatTemplateKwargs = None
     documents: Documents = None
     reasoning_effort: ReasoningEffort = None
+    include_reasoning: Annotated[OptionalBool, doc("the answer has the model's thinking in `reasoning`")] = True
     echo: Annotated[OptionalBool, doc("the answer begins with the last message if that has the answer's role")] = False
     add_special_tokens: Annotated[OptionalBool, doc("the tokeniser adds its own tokens to those of the template")] = (
         False

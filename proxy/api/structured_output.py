@@ -37,12 +37,16 @@ class Constraint(NamedTuple):
 
 
 class OutputPlan(NamedTuple):
-    """grammar: what the answer must follow. tools: for the chat template. may_call: the answer may call tools."""
+    """grammar: what the answer must follow. tools: for the chat template. may_call: the answer may call tools.
+
+    arguments: JSON schemas of the tools' arguments, by name.
+    """
 
     grammar: str | None = None
     param: str | None = None
     tools: list[dict[str, Any]] | None = None
     may_call: bool = False
+    arguments: dict[str, dict[str, Any]] | None = None
 
 
 def plan_output(request: GenerationFields, tool_format: ToolFormat) -> OutputPlan:
@@ -173,7 +177,8 @@ def _with_tools(
         is_parallel=request.parallel_tool_calls is not False and not isinstance(choice, NamedToolChoice),
         content=constraint.json_rule if constraint is not None else None,
     )
-    return OutputPlan(grammar, "tools", [template_tool(tool) for tool in tools], may_call=True)
+    arguments = {tool.function.name: tool.function.parameters or {} for tool in tools}
+    return OutputPlan(grammar, "tools", [template_tool(tool) for tool in tools], may_call=True, arguments=arguments)
 
 
 def _arguments_schema(function: FunctionDefinition) -> dict[str, Any]:

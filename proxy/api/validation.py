@@ -12,6 +12,7 @@ from tandem.protocol.messages.generation import SamplingParams
 from tandem.proxy.api.chat_messages import ChatMessage, template_message
 from tandem.proxy.api.field_errors import invalid_field, shown_value
 from tandem.proxy.api.generation_request import ALL_LOGPROBS, EmbeddingOptions, GenerationRequest
+from tandem.proxy.api.reasoning import ReasoningFormat
 from tandem.proxy.api.schema import (
     DECIMAL_ID,
     NEUTRAL_VALUES,
@@ -43,7 +44,7 @@ _SAME_IN_SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "pre
 _SAME_IN_REQUEST = (
     "n", "seed", "stop_token_ids", "min_tokens", "bad_words", "priority", "request_id",
     "timeout", "return_tokens_as_token_ids", "include_stop_str_in_output", "truncate_prompt_tokens", "truncation_side",
-    "cache_salt", "stream", "return_token_ids", "use_beam_search", "length_penalty",
+    "cache_salt", "stream", "return_token_ids", "include_reasoning", "use_beam_search", "length_penalty",
 )  # fmt: skip
 """Fields of a body that `SamplingParams` and `GenerationRequest` have too. Null means their default."""
 
@@ -86,6 +87,7 @@ class BodyDecoder:
         served_model_name: str,
         trust_chat_template: bool = False,
         tool_format: ToolFormat | None = None,
+        reasoning: ReasoningFormat | None = None,
         max_media: int = 0,
         sampling_defaults: SamplingDefaults = SamplingDefaults(),  # noqa: B008  # frozen
         max_sequences: int = 1024,
@@ -104,6 +106,7 @@ class BodyDecoder:
         self._served_model_name = served_model_name
         self._trust_chat_template = trust_chat_template
         self._tool_format = tool_format or ToolFormat()
+        self._reasoning = reasoning
         self._completion = msgspec.json.Decoder(CompletionRequest)
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._chat_batch = msgspec.json.Decoder(BatchChatCompletionRequest)
@@ -251,6 +254,7 @@ class BodyDecoder:
             is_prompt_only=True,
             grammar_param="",
             tool_format=None,
+            reasoning=None,
             skip_special_tokens=True,
             include_usage=False,
             continuous_usage=False,
@@ -333,6 +337,14 @@ class BodyDecoder:
             raise InvalidRequest(
                 "stream_options requires stream; set stream to true or leave it out.", "stream_options"
             )
+        budget = None if request.thinking_token_budget == -1 else request.thinking_token_budget
+        if budget is not None and self._reasoning is None:
+            raise InvalidRequest(
+                f"thinking_token_budget is {budget}, but this server knows no thinking of its model; leave it out, or "
+                "start the server with --reasoning-parser.",
+                "thinking_token_budget",
+            )
+        reasoning = self._reasoning if isinstance(request, ChatFields) or budget is not None else None
         output = plan_output(request, self._tool_format)
         if request.use_beam_search and output.param is not None:
             raise InvalidRequest(f"{output.param} is not supported with use_beam_search; leave one out.", output.param)
@@ -353,13 +365,16 @@ class BodyDecoder:
             num_prompt_logprobs=_num_prompt_logprobs(request),
             is_prompt_only=is_prompt_only,
             grammar_param=output.param or "",
-            tool_format=self._tool_format if output.may_call else None,
+            tool_format=self._tool_format.with_tools(output.arguments or {}) if output.may_call else None,
+            reasoning=reasoning,
             skip_special_tokens=request.skip_special_tokens is not False
-            and not (output.may_call and self._tool_format.has_special_markers),
+            and not (output.may_call and self._tool_format.has_special_markers)
+            and not (reasoning is not None and reasoning.has_special_markers),
             include_usage=options is not None and bool(options.include_usage),
             continuous_usage=options is not None
             and bool(options.include_usage)
             and bool(options.continuous_usage_stats),
+            thinking_token_budget=budget,
             **_given(request, _SAME_IN_REQUEST),
         )
 

@@ -20,11 +20,11 @@ from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.embeddings import EmbeddingAnswer
+from tandem.proxy.answers.parsed_answers import ParsedAnswers
 from tandem.proxy.answers.request_id import HEADER, check_request_id, id_header, request_id_of
 from tandem.proxy.answers.streaming_response import EventStream, unless_disconnected
 from tandem.proxy.answers.timeline_comments import HEADER as TIMELINE_HEADER
 from tandem.proxy.answers.timeline_comments import wants_timeline, with_timeline
-from tandem.proxy.answers.tool_answers import ToolAnswers
 from tandem.proxy.answers.whole_answer import WholeAnswer
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.schema import SOONEST_PRIORITY
@@ -150,8 +150,7 @@ def _answers(generation: Generation, model: str) -> Answers | EmbeddingAnswer:
         return EmbeddingAnswer(generation, model)
     if not generation.request.is_chat:
         return CompletionAnswers(generation, model)
-    tool_format = generation.request.tool_format
-    return ChatAnswers(generation, model) if tool_format is None else ToolAnswers(generation, model, tool_format)
+    return (ParsedAnswers if generation.request.is_parsed else ChatAnswers)(generation, model)
 
 
 async def _read(

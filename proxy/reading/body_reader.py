@@ -9,9 +9,9 @@ import msgspec
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.api_key import scoped_salt
 from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.parser_names import reasoning_format, tool_format
 from tandem.proxy.api.responses import DetokenizeResponse, TokenizeResponse
 from tandem.proxy.api.structured_output import checked_grammar
-from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
@@ -38,7 +38,8 @@ class BodyReader:
         self._decoder = BodyDecoder(
             config.served_model_name,
             config.trust_request_chat_template,
-            ToolFormat.of(config.tool_call_parser, text.tokenizer),
+            tool_format(config.tool_call_parser, text),
+            reasoning_format(config.reasoning_parser, text),
             config.media.max_items if config.media_cache_endpoint else 0,
             text.sampling_defaults,
             min(config.max_waiting_requests, config.max_requests_per_client or config.max_waiting_requests),
@@ -90,6 +91,18 @@ class BodyReader:
         prompts = self.renderer.render(request.prompt, limits, room, request.cache_salt, adapter)
         request.check_answer_size([prompt.num_tokens for prompt in prompts])
         request = msgspec.structs.replace(request, prompt=RenderedPrompts(prompts))
+        if (reasoning := request.reasoning) is not None:
+            begins = [reasoning.is_open(prompt.token_ids, self._tokenizer) for prompt in prompts]
+            request = msgspec.structs.replace(request, begins_thinking=begins)
+            budget, is_constrained = request.thinking_token_budget, request.base_sampling.grammar is not None
+            if budget is not None or is_constrained:
+                if any(begin != begins[0] for begin in begins):
+                    raise InvalidRequest(
+                        "Some of the prompts end within thinking and others do not; send them in separate requests.",
+                        "messages",
+                    )
+                has_tools = is_constrained or request.tool_format is not None
+                request = _with_sampling(request, thinking=reasoning.thinking(begins[0], budget, has_tools))
         if request.bad_words:
             request = _with_sampling(request, bad_words=self.renderer.bad_words(request.bad_words))
         return request

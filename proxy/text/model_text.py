@@ -54,6 +54,12 @@ class ModelText:
         if not self.eos_token_ids:
             log.warning("model %s has no end-of-sequence token: sequences end only at max_tokens", model)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The model's template; all of them if it has several."""
+        template = self._backend.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template
+
     def tokenizer_info(self) -> dict[str, Any]:
         """Returns tokenizer_config.json with the chat template and the texts of special tokens. Raises ConfigError."""
         try:
