@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -26,6 +27,7 @@ from tandem.protocol.worker_actions import Action
 from tandem.runtime.drain import Drain, Retired
 from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.host import host_id
+from tandem.runtime.threads import show_thread_name
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import EngineHost
@@ -58,6 +60,30 @@ def _role(config: WorkerConfig) -> Role:
     return msgspec.convert(file.read_text(), Role) if config.role_file and file.exists() else config.role
 
 
+class RoleFile:
+    """Keeps the worker's role for its next process.
+
+    A thread writes, because replacing a file can take seconds while the disk is busy.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self._thread = ThreadPoolExecutor(1, "role-file", show_thread_name)
+
+    def write(self, role: Role) -> None:
+        self._thread.submit(self._replace, role)
+
+    def close(self) -> None:
+        """Does not wait for writes that have not begun."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _replace(self, role: Role) -> None:
+        try:
+            write_whole(self._file, role)
+        except OSError as error:
+            log.error("the role %s will not survive a restart: %s", role, error)
+
+
 class Presence:
     """Keeps a worker registered while `serve` runs.
 
@@ -85,6 +111,7 @@ class Presence:
         self._host = host
         self._registration: Registration | None = None  # set while serving
         self._num_role_changes = 0
+        self._role_file = RoleFile(Path(config.role_file)) if config.role_file else None
 
     async def serve(self, context: Context, stopping: asyncio.Event, on_tick: Callable[[float], None]) -> None:
         """Serves until `stopping` is set or a drain is over.
@@ -124,6 +151,8 @@ class Presence:
             self._registration = None
             registration.send_to_all(WorkerLeft(self.info.worker_id, self.info.epoch))
             registration.close()
+            if self._role_file is not None:
+                self._role_file.close()
         if self._drain.for_good:
             raise Retired("the worker was drained for good")
 
@@ -165,8 +194,8 @@ class Presence:
         if role == self.info.role or self._registration is None:
             return
         log.info("role changed from %s to %s", self.info.role, role)
-        if self._config.role_file:
-            write_whole(Path(self._config.role_file), role)
+        if self._role_file is not None:
+            self._role_file.write(role)
         self._num_role_changes += 1
         self.info = msgspec.structs.replace(self.info, role=role)
         self._traffic.on_role(self.info)
