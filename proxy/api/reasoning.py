@@ -129,9 +129,9 @@ class ReasoningParser:
         if self._state == "begun":
             self._held = self._held.lstrip(_SPACE)
             # Templates end with the opening, but some models repeat it.
-            if self._held.startswith(self._opening):
+            while self._held.startswith(self._opening):
                 self._held = self._held[len(self._opening) :].lstrip(_SPACE)
-            elif self._opening.startswith(self._held) and not is_end:
+            if self._opening.startswith(self._held) and not is_end:
                 return "", ""
             if not self._held:
                 return "", ""

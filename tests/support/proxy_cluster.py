@@ -80,6 +80,7 @@ class FakeText:
     eos_token_ids = frozenset({EOS})
     sampling_defaults = SamplingDefaults()
     embedding_defaults = EmbeddingDefaults()
+    chat_template = None
 
     def __init__(self) -> None:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -45,6 +45,7 @@ class CountingTokenizer:
 
 
 class FakeText:
+    chat_template = None
     sampling_defaults = SamplingDefaults()
     embedding_defaults = EmbeddingDefaults()
 
