@@ -76,6 +76,7 @@ class FakePool(WorkerConnections):
 class FakeText:
     """A tokeniser with one token for each byte."""
 
+    chat_template = None
     eos_token_ids = frozenset({EOS})
     sampling_defaults = SamplingDefaults()
 

@@ -44,6 +44,7 @@ class CountingTokenizer:
 
 
 class FakeText:
+    chat_template = None
     sampling_defaults = SamplingDefaults()
 
     def __init__(self, tokenizer: Tokenizer) -> None:
