@@ -16,7 +16,7 @@ class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How a sequence's thinking begins and ends, as token ids. Everything here is a function of the generated tokens.
 
     is_open: the prompt ends with the opening. opening, ending: ids around the thinking. forced: ids that are generated
-    when max_tokens of thinking have been; they begin with the ending's first. max_tokens: None is no limit.
+    when max_tokens of thinking have been. max_tokens: None is no limit.
     """
 
     is_open: bool
@@ -35,8 +35,16 @@ class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return None
         if not self.is_open and tuple(output_token_ids[:start]) != self.opening:
             return None
-        has_ended = self.forced[0] in output_token_ids[start : start + self.max_tokens]
-        return None if has_ended else self.forced[number]
+        return None if self._has_ended(output_token_ids[start : start + self.max_tokens]) else self.forced[number]
+
+    def _has_ended(self, thought: Sequence[int]) -> bool:
+        """Whether these tokens contain the ending, or end with the beginning of it."""
+        size = len(self.ending)
+        return any(
+            tuple(thought[place : place + size]) == self.ending[: len(thought) - place]
+            for place, token_id in enumerate(thought)
+            if token_id == self.ending[0]
+        )
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

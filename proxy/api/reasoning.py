@@ -107,6 +107,7 @@ class ReasoningParser:
         self._opening = opening
         self._ending = ending
         self._held = ""
+        self._may_repeat = is_open  # some models write the opening again
         self._state: Literal["before", "begun", "thinking", "ended", "answer"] = "begun" if is_open else "before"
 
     def push(self, text: str, is_end: bool = False) -> tuple[str, str]:
@@ -128,10 +129,10 @@ class ReasoningParser:
                 return "", self._answer()
         if self._state == "begun":
             self._held = self._held.lstrip(_SPACE)
-            # Templates end with the opening, but some models repeat it.
-            while self._held.startswith(self._opening):
+            if self._may_repeat and self._held.startswith(self._opening):
+                self._may_repeat = False
                 self._held = self._held[len(self._opening) :].lstrip(_SPACE)
-            if self._opening.startswith(self._held) and not is_end:
+            elif self._may_repeat and self._opening.startswith(self._held) and not is_end:
                 return "", ""
             if not self._held:
                 return "", ""
@@ -166,7 +167,7 @@ class ReasoningCounter:
 
     def __init__(self, reasoning_format: ReasoningFormat, is_open: bool) -> None:
         self._opening = reasoning_format.opening_ids
-        self._ending = reasoning_format.ending_ids[:1]
+        self._ending = reasoning_format.ending_ids
         self._is_open = is_open
         self._last: tuple[int, ...] = ()
         self._may_open = True
@@ -174,12 +175,14 @@ class ReasoningCounter:
         self.num_tokens = 0
 
     def add(self, token_id: int) -> None:
+        if not (self._is_open or self._may_open):
+            return
+        marker = self._ending if self._is_open else self._opening
+        self._last = (*self._last, token_id)[-len(marker) :]
+        self.num_tokens += self._is_open
+        if self._last != marker:
+            return
         if self._is_open:
-            if (token_id,) == self._ending:
-                self._is_open, self._may_open, self._last = False, self._repeats, ()
-            else:
-                self.num_tokens += 1
-        elif self._may_open:
-            self._last = (*self._last, token_id)[-len(self._opening) :]
-            if self._last == self._opening:
-                self._is_open = True
+            self.num_tokens -= len(marker)
+            self._may_open = self._repeats
+        self._is_open, self._last = not self._is_open, ()

@@ -41,8 +41,11 @@ class StopStrings:
 
 def num_held_back(text: str, markers: Sequence[str]) -> int:
     """Returns how many characters at the end of `text` may be the beginning of a marker that is not complete."""
-    for length in range(min(max(map(len, markers)) - 1, len(text)), 0, -1):
-        tail = text[-length:]
-        if any(marker.startswith(tail) for marker in markers):
-            return length
-    return 0
+    longest = 0
+    for marker in markers:
+        start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+        while start >= 0 and not marker.startswith(text[start:]):
+            start = text.find(marker[0], start + 1)
+        if start >= 0:
+            longest = max(longest, len(text) - start)
+    return longest

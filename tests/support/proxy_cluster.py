@@ -77,10 +77,10 @@ class FakePool(WorkerConnections):
 class FakeText:
     """A tokeniser with one token for each byte."""
 
+    chat_template = None
     eos_token_ids = frozenset({EOS})
     sampling_defaults = SamplingDefaults()
     embedding_defaults = EmbeddingDefaults()
-    chat_template = None
 
     def __init__(self) -> None:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -17,7 +17,7 @@ import tandem.engine.sampling.sampler
 from tandem.engine.batch import Sample
 from tandem.engine.sampling.noise import arrival_times, noise_keys
 from tandem.engine.sampling.sampler import sample
-from tandem.protocol.messages.generation import SampledToken, SamplingParams
+from tandem.protocol.messages.generation import SampledToken, SamplingParams, Thinking
 
 VOCAB_SIZE = 50
 
@@ -318,3 +318,15 @@ def test_impossible_tokens_are_not_chosen(vocab_size: int, params: SamplingParam
     chosen = sample(rows, [Sample(params)] * 64, range(64))
     for row, token in zip(rows, chosen, strict=True):
         assert math.isfinite(row[token.token_id])
+
+
+def test_the_end_of_thinking_is_forced_in_its_own_row_only() -> None:
+    thinking = Thinking(True, (7,), (8,), (8, 9), max_tokens=2)
+    logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    plain = SamplingParams(temperature=0.0)
+    limited = SamplingParams(temperature=0.0, thinking=thinking, allowed_token_ids=(1, 2))
+    rows = [Sample(plain), Sample(limited, output_token_ids=[1, 2]), Sample(limited, output_token_ids=[1, 2, 8])]
+    best = int(logits[0].argmax())
+    assert [token.token_id for token in sample(logits, rows, [0, 2, 3])] == [best, 8, 9]
+    ended = [Sample(plain), *(Sample(limited, output_token_ids=out) for out in ([1], [8, 1]))]
+    assert all(token.token_id in (1, 2) for token in sample(logits, ended, [0, 1, 2])[1:])

@@ -136,7 +136,7 @@ def test_thinking_is_emitted_as_soon_as_it_is_certain() -> None:
     assert (parsed.reasoning, parsed.content) == ("", "Yes")
 
 
-@pytest.mark.parametrize(("name", "is_open"), [case for case in OPEN if case[0] != "kimi_vl"])
+@pytest.mark.parametrize(("name", "is_open"), OPEN)
 def test_reasoning_tokens_are_those_between_the_markers(name: ReasoningFamilyName, is_open: bool) -> None:
     counter = ReasoningCounter(FORMATS[name], is_open)
     for token_id in ids(text_of(name, "twelve bytes", "and the answer", is_open)):

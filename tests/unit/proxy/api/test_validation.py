@@ -342,3 +342,20 @@ def test_any_value_in_any_field_is_accepted_or_refused(value: Any) -> None:
             body = json.dumps({"prompt": "a", "messages": [{"role": "user", "content": "a"}], field: value}).encode()
             with suppress(InvalidRequest):
                 decode(body)
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_earlier_thinking_reaches_the_template_under_both_names(name: str) -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes", name: "Hm"},
+        {"role": "assistant", "content": None, name: "So"},
+        {"role": "assistant", "content": None, "tool_calls": calls, name: "Call"},
+    ]
+    prompt = DECODER.chat(json.dumps({"messages": messages}).encode()).prompt
+    assert isinstance(prompt, ChatPrompt)
+    shown = [(m.get("reasoning"), m.get("reasoning_content"), m.get("thinking")) for m in prompt.messages]
+    assert shown == [(None, None, None), ("Hm", "Hm", None), ("So", "So", None), ("Call", "Call", "Call")]
+    with pytest.raises(InvalidRequest, match="reasoning"):
+        DECODER.chat(json.dumps({"messages": [{"role": "assistant", "content": "a", name: 5}]}).encode())
