@@ -58,7 +58,8 @@ def test_embeddings_need_prefill_workers_only() -> None:
         assert [each["index"] for each in found["data"]] == [0, 1]
         np.testing.assert_allclose([each["embedding"] for each in found["data"]], [[0.6, 0.8], [-0.6, 0.8]], rtol=1e-6)
         assert (found["object"], found["model"], found["id"]) == ("list", "m", "embd-r")
-        assert found["usage"] == {"prompt_tokens": 5, "total_tokens": 5, "prompt_tokens_details": {"cached_tokens": 0}}
+        details = {"cached_tokens": 0, "multimodal_tokens": None}
+        assert found["usage"] == {"prompt_tokens": 5, "total_tokens": 5, "prompt_tokens_details": details}
         cluster.check_nothing_is_left()
 
     play(test, workers=(PREFILL,))
