@@ -50,6 +50,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	@$(PYTEST) -qq --collect-only >/dev/null || { $(PYTEST) -q --collect-only | tail -30; exit 1; }  # every test module imports
 
 check: lint
 	$(PYTEST) tests/unit

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import msgspec
 
@@ -177,7 +178,7 @@ class Worker:
 
     def _refuse(self, message: PromptMessage, error: TandemError) -> None:
         for attempt_id in message.attempt_ids[:MAX_SEQUENCES]:
-            self._send_to_proxy(message.proxy_id, AttemptFailed(attempt_id, ErrorInfo.of(error)))
+            send_to_proxy(self._router, message.proxy_id, AttemptFailed(attempt_id, ErrorInfo.of(error)))
 
     # ---- actions
 
@@ -186,7 +187,7 @@ class Worker:
             match action:
                 case SendToProxy():
                     self._observe(action.message)
-                    self._send_to_proxy(action.proxy_id, action.message)
+                    send_to_proxy(self._router, action.proxy_id, action.message)
                 case SendToPeer():
                     self._traffic.send(action)
                 case Ship():
@@ -203,18 +204,6 @@ class Worker:
             case FirstToken():
                 self._metrics.queue.observe(message.queue_s)
                 self._metrics.prefill.observe(message.prefill_s)
-
-    def _send_to_proxy(self, proxy_id: str, message: ToProxy) -> None:
-        """Sends a message, or drops it if the proxy is gone. A first token over the size limit fails its attempt."""
-        identity = f"{proxy_id}:0".encode()
-        try:
-            is_sent = self._router.send(identity, message)
-        except MessageTooLarge as error:
-            if not isinstance(message, FirstToken):
-                raise
-            is_sent = self._router.send(identity, AttemptFailed(message.attempt_id, ErrorInfo.of(error)))
-        if not is_sent:
-            log.warning("proxy %s is not connected; a message to it was dropped", proxy_id)
 
     def _send_to_peer(self, pair_id: str, message: msgspec.Struct) -> None:
         if not self._router.send(pair_id.encode(), message):
@@ -242,3 +231,16 @@ class Worker:
         else:
             self._scheduler.measure(step_time_s)
             self._perform(self._scheduler.on_step(self._loop.time(), results))
+
+
+def send_to_proxy(router: RouterSocket[Any], proxy_id: str, message: ToProxy) -> None:
+    """Sends a message, or drops it if the proxy is gone. A first token over the size limit fails its attempt."""
+    identity = f"{proxy_id}:0".encode()
+    try:
+        is_sent = router.send(identity, message)
+    except MessageTooLarge as error:
+        if not isinstance(message, FirstToken):
+            raise
+        is_sent = router.send(identity, AttemptFailed(message.attempt_id, ErrorInfo.of(error)))
+    if not is_sent:
+        log.warning("proxy %s is not connected; a message to it was dropped", proxy_id)

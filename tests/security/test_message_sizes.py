@@ -17,14 +17,14 @@ from tandem.protocol.messages.dispatch import (
     DecodeReserved,
     FirstToken,
     StartPrefill,
-    ToPrefill,
     ToProxy,
+    ToWorker,
 )
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, TokenLogprobs
 from tandem.protocol.messages.prompt_logprobs import max_packed_bytes, pack_logprobs, unpack_logprobs
 from tandem.protocol.sockets import DealerSocket, RouterSocket, new_context
 from tandem.runtime.errors import InvalidRequest
-from tandem.worker.first_tokens import send_to_proxy
+from tandem.worker.worker import send_to_proxy
 from tests.support.proxy_cluster import PREFILL, Cluster, play, turn
 
 TOO_LARGE = [bytes(MAX_MESSAGE_BYTES)]
@@ -39,7 +39,7 @@ def test_a_first_token_over_the_limit_fails_its_attempt_and_leaves_the_connectio
             assert identity == b"proxy:0"
             has_connected.set()
 
-        worker = RouterSocket(context, f"ipc://{tmp_path}/worker", Codec(ToPrefill), on_hello)
+        worker = RouterSocket(context, f"ipc://{tmp_path}/worker", Codec(ToWorker), on_hello)
         proxy = DealerSocket(
             context,
             worker.endpoint,

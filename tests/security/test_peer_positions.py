@@ -13,8 +13,8 @@ from tandem.protocol.messages.dispatch import AttemptFailed, PrepareDecode
 from tandem.protocol.messages.generation import SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import FinishTransfer, ReserveKV, ShipKV
+from tandem.protocol.worker_actions import SendToProxy
 from tandem.runtime.errors import InvalidMessage
-from tandem.worker.actions import SendToProxy
 
 TOKENS = list(range(1, 7))
 
