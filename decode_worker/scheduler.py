@@ -20,6 +20,7 @@ from tandem.decode_worker.sequence import ComputedPrompt, DecodePrompt, DecodeSe
 from tandem.decode_worker.transfer import IncomingTransfer, Transfers
 from tandem.engine.batch import Batch, ItemOutput
 from tandem.engine.block_manager import BlockManager
+from tandem.engine.lora.adapters import Adapter
 from tandem.engine.sampling.grammar import Grammar
 from tandem.protocol.messages.checks import MAX_HELD_SEQUENCES
 from tandem.protocol.messages.dispatch import (
@@ -46,6 +47,8 @@ from tandem.runtime.errors import (
 
 UNCLAIMED_TIMEOUT_S = 10.0
 """How long a reservation waits for its PrepareDecode, which travels on another connection."""
+
+_OTHER_ADAPTER = "prefill computes the prompt with another LoRA adapter than decode was told"
 
 
 class DecodeScheduler:
@@ -123,6 +126,7 @@ class DecodeScheduler:
             self._model_id,
             computed.grammar,
             computed.hashes,
+            computed.adapter,
         )
         for attempt_id in prompt.sequences.keys() - computed.open_ids:
             del prompt.sequences[attempt_id]
@@ -132,8 +136,12 @@ class DecodeScheduler:
 
     # ---- events from proxies
 
-    def on_prepare(self, now: float, request: PrepareDecode, grammar: Grammar | None = None) -> list[Action]:
-        prompt = DecodePrompt.of(request, self._num_arrived, now, self.blocks.block_size, self._model_id, grammar)
+    def on_prepare(
+        self, now: float, request: PrepareDecode, grammar: Grammar | None = None, adapter: Adapter | None = None
+    ) -> list[Action]:
+        prompt = DecodePrompt.of(
+            request, self._num_arrived, now, self.blocks.block_size, self._model_id, grammar, adapter=adapter
+        )
         prompt.prefill_epoch = request.prefill_epoch
         sequences = list(prompt.sequences.values())
         error = self._why_refused(prompt)
@@ -157,6 +165,8 @@ class DecodeScheduler:
         transfer = self._transfers.get(request.transfer_id)
         if transfer is not None and transfer.is_reserved:
             return KVTransferFailed("the transfer belongs to a request that has ended, and may still write")
+        if transfer is not None and transfer.adapter != prompt.adapter_digest:
+            return KVTransferFailed(_OTHER_ADAPTER)
         return self.why_refused(request)
 
     def on_abort(self, proxy_id: str, attempt_id: str) -> list[Action]:
@@ -179,9 +189,14 @@ class DecodeScheduler:
         if self._transfers.is_closed(message.transfer_id):
             return [_refusal(message.pair_id, message.transfer_id, RequestAborted("the request has ended"))]
         if len(self._transfers) >= MAX_HELD_SEQUENCES:
-            error = Overloaded("this worker has too many transfers")
-            return [_refusal(message.pair_id, message.transfer_id, error)]
-        transfer = IncomingTransfer(message.transfer_id, message.pair_id, message.num_prompt_tokens, now)
+            return [_refusal(message.pair_id, message.transfer_id, Overloaded("this worker has too many transfers"))]
+        prompt = self._by_transfer.get(message.transfer_id)
+        if prompt is not None and prompt.adapter_digest != message.adapter:
+            error = KVTransferFailed(_OTHER_ADAPTER)
+            return [_refusal(message.pair_id, message.transfer_id, error), *self._end_all(prompt, error)]
+        transfer = IncomingTransfer(
+            message.transfer_id, message.pair_id, message.num_prompt_tokens, now, message.adapter
+        )
         self._transfers.add(transfer)
         self._reservations.wait(transfer)
         return self._reserve()

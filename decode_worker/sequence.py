@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from tandem.engine.batch import BatchItem, Sample
+from tandem.engine.lora.adapters import Adapter
 from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.protocol.messages.dispatch import PromptMessage
 from tandem.protocol.messages.generation import SamplingParams
@@ -39,6 +40,7 @@ class ComputedPrompt:
     first_token_ids: list[int]
     position_offset: int
     grammar: Grammar | None
+    adapter: Adapter | None = None
 
 
 @dataclass(eq=False)
@@ -53,6 +55,7 @@ class DecodePrompt:
     hashes: list[bytes]
     sequences: dict[str, DecodeSequence] = field(default_factory=dict)
     prefill_epoch: str = ""
+    adapter: Adapter | None = None
     has_begun: bool = False
 
     @classmethod
@@ -65,19 +68,29 @@ class DecodePrompt:
         model_id: str,
         grammar: Grammar | None = None,
         hashes: list[bytes] | None = None,
+        adapter: Adapter | None = None,
     ) -> DecodePrompt:
         """hashes: None computes them."""
-        hasher = BlockHasher(block_size, model_id, request.cache_salt, request.media)
-        prompt = cls(request, number, now, hasher, hashes or hasher.prompt_hashes(request.token_ids))
+        hasher = BlockHasher(block_size, model_id, request.cache_salt, request.media, request.adapter)
+        hashes = hashes or hasher.prompt_hashes(request.token_ids)
+        prompt = cls(request, number, now, hasher, hashes, adapter=adapter)
         for index, (attempt_id, seed) in enumerate(zip(request.attempt_ids, request.seeds, strict=True)):
             sampling = msgspec.structs.replace(request.sampling, seed=seed)
-            state = grammar.new_state(request.stop.stop_token_ids) if grammar is not None else None
+            state = (
+                grammar.new_state(request.stop.stop_token_ids, request.sampling.thinking)
+                if grammar is not None
+                else None
+            )
             prompt.sequences[attempt_id] = DecodeSequence(prompt, attempt_id, (number, index), sampling, state)
         return prompt
 
     @property
     def num_tokens(self) -> int:
         return len(self.request.token_ids) // BYTES_PER_TOKEN
+
+    @property
+    def adapter_digest(self) -> str:
+        return self.request.adapter.digest if self.request.adapter is not None else ""
 
     def token_ids(self, start: int, end: int) -> list[int]:
         return unpack_token_ids(self.request.token_ids[start * BYTES_PER_TOKEN : end * BYTES_PER_TOKEN])
@@ -117,8 +130,8 @@ class DecodeSequence:
 
     @property
     def may_step(self) -> bool:
-        """Whether its grammar is compiled."""
-        return self.grammar is None or self.grammar.is_ready
+        """Whether its grammar is compiled and its adapter loaded."""
+        return all(each is None or each.is_ready for each in (self.grammar, self.prompt.adapter))
 
     def begin(self, block_table: list[int], first_token_id: int, block_size: int, position_offset: int) -> None:
         """Starts decoding. The prompt's KV is complete in `block_table`, which now belongs to the sequence."""
@@ -149,6 +162,7 @@ class DecodeSequence:
             self.block_table,
             [sample],
             position_offset=self.position_offset,
+            adapter=self.prompt.adapter,
         )
 
     def on_token(self, token_id: int, block_size: int) -> bytes | None:

@@ -27,13 +27,14 @@ class IncomingTransfer:
 
     spare_block_ids: for the first tokens after the prompt, and for copies of its last block. receives: number of blocks
     of each receive in flight, in order. num_arrived_blocks: written blocks that have arrived, without a gap.
-    num_kept_blocks: of those, the ones left to the prefix cache when the request ended.
+    num_kept_blocks: of those, the ones left to the prefix cache when the request ended. adapter: see ReserveKV.
     """
 
     transfer_id: str
     pair_id: str
     num_prompt_tokens: int
     arrived_at: float
+    adapter: str = ""
     is_reserved: bool = False
     cached_block_ids: list[int] = field(default_factory=list)
     written_block_ids: list[int] = field(default_factory=list)

@@ -151,10 +151,12 @@ def _add_settings(parser: CommandParser, left_out: Sequence[str]) -> None:
             setting.group, parser.add_argument_group(setting.group.replace("_", " "))
         )
         shown = f"{setting.default:g}" if isinstance(setting.default, float) else setting.default
-        default = f" (default: {shown})" if shown not in ("", False) else ""
+        default = f" (default: {shown})" if shown not in ("", False, []) else ""
         # Flags that are not given stay out of the namespace, so that they do not override the file.
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": setting.description + default}
-        if choices := typing.get_args(setting.kind):
+        if setting.kind == list[str]:
+            options |= {"action": "append", "metavar": "NAME=FOLDER"}
+        elif choices := typing.get_args(setting.kind):
             options |= {"choices": choices, "metavar": "|".join(choices)}
         elif setting.kind is bool:
             options["action"] = argparse.BooleanOptionalAction

@@ -21,7 +21,7 @@ from tandem.kv_transfer.registry import check_name
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import load_keys
-from tandem.proxy.api.tool_formats import ToolFormatName
+from tandem.proxy.api.parser_names import ReasoningParserName, ToolParserName
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.logs import LogFormat
 
@@ -47,8 +47,19 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device: Annotated[Device, _in("model", "Device that runs the model; auto uses GPUs where there are any.")] = "auto"
     load_format: Annotated[LoadFormat, _in("model", description=
         "auto loads the checkpoint; dummy fills the weights with random values.")] = "auto"
-    tool_call_parser: Annotated[ToolFormatName, _in("model", description=
-        "Format in which the model writes tool calls: hermes (also Qwen) or llama3_json.")] = "hermes"
+    lora: Annotated[list[str], _in("model", description=
+        "LoRA adapter as NAME=FOLDER, in PEFT's format; requests use it by giving NAME as their model. May be "
+        "repeated.")] = []
+    tool_call_parser: Annotated[ToolParserName, _in("model", description=
+        "Format in which the model writes tool calls; auto chooses by the chat template.")] = "auto"
+    reasoning_parser: Annotated[ReasoningParserName, _in("model", description=
+        "Format in which the model writes its thinking; auto chooses by the chat template, none leaves it in the "
+        "answer.")] = "auto"
+    generation_config: Annotated[str, _in("model", description=
+        "Where defaults of sampling come from: auto reads the model's generation_config.json, vllm uses none, and a "
+        "folder or file is read in place of the model's.")] = "auto"
+    max_logprobs: Annotated[int, _in("model", ge=-1, description=
+        "Most likely tokens that a request may ask for per token; -1 for all, which makes answers very large.")] = 20
     trust_remote_code: Annotated[bool, _in("model", "Run Python code that comes with the checkpoint.")] = False
 
     workers: Annotated[int, _in("workers", ge=0, le=256, description=
@@ -167,6 +178,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "text writes lines for people; json writes one object per line.")] = "text"
     otlp_endpoint: Annotated[str, _in("logging", description=
         "URL that receives traces, OTLP over HTTP (http://HOST:4318/v1/traces); empty sends none.")] = ""
+    metrics_compat: Annotated[Literal["none", "vllm"], _in("logging", description=
+        "vllm adds metrics under vLLM's names to the proxy's /metrics, for its dashboards and for the Gateway API's "
+        "endpoint picker.")] = "none"
     # fmt: on
 
     @property

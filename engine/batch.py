@@ -6,9 +6,10 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
+from tandem.engine.lora.adapters import Adapter
 from tandem.engine.sampling.grammar import GrammarState
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
-from tandem.protocol.messages.generation import SampledToken, SamplingParams, TokenLogprobs
+from tandem.protocol.messages.generation import Pooling, SampledToken, SamplingParams, TokenLogprobs
 from tandem.runtime.errors import ErrorInfo
 
 
@@ -33,7 +34,8 @@ class BatchItem(msgspec.Struct, frozen=True):
     before the end of the prompt, several if sequences share the prompt. num_prompt_logprobs: None, or the number of top
     tokens to report for each of target_token_ids, the prompt's tokens from position `start + 1` on.
     media: of the whole prompt; never leaves the process. position_offset: added to the positions that the model gets,
-    unless media defines them.
+    unless media defines them. adapter: loaded LoRA adapter; never leaves the process. pooling: None, or what to return
+    of the tokens' hidden states: the last one, or their sum for a mean.
     """
 
     token_ids: Sequence[int]
@@ -44,6 +46,8 @@ class BatchItem(msgspec.Struct, frozen=True):
     target_token_ids: Sequence[int] = ()
     media: PromptMedia | None = None
     position_offset: int = 0
+    adapter: Adapter | None = None
+    pooling: Pooling | None = None
 
 
 class Encode(msgspec.Struct, frozen=True):
@@ -64,9 +68,10 @@ class Batch(msgspec.Struct, frozen=True):
 class ItemOutput(msgspec.Struct, frozen=True):
     """tokens: one per sample of the item. prompt_logprobs: one per target token.
 
-    error: the grammar or the media failed; then the tokens are meaningless.
+    error: the grammar, the media or the adapter failed; then the tokens are meaningless. pooled: float32, packed.
     """
 
     tokens: list[SampledToken]
     prompt_logprobs: list[TokenLogprobs] = []
     error: ErrorInfo | None = None
+    pooled: bytes | None = None

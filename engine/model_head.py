@@ -1,4 +1,4 @@
-"""Computes logits of selected rows from a step's hidden states, a slice at a time, for prompt logprobs.
+"""Computes logits of selected rows from a step's hidden states, a slice at a time, for prompt logprobs; and embeddings.
 
 A model's head may do more than one matrix product (soft caps, scaling). Its own `forward` is therefore used, with the
 decoder replaced by a module that returns the stored hidden states.
@@ -14,7 +14,7 @@ import torch
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from tandem.engine.sampling.logprobs import token_logprobs
-from tandem.protocol.messages.generation import TokenLogprobs
+from tandem.protocol.messages.generation import Pooling, TokenLogprobs
 
 _ROWS_PER_SLICE = 256
 """Rows of logits in memory at a time: about 160 MB for a vocabulary of 150,000."""
@@ -50,6 +50,12 @@ class ModelHead:
             rows = torch.arange(first_row + start, first_row + start + len(batch), device=targets.device)
             logprobs += token_logprobs(self.logits(rows), batch, [num_top] * len(batch))
         return logprobs
+
+    def pooled(self, first_row: int, num_rows: int, pooling: Pooling) -> bytes:
+        """Return the last of the rows, or the sum of all for a mean, as packed float32 values [hidden_size]."""
+        rows = self._hidden[0, first_row : first_row + num_rows]
+        values = rows[-1].float() if pooling == "last" else rows.float().sum(0)
+        return values.cpu().numpy().tobytes()
 
     @contextmanager
     def _replaying(self, hidden: torch.Tensor) -> Iterator[None]:

@@ -18,6 +18,7 @@ from tandem.engine.cuda.attention import StepTensors, VarlenAttention, find_varl
 from tandem.engine.cuda.decode_graphs import Capture, DecodeGraphs, cuda_capture
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import LoadedModel
+from tandem.engine.lora.layers import StepAdapters, wrap_layers
 from tandem.engine.model_head import ModelHead
 from tandem.engine.sampling.grammar_mask import GrammarMasks
 from tandem.engine.sampling.sampler import sample
@@ -50,6 +51,8 @@ class ModelRunner:
                 pack_linears(self._model)
         self._make_attention = attention_maker(pool, self._model.config.get_text_config(decoder=True))
         self._graphs: DecodeGraphs | None = None
+        self._lora_modules = loaded.lora_modules
+        self._adapters: StepAdapters | None = None  # from the first step with an adapter on
         self._grammar_masks = GrammarMasks()
 
     @torch.inference_mode()
@@ -58,36 +61,46 @@ class ModelRunner:
         if batch.block_copies:
             sources, destinations = zip(*batch.block_copies, strict=True)
             self._pool.tensor[list(destinations)] = self._pool.tensor[list(sources)]
-        if batch.encodes or any(item.media is not None for item in batch.items):
-            return self._run_with_media(batch)
+        if batch.encodes or any(item.media is not None or item.adapter is not None for item in batch.items):
+            return self._run_with_attachments(batch)
         return self._run_items(batch.items)
 
-    def _run_with_media(self, batch: Batch) -> list[ItemOutput]:
-        """Encode the step's media, then run the items. Items whose media failed get an error."""
-        if self._media_input is None:
-            raise InvalidRequest("this model does not accept images or video")
-        self._media_input.prepare(batch)
+    def _run_with_attachments(self, batch: Batch) -> list[ItemOutput]:
+        """Run a step with media or LoRA adapters. Items whose media or adapter failed get an error."""
+        if batch.encodes or any(item.media is not None for item in batch.items):
+            if self._media_input is None:
+                raise InvalidRequest("this model does not accept images or video")
+            self._media_input.prepare(batch)
         failed = {
-            number: ItemOutput([], error=item.media.error)
+            number: ItemOutput([], error=error)
             for number, item in enumerate(batch.items)
-            if item.media is not None and item.media.error is not None
+            if (error := _attachment_error(item)) is not None
         }
         items = [item for number, item in enumerate(batch.items) if number not in failed]
-        outputs = iter(self._run_items(items) if items else [])
+        if any(item.adapter is not None for item in items) and self._adapters is None:
+            self._adapters = StepAdapters()
+            wrap_layers(self._model, self._lora_modules, self._adapters)
+        if self._adapters is None:
+            outputs = iter(self._run_items(items) if items else [])
+        else:
+            with self._adapters.of(items, self._device):
+                outputs = iter(self._run_items(items) if items else [])
         return [failed.get(number) or next(outputs) for number in range(len(batch.items))]
 
     def _run_items(self, items: list[BatchItem]) -> list[ItemOutput]:
         samples = [s for item in items for s in item.samples]
         masking = self._grammar_masks.start(samples)  # runs beside the model
-        if any(item.num_prompt_logprobs is not None for item in items):
-            rows, prompt_logprobs = self._run_with_prompt_logprobs(items)
+        prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        pooled: dict[int, bytes] = {}
+        if any(item.num_prompt_logprobs is not None or item.pooling is not None for item in items):
+            rows, prompt_logprobs, pooled = self._run_with_head(items)
         else:
-            rows, prompt_logprobs = self._sampled_logits(items), {}
+            rows = self._sampled_logits(items)
         positions = [item.start + len(item.token_ids) for item in items for _ in item.samples]
         mask = masking.result() if masking is not None else None
         tokens = iter(sample(rows, samples, positions, mask) if samples else [])
         outputs = [
-            ItemOutput([next(tokens) for _ in item.samples], prompt_logprobs.get(number, []))
+            ItemOutput([next(tokens) for _ in item.samples], prompt_logprobs.get(number, []), pooled=pooled.get(number))
             for number, item in enumerate(items)
         ]
         return with_errors(outputs, mask.errors) if mask is not None and mask.errors else outputs
@@ -105,7 +118,8 @@ class ModelRunner:
 
     def _sampled_logits(self, items: list[BatchItem]) -> torch.Tensor:
         """Return [num_samples, vocab_size]. Only sampled rows are computed, and once per item."""
-        if self._graphs is not None and all(len(item.samples) == 1 for item in items):
+        has_adapters = self._adapters is not None and self._adapters.parts  # the graphs were captured without them
+        if self._graphs is not None and not has_adapters and all(len(item.samples) == 1 for item in items):
             captured = self._graphs.run(StepIndex.of(items, self._pool.layout.block_size))
             if captured is not None:
                 return captured
@@ -118,19 +132,26 @@ class ModelRunner:
             return logits
         return logits.repeat_interleave(torch.tensor([num for _, num in sampled], device=self._device), 0)
 
-    def _run_with_prompt_logprobs(self, items: list[BatchItem]) -> tuple[torch.Tensor, dict[int, list[TokenLogprobs]]]:
-        """Return what `_sampled_logits` returns, and the prompt logprobs by item number."""
+    def _run_with_head(
+        self, items: list[BatchItem]
+    ) -> tuple[torch.Tensor, dict[int, list[TokenLogprobs]], dict[int, bytes]]:
+        """Return what `_sampled_logits` returns; by item number, prompt logprobs and pooled hidden states."""
         head = ModelHead(self._model, self._inputs(items))
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
+        pooled: dict[int, bytes] = {}
         sampled_rows: list[int] = []
         first_row = 0
         for number, item in enumerate(items):
             if item.num_prompt_logprobs is not None:
                 targets = torch.tensor(item.target_token_ids, dtype=torch.long, device=self._device)
                 prompt_logprobs[number] = head.logprobs(first_row, targets, item.num_prompt_logprobs)
+            if item.pooling is not None:
+                pooled[number] = head.pooled(first_row, len(item.token_ids), item.pooling)
             first_row += len(item.token_ids)
             sampled_rows += [first_row - 1] * len(item.samples)
-        return head.logits(torch.tensor(sampled_rows or [0], device=self._device)), prompt_logprobs
+        # At least one row, because models do not support an empty selection.
+        rows = head.logits(torch.tensor(sampled_rows or [0], device=self._device))
+        return rows, prompt_logprobs, pooled
 
     def warm_up(self) -> None:
         """Run each kind of step once, on the unused block 0, because first calls are slow."""
@@ -171,6 +192,12 @@ class ModelRunner:
             log.warning("decode runs without CUDA graphs: %s", first_line(problem))
             return
         self._graphs = graphs
+
+
+def _attachment_error(item: BatchItem) -> ErrorInfo | None:
+    if item.media is not None and item.media.error is not None:
+        return item.media.error
+    return item.adapter.error if item.adapter is not None else None
 
 
 def with_errors(outputs: list[ItemOutput], errors: dict[int, ErrorInfo]) -> list[ItemOutput]:

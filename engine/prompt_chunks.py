@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import msgspec
 
 from tandem.engine.batch import BatchItem, Sample
+from tandem.engine.lora.adapters import Adapter
 from tandem.engine.sampling.grammar import GrammarState
 from tandem.engine.vision.prompt_media import PromptMedia
-from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.generation import Pooling, SamplingParams, StopConditions
 
 
 def first_samples(
@@ -42,15 +43,20 @@ def chunk(
     samples: Sequence[Sample],
     num_prompt_logprobs: int | None,
     media: PromptMedia | None = None,
+    adapter: Adapter | None = None,
+    pooling: Pooling | None = None,
 ) -> BatchItem:
     """Build the chunk of `num_tokens` tokens from `start`. samples: used only in the prompt's last chunk."""
     end = start + num_tokens
+    is_last = end == len(token_ids)
     return BatchItem(
         token_ids=token_ids[start:end],
         start=start,
         block_table=block_table,
-        samples=samples if end == len(token_ids) else (),
+        samples=samples if is_last else (),
         num_prompt_logprobs=num_prompt_logprobs,
         target_token_ids=() if num_prompt_logprobs is None else token_ids[start + 1 : end + 1],
         media=media,
+        adapter=adapter,
+        pooling=pooling if is_last or pooling == "mean" else None,
     )

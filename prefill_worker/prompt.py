@@ -6,7 +6,11 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+import numpy as np
+from numpy.typing import NDArray
+
 from tandem.engine.batch import BatchItem, Sample
+from tandem.engine.lora.adapters import Adapter
 from tandem.engine.prompt_chunks import chunk, first_samples
 from tandem.engine.sampling.grammar import Grammar, GrammarState
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
@@ -33,6 +37,7 @@ class PrefillPrompt:
     grammar: Grammar | None
     grammar_state: GrammarState | None
     media: PromptMedia | None = None
+    adapter: Adapter | None = None
     started_at: float = 0.0
     computed_at: float = 0.0
     num_computed_tokens: int = 0  # including cached ones
@@ -41,6 +46,7 @@ class PrefillPrompt:
     num_published_blocks: int = 0
     block_table: list[int] = field(default_factory=list)
     prompt_logprobs: list[bytes] = field(default_factory=list)  # packed
+    pooled: NDArray[np.float32] | None = None  # so far
     reserve_sent: bool = False
     dst_block_ids: list[int] | None = None
     num_decode_cached_blocks: int = 0
@@ -61,12 +67,21 @@ class PrefillPrompt:
         now: float,
         grammar: Grammar | None = None,
         media: PromptMedia | None = None,
+        adapter: Adapter | None = None,
     ) -> PrefillPrompt:
         token_ids = unpack_token_ids(request.token_ids)
-        state = grammar.new_state(request.stop.stop_token_ids) if grammar is not None else None
-        samples = first_samples(request.sampling, request.seeds, request.stop, token_ids, request.num_generated, state)
+        state = (
+            grammar.new_state(request.stop.stop_token_ids, request.sampling.thinking) if grammar is not None else None
+        )
+        samples: list[Sample] = []
+        if request.pooling is None:
+            samples = first_samples(
+                request.sampling, request.seeds, request.stop, token_ids, request.num_generated, state
+            )
         open_ids = set(request.attempt_ids)
-        return cls(request, pair_id, decodes_here, number, now, token_ids, open_ids, samples, grammar, state, media)
+        return cls(
+            request, pair_id, decodes_here, number, now, token_ids, open_ids, samples, grammar, state, media, adapter
+        )
 
     @property
     def num_prompt_tokens(self) -> int:
@@ -82,10 +97,18 @@ class PrefillPrompt:
 
     @property
     def may_compute(self) -> bool:
-        """Whether its grammar is compiled and its media have arrived."""
-        return (self.grammar_state is None or self.grammar_state.is_ready) and (
-            self.media is None or self.media.is_ready
-        )
+        """Whether its grammar is compiled, its adapter loaded, and its media have arrived."""
+        waits_for = (self.grammar_state, self.adapter, self.media)
+        return all(each is None or each.is_ready for each in waits_for)
+
+    @property
+    def may_use_cache(self) -> bool:
+        """Whether blocks of the prefix cache can replace computing: not if every token's result is wanted."""
+        return self.request.num_prompt_logprobs is None and self.request.pooling != "mean"
+
+    @property
+    def adapter_digest(self) -> str:
+        return self.request.adapter.digest if self.request.adapter is not None else ""
 
     @property
     def has_begun(self) -> bool:
@@ -98,7 +121,7 @@ class PrefillPrompt:
     def hash_blocks(self, block_size: int, model_id: str) -> list[bytes]:
         """Computes the hashes of all full blocks. Called once, when the prompt begins."""
         request = self.request
-        hasher = BlockHasher(block_size, model_id, request.cache_salt, request.media)
+        hasher = BlockHasher(block_size, model_id, request.cache_salt, request.media, request.adapter)
         self.hashes = hasher.prompt_hashes(request.token_ids)
         return self.hashes
 
@@ -112,6 +135,8 @@ class PrefillPrompt:
             self.samples,
             self.request.num_prompt_logprobs,
             self.media,
+            self.adapter,
+            self.request.pooling,
         )
 
     def next_work(
@@ -128,6 +153,30 @@ class PrefillPrompt:
             return end - start, [], 0
         end, units, cost = self.media.afford(start, end, limit, planned, may_exceed)
         return end - start, units, cost
+
+    def add_pooled(self, packed: bytes) -> None:
+        """Adds what a step has returned of the hidden states."""
+        values = np.frombuffer(packed, np.float32)
+        self.pooled = values if self.pooled is None else self.pooled + values
+
+    def embedding(self, now: float) -> list[FirstToken]:
+        """Returns the message with the embedding of a computed prompt, if its attempt is still open."""
+        assert self.pooled is not None
+        [attempt_id] = self.request.attempt_ids
+        if attempt_id not in self.open_ids:
+            return []
+        values = self.pooled / self.num_prompt_tokens if self.request.pooling == "mean" else self.pooled
+        return [
+            FirstToken(
+                attempt_id,
+                SampledToken(0),
+                "length",
+                self.started_at - self.arrived_at,
+                now - self.started_at,
+                num_cached_tokens=self.num_cached_tokens,
+                embedding=values.astype(np.float32).tobytes(),
+            )
+        ]
 
     def first_tokens(self, now: float, tokens: list[SampledToken]) -> list[FirstToken]:
         """Takes the sampled tokens, one for each attempt, and returns messages for the attempts that are still open."""

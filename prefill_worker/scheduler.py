@@ -21,6 +21,7 @@ from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.decode_worker.sequence import ComputedPrompt
 from tandem.engine.batch import Batch, Encode, ItemOutput
 from tandem.engine.block_manager import BlockManager
+from tandem.engine.lora.adapters import Adapter
 from tandem.engine.sampling.grammar import Grammar
 from tandem.engine.vision.prompt_media import EncodeUnit, PromptMedia
 from tandem.prefill_worker.prompt import PrefillPrompt
@@ -117,6 +118,7 @@ class PrefillScheduler:
         pair_id: str | None,
         grammar: Grammar | None = None,
         media: PromptMedia | None = None,
+        adapter: Adapter | None = None,
         *,
         decodes_here: bool = False,
     ) -> list[Action]:
@@ -124,7 +126,7 @@ class PrefillScheduler:
 
         pair_id: through which it is shipped; None if it is not.
         """
-        prompt = PrefillPrompt.of(request, pair_id, decodes_here, self._num_arrived, now, grammar, media)
+        prompt = PrefillPrompt.of(request, pair_id, decodes_here, self._num_arrived, now, grammar, media, adapter)
         keys = [(request.proxy_id, attempt_id) for attempt_id in request.attempt_ids]
         if (error := self._why_refused(prompt, keys)) is not None:
             if media is not None:
@@ -288,9 +290,9 @@ class PrefillScheduler:
             if not self._decode.has_room(num_promised + len(prompt.open_ids)):
                 return False
         hashes = prompt.hashes or prompt.hash_blocks(self.blocks.block_size, self._model_id)
-        # The last token is always computed, as its logits are needed; so are all tokens if prompt logprobs are wanted.
+        # The last token is always computed, as its result is needed.
         num_usable = (prompt.num_prompt_tokens - 1) // self.blocks.block_size
-        cached = [] if prompt.request.num_prompt_logprobs is not None else self.blocks.match(hashes[:num_usable])
+        cached = self.blocks.match(hashes[:num_usable]) if prompt.may_use_cache else []
         num_new = self.blocks.num_blocks_for(prompt.num_prompt_tokens) - len(cached)
         if num_new + self._decode.num_growing > self.blocks.num_free_without(cached):
             return False
@@ -306,7 +308,9 @@ class PrefillScheduler:
         if prompt.pair_id is not None:
             prompt.reserve_sent = True
             self._leases.begin(now, prompt.pair_id, prompt.request.transfer_id)
-            reserve = ReserveKV(prompt.pair_id, prompt.request.transfer_id, prompt.num_prompt_tokens)
+            reserve = ReserveKV(
+                prompt.pair_id, prompt.request.transfer_id, prompt.num_prompt_tokens, prompt.adapter_digest
+            )
             actions.append(SendToPeer(prompt.pair_id, reserve))
         return True
 
@@ -328,6 +332,8 @@ class PrefillScheduler:
             if prompt.media is not None:
                 prompt.media.forget_before(prompt.num_computed_tokens)
             prompt.prompt_logprobs += pack_logprobs(output.prompt_logprobs)
+            if output.pooled is not None:
+                prompt.add_pooled(output.pooled)
             if prompt.is_computed:
                 prompt.computed_at = now
                 actions += self._on_first_tokens(now, prompt, output.tokens)
@@ -360,7 +366,8 @@ class PrefillScheduler:
     def _on_first_tokens(self, now: float, prompt: PrefillPrompt, tokens: list[SampledToken]) -> list[Action]:
         proxy_id = prompt.request.proxy_id
         actions: list[Action] = []
-        for message in prompt.first_tokens(now, tokens):
+        is_pooled = prompt.request.pooling is not None
+        for message in prompt.embedding(now) if is_pooled else prompt.first_tokens(now, tokens):
             actions.append(SendToProxy(proxy_id, message))
             if message.finish_reason is not None:
                 self.num_finished += 1
@@ -382,6 +389,7 @@ class PrefillScheduler:
             prompt.first_token_ids,
             prompt.position_offset,
             prompt.grammar,
+            prompt.adapter,
         )
         for attempt_id in prompt.open_ids:
             del self._by_request[prompt.request.proxy_id, attempt_id]

@@ -16,6 +16,7 @@ from hashlib import blake2b
 
 import msgspec
 
+from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.media import MediaItem
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN, pack_token_ids
 
@@ -58,15 +59,23 @@ def media_spans(media: Iterable[MediaItem]) -> list[MediaSpan]:
 class BlockHasher:
     """Hashes the blocks of one sequence.
 
-    model_id, cache_salt: sequences that differ in them share no blocks. media: the prompt's items; a block with
-    placeholders depends on the item and on which part of it they stand for.
+    model_id, cache_salt, adapter: sequences that differ in them share no blocks. media: the prompt's items; a block
+    with placeholders depends on the item and on which part of it they stand for. adapter: None for the base model.
     """
 
-    def __init__(self, block_size: int, model_id: str, cache_salt: str = "", media: Iterable[MediaItem] = ()) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        model_id: str,
+        cache_salt: str = "",
+        media: Iterable[MediaItem] = (),
+        adapter: AdapterRef | None = None,
+    ) -> None:
         self._block_size = block_size
         self._spans = media_spans(media)
         root = blake2b(digest_size=_DIGEST_BYTES)
-        for part in (model_id.encode(), cache_salt.encode()):
+        parts = (model_id, cache_salt) if adapter is None else (model_id, cache_salt, adapter.digest)
+        for part in map(str.encode, parts):
             root.update(len(part).to_bytes(4, "little") + part)
         self.root = root.digest()
 

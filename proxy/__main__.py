@@ -31,7 +31,7 @@ def main(arguments: list[str]) -> int:
         from tandem.proxy.server import serve
         from tandem.proxy.text.model_text import ModelText
 
-        text = ModelText(config.model)
+        text = ModelText(config.model, config.generation_config)
         readers = ReaderPool(BodyReader(text, config), partial(BodyReader.load, config), config.tokenizer_threads)
         readers.fork([fd for fd in (config.listen_fd, config.admin_listen_fd) if fd is not None])
         uvloop.run(serve(config, text, readers))

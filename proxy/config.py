@@ -9,7 +9,8 @@ import msgspec
 from msgspec import Meta
 
 from tandem.protocol.network import NetworkConfig
-from tandem.proxy.api.tool_formats import ToolFormatName
+from tandem.proxy.api.parser_names import ReasoningParserName, ToolParserName
+from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.media.source import MediaLimits
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.logs import LogFormat
@@ -30,7 +31,11 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     Model:
       model: folder or hub id; only its tokeniser and configuration are read.
       tokenizer_threads: tokeniser processes. trust_request_chat_template: requests may bring a chat template.
-      tool_call_parser: how the model writes tool calls, see `proxy.api.tool_formats`.
+      adapters: LoRA adapters at the start. lora_file: holds them once one was loaded or unloaded; shared by the proxies
+      of a host; empty if adapters cannot be loaded.
+      tool_call_parser, reasoning_parser: how the model writes tool calls and thinking, see `proxy.api.parser_names`.
+      generation_config: where sampling defaults come from, see `proxy.text.sampling_defaults`.
+      max_logprobs: top tokens per token that a request may ask for; -1 for all.
     HTTP:
       listen_fd, admin_listen_fd: inherited sockets, bound to the address; None binds host and port.
       admin_host, admin_port: address of the admin routes, which need no key there; port 0 serves them on `port`.
@@ -54,6 +59,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       or waiting for it. trust_remote_code: of the processor.
     Observability:
       otlp_endpoint: URL for traces (OTLP over HTTP); empty for none.
+      metrics_compat: vllm adds vLLM's names to /metrics, see `telemetry.vllm_names`.
     """
 
     proxy_id: str
@@ -87,7 +93,12 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     client_timeout_s: Annotated[float, Meta(gt=0)] = 30.0
     keep_alive_s: Annotated[float, Meta(gt=0)] = 75.0
     trust_request_chat_template: bool = False
-    tool_call_parser: ToolFormatName = "hermes"
+    adapters: list[NamedAdapter] = []
+    lora_file: str = ""
+    tool_call_parser: ToolParserName = "auto"
+    reasoning_parser: ReasoningParserName = "auto"
+    generation_config: str = "auto"
+    max_logprobs: Annotated[int, Meta(ge=-1)] = 20
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
     media_cache_endpoint: str = ""
@@ -102,6 +113,10 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     log_format: LogFormat = "text"
     peer_endpoints: list[str] = []
     otlp_endpoint: str = ""
+    metrics_compat: Literal["none", "vllm"] = "none"
+
+    def adapter_table(self) -> AdapterTable:
+        return AdapterTable(Path(self.lora_file) if self.lora_file else None, self.adapters, self.served_model_name)
 
 
 def read_config(file: Path) -> ProxyConfig:

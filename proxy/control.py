@@ -53,6 +53,7 @@ class Control:
         self._loop = asyncio.get_running_loop()
         self._proxy_id = proxy_id
         self._model = config.served_model_name
+        self._generation_config = config.generation_config
         self._state = state
         self._table = state.worker_table
         self._connections = connections
@@ -102,6 +103,8 @@ class Control:
                     self._state.dispatcher.num_running,
                     self._table.report(now),
                     serving_figures(self._state.metrics, self._state.admission),
+                    self._generation_config,
+                    self._state.text.sampling_defaults.known(),
                 )
                 self._socket.send(identity, report)
             case GetTimeline():

@@ -172,6 +172,7 @@ class ProxyServer:
             readiness=WorkerReadiness(worker_table, config.max_waiting_requests, config.worker_wait_s),
             timelines=Timelines(self._context, requests, config.peer_endpoints),
             media=media,
+            adapters=config.adapter_table(),
         )
         self._control = Control(self._context, config, self._proxy_id, self._state, self._connections)
         self._http = self._make_listeners(listener)

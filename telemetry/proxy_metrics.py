@@ -14,10 +14,12 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final, Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.values import MutexValue, ValueClass
 
 from tandem.telemetry.stages import PLACEMENTS, STAGES, AttemptTimes, stage_times
+from tandem.telemetry.vllm_names import E2E_BOUNDS_S, ITL_BOUNDS_S, TTFT_BOUNDS_S
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -107,12 +109,14 @@ class ProxyMetrics:
         self.worker_refusals = self._gauge(
             "tandem_worker_refusals", "Refusals on a worker's sockets since its start.", "livemax", "worker", "reason"
         )
-        self.ttft = self._histogram("tandem_time_to_first_token_seconds", "TTFT.", _LONG_S)
+        step_bounds_s = _merged(_STEP_S, ITL_BOUNDS_S)
+        self.ttft = self._histogram("tandem_time_to_first_token_seconds", "TTFT.", _merged(_LONG_S, TTFT_BOUNDS_S))
         self.per_token = TokenTally(
-            self._histogram("tandem_inter_token_latency_seconds", "ITL.", _STEP_S), self.generation_tokens
+            self._histogram("tandem_inter_token_latency_seconds", "ITL.", step_bounds_s),
+            self.generation_tokens,
         )
-        self.tpot = self._histogram("tandem_request_time_per_output_token_seconds", "TPOT.", _STEP_S)
-        self.e2e = self._histogram("tandem_e2e_request_latency_seconds", "E2E.", _LONG_S)
+        self.tpot = self._histogram("tandem_request_time_per_output_token_seconds", "TPOT.", step_bounds_s)
+        self.e2e = self._histogram("tandem_e2e_request_latency_seconds", "E2E.", _merged(_LONG_S, E2E_BOUNDS_S))
         self.stages = {
             name: self._histogram(f"tandem_request_{name}_time_seconds", documentation, _STAGE_S)
             for name, documentation in STAGES.items()
@@ -153,12 +157,24 @@ class ProxyMetrics:
 
     def render(self) -> bytes:
         """Returns the text exposition format, with the values of all processes that share PROMETHEUS_MULTIPROC_DIR."""
-        registry = self.registry
-        if ValueClass is not MutexValue:  # values are in files
-            registry = CollectorRegistry()
-            MultiProcessCollector(registry)
-        text: bytes = generate_latest(registry)
+        text: bytes = generate_latest(self._merged_registry())
         return text
+
+    def families(self) -> list[Metric]:
+        """Returns the same values as objects."""
+        return list(self._merged_registry().collect())
+
+    def _merged_registry(self) -> CollectorRegistry:
+        if ValueClass is MutexValue:
+            return self.registry
+        registry = CollectorRegistry()  # values are in files
+        MultiProcessCollector(registry)
+        return registry
+
+
+def _merged(own: tuple[float, ...], others: tuple[float, ...]) -> tuple[float, ...]:
+    """Returns the bounds of both, so that the counts for each can be read exactly."""
+    return tuple(sorted({*own, *others}))
 
 
 class TokenTally:

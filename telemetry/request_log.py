@@ -71,6 +71,11 @@ class RequestRecord:
         fields.update({f"{name}_ms": round(1000 * seconds, 1) for name, seconds in self.stages().items() if seconds})
         return {name: value for name, value in fields.items() if value is not None}
 
+    def num_events(self) -> int:
+        """Returns how many events `timeline` has."""
+        own = 1 + (self.read_at is not None) + (self.ended_at is not None)
+        return own + sum(1 for timer in self.sequences for _ in timer.events())
+
     def timeline(self) -> dict[str, Any]:
         """Returns the whole timeline for JSON. Events are in seconds since the request arrived."""
         events: list[tuple[float, str, dict[str, Any]]] = [(self.arrived_at, "arrived", {})]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from tandem.engine.config import EngineConfig
+from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.runtime.logs import LogFormat
@@ -23,7 +24,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     embedding_cache_bytes: embeddings kept for later prompts with the same image. max_fetched_media_bytes: limit on
     processed media from other hosts, for all prompts together. media_cache_endpoint: of this host's media cache; "" if
     the model takes text only. itl_slo_ms: limit on a step that holds prompt tokens beside running sequences; 0 derives
-    it from measured steps, see `engine.step_times`.
+    it from measured steps, see `engine.step_times`. adapters: LoRA adapters that the worker must be able to load;
+    requests may name others.
     """
 
     worker_id: str
@@ -46,5 +48,6 @@ class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     media_cache_endpoint: str = ""
     role_file: str = ""
     itl_slo_ms: int = 0
+    adapters: list[AdapterRef] = []
     log_level: str = "info"
     log_format: LogFormat = "text"

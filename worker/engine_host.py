@@ -10,10 +10,13 @@ from tandem.engine.block_manager import BlockManager
 from tandem.engine.engine_thread import EngineThread
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import LoadedModel
+from tandem.engine.lora.adapters import Adapters, load_adapter
 from tandem.engine.sampling.grammar import Grammars
 from tandem.engine.tensor_parallel import TensorParallelGroup
 from tandem.kv_transfer.ranks.rank_pool import RankPool
 from tandem.kv_transfer.ranks.worker_pools import WorkerPools
+from tandem.protocol.lora_files import InvalidAdapter
+from tandem.runtime.errors import ConfigError
 from tandem.worker.config import WorkerConfig
 
 STOP_TIMEOUT_S = 1.5
@@ -31,17 +34,25 @@ class EngineHost:
     engine: EngineThread
     pools: WorkerPools
     grammars: Grammars
+    adapters: Adapters
 
     @classmethod
-    async def load(cls, config: WorkerConfig, on_grammar: Callable[[], None]) -> EngineHost:
+    async def load(cls, config: WorkerConfig, on_news: Callable[[], None]) -> EngineHost:
         """Loads the model on all ranks and starts the engine thread. Raises ConfigError or InternalError.
 
-        on_grammar: called on the loop when a grammar has been compiled.
+        on_news: called on the loop when a grammar has been compiled or an adapter loaded.
         """
         loop = asyncio.get_running_loop()
         ranks = TensorParallelGroup(config.worker_id, config.engine, config.host, config.log_level)
         loaded: LoadedModel = await loop.run_in_executor(None, ranks.load)
-        grammars = Grammars(config.engine.model, loaded.vocab_size, lambda: loop.call_soon_threadsafe(on_grammar))
+
+        def post_news() -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(on_news)
+
+        grammars = Grammars(config.engine.model, loaded.vocab_size, post_news)
+        adapters = Adapters(loaded.lora_modules, loaded.dtype, loaded.device, post_news)
+        await loop.run_in_executor(None, _check_adapters, config, loaded)
         pool = KVPool(loaded, config.engine)
         engine = EngineThread(
             lambda: ranks.make_runner(loaded, pool), loop.call_soon_threadsafe, config.engine.num_threads
@@ -60,6 +71,7 @@ class EngineHost:
             engine,
             pools,
             grammars,
+            adapters,
         )
 
     @property
@@ -73,5 +85,15 @@ class EngineHost:
 
     def close(self) -> None:
         self.grammars.close()
+        self.adapters.close()
         self.engine.stop(STOP_TIMEOUT_S)
         self._ranks.close()
+
+
+def _check_adapters(config: WorkerConfig, loaded: LoadedModel) -> None:
+    """Raises ConfigError for an adapter that this worker could not load."""
+    for ref in config.adapters:
+        try:
+            load_adapter(ref, loaded.lora_modules, loaded.dtype, loaded.device)
+        except InvalidAdapter as error:
+            raise ConfigError(f"--lora: {ref.folder}: {error.message}") from error

@@ -174,6 +174,7 @@ class Presence:
             loaded.vocab_size,
             loaded.layout.model_id,
             self._host.blocks.block_size,
+            dict(loaded.lora_modules),
         )
 
     def _begin_epoch(self) -> RegisterWorker:

@@ -138,7 +138,8 @@ class Worker:
             case PrepareDecode():
                 self._check(message)
                 grammar = self._host.grammars.get(message.sampling.grammar)
-                self._perform(self._scheduler.decode.on_prepare(self._loop.time(), message, grammar))
+                adapter = self._host.adapters.get(message.adapter)
+                self._perform(self._scheduler.decode.on_prepare(self._loop.time(), message, grammar, adapter))
             case AbortAttempt():
                 self._perform(self._scheduler.on_abort(message.proxy_id, message.attempt_id))
             case _:
@@ -153,6 +154,7 @@ class Worker:
             if message.decode_epoch is not None and not decodes_here:
                 pair_id = self._traffic.pair_to(str(message.decode_worker_id), message.decode_epoch)
             grammar = self._host.grammars.get(message.sampling.grammar)
+            adapter = self._host.adapters.get(message.adapter)
             media = self._media.open(message)
         except TandemError as error:
             self._refuse(message, error)
@@ -163,7 +165,7 @@ class Worker:
             return
         now = self._loop.time()
         self._perform(
-            self._scheduler.prefill.on_start(now, message, pair_id, grammar, media, decodes_here=decodes_here)
+            self._scheduler.prefill.on_start(now, message, pair_id, grammar, media, adapter, decodes_here=decodes_here)
         )
 
     def _check(self, message: PromptMessage) -> None:

@@ -93,6 +93,9 @@ def status_tables(now: RateSample, then: RateSample | None, num_silent: int) -> 
     silent = f" ([red]{num_silent} more do not answer[/])" if num_silent else ""
     num_proxies = _count(len(reports), "proxy", "proxies")
     head = f"{first.model}: {state}, {num_proxies}{silent}, {_count(requests, 'request')} in flight"
+    if first.generation_config:
+        known = ", ".join(f"{name} {value:g}" for name, value in first.sampling_defaults.items())
+        head += f"\nsampling defaults ({first.generation_config}): {known or 'none'}"
     proxies = _table(["proxy", "state"], ["requests", "workers"])
     for report in reports:
         state = "ready" if report.ready else "[red]not ready[/]"

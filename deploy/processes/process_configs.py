@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,12 +13,16 @@ from types import MappingProxyType
 from tandem.deploy.config import ClusterConfig
 from tandem.engine.config import EngineConfig
 from tandem.media_cache.config import MediaCacheConfig
+from tandem.protocol.lora_files import InvalidAdapter, read_adapter
+from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import NetworkKeys, Part
+from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.api_keys import KeyFile, parse_keys
 from tandem.proxy.media.source import MediaLimits
+from tandem.runtime.errors import ConfigError
 from tandem.worker.config import WorkerConfig
 
 PROXY_GRACE_S = 1.5
@@ -36,6 +42,7 @@ class Place:
     control_tcp_endpoint: control endpoint of a proxy for workers of other hosts.
     media_cache_endpoint: media cache of this host, empty if there is none; media_cache_tcp_endpoint: for other hosts.
     api_keys_file: copy of the operator's file for a proxy on another host; empty to read the operator's.
+    lora_file: see `ProxyConfig`.
     listen_fd, admin_listen_fd: bound sockets that a proxy inherits; None lets it bind its own.
     """
 
@@ -53,13 +60,14 @@ class Place:
     api_keys_file: str = ""
     listen_fd: int | None = None
     admin_listen_fd: int | None = None
+    lora_file: str = ""
 
 
 class ProcessConfigs:
     """Makes the configuration of each process.
 
     keys: secrets that go into the configurations; parts without an entry read theirs from the operator's folder. Raises
-    ConfigError for API keys that cannot be read.
+    ConfigError for API keys and LoRA adapters that cannot be read.
     """
 
     def __init__(self, cluster: ClusterConfig, keys: Mapping[Part, NetworkKeys] = MappingProxyType({})) -> None:
@@ -67,6 +75,7 @@ class ProcessConfigs:
         self._keys = keys
         if cluster.api_keys_file:
             parse_keys(KeyFile(Path(cluster.api_keys_file)).read())
+        self._adapters = read_adapters(cluster)
 
     def proxy(self, name: str, place: Place) -> ProxyConfig:
         cluster = self._cluster
@@ -90,7 +99,12 @@ class ProcessConfigs:
             ssl_keyfile=cluster.ssl_keyfile,
             tokenizer_threads=cluster.tokenizer_threads,
             trust_request_chat_template=cluster.trust_request_chat_template,
+            adapters=self._adapters,
+            lora_file=place.lora_file,
             tool_call_parser=cluster.tool_call_parser,
+            reasoning_parser=cluster.reasoning_parser,
+            generation_config=cluster.generation_config,
+            max_logprobs=cluster.max_logprobs,
             max_body_bytes=cluster.max_body_mib << 20,
             max_waiting_requests=cluster.max_waiting_requests,
             low_priority_share=cluster.low_priority_share,
@@ -120,6 +134,7 @@ class ProcessConfigs:
             log_format=cluster.log_format,
             peer_endpoints=place.peer_endpoints,
             otlp_endpoint=cluster.otlp_endpoint,
+            metrics_compat=cluster.metrics_compat,
         )
 
     def media_cache(self, endpoint: str, tcp_endpoint: str = "", tcp_endpoint_file: str = "") -> MediaCacheConfig:
@@ -150,6 +165,7 @@ class ProcessConfigs:
             max_num_batched_tokens=cluster.max_num_batched_tokens,
             max_num_seqs=cluster.max_num_seqs,
             itl_slo_ms=cluster.itl_slo_ms,
+            adapters=[adapter.ref for adapter in self._adapters],
             drain_timeout_s=cluster.drain_timeout_s,
             metrics_host=cluster.admin_host,
             media_cache_endpoint=place.media_cache_endpoint,
@@ -190,3 +206,22 @@ def process_environment(num_threads: int) -> dict[str, str]:
         "PYTHONUNBUFFERED": "1",
         "GLOO_SOCKET_IFNAME": "lo",  # ranks of a worker share a host; KV transfer sets its own address
     }
+
+
+def read_adapters(cluster: ClusterConfig) -> list[NamedAdapter]:
+    """Reads the adapters of --lora. Raises ConfigError."""
+    adapters: dict[str, NamedAdapter] = {}
+    for given in cluster.lora:
+        name, equals, path = given.partition("=")
+        if not (name and equals and path):
+            raise ConfigError(f"lora: {given!r} is not NAME=FOLDER")
+        if name == cluster.served_model_name or name in adapters:
+            raise ConfigError(f"lora: the name {name!r} is in use; give the adapter of {path} another")
+        folder = Path(path).expanduser().absolute()
+        try:
+            adapters[name] = NamedAdapter(name, AdapterRef(read_adapter(folder).digest, str(folder)), int(time.time()))
+        except InvalidAdapter as error:
+            raise ConfigError(f"lora: {given}: {error.message}") from error
+    if adapters and max(cluster.num_ranks(role) for role in typing.get_args(Role)) > 1:
+        raise ConfigError("lora: adapters do not support tensor parallelism; use --tensor-parallel-size 1")
+    return list(adapters.values())

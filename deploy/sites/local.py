@@ -60,6 +60,7 @@ class LocalSite:
             media_cache_tcp_endpoint=self._cluster.media_cache_endpoint if self.media_cache_endpoint else "",
             listen_fd=listen_fd,
             admin_listen_fd=admin_listen_fd,
+            lora_file=str(self._folder / "adapters.json"),
         )
         env = process_environment(1)
         env["PROMETHEUS_MULTIPROC_DIR"] = str(self._metrics_dir)  # shared by all proxies, whose metrics are added up

@@ -240,6 +240,7 @@ class RayProcess(Supervised):
             endpoint_file=f"{node.folder}/endpoint",
             proxies_file=f"{node.folder}/proxies",
             role_file=f"{node.folder}/role",
+            lora_file=f"{node.folder}/adapters.json",
         )
         if self._role:
             await actor.set_role.remote(self._role)

@@ -19,6 +19,7 @@ from tandem.engine.cpu.compiler import DTYPES, as_array
 from tandem.engine.cpu.layer_kernels import rms_norm, rotation
 from tandem.engine.cpu.packed_linear import merge
 from tandem.engine.loading.sharding import plain_linear
+from tandem.engine.lora.layers import AdaptedLinear, LoraSlice, StepAdapters
 
 _SUBMODULES = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
 _TOLERANCE = 1e-4  # relative to the largest value, in float32
@@ -56,18 +57,41 @@ class FusedLayer(nn.Module):
             raise NotFusedError("its heads are padded to the KV pool's")
         self._num_heads: int = num_outputs // self._head_dim - 2 * num_kv_heads
         self._input_norm = FusedRMSNorm(layer.input_layernorm)
-        self._qkv = merge(projections)
+        self._qkv: Any = merge(projections)
         self._query_norm = FusedRMSNorm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self._key_norm = FusedRMSNorm(attention.k_norm) if hasattr(attention, "k_norm") else None
-        self._output = merge([attention.o_proj])
+        self._output: Any = merge([attention.o_proj])
         self._mlp_norm = FusedRMSNorm(layer.post_attention_layernorm)
         if hasattr(mlp, "gate_up_proj"):
             gate, up = _halves(mlp.gate_up_proj)
         else:
             gate, up = mlp.gate_proj, mlp.up_proj
-        self._gate = merge([gate], "swish")
-        self._up = merge([up])
-        self._down = merge([mlp.down_proj])
+        self._gate: Any = merge([gate], "swish")
+        self._up: Any = merge([up])
+        self._down: Any = merge([mlp.down_proj])
+        self._has_merged_qkv = hasattr(attention, "qkv_proj")
+        self._has_merged_gate = hasattr(mlp, "gate_up_proj")
+
+    def adapt(self, name: str, step: StepAdapters) -> None:
+        """Wraps the linear layers for LoRA adapters. name: of this layer in the model."""
+        num_query, num_key = self._num_heads * self._head_dim, self._num_kv_heads * self._head_dim
+        inner, hidden = self._gate.out_features, self._down.out_features
+        qkv = [
+            LoraSlice(f"{name}.self_attn.q_proj", 0, num_query),
+            LoraSlice(f"{name}.self_attn.k_proj", num_query, num_key),
+            LoraSlice(f"{name}.self_attn.v_proj", num_query + num_key, num_key),
+        ]
+        gate, up = LoraSlice(f"{name}.mlp.gate_proj", 0, inner), LoraSlice(f"{name}.mlp.up_proj", 0, inner)
+        if self._has_merged_qkv:
+            qkv = [LoraSlice(f"{name}.self_attn.qkv_proj", 0, num_query + 2 * num_key)]
+        if self._has_merged_gate:
+            merged = f"{name}.mlp.gate_up_proj"
+            gate, up = LoraSlice(merged, 0, inner), LoraSlice(merged, 0, inner, first_row=inner)
+        self._qkv = AdaptedLinear(self._qkv, qkv, step)
+        self._output = AdaptedLinear(self._output, [LoraSlice(f"{name}.self_attn.o_proj", 0, hidden)], step)
+        self._gate = AdaptedLinear(self._gate, [gate], step)
+        self._up = AdaptedLinear(self._up, [up], step)
+        self._down = AdaptedLinear(self._down, [LoraSlice(f"{name}.mlp.down_proj", 0, hidden)], step)
 
     def forward(
         self,
@@ -97,7 +121,8 @@ class FusedLayer(nn.Module):
         residual = self._output.combined(attended.reshape(num_tokens, -1), residual, "add")
         normed = self._mlp_norm(residual)
         gated = self._up.combined(normed, self._gate(normed), "mul")
-        return self._down.combined(gated, residual, "add")[None]
+        output: torch.Tensor = self._down.combined(gated, residual, "add")[None]
+        return output
 
 
 class FusedRMSNorm(nn.Module):

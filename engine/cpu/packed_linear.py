@@ -23,12 +23,17 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), None)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self._activation = activation
+        self.activation = activation
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            inputs, self._weight, self.bias, self._activation, [], ""
+            inputs, self._weight, self.bias, self.activation, [], ""
         )
+        return output
+
+    def before_activation(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the result without the activation."""
+        output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._weight, self.bias, "none", [], "")
         return output
 
     def combined(self, inputs: torch.Tensor, other: torch.Tensor, operation: Literal["add", "mul"]) -> torch.Tensor:
@@ -47,11 +52,15 @@ class MergedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.weight = nn.Parameter(weight.detach(), requires_grad=False)
         self.bias = None if bias is None else nn.Parameter(bias.detach(), requires_grad=False)
-        self._activation = activation
+        self.activation = activation
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         output = nn.functional.linear(inputs, self.weight, self.bias)
-        return nn.functional.silu(output) if self._activation == "swish" else output
+        return nn.functional.silu(output) if self.activation == "swish" else output
+
+    def before_activation(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return the result without the activation."""
+        return nn.functional.linear(inputs, self.weight, self.bias)
 
     def combined(self, inputs: torch.Tensor, other: torch.Tensor, operation: Literal["add", "mul"]) -> torch.Tensor:
         output: torch.Tensor = self(inputs)

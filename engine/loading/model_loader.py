@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tandem.engine.loading.progress import report_progress
 from tandem.engine.loading.rope import fix_longrope
 from tandem.engine.loading.sharding import check_shards, shard_arguments, unwrap_linears
 from tandem.engine.loading.supported_models import check_config, unsuitable
+from tandem.engine.lora.modules import adaptable_layers
 from tandem.engine.vision.models import Decoder, VisionTower, takes_media
 from tandem.protocol.messages.transfer import KVLayout
 from tandem.runtime.errors import ConfigError, InternalError, first_line
@@ -26,7 +28,10 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torc
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model that is ready to run. model: the decoder with its head. vision: None for text-only models."""
+    """A model that is ready to run. model: the decoder with its head. vision: None for text-only models.
+
+    lora_modules: (inputs, outputs) of the linear layers that LoRA adapters may change, by name; empty if it takes none.
+    """
 
     model: Any
     max_model_len: int
@@ -35,6 +40,7 @@ class LoadedModel:
     device: torch.device
     layout: KVLayout
     vision: VisionTower | None = None
+    lora_modules: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
 
 def load_model(config: EngineConfig) -> LoadedModel:
@@ -85,7 +91,9 @@ def load_model(config: EngineConfig) -> LoadedModel:
         block_size=config.block_size,
         tensor_parallel_size=config.tensor_parallel_size,
     )
-    return LoadedModel(model, max_model_len, text_config.vocab_size, dtype, device, layout, vision)
+    takes_adapters = vision is None and config.tensor_parallel_size == 1
+    lora_modules = adaptable_layers(model) if takes_adapters else {}
+    return LoadedModel(model, max_model_len, text_config.vocab_size, dtype, device, layout, vision, lora_modules)
 
 
 def check_model(config: EngineConfig) -> tuple[Any, Any]:

@@ -15,6 +15,7 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
+from tandem.protocol.messages.generation import Thinking
 from tandem.protocol.messages.grammar import one_line, parser_limits
 from tandem.runtime.errors import ErrorInfo, InvalidRequest, TandemError, first_line
 from tandem.runtime.threads import show_thread_name
@@ -34,8 +35,8 @@ class Grammar:
         """True also if compilation failed; `matcher` then raises."""
         return self._compiled.done()
 
-    def new_state(self, stop_token_ids: Collection[int]) -> GrammarState:
-        return GrammarState(self, stop_token_ids)
+    def new_state(self, stop_token_ids: Collection[int], thinking: Thinking | None = None) -> GrammarState:
+        return GrammarState(self, stop_token_ids, thinking)
 
     def matcher(self) -> tuple[LLMatcher, LLTokenizer]:
         """Return a matcher in its initial state. Raises InvalidRequest if the grammar could not be compiled."""
@@ -48,15 +49,19 @@ class Grammar:
 class GrammarState:
     """One sequence's state in its grammar. stop_token_ids: allowed only where the grammar may end.
 
+    thinking: the grammar applies after it; thinking itself is free but for stop_token_ids.
+
     Everything but `is_ready` belongs to the thread that computes masks. num_words: 32-bit words of a mask; 0 before
     `begin`.
     """
 
-    def __init__(self, grammar: Grammar, stop_token_ids: Collection[int]) -> None:
+    def __init__(self, grammar: Grammar, stop_token_ids: Collection[int], thinking: Thinking | None = None) -> None:
+        self._thinking = thinking
         self._grammar = grammar
         self._stop_token_ids = stop_token_ids
         self._matcher: LLMatcher | None = None
         self._num_consumed = 0
+        self._num_searched = 0
         self._eos_token_id = -1
         self.num_words = 0
 
@@ -79,6 +84,23 @@ class GrammarState:
         """
         matcher = self._matcher
         assert matcher is not None, "begin comes first"
+        opening: int | None = None
+        if self._thinking is not None:
+            start = self._after_thinking(self._thinking, output_token_ids)
+            if start is None:
+                mask[:] = 0xFF
+                _clear_bits(mask, self._stop_token_ids)
+                return
+            if start < 0:  # the next token decides whether the sequence thinks
+                opening = self._thinking.opening[len(output_token_ids)]
+                matcher = matcher.deep_copy()
+                if matcher.try_consume_tokens(list(output_token_ids)) < len(output_token_ids):
+                    mask[:] = 0
+                    _set_bits(mask, [opening])
+                    return
+                output_token_ids = ()
+            else:
+                self._num_consumed, self._thinking = start, None
         new = list(output_token_ids[self._num_consumed :])
         if new and matcher.consume_tokens(new):
             self._num_consumed += len(new)
@@ -89,6 +111,8 @@ class GrammarState:
         _clear_bits(mask, [self._eos_token_id])  # the request's stop tokens end a sequence, not the tokeniser's
         if matcher.is_accepting():
             _set_bits(mask, self._stop_token_ids)
+        if opening is not None:
+            _set_bits(mask, [opening])
         if banned:
             before = mask.copy()
             _clear_bits(mask, banned)
@@ -96,6 +120,21 @@ class GrammarState:
                 mask[:] = before
         if not mask.any():
             raise InvalidRequest("no token of this model's vocabulary can continue the grammar")
+
+    def _after_thinking(self, thinking: Thinking, output: Sequence[int]) -> int | None:
+        """Returns the number of tokens before the answer: None while the sequence thinks, -1 if it may begin to."""
+        if not thinking.is_open:
+            opening = thinking.opening
+            if tuple(output[: len(opening)]) != opening[: len(output)]:
+                return 0
+            if len(output) < len(opening):
+                return -1
+        ending = list(thinking.ending)
+        for place in range(max(0, self._num_searched - len(ending)), len(output) - len(ending) + 1):
+            if output[place] == ending[0] and list(output[place : place + len(ending)]) == ending:
+                return place + len(ending)
+        self._num_searched = len(output)
+        return None
 
 
 def _set_bits(mask: NDArray[np.uint8], token_ids: Collection[int]) -> None:

@@ -1,4 +1,7 @@
-"""Changes logits before sampling: bans, bias, allowed tokens, penalties and grammar masks. Greedy rows included."""
+"""Changes logits before sampling: bans, bias, allowed tokens, penalties, grammar masks and the forced end of thinking.
+
+Greedy rows included.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,16 @@ def adjusted(logits: torch.Tensor, samples: Sequence[Sample], mask: StepMask | N
         logits.index_copy_(0, index, _penalised(logits.index_select(0, index), [samples[i] for i in rows]))
     if mask is not None:
         mask.apply(logits)
+    for row, s in enumerate(samples):
+        if (token_id := _forced(s)) is not None:
+            logits[row] = float("-inf")
+            logits[row, token_id] = 0.0
     return logits
+
+
+def _forced(sample: Sample) -> int | None:
+    thinking = sample.params.thinking
+    return None if thinking is None else thinking.forced_token(sample.output_token_ids)
 
 
 def _is_changed(sample: Sample) -> bool:
@@ -37,6 +49,7 @@ def _is_changed(sample: Sample) -> bool:
         or params.allowed_token_ids
         or params.bad_words
         or params.has_penalties
+        or _forced(sample) is not None
     )
 
 

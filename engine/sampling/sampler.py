@@ -78,8 +78,9 @@ def _logprobs(logits: torch.Tensor, params: list[SamplingParams], chosen: torch.
     if not rows:
         return {}
     index = torch.tensor(rows, device=logits.device)
-    nums_top = [params[i].logprobs or 0 for i in rows]
-    logprobs = token_logprobs(logits.index_select(0, index), chosen.index_select(0, index), nums_top)
+    named = [params[i].logprob_token_ids for i in rows]
+    nums_top = [0 if ids else params[i].logprobs or 0 for i, ids in zip(rows, named, strict=True)]
+    logprobs = token_logprobs(logits.index_select(0, index), chosen.index_select(0, index), nums_top, named)
     return dict(zip(rows, logprobs, strict=True))
 
 

@@ -28,11 +28,13 @@ MAX_HELD_SEQUENCES = 100_000
 """Sequences on one worker, waiting and running. Proxies admit far fewer."""
 MAX_NAME_CHARACTERS = 1024
 MAX_RANKS = 1024
-MAX_TOP_LOGPROBS = 20
 MAX_POSITION_OFFSET = 2**24
 """Positions up to this are exact in float32. A larger offset would overflow a step's int32 positions."""
 MAX_PAIRS = 4096
 """Pairs of one worker, i.e. workers of the other role."""
+_MAX_FEW_LOGPROBS = 256
+"""Top tokens that may be asked for even if the vocabulary is smaller: a beam search of width 128 needs 256."""
+MAX_LORA_MODULES = 100_000
 _MAX_PID = 2**22
 _INT64 = range(-(2**63), 2**64)
 _ENDPOINT = re.compile(r"ipc:///[^\s\0]{1,100}|tcp://(?:\[[0-9a-fA-F:.%\w]+\]|[\w.-]+):\d{1,5}")
@@ -56,17 +58,21 @@ def check_request(message: PromptMessage, vocab_size: int, max_model_len: int) -
     ids = np.frombuffer(message.token_ids, np.int32)
     _require(int(ids.min()) >= 0 and int(ids.max()) < vocab_size, kind, "token_ids", "not in the vocabulary")
     _require(abs(message.priority) < 2**31, kind, "priority", "out of range")
-    _check_sampling(kind, message.sampling)
+    _check_sampling(kind, message.sampling, vocab_size)
+    if message.adapter is not None:
+        _check_names(kind, (message.adapter.digest, message.adapter.folder))
     if isinstance(message, StartPrefill):
+        is_alone = message.pooling is None or (message.decode_epoch is None and len(message.attempt_ids) == 1)
+        _require(is_alone, kind, "pooling", "together with tokens")
         is_endpoint = _ENDPOINT.fullmatch(message.media_cache) is not None
         _require(not message.media_cache or is_endpoint, kind, "media_cache", "cannot be connected to")
         is_complete = (message.decode_worker_id is None) == (message.decode_epoch is None)
         _require(is_complete, kind, "decode_worker_id", "id without epoch, or epoch without id")
         num_top = message.num_prompt_logprobs or 0
-        _require(0 <= num_top <= MAX_TOP_LOGPROBS, kind, "num_prompt_logprobs", "out of range")
+        _require(0 <= num_top <= max(vocab_size, _MAX_FEW_LOGPROBS), kind, "num_prompt_logprobs", "out of range")
 
 
-def _check_sampling(kind: str, sampling: SamplingParams) -> None:
+def _check_sampling(kind: str, sampling: SamplingParams, vocab_size: int) -> None:
     factors = (sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty)
     added = (sampling.presence_penalty, sampling.frequency_penalty, *(bias for _, bias in sampling.logit_bias))
     _require(all(math.isfinite(number) for number in (*factors, *added)), kind, "sampling", "not finite")
@@ -75,10 +81,12 @@ def _check_sampling(kind: str, sampling: SamplingParams) -> None:
     _require(sampling.repetition_penalty > 0, kind, "repetition_penalty", "not positive")
     _require(0 <= sampling.top_k < 2**31, kind, "top_k", "out of range")
     _require(sampling.seed in _INT64, kind, "seed", "more than 64 bits")
-    _require(0 <= (sampling.logprobs or 0) <= MAX_TOP_LOGPROBS, kind, "logprobs", "out of range")
+    num_top = sampling.logprobs or 0
+    _require(0 <= num_top <= max(vocab_size, _MAX_FEW_LOGPROBS), kind, "logprobs", "out of range")
+    _require(len(sampling.logprob_token_ids) <= _MAX_FEW_LOGPROBS, kind, "logprob_token_ids", "too many")
     biased = (token_id for token_id, _ in sampling.logit_bias)
     banned = (token_id for word in sampling.bad_words for token_id in word)
-    named = (*biased, *sampling.allowed_token_ids, *banned)
+    named = (*biased, *sampling.allowed_token_ids, *banned, *sampling.logprob_token_ids)
     _require(all(0 <= token_id < 2**31 for token_id in named), kind, "sampling", "a token id is out of range")
     _require(len(sampling.grammar or "") <= MAX_GRAMMAR_BYTES, kind, "grammar", "too long")
 
@@ -118,6 +126,7 @@ def check_register(message: RegisterWorker) -> None:
     _require(len(worker.host_id) <= MAX_NAME_CHARACTERS, "RegisterWorker", "host_id", "too long")
     _require(_ENDPOINT.fullmatch(worker.endpoint) is not None, "RegisterWorker", "endpoint", "cannot be connected to")
     sizes = (worker.pid, worker.num_ranks, message.max_model_len, message.vocab_size, message.block_size)
+    _require(len(message.lora_modules) <= MAX_LORA_MODULES, "RegisterWorker", "lora_modules", "too many")
     _require(all(0 < size < 2**31 for size in sizes), "RegisterWorker", "a size", "not positive")
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import msgspec
 
+from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.generation import (
     FinishReason,
+    Pooling,
     SampledToken,
     SamplingParams,
     StopConditions,
@@ -25,7 +27,8 @@ class PromptMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
     attempt_ids: one for each sequence that shares the prompt. seeds: one for each attempt, replacing `sampling.seed`.
     token_ids: see `protocol.messages.token_ids`; the last `num_generated` of them were generated in earlier attempts.
     cache_salt: prompts with different salts share no cached KV. deadline_s: from receipt of the message.
-    priority: lower is sooner. media: images and videos, see `protocol.messages.media`.
+    priority: lower is sooner. media: images and videos, see `protocol.messages.media`. adapter: LoRA adapter to compute
+    with; None for the base model.
     """
 
     proxy_id: str
@@ -40,6 +43,7 @@ class PromptMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
     cache_salt: str = ""
     priority: int = 0
     media: tuple[MediaItem, ...] = ()
+    adapter: AdapterRef | None = None
 
 
 class StartPrefill(PromptMessage, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
@@ -48,13 +52,15 @@ class StartPrefill(PromptMessage, frozen=True, tag=True, forbid_unknown_fields=T
     decode_worker_id, decode_epoch: the worker that decodes. If it is the receiver itself, the sequences go on there; if
     it is another one, the prompt's KV is shipped to it. None if only one token is requested. num_prompt_logprobs: None,
     or how many top tokens to report for each prompt token but the first. media_cache: tcp endpoint of the media cache
-    that holds the media; empty if the worker can map their segments.
+    that holds the media; empty if the worker can map their segments. pooling: return an embedding of the prompt instead
+    of tokens; then nothing is decoded.
     """
 
     decode_worker_id: str | None
     decode_epoch: str | None
     num_prompt_logprobs: int | None = None
     media_cache: str = ""
+    pooling: Pooling | None = None
 
 
 class PrepareDecode(PromptMessage, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
@@ -76,7 +82,8 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
 
     queue_s: from receipt to the first chunk. prefill_s: from the first chunk to this token. prompt_logprobs: for every
     prompt token but the first, if requested, packed (`protocol.messages.prompt_logprobs`). num_cached_tokens: prompt
-    tokens found in the prefix cache.
+    tokens found in the prefix cache. embedding: float32 values, packed, if `StartPrefill.pooling` asks for them; then
+    `token` has no meaning.
     """
 
     attempt_id: str
@@ -86,6 +93,7 @@ class FirstToken(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tr
     prefill_s: float
     prompt_logprobs: list[bytes] | None = None
     num_cached_tokens: int = 0
+    embedding: bytes | None = None
 
 
 class DecodeReserved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

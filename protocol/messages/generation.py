@@ -2,11 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
 
 FinishReason = Literal["stop", "length"]
+Pooling = Literal["last", "mean"]
+"""How a prompt's hidden states, after the last norm, become its embedding: the last token's, or the mean of all."""
+
+
+class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How a sequence's thinking begins and ends, as token ids. Everything here is a function of the generated tokens.
+
+    is_open: the prompt ends with the opening. opening, ending: ids around the thinking. forced: ids that are generated
+    when max_tokens of thinking have been. max_tokens: None is no limit.
+    """
+
+    is_open: bool
+    opening: tuple[int, ...]
+    ending: tuple[int, ...]
+    forced: tuple[int, ...]
+    max_tokens: int | None = None
+
+    def forced_token(self, output_token_ids: Sequence[int]) -> int | None:
+        """Returns the token that must come next because the thinking has reached its limit, or None."""
+        if self.max_tokens is None:
+            return None
+        start = 0 if self.is_open else len(self.opening)
+        number = len(output_token_ids) - start - self.max_tokens
+        if not 0 <= number < len(self.forced):
+            return None
+        if not self.is_open and tuple(output_token_ids[:start]) != self.opening:
+            return None
+        return None if self._has_ended(output_token_ids[start : start + self.max_tokens]) else self.forced[number]
+
+    def _has_ended(self, thought: Sequence[int]) -> bool:
+        """Whether these tokens contain the ending, or end with the beginning of it."""
+        size = len(self.ending)
+        return any(
+            tuple(thought[place : place + size]) == self.ending[: len(thought) - place]
+            for place, token_id in enumerate(thought)
+            if token_id == self.ending[0]
+        )
 
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -16,7 +54,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repetition_penalty: over prompt and output, 1 is none (CTRL, 2019). presence_penalty, frequency_penalty: over the
     output, 0 is none. logit_bias: (token id, value added to its logit). allowed_token_ids: if not empty, only these are
     sampled. bad_words: token sequences that are not generated. logprobs: None, or how many top tokens to report.
-    grammar: see `protocol.messages.grammar`.
+    logprob_token_ids: if not empty, the reported top tokens are the sampled one, then these, in place of the most
+    likely. grammar: see `protocol.messages.grammar`.
     """
 
     temperature: float = 1.0
@@ -31,12 +70,14 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bad_words: tuple[tuple[int, ...], ...] = ()
     seed: int = 0
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
     grammar: str | None = None
+    thinking: Thinking | None = None
 
     @property
     def needs_history(self) -> bool:
         """Whether earlier tokens affect sampling."""
-        return self.has_penalties or bool(self.bad_words) or self.grammar is not None
+        return self.has_penalties or bool(self.bad_words) or self.grammar is not None or self.thinking is not None
 
     @property
     def has_penalties(self) -> bool:
@@ -46,7 +87,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Natural logarithms of the model's probabilities, before temperature, penalties, bias and filters.
 
-    logprob, rank: of the token itself; rank 1 is the most likely. top: (token id, logprob), the most likely first.
+    logprob, rank: of the token itself; rank 1 is the most likely. top: (token id, logprob), the most likely first
+    unless `SamplingParams.logprob_token_ids` names them.
     """
 
     logprob: float

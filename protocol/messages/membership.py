@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 """Incremented by every change to a message. Processes with different versions refuse each other."""
 
 PROXY_SILENCE_S = 5.0
@@ -121,7 +121,8 @@ class PairStatus(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
     """Worker to proxy, once per connection and whenever the proxy does not know the worker.
 
-    model_id, block_size: inputs of the worker's prefix hashes.
+    model_id, block_size: inputs of the worker's prefix hashes. lora_modules: (inputs, outputs) of the linear layers
+    that LoRA adapters may change, by name; empty if the worker does not support adapters.
     """
 
     version: int
@@ -130,6 +131,7 @@ class RegisterWorker(msgspec.Struct, frozen=True, tag=True, forbid_unknown_field
     vocab_size: int
     model_id: str
     block_size: int
+    lora_modules: dict[str, tuple[int, int]] = {}
 
 
 class WorkerStatus(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
@@ -262,7 +264,8 @@ class ServingFigures(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Proxy to `tandem status`."""
+    """Proxy to `tandem status`. generation_config, sampling_defaults: where the defaults of sampling come from, and
+    those that are set."""
 
     proxy_id: str
     model: str
@@ -270,6 +273,8 @@ class StatusReport(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=
     num_requests: int
     workers: list[WorkerReport]
     figures: ServingFigures | None = None
+    generation_config: str = ""
+    sampling_defaults: dict[str, float] = {}
 
     @property
     def num_ready_pairs(self) -> int:

@@ -125,11 +125,15 @@ class ClosePair(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=Tru
 
 
 class ReserveKV(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
-    """Prefill to decode, when the prompt's first chunk is scheduled."""
+    """Prefill to decode, when the prompt's first chunk is scheduled.
+
+    adapter: digest of the LoRA adapter with which the KV is computed; "" for the base model. Decode compares it.
+    """
 
     pair_id: str
     transfer_id: str
     num_prompt_tokens: int
+    adapter: str = ""
 
 
 class KVReserved(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):

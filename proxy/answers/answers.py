@@ -15,7 +15,13 @@ from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.answers.errors import error_body
 from tandem.proxy.answers.json_parts import Holes, JsonArray, JsonText, Part, encode
 from tandem.proxy.answers.prompt_part import PromptPart, encode_prompt
-from tandem.proxy.api.responses import ChatCompletionChunk, CompletionResponse, PromptTokensDetails, Usage
+from tandem.proxy.api.responses import (
+    ChatCompletionChunk,
+    CompletionResponse,
+    CompletionTokensDetails,
+    PromptTokensDetails,
+    Usage,
+)
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
 from tandem.proxy.text.token_text import TokensAsIds
@@ -37,12 +43,14 @@ class Choice:
         self.index = index
         self.prompt = prompt
         self.finish_reason: Any = None
+        self.stop_reason: int | str | None = None
         self.text = JsonText(held.grow)
         self.token_ids = JsonArray(held.grow)
 
     def add(self, delta: TextDelta) -> None:
         self.text.push(delta.text)
         self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
 
 
 class Answers(ABC):
@@ -63,6 +71,7 @@ class Answers(ABC):
         self._shows_tokens = request.return_token_ids or self._num_top is not None
         self._held = generation.held
         self._prompts: dict[int, PromptPart] = {}  # by number of the prompt
+        self._num_generated: dict[int, int] = {}  # tokens so far, by index of the sequence
 
     async def whole(self) -> list[Part]:
         """Returns the body of an answer that is not streamed. The caller calls `release` when it is sent."""
@@ -95,6 +104,7 @@ class Answers(ABC):
             async with aclosing(self._generation.deltas()) as deltas:
                 async for delta in deltas:
                     await self._encode_prompt(delta)
+                    self._num_generated[delta.index] = self._num_generated.get(delta.index, 0) + len(delta.tokens)
                     for piece in self.chunk(delta):
                         has_begun = True
                         yield piece
@@ -154,24 +164,36 @@ class Answers(ABC):
         return b"data: " + encode(chunk) + b"\n\n"
 
     def _usage(self) -> Usage:
+        """Returns the usage of the whole request."""
         record = self._generation.record
         num_prompt, num_completion = record.num_prompt_tokens, record.num_completion_tokens
-        cached = PromptTokensDetails(record.num_cached_tokens)
-        return Usage(num_prompt, num_completion, num_prompt + num_completion, cached)
+        details = PromptTokensDetails(record.num_cached_tokens, self._generation.media_tokens or None)
+        return Usage(num_prompt, num_completion, num_prompt + num_completion, details, CompletionTokensDetails())
 
-    def _chunk_usage(self) -> Usage | UnsetType | None:
-        """Usage in the chunks before the last: null when the last one will report it, as in OpenAI's API."""
+    def _chunk_usage(self, index: int, num_generated: int | None = None) -> Usage | UnsetType | None:
+        """Usage in the chunks before the last: null when the last one will report it, as in OpenAI's API.
+
+        With continuous_usage_stats it is that of the chunk's own choice so far, as in vLLM. index: of the sequence.
+        """
         if self._request.continuous_usage:
-            return self._usage()
+            num_prompt = self._generation.prompt_sizes[index // self._request.n]
+            if num_generated is None:
+                num_generated = self._num_generated.get(index, 0)
+            return Usage(num_prompt, num_generated, num_prompt + num_generated)
         return None if self._request.include_usage else UNSET
 
-    def _token_ids(self, tokens: list[SampledToken]) -> list[int] | UnsetType:
-        return [token.token_id for token in tokens] if self._request.return_token_ids else UNSET
+    def _token_ids(self, tokens: list[SampledToken]) -> list[int] | None:
+        return [token.token_id for token in tokens] if self._request.return_token_ids else None
 
     def _token_id_hole(self, choice: Choice, holes: Holes) -> Any:
-        return holes.array(choice.token_ids) if self._request.return_token_ids else UNSET
+        return holes.array(choice.token_ids) if self._request.return_token_ids else None
+
+    def _prompt_id_hole(self, prompt: PromptPart | None, holes: Holes) -> Any:
+        if prompt is None or not self._request.return_token_ids:
+            return None
+        return holes.array(prompt.token_ids)
 
     def _prompt_logprobs_hole(self, prompt: PromptPart | None, holes: Holes) -> Any:
         if prompt is None or self._request.prompt_logprobs is None:
-            return UNSET
+            return None
         return holes.array(prompt.prompt_logprobs)

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from msgspec import UNSET
+
 from tandem.protocol.messages.generation import SampledToken
 from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.answers.answers import Answers, Choice
-from tandem.proxy.answers.json_parts import Holes, JsonArray, Part
+from tandem.proxy.answers.json_parts import Holes, JsonArray, JsonText, Part, pieces
 from tandem.proxy.answers.logprobs import chat_logprobs
+from tandem.proxy.answers.prompt_part import PromptPart
 from tandem.proxy.api.responses import (
     AssistantMessage,
     ChatChoice,
@@ -23,7 +26,7 @@ from tandem.proxy.api.responses import (
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
 
-_NO_CONTENT = ChatDelta()
+_NO_CONTENT, _EMPTY = ChatDelta(), ChatDelta(content="")
 
 
 class _Choice(Choice):
@@ -38,20 +41,54 @@ class ChatAnswers(Answers):
 
     def __init__(self, generation: Generation, model: str) -> None:
         super().__init__(generation, model)
-        self._begun: set[int] = set()  # sequences whose role was sent
+        self._has_begun = False
 
     def chunk(self, delta: TextDelta) -> Iterable[bytes]:
-        """Returns the events for one delta. The first chunk of a choice holds its role, as in OpenAI's API."""
-        events = b""
-        if delta.index not in self._begun:
-            self._begun.add(delta.index)
-            events = self._event([ChatChunkChoice(delta.index, ChatDelta("assistant", ""))], self._chunk_usage())
+        """Returns the events for one delta. A stream begins with a chunk for each choice that holds its role."""
+        if not self._has_begun:
+            self._has_begun = True
+            yield from pieces(self._beginning(delta.index))
         content, finish_reason = self._content(delta)
-        if content == _NO_CONTENT and finish_reason is None and not self._shows_tokens:
-            return (events,) if events else ()
-        logprobs, token_ids = self._logprobs(delta), self._token_ids(delta.tokens)
-        choice = ChatChunkChoice(delta.index, content, finish_reason, logprobs, token_ids)
-        return (events + self._event([choice], self._chunk_usage()),)
+        if content in (_NO_CONTENT, _EMPTY) and finish_reason is None and not self._shows_tokens:
+            return
+        choice = ChatChunkChoice(
+            delta.index,
+            content,
+            finish_reason,
+            self._logprobs(delta),
+            self._token_ids(delta.tokens),
+            UNSET if finish_reason is None else delta.stop_reason,
+        )
+        yield self._event([choice], self._chunk_usage(delta.index))
+
+    def _beginning(self, first: int) -> list[Part]:
+        """Returns the events before the first token. first: index of the sequence that has it."""
+        parts: list[Part] = []
+        for each in range(self._request.n):
+            holes = Holes()
+            choice = ChatChunkChoice(each, ChatDelta(self._role(each), ""))
+            chunk = ChatCompletionChunk(
+                self._id,
+                self._generation.created,
+                self._model,
+                [choice],
+                self._chunk_usage(each, 0),
+                self._prompt_id_hole(self._prompt_of(first), holes),
+            )
+            parts += [b"data: ", *holes.fill(chunk), b"\n\n"]
+        for each in range(self._request.n):
+            if prefix := self._prefix(each):
+                choice = ChatChunkChoice(each, ChatDelta(content=prefix))
+                parts.append(self._event([choice], self._chunk_usage(each, 0)))
+        return parts
+
+    def _role(self, index: int) -> str:
+        """index: of a sequence."""
+        return self._request.roles[index // self._request.n]
+
+    def _prefix(self, index: int) -> str:
+        """Returns the text with which the answer repeats the last message. index: of a sequence."""
+        return self._request.prefixes[index // self._request.n]
 
     def _new_choice(self, index: int) -> _Choice:
         return _Choice(index, self._held)
@@ -66,7 +103,8 @@ class ChatAnswers(Answers):
         for choice in choices:
             message, finish_reason = self._message(choice, holes)
             logprobs: Any = None if self._num_top is None else ChatLogprobs(holes.array(choice.logprobs))
-            shown.append(ChatChoice(choice.index, message, finish_reason, logprobs, self._token_id_hole(choice, holes)))
+            token_ids = self._token_id_hole(choice, holes)
+            shown.append(ChatChoice(choice.index, message, finish_reason, logprobs, choice.stop_reason, token_ids))
         return holes.fill(
             ChatCompletionResponse(
                 self._id,
@@ -74,17 +112,25 @@ class ChatAnswers(Answers):
                 self._model,
                 shown,
                 self._usage(),
-                self._prompt_logprobs_hole(self._prompt_of(0), holes),
+                self._prompt_logprobs_hole(self._only_prompt, holes),
+                self._prompt_id_hole(self._only_prompt, holes),
             )
         )
 
     def _content(self, delta: TextDelta) -> tuple[ChatDelta, ChatFinishReason | None]:
         """Returns what a chunk shows of a delta."""
-        return ChatDelta(content=delta.text) if delta.text else _NO_CONTENT, delta.finish_reason
+        return ChatDelta(content=delta.text), delta.finish_reason
 
     def _message(self, choice: Choice, holes: Holes) -> tuple[AssistantMessage, ChatFinishReason | None]:
         """Returns what a whole answer shows of a choice's text, and why the choice ends."""
-        return AssistantMessage(holes.text(choice.text)), choice.finish_reason
+        texts = [JsonText(self._held.grow), choice.text]
+        texts[0].push(self._prefix(choice.index))
+        return AssistantMessage(holes.text(*texts), self._role(choice.index)), choice.finish_reason
+
+    @property
+    def _only_prompt(self) -> PromptPart | None:
+        """What repeats the prompt; a batch of chats repeats none of its prompts, as in vLLM."""
+        return self._prompt_of(0) if len(self._request.roles) == 1 else None
 
     def _logprobs(self, delta: TextDelta) -> ChatLogprobs | None:
         if self._num_top is None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from msgspec import UNSET
+from msgspec.structs import replace
+
 from tandem.protocol.messages.generation import SampledToken
 from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.answers.answers import Answers, Choice
@@ -40,12 +43,17 @@ class CompletionAnswers(Answers):
         if not delta.text and delta.finish_reason is None and not self._shows_tokens:
             return ()
         choice = CompletionChoice(
-            delta.index, delta.text, self._logprobs(delta), delta.finish_reason, self._token_ids(delta.tokens)
+            delta.index,
+            delta.text,
+            self._logprobs(delta),
+            delta.finish_reason,
+            delta.stop_reason,
+            self._token_ids(delta.tokens),
         )
-        return (self._event([choice], self._chunk_usage()),)
+        return (self._event([choice], self._chunk_usage(delta.index)),)
 
     def _first_chunk(self, delta: TextDelta) -> Iterable[bytes]:
-        """Returns the event that repeats the prompt."""
+        """Returns the event that repeats the prompt, or has its token ids."""
         choice, holes = self._new_choice(delta.index), Holes()
         self._add(choice, delta)
         self._offsets[delta.index] = self._first_offset(choice) + choice.logprobs.num_characters
@@ -74,19 +82,24 @@ class CompletionAnswers(Answers):
         return self._body(choices, Holes(), is_whole=True)
 
     def _body(self, choices: list[_Choice], holes: Holes, is_whole: bool) -> list[Part]:
-        usage = self._usage() if is_whole else self._chunk_usage()
-        shown = [self._choice(choice, holes) for choice in choices]
-        return holes.fill(CompletionResponse(self._id, self._generation.created, self._model, shown, usage))
+        usage = self._usage() if is_whole else self._chunk_usage(choices[0].index)
+        shown = [self._choice(choice, holes, is_whole) for choice in choices]
+        answer = CompletionResponse(self._id, self._generation.created, self._model, shown, usage)
+        if is_whole:
+            answer = replace(answer, service_tier=None, system_fingerprint=None)
+        return holes.fill(answer)
 
-    def _choice(self, choice: _Choice, holes: Holes) -> CompletionChoice:
+    def _choice(self, choice: _Choice, holes: Holes, is_whole: bool) -> CompletionChoice:
         texts: list[JsonText] = [*(part.text for part in choice.echoed), choice.text]
         return CompletionChoice(
             choice.index,
             holes.text(*texts),
             self._logprobs_hole(choice, holes),
             choice.finish_reason,
+            choice.stop_reason,
             self._token_id_hole(choice, holes),
-            self._prompt_logprobs_hole(choice.prompt, holes),
+            self._prompt_logprobs_hole(choice.prompt, holes) if is_whole else UNSET,
+            self._prompt_id_hole(choice.prompt, holes),
         )
 
     def _logprobs_hole(self, choice: _Choice, holes: Holes) -> CompletionLogprobs | None:

@@ -14,6 +14,7 @@ from tandem.proxy.admission.api_key import InvalidApiKey
 from tandem.proxy.answers.request_id import id_header
 from tandem.proxy.api.responses import ErrorDetail, ErrorResponse
 from tandem.proxy.api.validation import ModelNotFound
+from tandem.proxy.cluster.adapter_table import AdapterNotFound
 from tandem.runtime.errors import (
     InternalError,
     InvalidRequest,
@@ -85,6 +86,7 @@ _STATUS: dict[type[TandemError], int] = {
     InvalidRequest: 400,
     InvalidApiKey: 401,
     ModelNotFound: 404,
+    AdapterNotFound: 404,
     UnknownRequest: 404,
     UnknownWorker: 404,
     RoleRefused: 409,

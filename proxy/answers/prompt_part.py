@@ -16,6 +16,7 @@ from tandem.proxy.text.token_text import TokenText
 from tandem.runtime.errors import InternalError
 
 _CHARACTERS_PER_SLICE = 256 * 1024
+_TOKENS_PER_SLICE = 32 * 1024
 
 
 class CompletionArrays:
@@ -39,7 +40,7 @@ class CompletionArrays:
 
 
 class PromptPart:
-    """text, logprobs: of an echo; empty if nothing is echoed. prompt_logprobs: empty unless requested.
+    """text, logprobs: of an echo; empty if nothing is echoed. prompt_logprobs, token_ids: empty unless requested.
 
     on_growth: called with the number of bytes before they are added; may raise.
     """
@@ -48,6 +49,7 @@ class PromptPart:
         self.text = JsonText(on_growth)
         self.logprobs = CompletionArrays(on_growth)
         self.prompt_logprobs = JsonArray(on_growth)
+        self.token_ids = JsonArray(on_growth)
 
 
 async def encode_prompt(
@@ -61,6 +63,12 @@ async def encode_prompt(
     for start in range(0, len(prompt.text), _CHARACTERS_PER_SLICE):
         part.text.push(prompt.text[start : start + _CHARACTERS_PER_SLICE])
         await turn()
+    if request.return_token_ids:
+        for start in range(0, len(prompt.token_ids), _TOKENS_PER_SLICE * BYTES_PER_TOKEN):
+            part.token_ids.extend(
+                unpack_token_ids(prompt.token_ids[start : start + _TOKENS_PER_SLICE * BYTES_PER_TOKEN])
+            )
+            await turn()
     if request.num_prompt_logprobs is None:
         return
     num_echoed, num_top = request.base_sampling.logprobs if request.echo else None, request.prompt_logprobs

@@ -51,35 +51,41 @@ class ChatMessage(msgspec.Struct):
 
     role: Annotated[str, Meta(min_length=1, max_length=64)]
     content: Annotated[
-        str | list[ContentPart] | None, Meta(description="text or content parts; null only together with tool_calls")
+        str | list[ContentPart] | None,
+        Meta(description="text or content parts; null only together with tool_calls or reasoning"),
     ] = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall] | None, Meta(description="earlier calls of the assistant")] = None
     tool_call_id: Annotated[str | None, Meta(description="in a tool message: the call that it answers")] = None
-    reasoning_content: Annotated[str | None, Meta(description="for templates that render earlier reasoning")] = None
+    reasoning: Annotated[str | None, Meta(description="earlier thinking, for templates that render it")] = None
+    reasoning_content: Annotated[str | None, Meta(description="older name of reasoning")] = None
 
 
-def template_message(index: int, message: ChatMessage, media: list[MediaSource] | None = None) -> JsonObject:
+def template_message(param: str, message: ChatMessage, media: list[MediaSource] | None = None) -> JsonObject:
     """Converts one message to the form that Hugging Face chat templates take.
 
     Content becomes one string, or a list of parts if it includes images or video. Arguments of tool calls become
-    objects. index: of the message, for errors. media: receives the images and videos; None refuses them.
+    objects. param: of the message, for errors. media: receives the images and videos; None refuses them.
     Raises InvalidRequest.
     """
-    param = f"messages[{index}]"
     content: Any = message.content
+    reasoning = message.reasoning if message.reasoning is not None else message.reasoning_content
     if isinstance(content, list):
         parts = [_template_part(f"{param}.content[{i}]", part, media) for i, part in enumerate(content)]
         is_text = all(part["type"] == "text" for part in parts)
         content = "\n".join(part["text"] for part in parts) if is_text else parts
     if content is None:
-        if not message.tool_calls:
+        if not message.tool_calls and reasoning is None:
             raise InvalidRequest(
                 f"{param}.content is null; send a string or a list of content parts.", f"{param}.content"
             )
         content = ""
     rendered: JsonObject = {"role": message.role, "content": content}
-    for field in ("name", "tool_call_id", "reasoning_content"):
+    if reasoning is not None:  # templates use either name
+        rendered["reasoning"] = rendered["reasoning_content"] = reasoning
+        if message.tool_calls and not content:  # GPT-OSS's name; its template takes it only here
+            rendered["thinking"] = reasoning
+    for field in ("name", "tool_call_id"):
         if (value := getattr(message, field)) is not None:
             rendered[field] = value
     if message.tool_calls:

@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
-from tandem.protocol.messages.generation import SamplingParams, StopConditions
+from tandem.protocol.messages.generation import Pooling, SamplingParams, StopConditions
 from tandem.protocol.messages.prompt_logprobs import MAX_PROMPT_LOGPROBS_BYTES, max_packed_bytes
 from tandem.proxy.admission.answer_budget import MAX_ANSWER_BYTES, answer_too_large
+from tandem.proxy.api.reasoning import ReasoningFormat
 from tandem.proxy.api.tool_formats import ToolFormat
+from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.media.media_lease import MediaLease
 from tandem.proxy.text.prompt import AnyPrompt, CompletionPrompt, ContextLengthExceeded
 from tandem.runtime.errors import InvalidRequest
 
+ALL_LOGPROBS = 2**31 - 1
+"""Number of top tokens that stands for all tokens of the vocabulary until `with_vocabulary` has replaced it."""
+_TOKEN_ID_BYTES = 6
 _ECHO_BYTES, _LOGPROBS_BYTES, _TOP_LOGPROB_BYTES, _PROMPT_LOGPROB_BYTES = 5, 80, 28, 80
 """Usual sizes, in JSON, of an echoed token, of its logprobs, of each top token in them, and of each token in
 prompt_logprobs."""
+
+
+class EmbeddingOptions(msgspec.Struct, frozen=True):
+    """dimensions: None for all."""
+
+    pooling: Pooling
+    normalize: bool
+    dimensions: int | None
+    as_base64: bool
 
 
 class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -35,7 +50,12 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     timeout: seconds from arrival to the last token; None means the server's limit.
     grammar_param: the field that base_sampling.grammar comes from, for errors.
     tool_format: how the answer writes tool calls; None if it may contain none.
+    adapter: LoRA adapter that the request names as its model. embedding: set if embeddings are wanted instead of text.
+    reasoning: how the model writes its thinking; None if it is not separated from the answer.
+    begins_thinking: for each prompt, whether it ends with the opening of the thinking; empty before tokenising.
     media_lease: keeps the prompt's media in the cache. The owner of the request calls `release_media`.
+    is_chat: the answer has messages. roles, prefixes: of each chat: the role of its answer, and the text of its last
+    message if the answer begins with that.
     """
 
     prompt: AnyPrompt
@@ -49,10 +69,17 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     is_prompt_only: bool
     grammar_param: str
     tool_format: ToolFormat | None
+    reasoning: ReasoningFormat | None
     skip_special_tokens: bool
     include_usage: bool
     continuous_usage: bool
     media_lease: MediaLease | None = None
+    is_chat: bool = False
+    roles: list[str] = []
+    prefixes: list[str] = []
+    adapter: NamedAdapter | None = None
+    embedding: EmbeddingOptions | None = None
+    begins_thinking: list[bool] = []
 
     # As in the body of the request, where null means these defaults:
     n: int = 1
@@ -68,26 +95,63 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_tokens_as_token_ids: bool = False
     include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] = "left"
+    use_beam_search: bool = False
+    length_penalty: float = 1.0
     cache_salt: str = ""
     stream: bool = False
     return_token_ids: bool = False
+    include_reasoning: bool = True
+    thinking_token_budget: int | None = None
+
+    @property
+    def is_parsed(self) -> bool:
+        """Whether the text has parts besides the answer."""
+        return self.tool_format is not None or self.reasoning is not None
 
     def release_media(self) -> None:
         """Ends the lease of the prompt's media, if there is one. Idempotent."""
         if self.media_lease is not None:
             self.media_lease.release()
 
+    def with_vocabulary(self, vocab_size: int, max_logprobs: int) -> GenerationRequest:
+        """Returns the request with the vocabulary's size for ALL_LOGPROBS. Raises InvalidRequest.
+
+        max_logprobs: the server's limit; -1 for none.
+        """
+        numbers = (self.base_sampling.logprobs, self.prompt_logprobs, self.num_prompt_logprobs)
+        if ALL_LOGPROBS not in numbers:
+            return self
+        if vocab_size > max_logprobs != -1:
+            raise InvalidRequest(
+                f"-1 asks for the log-probabilities of all {vocab_size} tokens, but this server's limit is "
+                f"{max_logprobs} (--max-logprobs).",
+                "prompt_logprobs" if self.prompt_logprobs == ALL_LOGPROBS else "logprobs",
+            )
+        logprobs, prompt_logprobs, num_prompt_logprobs = (n if n is None else min(n, vocab_size) for n in numbers)
+        return msgspec.structs.replace(
+            self,
+            base_sampling=msgspec.structs.replace(self.base_sampling, logprobs=logprobs),
+            prompt_logprobs=prompt_logprobs,
+            num_prompt_logprobs=num_prompt_logprobs,
+        )
+
     def samplings(self) -> list[SamplingParams]:
         """Returns the sampling parameters of the n sequences of one prompt, with seeds in [0, 2**63)."""
         first = secrets.randbits(63) if self.seed is None else self.seed
         return [msgspec.structs.replace(self.base_sampling, seed=(first + i) % 2**63) for i in range(self.n)]
 
+    def named_stop_token_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """Returns the client's stop tokens without those that end sequences anyway."""
+        return frozenset(self.stop_token_ids) - (frozenset() if self.ignore_eos else eos_token_ids)
+
     def check_vocabulary(self, limits: ModelLimits) -> None:
-        """Raises InvalidRequest if logit_bias or allowed_token_ids name a token that the model does not have."""
+        """Raises InvalidRequest if a field names a token that the model does not have."""
         sampling = self.base_sampling
         for param, token_ids in (
             ("logit_bias", [token_id for token_id, _ in sampling.logit_bias]),
             ("allowed_token_ids", sampling.allowed_token_ids),
+            ("logprob_token_ids", sampling.logprob_token_ids),
         ):
             largest = max(token_ids, default=0)
             if largest >= limits.vocab_size:
@@ -117,7 +181,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def _num_repeated_bytes(self) -> int:
         """Estimates the size of what one choice repeats of each prompt token."""
-        num_bytes = 0
+        num_bytes = _TOKEN_ID_BYTES if self.return_token_ids else 0
         if self.echo:
             num_bytes += _ECHO_BYTES
             if self.base_sampling.logprobs is not None:

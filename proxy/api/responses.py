@@ -8,19 +8,29 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from tandem.protocol.messages.generation import FinishReason
+from tandem.protocol.messages.media import MediaKind
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
-    """cached_tokens: prompt tokens that the prefill worker found in its prefix cache."""
+    """cached_tokens: prompt tokens that the prefill worker found in its prefix cache. multimodal_tokens: placeholder
+    tokens by kind of media (`image`, `video`), as in vLLM; null without media."""
 
     cached_tokens: int
+    multimodal_tokens: dict[MediaKind, int] | None = None
+
+
+class CompletionTokensDetails(msgspec.Struct, frozen=True):
+    reasoning_tokens: int = 0
 
 
 class Usage(msgspec.Struct, frozen=True):
+    """The chunks of a stream before the last have no details."""
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET
+    completion_tokens_details: CompletionTokensDetails | UnsetType = UNSET
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
@@ -63,24 +73,33 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 class CompletionChoice(msgspec.Struct, frozen=True):
-    """A complete choice, or a piece of one in a stream. token_ids: set if the request has return_token_ids."""
+    """A complete choice, or a piece of one in a stream.
+
+    token_ids, prompt_token_ids: set if the request has return_token_ids; the latter only in the first piece.
+    stop_reason: see `TextDelta`. prompt_logprobs: unset in streams.
+    """
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
-    token_ids: list[int] | UnsetType = UNSET
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: PromptLogprobs | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | None = None
 
 
 class CompletionResponse(msgspec.Struct, frozen=True):
-    """usage: unset in streams without stream_options.include_usage."""
+    """usage: unset in streams without stream_options.include_usage. service_tier, system_fingerprint: unset in streams;
+    OpenAI's clients read them."""
 
     id: str
     created: int
     model: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
+    service_tier: UnsetType | None = UNSET
+    system_fingerprint: UnsetType | None = UNSET
     object: Literal["text_completion"] = "text_completion"
 
 
@@ -104,12 +123,21 @@ class AnsweredToolCall(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AssistantMessage(msgspec.Struct, frozen=True):
-    """content: None if the answer consists of tool calls."""
+    """content: None if the answer consists of tool calls or thinking. reasoning: the thinking, without its markers.
+
+    role: assistant, or that of a message which it continues.
+
+    Fields that are always null are part of OpenAI's answers.
+    """
 
     content: str | None
-    role: Literal["assistant"] = "assistant"
+    role: str = "assistant"
     refusal: None = None
-    tool_calls: list[AnsweredToolCall] | UnsetType = UNSET
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
+    tool_calls: list[AnsweredToolCall] | None = None
+    reasoning: str | None = None
 
 
 class ChatChoice(msgspec.Struct, frozen=True):
@@ -117,7 +145,8 @@ class ChatChoice(msgspec.Struct, frozen=True):
     message: AssistantMessage
     finish_reason: ChatFinishReason | None
     logprobs: ChatLogprobs | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletionResponse(msgspec.Struct, frozen=True):
@@ -126,41 +155,77 @@ class ChatCompletionResponse(msgspec.Struct, frozen=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: PromptLogprobs | UnsetType = UNSET
+    prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
+    service_tier: None = None
+    system_fingerprint: None = None
     object: Literal["chat.completion"] = "chat.completion"
 
 
 class ChatDelta(msgspec.Struct, frozen=True):
-    role: Literal["assistant"] | UnsetType = UNSET
+    role: str | UnsetType = UNSET
     content: str | UnsetType = UNSET
     tool_calls: list[AnsweredToolCall] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, frozen=True):
+    """token_ids: unset in the chunks before the first token. stop_reason: in the last chunk of a choice."""
+
     index: int
     delta: ChatDelta
     finish_reason: ChatFinishReason | None = None
     logprobs: ChatLogprobs | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | UnsetType | None = UNSET
+    stop_reason: int | str | UnsetType | None = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, frozen=True):
+    """prompt_token_ids: only in the chunks that come before the first token."""
+
     id: str
     created: int
     model: str
     choices: list[ChatChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType | None = UNSET
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
 
 
+class EmbeddingUsage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class Embedding(msgspec.Struct, frozen=True):
+    """embedding: a list of numbers, or base64 of little-endian float32 values."""
+
+    index: int
+    embedding: list[float] | str
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingResponse(msgspec.Struct, frozen=True):
+    id: str
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+    object: Literal["list"] = "list"
+
+
 class ModelCard(msgspec.Struct, frozen=True):
-    """max_model_len: vLLM's field; None while no worker is ready."""
+    """max_model_len: vLLM's field; None while no worker is ready. root, parent: of a LoRA adapter, its folder and the
+    served model; of the served model, its name and null."""
 
     id: str
     created: int
     max_model_len: int | None
     object: Literal["model"] = "model"
     owned_by: Literal["tandem"] = "tandem"
+    root: str = ""
+    parent: str | None = None
 
 
 class ModelList(msgspec.Struct, frozen=True):
@@ -186,6 +251,22 @@ class VersionResponse(msgspec.Struct, frozen=True):
 class HealthResponse(msgspec.Struct, frozen=True, omit_defaults=True):
     status: Literal["ok", "unavailable"]
     reason: str | None = None
+
+
+class ServerLoad(msgspec.Struct, frozen=True):
+    """server_load: sequences in flight on the proxy that answers."""
+
+    server_load: int
+
+
+class ServerInfo(msgspec.Struct, frozen=True):
+    """max_model_len: None while no worker is ready. sampling_defaults: for fields that requests leave out. config:
+    settings of the proxy."""
+
+    version: str
+    max_model_len: int | None
+    sampling_defaults: dict[str, float]
+    config: dict[str, str | float | bool]
 
 
 class TokenizeResponse(msgspec.Struct, frozen=True):

@@ -27,16 +27,22 @@ TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 MaxTokens = Annotated[int, Meta(ge=1, lt=2**31)]
 MaxTokensOrZero = Annotated[int, Meta(ge=0, lt=2**31)]
 Count = Annotated[int, Meta(ge=1, le=128)]
-NumTop = Annotated[int, Meta(ge=0, le=20)]
+NumTop = Annotated[int, Meta(ge=-1, lt=2**31)]
 Temperature = Annotated[float, Meta(ge=0, le=2)]
+ThinkingBudget = Annotated[int, Meta(ge=-1, lt=2**31)]
 TopP = Annotated[float, Meta(gt=0, le=1)]
 TopK = Annotated[int, Meta(ge=-1, lt=2**31)]
 MinP = Annotated[float, Meta(ge=0, le=1)]
 Factor = Annotated[float, Meta(gt=0, le=1e6)]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
-DecimalTokenId = Annotated[str, Meta(pattern=r"^[0-9]{1,9}$")]
+DECIMAL_ID = r"^[0-9]{1,9}$"
 Bias = Annotated[float, Meta(ge=-100, le=100)]
-LogitBias = Annotated[dict[DecimalTokenId, Bias], Meta(max_length=1024)]
+LogitBias = Annotated[
+    dict[str, Bias], Meta(max_length=1024, extra_json_schema={"propertyNames": {"pattern": DECIMAL_ID}})
+]
+"""`validation` checks the keys, so that the error quotes all that are wrong."""
+LogprobTokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=128)]
+LengthPenalty = Annotated[float, Meta(ge=-100, le=100)]
 AllowedTokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=65536)]
 BadWords = Annotated[list[Annotated[str, Meta(min_length=1, max_length=256)]], Meta(max_length=128)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -134,8 +140,6 @@ class NotServed(msgspec.Struct):
     """Fields that are not supported. Only null and their neutral values are accepted."""
 
     suffix: Annotated[Any, accepts("")] = None
-    use_beam_search: Annotated[Any, accepts(False)] = None
-    length_penalty: Annotated[Any, accepts(1)] = None
     functions: Annotated[Any, accepts([])] = None
     function_call: Annotated[Any, accepts("none", "auto")] = None
     modalities: Annotated[Any, accepts(["text"])] = None
@@ -149,9 +153,6 @@ class NotServed(msgspec.Struct):
     store: Annotated[Any, accepts(False)] = None
     service_tier: Annotated[Any, accepts("auto", "default")] = None
     verbosity: Annotated[Any, accepts("medium")] = None
-    truncation_side: Annotated[Any, accepts("left")] = None
-    logprob_token_ids: Annotated[Any, accepts()] = None
-    thinking_token_budget: Annotated[Any, accepts()] = None
     repetition_detection: Annotated[Any, accepts()] = None
     watermarking: Annotated[Any, accepts(False)] = None
     media_io_kwargs: Annotated[Any, accepts({})] = None
@@ -193,6 +194,9 @@ class GenerationFields(NotServed):
     guided_regex: Annotated[GrammarText | None, doc("older name of structured_outputs.regex")] = None
     guided_choice: Annotated[Choices | None, doc("older name of structured_outputs.choice")] = None
     guided_grammar: Annotated[GrammarText | None, doc("older name of structured_outputs.grammar")] = None
+    thinking_token_budget: Annotated[
+        ThinkingBudget | None, doc("tokens of thinking after which the answer must begin; -1: no limit")
+    ] = None
     seed: Annotated[Seed | None, doc("makes sampling reproducible; choice i uses seed + i")] = None
     n: Annotated[Count | None, doc("number of choices per prompt; the prompt is computed once")] = 1
     stop: Annotated[StopString | StopStrings | None, doc("strings that end the text; not part of it")] = None
@@ -203,16 +207,30 @@ class GenerationFields(NotServed):
         MaxTokensOrZero | None, doc("stop tokens are not generated before this many tokens; at most max_tokens")
     ] = 0
     prompt_logprobs: Annotated[
-        NumTop | None, doc("number of most likely tokens to return per prompt token; not for streams")
+        NumTop | None, doc("number of most likely tokens to return per prompt token; -1: all; not for streams")
     ] = None
+    logprob_token_ids: Annotated[
+        LogprobTokenIds | None,
+        doc("returns the logprobs of the token itself and of these, not of the most likely; requires logprobs"),
+    ] = None
+    use_beam_search: Annotated[
+        OptionalBool, doc("returns the n most likely sequences of a beam search of width n; not for streams")
+    ] = False
+    length_penalty: Annotated[
+        LengthPenalty | None, doc("exponent of the length by which a beam's log-probability is divided")
+    ] = 1.0
     stream: Annotated[OptionalBool, doc("server-sent events, one chunk per piece of text")] = False
     stream_options: Annotated[StreamOptions | None, doc("only together with stream")] = None
-    return_token_ids: Annotated[OptionalBool, doc("adds token_ids to every choice")] = False
+    return_token_ids: Annotated[OptionalBool, doc("returns token_ids and prompt_token_ids")] = False
     return_tokens_as_token_ids: Annotated[OptionalBool, doc("logprobs show tokens as token_id:NUMBER")] = False
     skip_special_tokens: Annotated[OptionalBool, doc("leaves special tokens out of the text")] = True
     spaces_between_special_tokens: Annotated[OptionalBool, doc("accepted and ignored")] = True
     truncate_prompt_tokens: Annotated[
-        Truncation | None, doc("keeps this many tokens at the end of the prompt; -1: as many as fit beside max_tokens")
+        Truncation | None, doc("keeps this many tokens of the prompt; -1: as many as fit beside max_tokens")
+    ] = None
+    truncation_side: Annotated[
+        Literal["left", "right"] | None,
+        doc("left removes tokens at the beginning of the prompt, right at its end; by default left"),
     ] = None
     priority: Annotated[Priority | None, doc("lower values are served first")] = 0
     timeout: Annotated[
@@ -235,7 +253,7 @@ class CompletionRequest(GenerationFields, kw_only=True):
         MaxTokensOrZero | None, doc("by default 16, or fewer if fewer fit; 0 only together with echo")
     ] = None
     best_of: Annotated[Count | None, doc("accepted if equal to n; all choices are returned")] = None
-    logprobs: Annotated[NumTop | bool | None, doc("number of most likely tokens to return per token")] = None
+    logprobs: Annotated[NumTop | bool | None, doc("number of most likely tokens to return per token; -1: all")] = None
     echo: Annotated[OptionalBool, doc("the text and logprobs begin with the prompt")] = False
     add_special_tokens: Annotated[OptionalBool, doc("the tokeniser adds its own tokens, such as a BOS token")] = True
 
@@ -258,28 +276,84 @@ Documents = Annotated[list[JsonObject] | None, doc("template variable of this na
 ReasoningEffort = Annotated[str | None, doc("template variable of this name, for templates that use it")]
 
 
-class ChatCompletionRequest(GenerationFields, kw_only=True):
-    messages: Messages
+class ChatFields(GenerationFields, kw_only=True):
+    """Fields of one chat and of a batch of chats."""
+
     max_completion_tokens: Annotated[MaxTokens | None, doc("by default as many as fit")] = None
     max_tokens: Annotated[MaxTokens | None, doc("older name of max_completion_tokens")] = None
-    logprobs: Annotated[OptionalBool, doc("returns the logprob of each token")] = False
+    logprobs: Annotated[bool | Literal["true", "false"] | None, doc("returns the logprob of each token")] = False
     tools: Tools = None
     tool_choice: Annotated[
         Literal["none", "auto", "required"] | NamedToolChoice | None,
         doc("whether the answer may or must call tools, or which one; by default auto"),
     ] = None
     parallel_tool_calls: Annotated[OptionalBool, doc("an answer may contain more than one call")] = True
-    top_logprobs: Annotated[NumTop | None, doc("most likely tokens to return per token; requires logprobs")] = None
+    top_logprobs: Annotated[
+        NumTop | None, doc("most likely tokens to return per token; -1: all; requires logprobs")
+    ] = None
     add_generation_prompt: AddGenerationPrompt = None
     continue_final_message: ContinueFinalMessage = False
     chat_template: ChatTemplate = None
     chat_template_kwargs: ChatTemplateKwargs = None
     documents: Documents = None
     reasoning_effort: ReasoningEffort = None
-    echo: Annotated[OptionalBool, doc("not supported: true is refused")] = False
+    include_reasoning: Annotated[OptionalBool, doc("the answer has the model's thinking in `reasoning`")] = True
+    echo: Annotated[OptionalBool, doc("the answer begins with the last message if that has the answer's role")] = False
     add_special_tokens: Annotated[OptionalBool, doc("the tokeniser adds its own tokens to those of the template")] = (
         False
     )
+
+
+class ChatCompletionRequest(ChatFields, kw_only=True):
+    messages: Messages
+
+
+class BatchChatCompletionRequest(ChatFields, kw_only=True):
+    """vLLM's `/v1/chat/completions/batch`: several chats, one choice for each. Not with stream, tools, n or beams."""
+
+    messages: Annotated[
+        Annotated[list[Annotated[list[ChatMessage], Meta(min_length=1, max_length=65536)]], Meta(min_length=1)],
+        doc("the chats"),
+    ]
+
+
+class InvocationKind(msgspec.Struct):
+    """What tells the requests of `/invocations` apart: a chat has messages, a completion a prompt."""
+
+    messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+    prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class EmbeddingRequest(msgspec.Struct, kw_only=True):
+    """OpenAI's `/v1/embeddings`, with vLLM's extensions."""
+
+    input: Annotated[
+        msgspec.Raw,
+        Meta(
+            description="a string, a list of strings, a list of token ids or a list of lists of token ids",
+            extra_json_schema=_PROMPT_SCHEMA,
+        ),
+    ]
+    model: Annotated[str | None, doc("a name from /v1/models; null selects the served model")] = None
+    encoding_format: Annotated[
+        Literal["float", "base64"] | None, doc("base64: of little-endian float32 values; by default float")
+    ] = "float"
+    dimensions: Annotated[
+        Annotated[int, Meta(ge=1, lt=2**31)] | None,
+        doc("values of each embedding; only for models whose config says that they may be shortened (Matryoshka)"),
+    ] = None
+    normalize: Annotated[
+        OptionalBool, doc("scales each embedding to length 1; by default as the model's files say, else true")
+    ] = None
+    use_activation: Annotated[OptionalBool, doc("vLLM's newer name of normalize")] = None
+    add_special_tokens: Annotated[OptionalBool, doc("the tokeniser adds its own tokens, such as a BOS token")] = True
+    truncate_prompt_tokens: Annotated[
+        Truncation | None, doc("keeps this many tokens at the end of each input; -1: as many as fit")
+    ] = None
+    priority: Annotated[Priority | None, doc("lower values are served first")] = 0
+    request_id: Annotated[RequestId | None, doc("the answer's id ends with it; X-Request-Id overrides it")] = None
+    cache_salt: Annotated[CacheSalt | None, doc("requests with different salts share no cached prefix")] = None
+    user: Annotated[str | None, doc("accepted and ignored")] = None
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

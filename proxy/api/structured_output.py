@@ -12,7 +12,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from tandem.protocol.messages.grammar import check_grammar, one_line
 from tandem.proxy.api.schema import (
-    ChatCompletionRequest,
+    ChatFields,
     FunctionDefinition,
     GenerationFields,
     NamedToolChoice,
@@ -37,19 +37,23 @@ class Constraint(NamedTuple):
 
 
 class OutputPlan(NamedTuple):
-    """grammar: what the answer must follow. tools: for the chat template. may_call: the answer may call tools."""
+    """grammar: what the answer must follow. tools: for the chat template. may_call: the answer may call tools.
+
+    arguments: JSON schemas of the tools' arguments, by name.
+    """
 
     grammar: str | None = None
     param: str | None = None
     tools: list[dict[str, Any]] | None = None
     may_call: bool = False
+    arguments: dict[str, dict[str, Any]] | None = None
 
 
 def plan_output(request: GenerationFields, tool_format: ToolFormat) -> OutputPlan:
     """Raises InvalidRequest. The grammar itself is checked later, by `checked_grammar`."""
     constraint = _constraint(request)
     plan = OutputPlan(constraint.grammar, constraint.param) if constraint is not None else OutputPlan()
-    if isinstance(request, ChatCompletionRequest):
+    if isinstance(request, ChatFields):
         plan = _with_tools(plan, constraint, request, tool_format)
     if plan.grammar is not None:
         for field in ("allowed_token_ids", "bad_words"):
@@ -142,7 +146,7 @@ def json_schema(schema: dict[str, Any], strict: bool) -> dict[str, Any]:
 
 
 def _with_tools(
-    plan: OutputPlan, constraint: Constraint | None, request: ChatCompletionRequest, tool_format: ToolFormat
+    plan: OutputPlan, constraint: Constraint | None, request: ChatFields, tool_format: ToolFormat
 ) -> OutputPlan:
     choice = request.tool_choice
     tools = request.tools or []
@@ -173,7 +177,8 @@ def _with_tools(
         is_parallel=request.parallel_tool_calls is not False and not isinstance(choice, NamedToolChoice),
         content=constraint.json_rule if constraint is not None else None,
     )
-    return OutputPlan(grammar, "tools", [template_tool(tool) for tool in tools], may_call=True)
+    arguments = {tool.function.name: tool.function.parameters or {} for tool in tools}
+    return OutputPlan(grammar, "tools", [template_tool(tool) for tool in tools], may_call=True, arguments=arguments)
 
 
 def _arguments_schema(function: FunctionDefinition) -> dict[str, Any]:

@@ -1,47 +1,68 @@
-"""The formats in which models write tool calls: the grammar that enforces a format, and its parser.
-
-hermes: `<tool_call>`, a line of JSON with name and arguments, `</tool_call>` (Hermes 2 Pro, Qwen 2.5 and 3).
-llama3_json: the answer is JSON with name and parameters, and nothing else (Llama 3.1 and later).
-"""
+"""The format in which the served model writes tool calls: the grammar that enforces it, and its parser."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 from tokenizers import Tokenizer
 
+from tandem.proxy.api.tool_families import TOOL_FAMILIES, Parameters, ToolFamilyName, Writing
 from tandem.proxy.api.tool_parser import ToolParser
 
-ToolFormatName = Literal["hermes", "llama3_json"]
-_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+DEFAULT_FAMILY: ToolFamilyName = "hermes"
+"""For chat templates that show no format."""
+
+
+def detect_tool_family(chat_template: str | None) -> ToolFamilyName:
+    """Chooses the family whose markers occur in the chat template."""
+    for name, family in TOOL_FAMILIES.items():
+        if any(all(part in (chat_template or "") for part in hint) for hint in family.hints):
+            return name
+    return DEFAULT_FAMILY
 
 
 class ToolFormat(msgspec.Struct, frozen=True):
-    """One format with one tokeniser.
+    """One family with one tokeniser.
 
-    opening, closing: the markers as grammar terms: quoted text, or a token id if the tokeniser has a token for it.
-    text_tokens: ids of added tokens that are part of text (such as `<think>`); a grammar must list them explicitly.
-    has_special_markers: the markers are special tokens, so detokenising must not skip those.
+    tokens: ids of added tokens, by text; a grammar must name them by id. text_tokens: those of them that are part of
+    text (such as `<think>`). has_special_markers: the markers are special tokens, so detokenising must not skip those.
+    text_arguments: see `tool_parser.TextArguments`; of one request.
     """
 
-    name: ToolFormatName = "hermes"
-    opening: str = json.dumps(_OPENING)
-    closing: str = json.dumps(_CLOSING)
+    name: ToolFamilyName = DEFAULT_FAMILY
+    tokens: dict[str, int] = {}
     text_tokens: tuple[int, ...] = ()
     has_special_markers: bool = False
+    text_arguments: dict[str, tuple[str, ...]] = {}
 
     @classmethod
-    def of(cls, name: ToolFormatName, tokenizer: Tokenizer) -> ToolFormat:
+    def of(cls, name: ToolFamilyName, tokenizer: Tokenizer) -> ToolFormat:
+        family = TOOL_FAMILIES[name]
+        writing = family.writing
+        written = "".join((writing.first, writing.before, writing.between, writing.after, writing.last))
+        for shape in family.shapes:
+            written += "".join(shape.arguments.markers) if isinstance(shape.arguments, Parameters) else ""
         added = tokenizer.get_added_tokens_decoder()
-        texts = (_OPENING, _CLOSING) if name == "hermes" else ()
-        markers = {token.content: i for i, token in added.items() if token.content in texts}
-        opening, closing = (f"<[{markers[m]}]>" if m in markers else json.dumps(m) for m in (_OPENING, _CLOSING))
-        text_tokens = sorted(i for i, token in added.items() if not token.special and i not in markers.values())
-        has_special_markers = any(added[i].special for i in markers.values())
-        return cls(name, opening, closing, tuple(text_tokens), has_special_markers)
+        tokens = {token.content: i for i, token in added.items() if token.content and token.content in written}
+        text_tokens = sorted(i for i, token in added.items() if not token.special and i not in tokens.values())
+        special = {token.content for token in added.values() if token.special}
+        return cls(name, tokens, tuple(text_tokens), not special.isdisjoint((*tokens, *family.markers)))
+
+    def parser(self) -> ToolParser:
+        return ToolParser(TOOL_FAMILIES[self.name], self.text_arguments)
+
+    def with_tools(self, tools: Mapping[str, dict[str, Any]]) -> ToolFormat:
+        """Returns the format with the string arguments of these tools. tools: JSON schemas of arguments, by name."""
+        names = {
+            tool: tuple(key for key, value in (schema.get("properties") or {}).items() if _is_text(value))
+            for tool, schema in tools.items()
+            if isinstance(schema.get("properties") or {}, dict)
+        }
+        return msgspec.structs.replace(self, text_arguments=names)
 
     def grammar(
         self,
@@ -50,51 +71,107 @@ class ToolFormat(msgspec.Struct, frozen=True):
         is_required: bool,
         is_parallel: bool,
         content: str | None = None,
-    ) -> str:
-        """Returns a grammar in llguidance's Lark.
+    ) -> str | None:
+        """Returns a grammar in llguidance's Lark, or None where the format cannot be enforced in free text.
 
         tools: the JSON schema of the arguments, with llguidance's options, by the name of the tool. is_required: the
         answer consists of calls only. content: the grammar rule for answers without calls; None allows any text.
+        Arguments that are not written as JSON are free text up to the end of the call.
         """
-        rules = self._calls(is_parallel)
+        family, writing = TOOL_FAMILIES[self.name], self.writing
+        opening = family.markers[0] if family.markers else ""  # without a marker, calls begin the answer
+        is_json = self.name == "openai" or any(shape.arguments == "json" for shape in family.shapes)
+        if not is_required and content is None and (not is_json or self.name == "openai"):
+            return None
+        if self.name == "openai":
+            is_parallel = False  # a call ends the answer
+            if content is not None:
+                content = f"{self._terms('<|channel|>final<|message|>')} {content}"
+        # `rest` is a call, or all calls, without the marker that begins it.
+        between = self._terms(writing.between)
+        if writing.first or not opening:
+            more = f"({between} call)*" if is_parallel else ""
+            first = self._terms(writing.first.removeprefix(opening))
+            rules = [f"rest: {first} call {more} {self._terms(writing.last)}"]
+            calls = f"calls: {self._terms(opening)} rest"
+            before = writing.before
+        else:
+            rules = ["rest: call"]
+            more = f"({between} {self._terms(opening)} rest)*" if is_parallel else ""
+            calls = f"calls: {self._terms(opening)} rest {more}"
+            before = writing.before.removeprefix(opening)
         if is_required:
             start = "calls"
+            rules.append(calls)
         elif content is not None:
             start = "calls | content"
-            rules.append(f"content: {content}")
+            rules += [calls, f"content: {content}"]
         else:
-            start, more = self._free_text(is_parallel)
-            rules += more
+            start, text_rules = self._free_text(opening, is_parallel)
+            rules += [*text_rules, *([] if opening else [calls])]
         options = " | ".join(f"call_{number}" for number in range(len(tools)))
-        rules += [f"call: {options}", *(self._call(number, *tool) for number, tool in enumerate(tools.items()))]
+        rules.append(f"call: {options}")
+        for number, (name, schema) in enumerate(tools.items()):
+            if is_json:
+                arguments = f"%json {json.dumps(schema, ensure_ascii=False)} {self._terms(writing.after)}"
+            else:
+                arguments = "arguments"
+            rules.append(f"call_{number}: {self._terms(before, name)} {arguments}")
+        if not is_json:
+            rules += self._free_arguments(writing.after)
         return "\n".join(["%llguidance {}", f"start: {start}", *rules])
 
-    def _call(self, number: int, name: str, parameters: dict[str, Any]) -> str:
-        key = "arguments" if self.name == "hermes" else "parameters"
-        before = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ')
-        return f'call_{number}: {before} %json {json.dumps(parameters, ensure_ascii=False)} "}}"'
+    @property
+    def writing(self) -> Writing:
+        writing = TOOL_FAMILIES[self.name].writing
+        if self.name == "mistral" and "[ARGS]" not in self.tokens:  # tokenisers before version 11
+            return Writing('{"name": "NAME", "arguments": ', "}", "[TOOL_CALLS][", ", ", "]")
+        return writing
 
-    def _calls(self, is_parallel: bool) -> list[str]:
-        if self.name == "llama3_json":
-            return ['calls: call ("; " call)*' if is_parallel else "calls: call"]
-        rest = f'rest: "\\n" call "\\n" {self.closing}'
-        marked = f"marked: {self.opening} rest"
-        return [r'calls: marked ("\n" marked)*' if is_parallel else "calls: marked", marked, rest]
+    def _terms(self, text: str, name: str = "") -> str:
+        """Returns grammar terms for a text: quoted pieces, token ids of added tokens, NAME and INDEX replaced."""
+        markers = "|".join(re.escape(token) for token in sorted(self.tokens, key=len, reverse=True))
+        pieces = re.split(f"({markers})", text) if markers else [text]
+        terms = []
+        for piece in pieces:
+            if piece in self.tokens:
+                terms.append(f"<[{self.tokens[piece]}]>")
+                continue
+            for number, part in enumerate(piece.replace("NAME", name).split("INDEX")):
+                if number:
+                    terms.append("/[0-9]+/")
+                if part:
+                    terms.append(json.dumps(part, ensure_ascii=False))
+        return " ".join(terms)
 
-    def _free_text(self, is_parallel: bool) -> tuple[str, list[str]]:
+    def _free_text(self, opening: str, is_parallel: bool) -> tuple[str, list[str]]:
         """Returns the start expression and rules for any text in which every call that is begun is valid."""
         tokens = "".join(f" | <[{token_id}]>" for token_id in self.text_tokens)
-        if self.name == "llama3_json":
+        if not opening:
             return "calls | text", [f"text: (TEXT{tokens})*", r'TEXT: /(.|\n)+/ & ~/\{"name": "(.|\n)*/']
-        if self.opening.startswith("<["):
-            begun = [f"begun: text {self.opening}"]
+        term = self._terms(opening)
+        if term.startswith("<["):
+            begun = [f"begun: text {term}"]
         elif tokens:
             token_set = ",".join(map(str, self.text_tokens))
-            begun = [f"begun: (TEXT? <[{token_set}]>)* last", f"last[lazy]: TEXT? {self.opening}"]
+            begun = [f"begun: (TEXT? <[{token_set}]>)* last", f"last[lazy]: TEXT? {term}"]
         else:
-            begun = [f"begun[lazy]: TEXT? {self.opening}"]
+            begun = [f"begun[lazy]: TEXT? {term}"]
         rules = [*begun, f"text: (TEXT{tokens})*", r"TEXT: /(.|\n)+/"]
         return ("(begun rest)* text" if is_parallel else "begun rest | text"), rules
 
-    def parser(self) -> ToolParser:
-        return ToolParser(_OPENING, _CLOSING) if self.name == "hermes" else ToolParser("", ";")
+    def _free_arguments(self, after: str) -> list[str]:
+        """Returns rules for arguments of any form, up to the text that ends a call."""
+        terms = self._terms(after)
+        added = [str(i) for text, i in self.tokens.items() if text not in after] + list(map(str, self.text_tokens))
+        text = f"free: (ANY{''.join(f' | <[{i}]>' for i in added)})*"
+        if terms.startswith("<["):
+            return [f"arguments: free {terms}", text, r"ANY: /(.|\n)+/"]
+        first, _, rest = terms.partition(" <[")
+        tokens = f"(ANY? <[{','.join(added)}]>)* " if added else ""
+        closing = f"closing[lazy]: ANY? {first}"
+        return [f"arguments: {tokens}closing{' <[' + rest if rest else ''}", closing, r"ANY: /(.|\n)+/"]
+
+
+def _is_text(schema: Any) -> bool:
+    return isinstance(schema, dict) and schema.get("type") == "string"

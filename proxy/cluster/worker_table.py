@@ -62,6 +62,7 @@ class WorkerRecord:
     role: the current one; that of `worker` is the one at registration. last_message_at: loop time. bit: its number in
     the prefix index. use: what the router counts on it. draining: it gets no new work. decode_peers: the workers that
     decode prompts which this one computes: those with which it has a ready pair, and itself in role any.
+    lora_modules: see RegisterWorker.
     """
 
     worker: WorkerInfo
@@ -74,6 +75,7 @@ class WorkerRecord:
     pairs: list[PairStatus] = field(default_factory=list)
     draining: bool = False
     decode_peers: list[WorkerRecord] = field(default_factory=list)
+    lora_modules: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def info(self) -> WorkerInfo:
@@ -148,7 +150,13 @@ class WorkerTable:
         limits = ModelLimits(message.max_model_len, message.vocab_size, message.model_id, message.block_size)
         use = WorkerUse(self._typical_speed)
         self._by_epoch[worker.epoch] = WorkerRecord(
-            worker, worker.role, limits, now, self.prefixes.join(worker.epoch), use
+            worker,
+            worker.role,
+            limits,
+            now,
+            self.prefixes.join(worker.epoch),
+            use,
+            lora_modules=message.lora_modules,
         )
         self._rebuild()
         return MembershipChange([LostWorker(old, "it was restarted") for old in namesakes], [worker])
@@ -245,6 +253,14 @@ class WorkerTable:
             first.block_size,
         )
         return self._limits
+
+    def lora_modules(self) -> dict[str, tuple[int, int]]:
+        """Returns the layers that LoRA adapters may change on every worker. Raises Overloaded without workers."""
+        records = list(self._by_epoch.values())
+        if not records:
+            raise Overloaded("no worker is ready")
+        first, *others = (record.lora_modules for record in records)
+        return {name: shape for name, shape in first.items() if all(other.get(name) == shape for other in others)}
 
     def why_not_ready(self) -> str | None:
         """Returns what is missing to serve requests, or None. Strangers may read it: it names no worker."""

@@ -62,5 +62,7 @@ def _digest(prompt: Prompt, sampling: SamplingParams) -> bytes:
     """Hash of everything that a worker computes, except the seed."""
     shape = msgspec.structs.replace(sampling, seed=0)
     media = [(item.digest, item.spans) for item in prompt.media]
-    parts = msgspec.msgpack.encode((prompt.token_ids, media, prompt.num_prompt_logprobs, shape))
+    parts = msgspec.msgpack.encode(
+        (prompt.token_ids, media, prompt.num_prompt_logprobs, shape, prompt.adapter, prompt.pooling)
+    )
     return sha256(parts).digest()

@@ -256,7 +256,7 @@ class Dispatcher:
             needs_decode=stop.max_tokens - len(generated) > 1,
             hashes=unpack_short_hashes(prompt.prefix_hashes),
             priority=prompt.priority,
-            can_be_cached=num_prompt_logprobs is None,
+            can_be_cached=num_prompt_logprobs is None and prompt.pooling != "mean",
             avoid=first.avoid,
             near=first.near,
         )
@@ -284,6 +284,7 @@ class Dispatcher:
             "cache_salt": prompt.cache_salt,
             "priority": prompt.priority,
             "media": prompt.media,
+            "adapter": prompt.adapter,
         }
         if decode is not None and route.is_shipped:
             prepare = PrepareDecode(**shared_fields, prefill_worker_id=prefill.worker_id, prefill_epoch=prefill.epoch)
@@ -293,6 +294,7 @@ class Dispatcher:
             decode_worker_id=decode.worker_id if decode is not None else None,
             decode_epoch=decode.epoch if decode is not None else None,
             num_prompt_logprobs=num_prompt_logprobs,
+            pooling=prompt.pooling,
             media_cache=self._media_cache if prompt.media and is_elsewhere(prefill.host_id) else "",
         )
         self._send(prefill, attempts, start)

@@ -9,9 +9,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass, replace
 
-from tandem.protocol.messages.generation import FinishReason, SampledToken
+import msgspec
+
+from tandem.protocol.messages.generation import (
+    FinishReason,
+    SampledToken,
+    SamplingParams,
+    StopConditions,
+    TokenLogprobs,
+)
+from tandem.protocol.messages.media import MediaKind
+from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.proxy.admission.admission import Admission, Ticket
 from tandem.proxy.admission.answer_budget import AnswerBudget, HeldAnswer
 from tandem.proxy.admission.api_key import ApiKey
@@ -19,6 +30,7 @@ from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.cluster.worker_table import WorkerTable
+from tandem.proxy.dispatch.beam_search import Beam, BeamSearch
 from tandem.proxy.dispatch.dispatcher import Dispatcher
 from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.dispatch.sequence_text import PromptTokens, SequenceText, TextDelta
@@ -62,7 +74,8 @@ class Generation:
     """Generates the sequences of one request.
 
     `record` counts the tokens: those of the prompts from the first delta on, the others of the deltas so far. `held` is
-    the memory of the answer, which its maker releases. `turn` is awaited after each slice of the answer.
+    the memory of the answer, which its maker releases. `turn` is awaited after each slice of the answer. `prompt_sizes`
+    (tokens of each prompt) and `media_tokens` (placeholder tokens by kind) are known from the first delta on.
     """
 
     def __init__(
@@ -89,6 +102,8 @@ class Generation:
         self.created = int(time.time())
         self._services = services
         self._client = client
+        self.prompt_sizes: list[int] = []
+        self.media_tokens: dict[MediaKind, int] = {}
         self._shown_prompts: set[int] = set()  # numbers of the prompts that a delta had
         self._api_key = api_key
 
@@ -99,12 +114,11 @@ class Generation:
         """
         services = self._services
         outcome, is_refused = "aborted", False  # unless the generator runs to its end
-        texts: dict[DispatchedSequence, SequenceText] = {}
-        ready: asyncio.Queue[DispatchedSequence] = asyncio.Queue()
+        opened: dict[DispatchedSequence, None] = {}
         ticket: Ticket | None = None
 
         def fail(error: TandemError) -> None:
-            for sequence in texts:
+            for sequence in opened:
                 sequence.fail(error)
 
         try:
@@ -115,37 +129,14 @@ class Generation:
             prompt_tokens = [0 if i else prompt.num_tokens for prompt in prompts for i in range(self.request.n)]
             self.held.reserve(self.request.num_held_bytes(self.record.num_prompt_tokens))
             ticket = services.admission.admit(self._client, prompt_tokens, self.request.priority, fail)
-            for prompt in prompts:
-                self._start(prompt, texts, ready)
-                await asyncio.sleep(0)  # starting a thousand sequences takes 0.1 s
-            num_open, num_taken = len(texts), 0
-            while num_open:
-                num_taken += 1
-                if num_taken % _TAKEN_PER_TURN == 0:  # while `ready` is not empty, getting from it does not yield
-                    await asyncio.sleep(0)
-                sequence = await ready.get()
-                if (taken := services.dispatcher.take(sequence)) is None:
-                    continue
-                text, is_first, shown = texts[sequence], taken.is_first, None
-                text.timer.on_tokens(time.monotonic(), 0 if self.request.is_prompt_only else len(taken.tokens))
-                if is_first:
-                    ticket.on_first_token(text.index)
-                    if text.index % self.request.n == 0:
-                        self.record.num_cached_tokens += taken.num_cached_tokens
-                    shown = await self._shown_prompt(sequence, text, taken)
-                for number, (tokens, finish_reason) in enumerate(self._slices(taken)):
-                    if number:
-                        await asyncio.sleep(0)
-                    delta = await text.push(tokens, finish_reason, is_first, shown)
-                    is_first, shown = False, None
-                    self.record.num_completion_tokens += len(delta.tokens)
+            num_open = len(prompt_tokens)
+            generate = self._searched if self.request.use_beam_search else self._sampled
+            async with aclosing(generate(prompts, opened, ticket)) as deltas:
+                async for delta in deltas:
                     if delta.finish_reason is not None:
                         num_open -= 1
                         outcome = delta.finish_reason if not num_open else outcome
-                        services.dispatcher.drop(sequence)  # the workers do not know of a stop string
                     yield delta
-                    if delta.finish_reason is not None:
-                        break
         except TandemError as error:
             outcome = error.code
             if (reason := rejection_reason(error)) is not None:
@@ -158,8 +149,9 @@ class Generation:
         finally:
             if self._api_key is not None:
                 self._api_key.end(fail)
-            for sequence, text in texts.items():
-                text.timer.close()
+            for timer in self.record.sequences:
+                timer.close()
+            for sequence in opened:
                 services.dispatcher.drop(sequence)
             if ticket is not None:
                 ticket.close()
@@ -167,19 +159,147 @@ class Generation:
             services.metrics.requests.labels(outcome).inc()
             services.requests.end(self.record, outcome, is_refused)
 
+    async def _sampled(
+        self, prompts: list[Prompt], opened: dict[DispatchedSequence, None], ticket: Ticket
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Yields the deltas of n sequences for each prompt. opened: receives the sequences."""
+        services = self._services
+        texts: dict[DispatchedSequence, SequenceText] = {}
+        ready: asyncio.Queue[DispatchedSequence] = asyncio.Queue()
+        for prompt in prompts:
+            self._start(prompt, texts, opened, ready)
+            await asyncio.sleep(0)  # starting a thousand sequences takes 0.1 s
+        num_open, num_taken = len(texts), 0
+        while num_open:
+            num_taken += 1
+            if num_taken % _TAKEN_PER_TURN == 0:  # while `ready` is not empty, getting from it does not yield
+                await asyncio.sleep(0)
+            sequence = await ready.get()
+            if (taken := services.dispatcher.take(sequence)) is None:
+                continue
+            text, is_first, shown = texts[sequence], taken.is_first, None
+            text.timer.on_tokens(time.monotonic(), 0 if self.request.is_prompt_only else len(taken.tokens))
+            if is_first:
+                ticket.on_first_token(text.index)
+                if text.index % self.request.n == 0:
+                    self.record.num_cached_tokens += taken.num_cached_tokens
+                shown = await self._shown_prompt(sequence.prompt, text.index, taken.prompt_logprobs)
+            for number, (tokens, finish_reason) in enumerate(self._slices(taken)):
+                if number:
+                    await asyncio.sleep(0)
+                delta = await text.push(tokens, finish_reason, is_first, shown)
+                is_first, shown = False, None
+                if taken.embedding is not None:
+                    delta = msgspec.structs.replace(delta, embedding=taken.embedding)
+                self.record.num_completion_tokens += len(delta.tokens)
+                if delta.finish_reason is not None:
+                    num_open -= 1
+                    services.dispatcher.drop(sequence)  # the workers do not know of a stop string
+                yield delta
+                if delta.finish_reason is not None:
+                    break
+
+    async def _searched(
+        self, prompts: list[Prompt], opened: dict[DispatchedSequence, None], ticket: Ticket
+    ) -> AsyncGenerator[TextDelta, None]:
+        """Yields one delta for each of the n best beams of each prompt. opened: receives the sequences.
+
+        Every step asks prefill workers for one token of each beam. They find all but the last block of it cached.
+        """
+        request, services = self.request, self._services
+        searches = []
+        for prompt in prompts:
+            stop = request.stop_conditions(
+                prompt.num_tokens, services.worker_table.limits(), services.text.eos_token_ids
+            )
+            ends, penalty = stop.stop_token_ids, request.length_penalty
+            searches.append(BeamSearch(request.n, stop.max_tokens, ends, penalty, prompt.num_tokens))
+        is_first_step = True
+        while not all(search.is_over for search in searches):
+            beams = [
+                (search, _extended(prompt, beam))
+                for search, prompt in zip(searches, prompts, strict=True)
+                if not search.is_over
+                for beam in search.running
+            ]
+            found = await self._next_tokens([prompt for _, prompt in beams], opened, is_first_step)
+            if is_first_step:
+                for index in range(len(prompts) * request.n):
+                    ticket.on_first_token(index)
+            is_first_step = False
+            for search in searches:
+                if not search.is_over:
+                    search.advance([logprobs for (of, _), logprobs in zip(beams, found, strict=True) if of is search])
+        for number, (search, prompt) in enumerate(zip(searches, prompts, strict=True)):
+            for index, beam in enumerate(search.best(), start=number * request.n):
+                yield await self._beam_delta(prompt, beam, index)
+
+    async def _next_tokens(
+        self, prompts: list[Prompt], opened: dict[DispatchedSequence, None], is_first_step: bool
+    ) -> list[TokenLogprobs]:
+        """Returns the most likely next tokens of each prompt."""
+        services, request = self._services, self.request
+        num_top = max(BeamSearch.num_candidates(request.n), request.base_sampling.logprobs or 0)
+        sampling = SamplingParams(temperature=0.0, logprobs=num_top)
+        ready: asyncio.Queue[DispatchedSequence] = asyncio.Queue()
+        deadline_s, max_ttft_s = self._deadlines() if is_first_step else (self._deadlines()[0], None)
+        waiting: dict[DispatchedSequence, int] = {}
+        for number, prompt in enumerate(prompts):
+            [sequence] = services.dispatcher.start(
+                prompt, [sampling], StopConditions(1), deadline_s, ready.put_nowait, max_ttft_s
+            )
+            waiting[sequence] = number
+            opened[sequence] = None
+        found: dict[int, TokenLogprobs] = {}
+        while len(found) < len(prompts):
+            sequence = await ready.get()
+            if (taken := services.dispatcher.take(sequence)) is None:
+                continue
+            if is_first_step:
+                self.record.num_cached_tokens += taken.num_cached_tokens
+            logprobs = taken.tokens[0].logprobs
+            assert logprobs is not None
+            found[waiting[sequence]] = logprobs
+            services.dispatcher.drop(sequence)
+            del opened[sequence]
+        return [found[number] for number in range(len(prompts))]
+
+    async def _beam_delta(self, prompt: Prompt, beam: Beam, index: int) -> TextDelta:
+        services, request = self._services, self.request
+        timer = SequenceTimer(services.metrics, self.record.arrived_at, [])
+        self.record.sequences.append(timer)
+        timer.on_tokens(time.monotonic(), len(beam.tokens))
+        detokenizer = Detokenizer(services.text.tokenizer, prompt.token_ids, request.skip_special_tokens)
+        text = SequenceText(index, detokenizer, StopStrings([]), timer)
+        tokens = list(beam.tokens)
+        shown = await self._shown_prompt(prompt, index, None)
+        if beam.end is None:
+            delta = await text.push(tokens, "length", True, shown)
+        else:
+            delta = await text.push([*tokens, beam.end], "stop", True, shown)
+            kept = delta.tokens if request.include_stop_str_in_output else tokens
+            delta = msgspec.structs.replace(delta, tokens=kept, stop_reason=beam.end.token_id)
+        self.record.num_completion_tokens += len(delta.tokens)
+        return delta
+
     def _prompts(self) -> list[Prompt]:
         """Returns the prompts as they are dispatched. Raises InvalidRequest for tokens that the model does not have."""
         request = self.request
         request.check_vocabulary(self._services.worker_table.limits())
         assert isinstance(request.prompt, RenderedPrompts)
         prompts = request.prompt.prompts
-        self.record.num_prompt_tokens = sum(prompt.num_tokens for prompt in prompts)
+        self.prompt_sizes = [prompt.num_tokens for prompt in prompts]
+        self.record.num_prompt_tokens = sum(self.prompt_sizes)
+        for item in (item for prompt in prompts for item in prompt.media):
+            self.media_tokens[item.kind] = self.media_tokens.get(item.kind, 0) + item.num_tokens
         return [
             replace(
                 prompt,
                 num_prompt_logprobs=request.num_prompt_logprobs,
                 cache_salt=request.cache_salt,
                 priority=request.priority,
+                adapter=request.adapter.ref if request.adapter is not None else None,
+                pooling=request.embedding.pooling if request.embedding is not None else None,
             )
             for prompt in prompts
         ]
@@ -188,24 +308,32 @@ class Generation:
         self,
         prompt: Prompt,
         texts: dict[DispatchedSequence, SequenceText],
+        opened: dict[DispatchedSequence, None],
         ready: asyncio.Queue[DispatchedSequence],
     ) -> None:
-        """Dispatches a prompt and adds its sequences to `texts`. Raises SLOUnreachable or ContextLengthExceeded."""
+        """Dispatches a prompt. Adds its sequences to both dicts. Raises SLOUnreachable or ContextLengthExceeded."""
         request, services = self.request, self._services
         stop = request.stop_conditions(prompt.num_tokens, services.worker_table.limits(), services.text.eos_token_ids)
-        waited_s = time.monotonic() - self.record.arrived_at
-        deadline_s = max(0.001, self._timeout_s - waited_s)
-        max_ttft_s = deadline_s if services.ttft_slo_s is None else min(deadline_s, services.ttft_slo_s - waited_s)
+        deadline_s, max_ttft_s = self._deadlines()
         samplings = request.samplings()
         for sequence in services.dispatcher.start(prompt, samplings, stop, deadline_s, ready.put_nowait, max_ttft_s):
             timer = SequenceTimer(services.metrics, self.record.arrived_at, sequence.times)
             self.record.sequences.append(timer)
+            opened[sequence] = None
             texts[sequence] = SequenceText(
                 len(texts),
                 Detokenizer(services.text.tokenizer, prompt.token_ids, request.skip_special_tokens),
                 StopStrings(request.stop, request.include_stop_str_in_output),
                 timer,
+                request.named_stop_token_ids(services.text.eos_token_ids),
             )
+
+    def _deadlines(self) -> tuple[float, float]:
+        """Returns the seconds from now until the last token and until the first one."""
+        waited_s = time.monotonic() - self.record.arrived_at
+        deadline_s = max(0.001, self._timeout_s - waited_s)
+        slo_s = self._services.ttft_slo_s
+        return deadline_s, deadline_s if slo_s is None else min(deadline_s, slo_s - waited_s)
 
     def _slices(self, delta: TokenDelta) -> Iterator[tuple[list[SampledToken], FinishReason | None]]:
         """Yields the tokens in slices that are quick to encode. Many come at once when a client reads slowly."""
@@ -218,14 +346,23 @@ class Generation:
             is_last = start + length >= len(tokens)
             yield tokens[start : start + length], delta.finish_reason if is_last else None
 
-    async def _shown_prompt(
-        self, sequence: DispatchedSequence, text: SequenceText, delta: TokenDelta
-    ) -> PromptTokens | None:
-        """Returns what the answer shows of the sequence's prompt, or None if it shows nothing or has it already."""
-        request, number = self.request, text.index // self.request.n
-        if not (request.echo or request.num_prompt_logprobs is not None) or number in self._shown_prompts:
+    async def _shown_prompt(self, prompt: Prompt, index: int, logprobs: list[bytes] | None) -> PromptTokens | None:
+        """Returns what the answer shows of a prompt, or None if it shows nothing or has it already.
+
+        index: of the sequence. logprobs: of the prompt, packed.
+        """
+        request, number = self.request, index // self.request.n
+        shows_prompt = request.echo or request.return_token_ids or request.num_prompt_logprobs is not None
+        if not shows_prompt or number in self._shown_prompts:
             return None
         self._shown_prompts.add(number)
-        token_ids = sequence.prompt.token_ids
-        echo = await self._services.readers.text_of(token_ids) if request.echo else ""
-        return PromptTokens(token_ids, echo, delta.prompt_logprobs or [])
+        echo = await self._services.readers.text_of(prompt.token_ids, prompt.is_text) if request.echo else ""
+        return PromptTokens(prompt.token_ids, echo, logprobs or [])
+
+
+def _extended(prompt: Prompt, beam: Beam) -> Prompt:
+    """Returns the prompt with a beam's tokens. Its hashes are of the prompt alone, which is enough for routing."""
+    token_ids = [token.token_id for token in beam.tokens]
+    return replace(
+        prompt, token_ids=prompt.token_ids + pack_token_ids(token_ids), num_tokens=prompt.num_tokens + len(token_ids)
+    )

@@ -38,7 +38,7 @@ class TokenDelta(msgspec.Struct, frozen=True):
     """The tokens of a sequence since the last delta: at least one. `finish_reason` is set on the last delta.
 
     is_first: no delta came before. Such a one has the num_cached_tokens of the prompt and, if asked for, the packed
-    prompt_logprobs of all prompt tokens but the first.
+    prompt_logprobs of all prompt tokens but the first. embedding: see FirstToken; the token has no meaning then.
     """
 
     tokens: list[SampledToken]
@@ -46,6 +46,7 @@ class TokenDelta(msgspec.Struct, frozen=True):
     is_first: bool = False
     num_cached_tokens: int = 0
     prompt_logprobs: list[bytes] | None = None
+    embedding: bytes | None = None
 
 
 class DispatchedSequence:
@@ -157,7 +158,8 @@ class DispatchedSequence:
             return TokenDelta(tokens, attempt.finish_reason)
         assert attempt.first_token is not None
         num_cached_tokens, logprobs = attempt.first_token.num_cached_tokens, attempt.prefill.take_prompt_logprobs()
-        return TokenDelta(tokens, attempt.finish_reason, True, num_cached_tokens, logprobs)
+        embedding = attempt.first_token.embedding
+        return TokenDelta(tokens, attempt.finish_reason, True, num_cached_tokens, logprobs, embedding)
 
     def close(self) -> None:
         self.is_open = False

@@ -34,6 +34,8 @@ class TextDelta(msgspec.Struct, frozen=True):
     index: prompt index * n + number of the sequence. text: may be empty while a possible stop string is held back.
     num_shown: how many of the tokens are part of the text; a stop token is not. is_first: no delta of the sequence came
     before. prompt: on the first delta of all sequences of the prompt, if the client asked for it; not part of the text.
+    stop_reason: the stop string or the token of `stop_token_ids` that ended the sequence.
+    embedding: of the prompt, if that was asked for instead of text; float32, packed.
     """
 
     index: int
@@ -43,12 +45,25 @@ class TextDelta(msgspec.Struct, frozen=True):
     finish_reason: FinishReason | None
     is_first: bool = False
     prompt: PromptTokens | None = None
+    stop_reason: int | str | None = None
+    embedding: bytes | None = None
 
 
 class SequenceText:
-    """Turns the tokens of one sequence into text deltas."""
+    """Turns the tokens of one sequence into text deltas.
 
-    def __init__(self, index: int, detokenizer: Detokenizer, stop_strings: StopStrings, timer: SequenceTimer) -> None:
+    stop_token_ids: those that the client named; a sequence that ends with another token has no stop reason.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        detokenizer: Detokenizer,
+        stop_strings: StopStrings,
+        timer: SequenceTimer,
+        stop_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
+        self._stop_token_ids = stop_token_ids
         self.index = index
         self.timer = timer
         self._detokenizer = detokenizer
@@ -83,4 +98,7 @@ class SequenceText:
         self.timer.on_text(now)
         if finish_reason is not None:
             self.timer.on_finished(now)
-        return TextDelta(self.index, "".join(pieces), tokens, num_shown, finish_reason, is_first, prompt)
+        stop_reason: int | str | None = self._stop_strings.matched
+        if finish_reason == "stop" and stop_reason is None and tokens[-1].token_id in self._stop_token_ids:
+            stop_reason = tokens[-1].token_id
+        return TextDelta(self.index, "".join(pieces), tokens, num_shown, finish_reason, is_first, prompt, stop_reason)

@@ -1,4 +1,4 @@
-"""Routes for operators: metrics, the dashboard, Prometheus service discovery, timelines and roles of workers.
+"""Routes for operators: metrics, the dashboard, Prometheus service discovery, timelines, roles, LoRA adapters.
 
 They are served on the admin address, or beside the client routes where there is none.
 """
@@ -6,15 +6,20 @@ They are served on the admin address, or beside the client routes where there is
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from pathlib import Path
+from typing import Annotated, TypeVar
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
+from tandem.protocol.lora_files import read_adapter
 from tandem.protocol.messages.membership import Role, WorkerReport
 from tandem.proxy.answers.errors import RoleRefused, UnknownRequest, UnknownWorker
+from tandem.proxy.api.field_errors import invalid_body
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.starlette_app import ApiRoute, answer, fixed_answer, json_answer
@@ -22,8 +27,11 @@ from tandem.proxy.observe.scrape_targets import scrape_targets
 from tandem.runtime.errors import InvalidRequest
 from tandem.telemetry.proxy_metrics import CONTENT_TYPE
 from tandem.telemetry.request_log import NUM_KEPT
+from tandem.telemetry.vllm_names import load_gauges, vllm_text
 
-_PAGE_HEADERS = {
+log = logging.getLogger(__name__)
+
+PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; frame-ancestors 'none'",
     "cache-control": "no-cache",
@@ -50,8 +58,42 @@ class WorkerRole(msgspec.Struct, frozen=True):
     role: Role
 
 
+AdapterName = Annotated[str, Meta(min_length=1, max_length=256)]
+
+
+class LoadAdapterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's fields. lora_path: absolute path of the folder, on every host with workers."""
+
+    lora_name: AdapterName
+    lora_path: Annotated[str, Meta(min_length=1, max_length=1024)]
+    load_inplace: bool = False
+
+
+class UnloadAdapterBody(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """vLLM's fields. lora_int_id: accepted and ignored."""
+
+    lora_name: AdapterName
+    lora_int_id: int | None = None
+
+
 SetRole = Callable[[str, Role], str]
 """Orders a worker to take a role; returns why that is not possible, or ""."""
+
+
+Body = TypeVar("Body", LoadAdapterBody, UnloadAdapterBody)
+
+
+async def _json_body(state: AppState, request: Request, kind: type[Body]) -> Body:
+    """Decodes a small body. Raises InvalidRequest."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        # As for roles: a page of another site cannot send this without a preflight request.
+        raise InvalidRequest("Send JSON with Content-Type: application/json.", "content-type")
+    async with state.bodies.receive(request.receive, request.headers) as body:
+        content = body if isinstance(body, bytes) else b""
+        try:
+            return msgspec.json.decode(content, type=kind)
+        except msgspec.DecodeError as error:
+            raise invalid_body(error, content) from error
 
 
 def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> list[ApiRoute]:
@@ -60,6 +102,11 @@ def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> lis
 
     async def metrics(request: Request) -> Response:
         text = await asyncio.to_thread(state.metrics.render)  # takes milliseconds
+        if config.metrics_compat == "vllm":
+            gauges = load_gauges(worker.load for worker in table.report(asyncio.get_running_loop().time()))
+            text += await asyncio.to_thread(
+                lambda: vllm_text(state.metrics.families(), gauges, config.served_model_name)
+            )
         return answer(request, text, CONTENT_TYPE)
 
     async def service_discovery(request: Request) -> Response:
@@ -96,11 +143,28 @@ def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> lis
             raise RoleRefused(refusal)
         return json_answer(request, WorkerRole(worker_id, role))
 
+    async def load_adapter(request: Request) -> Response:
+        asked = await _json_body(state, request, LoadAdapterBody)
+        folder = Path(asked.lora_path)
+        files = await asyncio.to_thread(read_adapter, folder)
+        await state.readiness.limits()
+        state.adapters.load(asked.lora_name, files, folder, table.lora_modules(), replace=asked.load_inplace)
+        log.info("loaded the LoRA adapter %s from %s", asked.lora_name, folder)
+        return answer(request, f"Success: LoRA adapter '{asked.lora_name}' added successfully.", "text/plain")
+
+    async def unload_adapter(request: Request) -> Response:
+        asked = await _json_body(state, request, UnloadAdapterBody)
+        state.adapters.unload(asked.lora_name)
+        log.info("unloaded the LoRA adapter %s", asked.lora_name)
+        return answer(request, f"Success: LoRA adapter '{asked.lora_name}' removed successfully.", "text/plain")
+
     return [
+        ApiRoute("POST", "/v1/load_lora_adapter", load_adapter),
+        ApiRoute("POST", "/v1/unload_lora_adapter", unload_adapter),
         ApiRoute("PUT", "/workers/{worker_id}/role", put_role),
         ApiRoute("GET", "/metrics", metrics),
         ApiRoute("GET", "/sd", service_discovery),
         ApiRoute("GET", "/debug/requests/{request_id}", timeline),
-        ApiRoute("GET", "/dashboard", fixed_answer(page, "text/html", _PAGE_HEADERS), is_open=True),
+        ApiRoute("GET", "/dashboard", fixed_answer(page, "text/html", PAGE_HEADERS), is_open=True),
         ApiRoute("GET", "/dashboard/cluster", cluster),
     ]

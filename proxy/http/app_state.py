@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.proxy.admission.client_slots import ClientSlots
+from tandem.proxy.cluster.adapter_table import AdapterTable
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.dispatch.generation import GenerationServices
 from tandem.proxy.http.api_keys import ApiKeys
@@ -24,3 +25,4 @@ class AppState(GenerationServices):
     readiness: WorkerReadiness
     timelines: Timelines
     media: MediaPool | None
+    adapters: AdapterTable

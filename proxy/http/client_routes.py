@@ -8,10 +8,8 @@ import re
 import time
 from collections.abc import Callable, Coroutine
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
@@ -21,87 +19,55 @@ from tandem.proxy.admission.rejections import rejection_reason
 from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.completions import CompletionAnswers
+from tandem.proxy.answers.embeddings import EmbeddingAnswer
+from tandem.proxy.answers.parsed_answers import ParsedAnswers
 from tandem.proxy.answers.request_id import HEADER, check_request_id, id_header, request_id_of
 from tandem.proxy.answers.streaming_response import EventStream, unless_disconnected
-from tandem.proxy.answers.tool_answers import ToolAnswers
+from tandem.proxy.answers.timeline_comments import HEADER as TIMELINE_HEADER
+from tandem.proxy.answers.timeline_comments import wants_timeline, with_timeline
 from tandem.proxy.answers.whole_answer import WholeAnswer
 from tandem.proxy.api.generation_request import GenerationRequest
-from tandem.proxy.api.responses import HealthResponse, ModelCard, ModelList, VersionResponse
 from tandem.proxy.api.schema import SOONEST_PRIORITY
-from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.http.admin_routes import SetRole, admin_routes
 from tandem.proxy.http.app_state import AppState
-from tandem.proxy.http.openapi import docs_page, openapi_document
-from tandem.proxy.http.starlette_app import (
-    ApiRoute,
-    api_key_of,
-    client_of,
-    fixed_answer,
-    json_answer,
-    starlette_app,
-)
+from tandem.proxy.http.server_routes import max_model_len, server_routes
+from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, client_of, starlette_app
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
 from tandem.proxy.reading.spooled_body import SpooledBody, mentions_media
-from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TandemError
+from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, TandemError
 from tandem.runtime.logs import serving
+from tandem.telemetry.vllm_names import load_gauges, orca_header
 
 TIMEOUT_HEADER = "x-request-timeout"
+LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
 def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp:
     """Returns the application for clients. It has the admin routes too where there is no admin address."""
-    card = ModelCard(config.served_model_name, int(time.time()), None)
-    document = openapi_document(config.served_model_name, state.api_keys is not None)
-    table, readers = state.worker_table, state.readers
+    readers = state.readers
     generate = partial(_generate, state, config.served_model_name)
-
-    def model_card() -> ModelCard:
-        try:
-            return msgspec.structs.replace(card, max_model_len=table.limits().max_model_len)
-        except Overloaded:
-            return card
-
-    async def models(request: Request) -> Response:
-        return json_answer(request, ModelList([model_card()]))
-
-    async def model(request: Request) -> Response:
-        name = request.path_params["name"]
-        if name != config.served_model_name:
-            raise ModelNotFound(
-                f"The model {name!r} does not exist; this server has {config.served_model_name!r}.", "model"
-            )
-        return json_answer(request, model_card())
 
     async def tokenize(request: Request) -> Response:
         return await _transform(
-            request, state, lambda body: readers.transform(BodyReader.tokenize, body, model_card().max_model_len)
+            request, state, lambda body: readers.transform(BodyReader.tokenize, body, max_model_len(state))
         )
 
     async def detokenize(request: Request) -> Response:
         return await _transform(request, state, lambda body: readers.transform(BodyReader.detokenize, body))
 
-    async def health(request: Request) -> Response:
-        reason = table.why_not_ready()
-        if reason is None:
-            return json_answer(request, HealthResponse("ok"))
-        return json_answer(request, HealthResponse("unavailable", reason), status=503)
-
     routes = [
         ApiRoute("POST", "/v1/completions", partial(generate, "completion")),
         ApiRoute("POST", "/v1/chat/completions", partial(generate, "chat")),
-        ApiRoute("GET", "/v1/models", models),
-        ApiRoute("GET", "/v1/models/{name:path}", model),
+        ApiRoute("POST", "/v1/chat/completions/batch", partial(generate, "chat_batch")),
+        ApiRoute("POST", "/invocations", partial(generate, "invocation")),
+        ApiRoute("POST", "/v1/embeddings", partial(generate, "embedding")),
         ApiRoute("POST", "/tokenize", tokenize),
         ApiRoute("POST", "/detokenize", detokenize),
-        ApiRoute("GET", "/health", health, is_open=True),
-        ApiRoute("GET", "/live", fixed_answer(HealthResponse("ok")), is_open=True),
-        ApiRoute("GET", "/version", fixed_answer(VersionResponse(version("tandem-serve")))),
-        ApiRoute("GET", "/openapi.json", fixed_answer(document), is_open=True),
-        ApiRoute("GET", "/docs", fixed_answer(docs_page(document), "text/html"), is_open=True),
+        *server_routes(config, state),
     ]
     if not config.admin_port:
         routes += admin_routes(config, state, set_role)
@@ -120,6 +86,7 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
     cache_scope = api_key.cache_scope if api_key is not None else ""
     try:
         check_request_id(request)
+        has_timeline = wants_timeline(request.headers.get(TIMELINE_HEADER))
         timeout_s = _request_timeout_s(request)
         async with state.bodies.receive(request.receive, request.headers) as body:
             reading = _read(state, kind, body, client, cache_scope, min(state.request_timeout_s, timeout_s or math.inf))
@@ -140,17 +107,25 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
         serving(record.request_id)
     generation = Generation(state, asked, record, client, timeout_s, api_key)
     try:
-        answers = _answers(kind, generation, model)
-        if not asked.stream:
+        answers = _answers(generation, model if asked.adapter is None else asked.adapter.name)
+        if isinstance(answers, EmbeddingAnswer) or not asked.stream:
             whole = await unless_disconnected(request.receive, answers.whole())
-            return WholeAnswer(whole, id_header(request), answers.release)
-        events = answers.events()
+            return WholeAnswer(whole, {**id_header(request), **_load_header(state, request)}, answers.release)
+        events = with_timeline(answers.events(), record) if has_timeline else answers.events()
         # The first event decides between an error's status and a stream, so nothing is sent before.
         first = await unless_disconnected(request.receive, anext(events))
         return EventStream(first, events, record.request_id)
     except BaseException:
         asked.release_media()  # the client may have disconnected before the generation began
         raise
+
+
+def _load_header(state: AppState, request: Request) -> dict[str, str]:
+    """Returns the ORCA load report that the request asks for."""
+    if (wanted := request.headers.get(LOAD_FORMAT_HEADER)) is None:
+        return {}
+    workers = state.worker_table.report(asyncio.get_running_loop().time())
+    return orca_header(wanted, load_gauges(worker.load for worker in workers))
 
 
 async def _transform(
@@ -170,11 +145,12 @@ async def _transform(
     return WholeAnswer([transformed], id_header(request), held.release)
 
 
-def _answers(kind: BodyKind, generation: Generation, model: str) -> Answers:
-    if kind == "completion":
+def _answers(generation: Generation, model: str) -> Answers | EmbeddingAnswer:
+    if generation.request.embedding is not None:
+        return EmbeddingAnswer(generation, model)
+    if not generation.request.is_chat:
         return CompletionAnswers(generation, model)
-    tool_format = generation.request.tool_format
-    return ChatAnswers(generation, model) if tool_format is None else ToolAnswers(generation, model, tool_format)
+    return (ParsedAnswers if generation.request.is_parsed else ChatAnswers)(generation, model)
 
 
 async def _read(
@@ -202,7 +178,7 @@ async def _read_body(
     limits = await state.readiness.limits()
     if state.media is None:
         return await state.readers.read(kind, body, limits, cache_scope)
-    if kind == "chat" and mentions_media(body):
+    if kind in ("chat", "invocation") and mentions_media(body):
         return await state.media.read(kind, body, limits, client, cache_scope)
     try:
         return await state.readers.read(kind, body, limits, cache_scope)

@@ -6,7 +6,8 @@ import html
 import re
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any
+from types import UnionType
+from typing import Any, get_args
 
 import msgspec
 
@@ -16,17 +17,22 @@ from tandem.proxy.api.responses import (
     ChatCompletionResponse,
     CompletionResponse,
     DetokenizeResponse,
+    EmbeddingResponse,
     ErrorResponse,
     HealthResponse,
     ModelCard,
     ModelList,
+    ServerInfo,
+    ServerLoad,
     TokenizeResponse,
     VersionResponse,
 )
 from tandem.proxy.api.schema import (
+    BatchChatCompletionRequest,
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
+    EmbeddingRequest,
     TokenizeRequest,
 )
 
@@ -70,7 +76,8 @@ _REQUIRED_TOGETHER: dict[str, Json] = {
 
 @dataclass(frozen=True)
 class RouteDoc:
-    """answer: type of a 200, or its media type. chunk: type of a stream's events. is_open: needs no API key.
+    """answer: type of a 200, or its media type. chunk: type of a stream's events. Types are structs or unions of them.
+    is_open: needs no API key.
 
     more_errors: statuses besides those that every route may answer with, and every route with a body.
     """
@@ -78,9 +85,9 @@ class RouteDoc:
     method: str
     path: str
     summary: str
-    answer: type | str
-    body: type | None = None
-    chunk: type | None = None
+    answer: type | UnionType | str
+    body: type | UnionType | None = None
+    chunk: type | UnionType | None = None
     more_errors: tuple[int, ...] = ()
     is_open: bool = False
 
@@ -92,15 +99,28 @@ class RouteDoc:
 
 
 ROUTES = [
+    RouteDoc("get", "/", "A page to chat with the model.", "text/html", is_open=True),
     RouteDoc("post", "/v1/completions", "Continue a prompt.", CompletionResponse, CompletionRequest,
           CompletionResponse, (429,)),
     RouteDoc("post", "/v1/chat/completions", "Answer a chat.", ChatCompletionResponse, ChatCompletionRequest,
           ChatCompletionChunk, (429,)),
-    RouteDoc("get", "/v1/models", "The model that is served.", ModelList),
+    RouteDoc("post", "/v1/chat/completions/batch", "Answer several chats, one choice for each.",
+          ChatCompletionResponse, BatchChatCompletionRequest, more_errors=(429,)),
+    RouteDoc("post", "/invocations", "A chat completion if the body has messages, a completion if it has a prompt.",
+          ChatCompletionResponse | CompletionResponse, ChatCompletionRequest | CompletionRequest,
+          ChatCompletionChunk | CompletionResponse, (429,)),
+    RouteDoc("post", "/v1/embeddings", "Embeddings of one or more inputs.", EmbeddingResponse, EmbeddingRequest,
+          more_errors=(429,)),
+    RouteDoc("get", "/v1/models", "The model that is served, and LoRA adapters.", ModelList),
     RouteDoc("get", "/v1/models/{model}", "The same, by its name.", ModelCard, more_errors=(404,)),
     RouteDoc("post", "/tokenize", "The tokens of a prompt or of a chat.", TokenizeResponse, TokenizeRequest),
     RouteDoc("post", "/detokenize", "The text of tokens.", DetokenizeResponse, DetokenizeRequest),
+    RouteDoc("get", "/tokenizer_info", "The tokeniser's configuration and chat template.", "application/json"),
+    RouteDoc("get", "/server_info", "The proxy's settings and defaults of sampling.", ServerInfo),
+    RouteDoc("get", "/load", "The number of sequences in flight on this proxy.", ServerLoad),
     RouteDoc("get", "/health", "200 while requests can be served.", HealthResponse, more_errors=(503,), is_open=True),
+    RouteDoc("get", "/ping", "The same as /health.", HealthResponse, more_errors=(503,), is_open=True),
+    RouteDoc("post", "/ping", "The same as /health.", HealthResponse, more_errors=(503,), is_open=True),
     RouteDoc("get", "/live", "200 while the process runs.", HealthResponse, is_open=True),
     RouteDoc("get", "/version", "Tandem's version.", VersionResponse),
     RouteDoc("get", "/openapi.json", "This description.", "application/json", is_open=True),
@@ -113,8 +133,8 @@ def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
     types = {
         kind
         for route in ROUTES
-        for kind in (route.answer, route.chunk, route.body, ErrorResponse)
-        if isinstance(kind, type)
+        for kinds in (route.answer, route.chunk, route.body, ErrorResponse)
+        for kind in _members(kinds)
     }
     ordered = sorted(types, key=lambda kind: kind.__name__)
     references, components = msgspec.json.schema_components(ordered, ref_template="#/components/schemas/{name}")
@@ -141,7 +161,7 @@ def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
 def _operation(route: RouteDoc, schema_of: dict[type, Json], has_api_key: bool) -> Json:
     answer = _content(route.answer, schema_of)
     if route.chunk is not None:
-        chunk = schema_of[route.chunk]["$ref"].rsplit("/", 1)[1]
+        chunk = " or a ".join(kind.__name__ for kind in _members(route.chunk))
         description = f"with stream: events whose data is a {chunk}, the last one [DONE], or an ErrorResponse"
         answer["text/event-stream"] = {"schema": {"description": description}}
     header = {"X-Request-Id": {"schema": {"type": "string"}, "description": "the request's own, or a new one"}}
@@ -149,7 +169,7 @@ def _operation(route: RouteDoc, schema_of: dict[type, Json], has_api_key: bool) 
     for status in route.errors:
         if status == 401 and not has_api_key:
             continue
-        kind = HealthResponse if route.path == "/health" and status == 503 else ErrorResponse
+        kind = HealthResponse if route.answer is HealthResponse and status == 503 else ErrorResponse
         headers = dict(header)
         if status in RETRY_STATUSES and kind is ErrorResponse:
             headers["Retry-After"] = {"schema": {"type": "string"}, "description": "seconds"}
@@ -169,9 +189,17 @@ def _operation(route: RouteDoc, schema_of: dict[type, Json], has_api_key: bool) 
     return operation
 
 
-def _content(answer: type | str, schema_of: dict[type, Json]) -> Json:
+def _members(kinds: type | UnionType | str | None) -> tuple[type, ...]:
+    """Returns the structs of a union, or the one that is none."""
+    if isinstance(kinds, UnionType):
+        return get_args(kinds)
+    return (kinds,) if isinstance(kinds, type) else ()
+
+
+def _content(answer: type | UnionType | str, schema_of: dict[type, Json]) -> Json:
     if not isinstance(answer, str):
-        return {"application/json": {"schema": schema_of[answer]}}
+        schemas = [schema_of[kind] for kind in _members(answer)]
+        return {"application/json": {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}}
     return {answer: {"schema": {} if answer == "application/json" else {"type": "string"}}}
 
 

@@ -9,15 +9,15 @@ import msgspec
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.api_key import scoped_salt
 from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.parser_names import reasoning_format, tool_format
 from tandem.proxy.api.responses import DetokenizeResponse, TokenizeResponse
 from tandem.proxy.api.structured_output import checked_grammar
-from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import RenderedPrompts, has_media
-from tandem.proxy.text.rendering import Renderer
+from tandem.proxy.text.rendering import Renderer, Room
 from tandem.runtime.errors import InvalidRequest, TandemError
 
 MAX_TOKENIZED_BYTES = 4 << 20
@@ -25,7 +25,8 @@ MAX_TOKENIZED_BYTES = 4 << 20
 MAX_DETOKENIZED_CHARACTERS = 16 << 20
 """Text that `/detokenize` returns."""
 
-BodyKind = Literal["completion", "chat"]
+BodyKind = Literal["completion", "chat", "chat_batch", "invocation", "embedding"]
+"""invocation: a completion or a chat."""
 
 
 class HasMedia(TandemError):
@@ -37,25 +38,38 @@ class BodyReader:
         self._decoder = BodyDecoder(
             config.served_model_name,
             config.trust_request_chat_template,
-            ToolFormat.of(config.tool_call_parser, text.tokenizer),
+            tool_format(config.tool_call_parser, text),
+            reasoning_format(config.reasoning_parser, text),
             config.media.max_items if config.media_cache_endpoint else 0,
             text.sampling_defaults,
             min(config.max_waiting_requests, config.max_requests_per_client or config.max_waiting_requests),
+            config.max_logprobs,
+            config.adapter_table(),
+            text.embedding_defaults,
         )
+        self._max_logprobs = config.max_logprobs
         self._tokenizer = text.tokenizer
         self.renderer = Renderer(text)
 
     @classmethod
     def load(cls, config: ProxyConfig) -> BodyReader:
         """Loads the model's text files. Raises ConfigError."""
-        return cls(ModelText(config.model), config)
+        return cls(ModelText(config.model, config.generation_config), config)
 
     def decode(self, body: bytes, kind: BodyKind, cache_scope: str = "") -> GenerationRequest:
         """Validates everything except what depends on the prompt's tokens. Raises InvalidRequest.
 
         cache_scope: of the client's API key; part of the request's cache_salt.
         """
-        request = self._decoder.chat(body) if kind == "chat" else self._decoder.completion(body)
+        if kind == "invocation":
+            kind = self._decoder.invocation(body)
+        decode = {
+            "completion": self._decoder.completion,
+            "chat": self._decoder.chat,
+            "chat_batch": self._decoder.chat_batch,
+            "embedding": self._decoder.embedding,
+        }
+        request = decode[kind](body)
         return msgspec.structs.replace(request, cache_salt=scoped_salt(cache_scope, request.cache_salt))
 
     def read(self, body: bytes, kind: BodyKind, limits: ModelLimits, cache_scope: str = "") -> GenerationRequest:
@@ -70,9 +84,25 @@ class BodyReader:
         if request.base_sampling.grammar is not None:
             grammar = checked_grammar(request.base_sampling.grammar, request.grammar_param)
             request = _with_sampling(request, grammar=grammar)
-        prompts = self.renderer.render(request.prompt, limits, request.max_prompt_tokens(limits), request.cache_salt)
+        request = request.with_vocabulary(limits.vocab_size, self._max_logprobs)
+        max_tokens = request.max_prompt_tokens(limits)
+        room = None if max_tokens is None else Room(max_tokens, request.truncation_side == "left")
+        adapter = request.adapter.ref if request.adapter is not None else None
+        prompts = self.renderer.render(request.prompt, limits, room, request.cache_salt, adapter)
         request.check_answer_size([prompt.num_tokens for prompt in prompts])
         request = msgspec.structs.replace(request, prompt=RenderedPrompts(prompts))
+        if (reasoning := request.reasoning) is not None:
+            begins = [reasoning.is_open(prompt.token_ids, self._tokenizer) for prompt in prompts]
+            request = msgspec.structs.replace(request, begins_thinking=begins)
+            budget, is_constrained = request.thinking_token_budget, request.base_sampling.grammar is not None
+            if budget is not None or is_constrained:
+                if any(begin != begins[0] for begin in begins):
+                    raise InvalidRequest(
+                        "Some of the prompts end within thinking and others do not; send them in separate requests.",
+                        "messages",
+                    )
+                has_tools = is_constrained or request.tool_format is not None
+                request = _with_sampling(request, thinking=reasoning.thinking(begins[0], budget, has_tools))
         if request.bad_words:
             request = _with_sampling(request, bad_words=self.renderer.bad_words(request.bad_words))
         return request
@@ -107,9 +137,9 @@ class BodyReader:
             )
         return msgspec.json.encode(DetokenizeResponse(text))
 
-    def text_of(self, token_ids: bytes) -> str:
-        """Returns the text of a prompt without special tokens. token_ids: packed."""
-        return self._tokenizer.decode(unpack_token_ids(token_ids))
+    def text_of(self, token_ids: bytes, skip_special_tokens: bool = True) -> str:
+        """Returns the text of a prompt. token_ids: packed."""
+        return self._tokenizer.decode(unpack_token_ids(token_ids), skip_special_tokens=skip_special_tokens)
 
 
 def _with_sampling(request: GenerationRequest, **changes: Any) -> GenerationRequest:

@@ -90,11 +90,11 @@ class ReaderPool:
                 return self._reader.render(request, limits)
         return await self.run(BodyReader.read, body, kind, limits, cache_scope)
 
-    async def text_of(self, token_ids: bytes) -> str:
-        """Returns the text of a prompt without special tokens. token_ids: packed."""
+    async def text_of(self, token_ids: bytes, skip_special_tokens: bool = True) -> str:
+        """Returns the text of a prompt. token_ids: packed."""
         if len(token_ids) <= MAX_INLINE_TOKENS * BYTES_PER_TOKEN:
-            return self._reader.text_of(token_ids)
-        return await self.run(BodyReader.text_of, token_ids)
+            return self._reader.text_of(token_ids, skip_special_tokens)
+        return await self.run(BodyReader.text_of, token_ids, skip_special_tokens)
 
     async def transform(self, method: Callable[..., bytes], body: bytes | SpooledBody, *arguments: object) -> bytes:
         """Like `run`, for a call that needs no worker. It waits while others like it have their share of the processes.

@@ -24,6 +24,8 @@ _TEXT_FILES = [
     "preprocessor_config.json",
     "video_preprocessor_config.json",
     "processor_config.json",
+    "modules.json",
+    "1_Pooling/config.json",
 ]
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 

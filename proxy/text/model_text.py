@@ -14,6 +14,7 @@ import msgspec
 from tokenizers import Tokenizer
 from transformers.tokenization_utils_tokenizers import TokenizersBackend
 
+from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
 from tandem.proxy.text.model_files import find_model
 from tandem.proxy.text.prompt import ChatPrompt
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
@@ -32,10 +33,11 @@ _PROBE_TEXT = "tandem"
 class ModelText:
     """tokenizer: never changed after loading (no truncation, no padding), so threads may share it.
 
-    eos_token_ids: tokens that end a sequence unless the request ignores them.
+    eos_token_ids: tokens that end a sequence unless the request ignores them. generation_config: see
+    `SamplingDefaults.read`; it does not change eos_token_ids.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, generation_config: str = "auto") -> None:
         """Raises ConfigError if there is no such model or its tokeniser cannot be read."""
         folder = self.folder = find_model(model)
         try:
@@ -47,9 +49,33 @@ class ModelText:
         self.tokenizer: Tokenizer = self._backend.backend_tokenizer
         self._needs_parts: bool | None = None  # found out with the first chat
         self.eos_token_ids = _eos_token_ids(folder, self._backend.eos_token_id)
-        self.sampling_defaults = SamplingDefaults.read(folder)
+        self.sampling_defaults = SamplingDefaults.read(folder, generation_config)
+        self.embedding_defaults = EmbeddingDefaults.read(folder)
         if not self.eos_token_ids:
             log.warning("model %s has no end-of-sequence token: sequences end only at max_tokens", model)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The model's template; all of them if it has several."""
+        template = self._backend.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else template
+
+    def tokenizer_info(self) -> dict[str, Any]:
+        """Returns tokenizer_config.json with the chat template and the texts of special tokens. Raises ConfigError."""
+        try:
+            info = msgspec.json.decode((self.folder / "tokenizer_config.json").read_bytes(), type=dict[str, Any])
+        except FileNotFoundError:
+            info = {}
+        except (OSError, msgspec.DecodeError) as error:
+            raise ConfigError(f"cannot read {self.folder / 'tokenizer_config.json'}: {error}") from error
+        for name, value in info.items():
+            if name.endswith("_token") and isinstance(value, dict):
+                info[name] = value.get("content")
+        info.setdefault("tokenizer_class", type(self._backend).__name__)
+        added = self.tokenizer.get_added_tokens_decoder()
+        info["added_tokens_decoder"] = {str(token_id): token.content for token_id, token in added.items()}
+        info["chat_template"] = self._backend.chat_template
+        return info
 
     def render_chat(self, prompt: ChatPrompt) -> str:
         """Renders the chat in transformers' jinja sandbox. Raises InvalidRequest."""

@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from tandem.protocol.messages.adapter import AdapterRef
+from tandem.protocol.messages.generation import Pooling
 from tandem.protocol.messages.media import MediaItem, MediaKind, MediaTensor
 from tandem.proxy.media.source import MediaSource
 from tandem.runtime.errors import InvalidRequest
@@ -41,12 +43,34 @@ class ChatPrompt(msgspec.Struct, frozen=True, tag=True):
     tools: list[dict[str, Any]] | None = None
     media: list[MediaSource] = []
 
+    @property
+    def answer_role(self) -> str:
+        """The role of the answer's message: the last message's if the answer continues it, else the assistant's."""
+        role: str = "assistant" if self.add_generation_prompt else self.messages[-1]["role"]
+        return role
+
+    @property
+    def last_text(self) -> str:
+        """The text of the last message if that has the answer's role, else ""."""
+        last = self.messages[-1]
+        if last["role"] != self.answer_role:
+            return ""
+        content = last["content"]
+        return content if isinstance(content, str) else "\n".join(p["text"] for p in content if p["type"] == "text")
+
+
+class ChatBatch(msgspec.Struct, frozen=True, tag=True):
+    """Several chats of one request. They take text only and have the same template."""
+
+    chats: list[ChatPrompt]
+
 
 class CompletionPrompt(msgspec.Struct, frozen=True, tag=True):
-    """json: the request's `prompt`, not decoded yet because it may contain a million token ids."""
+    """json: the request's `prompt`, not decoded yet because it may contain a million token ids. param: its field."""
 
     json: msgspec.Raw
     add_special_tokens: bool = True
+    param: str = "prompt"
 
     def num_prompts(self, max_prompts: int) -> int:
         """Counts the prompts without decoding them, up to one more than `max_prompts`."""
@@ -81,7 +105,8 @@ class Prompt:
 
     token_ids: packed, see `tandem.protocol.messages.token_ids`. num_prompt_logprobs, cache_salt, priority: see
     StartPrefill. prefix_hashes: hashes of the full blocks, packed; the router finds cached prefixes by them.
-    media: readable until the sequence is dropped.
+    media: readable until the sequence is dropped. is_text: the client sent text, so an echo has no special tokens.
+    media: readable until the sequence is dropped. adapter, pooling: see StartPrefill.
     """
 
     token_ids: bytes
@@ -91,6 +116,9 @@ class Prompt:
     priority: int = 0
     prefix_hashes: bytes = b""
     media: tuple[MediaItem, ...] = ()
+    is_text: bool = True
+    adapter: AdapterRef | None = None
+    pooling: Pooling | None = None
 
 
 class RenderedPrompts(msgspec.Struct, frozen=True, tag=True):
@@ -99,7 +127,7 @@ class RenderedPrompts(msgspec.Struct, frozen=True, tag=True):
     prompts: list[Prompt]
 
 
-AnyPrompt = ChatPrompt | MediaPrompt | CompletionPrompt | RenderedPrompts
+AnyPrompt = ChatPrompt | ChatBatch | MediaPrompt | CompletionPrompt | RenderedPrompts
 
 
 def has_token_ids(prompt: AnyPrompt) -> bool:
@@ -113,4 +141,5 @@ def has_media(prompt: AnyPrompt) -> bool:
 
 def has_own_template(prompt: AnyPrompt) -> bool:
     """Returns whether the client brings its own template, which may take long to render."""
-    return isinstance(prompt, ChatPrompt) and prompt.template is not None
+    chats = prompt.chats if isinstance(prompt, ChatBatch) else [prompt]
+    return any(isinstance(chat, ChatPrompt) and chat.template is not None for chat in chats)

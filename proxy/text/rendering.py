@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 from msgspec import Meta
 from tokenizers import Encoding
 
+from tandem.protocol.messages.adapter import AdapterRef
 from tandem.protocol.messages.media import MediaItem, MediaKind
 from tandem.protocol.messages.token_ids import pack_token_ids, unpack_token_ids
 from tandem.protocol.prefix_hash import BlockHasher, pack_short_hashes
@@ -23,6 +24,7 @@ from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import (
     AnyPrompt,
     CachedMedia,
+    ChatBatch,
     ChatPrompt,
     CompletionPrompt,
     ContextLengthExceeded,
@@ -44,20 +46,35 @@ _PROBE_SLACK_TOKENS = 16
 """Tokens by which a probe must exceed the limit, because cutting a text may change the tokens around the cut."""
 
 
+class Room(NamedTuple):
+    """Longer prompts are cut to `max_tokens`. keeps_end: they lose their beginning."""
+
+    max_tokens: int
+    keeps_end: bool = True
+
+    def cut(self, token_ids: list[int]) -> list[int]:
+        return token_ids[-self.max_tokens :] if self.keeps_end else token_ids[: self.max_tokens]
+
+
 class Renderer:
     def __init__(self, text: ModelText) -> None:
         self._text = text
 
     def render(
-        self, prompt: AnyPrompt, limits: ModelLimits, max_tokens: int | None = None, cache_salt: str = ""
+        self,
+        prompt: AnyPrompt,
+        limits: ModelLimits,
+        room: Room | None = None,
+        cache_salt: str = "",
+        adapter: AdapterRef | None = None,
     ) -> list[Prompt]:
-        """Returns one prompt for a chat, or one or more for a completion, with their prefix hashes.
+        """Returns one prompt for a chat, or one or more for a batch or a completion, with their prefix hashes.
 
-        max_tokens: longer prompts lose their beginning; None refuses prompts that do not fit. Raises InvalidRequest.
+        room: None refuses prompts that do not fit. Raises InvalidRequest.
         """
         prompts = []
-        for rendered in self._tokens(prompt, limits, max_tokens):
-            hasher = BlockHasher(limits.block_size, limits.model_id, cache_salt, rendered.media)
+        for rendered in self._tokens(prompt, limits, room):
+            hasher = BlockHasher(limits.block_size, limits.model_id, cache_salt, rendered.media, adapter)
             prompts.append(replace(rendered, prefix_hashes=pack_short_hashes(hasher.prompt_hashes(rendered.token_ids))))
         return prompts
 
@@ -81,46 +98,49 @@ class Renderer:
         encodings = self._text.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return tuple(dict.fromkeys(tuple(encoding.ids) for encoding in encodings if len(encoding)))
 
-    def _tokens(self, prompt: AnyPrompt, limits: ModelLimits, max_tokens: int | None) -> list[Prompt]:
+    def _tokens(self, prompt: AnyPrompt, limits: ModelLimits, room: Room | None) -> list[Prompt]:
         match prompt:
             case RenderedPrompts(prompts):
                 return prompts
             case ChatPrompt():
                 text = self.chat_text(prompt)
-                return [self._tokenize(text, limits, max_tokens, prompt.add_special_tokens, "messages")]
+                return [self._tokenize(text, limits, room, prompt.add_special_tokens, "messages")]
+            case ChatBatch(chats):
+                return [rendered for chat in chats for rendered in self._tokens(chat, limits, room)]
             case MediaPrompt():
-                return [self._tokenize_media(prompt, limits, max_tokens)]
-            case CompletionPrompt(json, add_special_tokens):
-                items = split_prompt(json)
-                return [self._render_item(item, limits, max_tokens, add_special_tokens) for item in items]
+                return [self._tokenize_media(prompt, limits, room)]
+            case CompletionPrompt(json, add_special_tokens, param):
+                items = split_prompt(json, param)
+                return [self._render_item(item, limits, room, add_special_tokens, param) for item in items]
 
     def _render_item(
-        self, item: str | list[int], limits: ModelLimits, max_tokens: int | None, add_special_tokens: bool
+        self, item: str | list[int], limits: ModelLimits, room: Room | None, add_special_tokens: bool, param: str
     ) -> Prompt:
         if isinstance(item, str):
-            return self._tokenize(item, limits, max_tokens, add_special_tokens, "prompt")
-        if max_tokens is not None:
-            item = item[-max_tokens:]
-        check_prompt_length(len(item), limits, "prompt")
-        return _pack(item, limits)
+            return self._tokenize(item, limits, room, add_special_tokens, param)
+        if room is not None:
+            item = room.cut(item)
+        check_prompt_length(len(item), limits, param)
+        return replace(_pack(item, limits, param), is_text=False)
 
     def _tokenize(
-        self, text: str, limits: ModelLimits, max_tokens: int | None, add_special_tokens: bool, param: str
+        self, text: str, limits: ModelLimits, room: Room | None, add_special_tokens: bool, param: str
     ) -> Prompt:
-        if max_tokens is None:
+        if room is None:
             self._refuse_if_too_long(text, limits, param)
         encoding = self.encode(text, add_special_tokens, param)
         # The length is checked first, so that a refused prompt needs no list of ids.
-        check_prompt_length(min(len(encoding), max_tokens or len(encoding)), limits, param)
+        num_tokens = len(encoding) if room is None else min(len(encoding), room.max_tokens)
+        check_prompt_length(num_tokens, limits, param)
         # Truncates the ids, because the tokeniser's own truncation is state that threads share.
-        return _pack(encoding.ids if max_tokens is None else encoding.ids[-max_tokens:], limits)
+        return _pack(encoding.ids if room is None else room.cut(encoding.ids), limits)
 
-    def _tokenize_media(self, prompt: MediaPrompt, limits: ModelLimits, max_tokens: int | None) -> Prompt:
+    def _tokenize_media(self, prompt: MediaPrompt, limits: ModelLimits, room: Room | None) -> Prompt:
         rendered = self._tokenize(prompt.text, limits, None, prompt.add_special_tokens, "messages")
-        if max_tokens is not None and rendered.num_tokens > max_tokens:
+        if room is not None and rendered.num_tokens > room.max_tokens:
             raise InvalidRequest(
                 f"The prompt has {rendered.num_tokens} tokens; prompts with images or video cannot be truncated to "
-                f"{max_tokens}. Leave truncate_prompt_tokens out or send less.",
+                f"{room.max_tokens}. Leave truncate_prompt_tokens out or send less.",
                 "truncate_prompt_tokens",
             )
         return replace(rendered, media=place_media(rendered.token_ids, prompt.media, prompt.placeholder_ids))
@@ -156,15 +176,15 @@ def check_prompt_length(num_tokens: int, limits: ModelLimits, param: str) -> Non
         )
 
 
-def _pack(token_ids: list[int], limits: ModelLimits) -> Prompt:
+def _pack(token_ids: list[int], limits: ModelLimits, param: str = "prompt") -> Prompt:
     if (largest := max(token_ids)) >= limits.vocab_size:
         raise InvalidRequest(
-            f"Token id {largest} is out of range: this model's ids are 0 to {limits.vocab_size - 1}.", "prompt"
+            f"Token id {largest} is out of range: this model's ids are 0 to {limits.vocab_size - 1}.", param
         )
     return Prompt(pack_token_ids(token_ids), len(token_ids))
 
 
-def split_prompt(raw: msgspec.Raw) -> Sequence[str | list[int]]:
+def split_prompt(raw: msgspec.Raw, param: str = "prompt") -> Sequence[str | list[int]]:
     """Decodes a string, a list of strings, a list of token ids or a list of such lists. Raises InvalidRequest."""
     data = bytes(raw)
     inner = data[1:].lstrip()[:1]
@@ -179,15 +199,15 @@ def split_prompt(raw: msgspec.Raw) -> Sequence[str | list[int]]:
         kind = list[TokenId]
     if data[:1] not in (b'"', b"["):
         raise InvalidRequest(
-            "prompt must be a string, a list of strings, a list of token ids or a list of lists of token ids.", "prompt"
+            f"{param} must be a string, a list of strings, a list of token ids or a list of lists of token ids.", param
         )
     try:
         decoded = msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"prompt: {error}".replace("`$[...]`", "one of its items"), "prompt") from error
+        raise InvalidRequest(f"{param}: {error}".replace("`$[...]`", "one of its items"), param) from error
     prompts: list[str | list[int]] = [decoded] if kind in (str, list[TokenId]) else decoded
     if not prompts or any(len(prompt) == 0 for prompt in prompts):
-        raise InvalidRequest("The prompt is empty.", "prompt")
+        raise InvalidRequest("The prompt is empty.", param)
     return prompts
 
 

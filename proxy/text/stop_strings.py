@@ -8,7 +8,7 @@ from collections.abc import Sequence
 class StopStrings:
     """Stop strings of one sequence. The match that ends first wins, however the text is split into pieces.
 
-    is_shown: the text includes the stop string.
+    is_shown: the text includes the stop string. matched: the stop string that has ended the text.
     """
 
     def __init__(self, stops: Sequence[str], is_shown: bool = False) -> None:
@@ -16,6 +16,7 @@ class StopStrings:
         self._stops = tuple(stops)
         self._is_shown = is_shown
         self._held = ""
+        self.matched: str | None = None
 
     def push(self, text: str) -> tuple[str, bool]:
         """Returns (text that can be shown, whether a stop string has ended it)."""
@@ -26,6 +27,7 @@ class StopStrings:
         if matches:
             self._held = ""
             end, start = min(matches)
+            self.matched = text[start:end]
             return text[: end if self._is_shown else start], True
         num_held = num_held_back(text, self._stops)
         self._held = text[len(text) - num_held :]
@@ -39,8 +41,11 @@ class StopStrings:
 
 def num_held_back(text: str, markers: Sequence[str]) -> int:
     """Returns how many characters at the end of `text` may be the beginning of a marker that is not complete."""
-    for length in range(min(max(map(len, markers)) - 1, len(text)), 0, -1):
-        tail = text[-length:]
-        if any(marker.startswith(tail) for marker in markers):
-            return length
-    return 0
+    longest = 0
+    for marker in markers:
+        start = text.find(marker[0], max(0, len(text) - len(marker) + 1))
+        while start >= 0 and not marker.startswith(text[start:]):
+            start = text.find(marker[0], start + 1)
+        if start >= 0:
+            longest = max(longest, len(text) - start)
+    return longest

@@ -9,6 +9,8 @@ from tokenizers import Tokenizer
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")
 _REPLACEMENT = "�"
+_MAX_CACHED = 2**18
+"""Texts that are kept. Requests for the log-probabilities of all tokens need a whole vocabulary again and again."""
 
 
 class TokenText:
@@ -16,7 +18,7 @@ class TokenText:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._cached_text = lru_cache(maxsize=16_384)(self._decode)
+        self._cached_text = lru_cache(maxsize=_MAX_CACHED)(self._decode)
 
     def _decode(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)

@@ -20,7 +20,9 @@ MAX_MODEL_LEN = 2048
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    with Cluster("--api-key", KEY, "--max-requests-per-client", "48", "--trust-request-chat-template") as running:
+    with Cluster(
+        "--max-logprobs", "-1", "--api-key", KEY, "--max-requests-per-client", "48", "--trust-request-chat-template"
+    ) as running:
         yield running
 
 
@@ -107,6 +109,7 @@ def test_usage_in_streams(client: openai.OpenAI, kind: str) -> None:
     chunks = list(ask(client, stream=True, stream_options={"include_usage": True, "continuous_usage_stats": True}))
     counts = [chunk.usage.completion_tokens for chunk in chunks]
     assert counts == sorted(counts) and counts[-1] == 8
+    assert (counts[0] == 0) == (kind == "chat"), "a chat begins with a chunk without tokens"
     assert all(chunk.usage.prompt_tokens == last.usage.prompt_tokens for chunk in chunks)
 
 
@@ -144,6 +147,88 @@ def test_logprobs_of_completions_and_chats(client: openai.OpenAI) -> None:
     assert as_ids.logprobs.text_offset == complete(client, logprobs=0).choices[0].logprobs.text_offset
     prompt = chat(client, extra={"prompt_logprobs": 1}).prompt_logprobs
     assert prompt[0] is None and all(prompt[1:])
+
+
+def test_all_and_named_logprobs(client: openai.OpenAI, http: httpx.Client) -> None:
+    vocab_size = len(complete(client, logprobs=-1, max_tokens=1).choices[0].logprobs.top_logprobs[0])
+    assert vocab_size > 100, "tokens of the same text are one entry"
+    top = (
+        chat(client, logprobs=True, top_logprobs=-1, max_completion_tokens=1)
+        .choices[0]
+        .logprobs.content[0]
+        .top_logprobs
+    )
+    assert len(top) >= vocab_size and [t.logprob for t in top] == sorted((t.logprob for t in top), reverse=True)
+    prompt = chat(client, max_completion_tokens=1, extra={"prompt_logprobs": -1}).prompt_logprobs
+    assert len(prompt[1]) == len(top)
+    for stream in (False, True):
+        extra = {"logprob_token_ids": [7, 9], "return_tokens_as_token_ids": True}
+        answer = chat(client, logprobs=True, stream=stream, extra=extra)
+        tokens = answer.choices[0].logprobs.content if not stream else [
+            token for chunk in answer if (shown := chunk.choices[0].logprobs) for token in shown.content
+        ]  # fmt: skip
+        assert len(tokens) == 8
+        for token in tokens:
+            assert {t.token for t in token.top_logprobs} == {token.token, "token_id:7", "token_id:9"}
+
+
+def test_beams_are_likelier_than_greedy_text(client: openai.OpenAI) -> None:
+    def total(choice: Any) -> float:
+        return float(sum(choice.logprobs.token_logprobs))
+
+    prompts = ["The quick", "Once upon"]
+    wanted: dict[str, Any] = {"prompt": prompts, "logprobs": 1, "max_tokens": 6}
+    beams = complete(client, **wanted, n=3, extra={"use_beam_search": True}).choices
+    greedy = complete(client, **wanted).choices
+    assert [choice.index for choice in beams] == list(range(6))
+    for number in range(2):
+        own = beams[3 * number : 3 * number + 3]
+        assert len({choice.text for choice in own}) == 3
+        assert [total(choice) for choice in own] == sorted((total(choice) for choice in own), reverse=True)
+        assert total(own[0]) >= total(greedy[number]) - 1e-3
+    assert (
+        complete(client, n=3, logprobs=1, max_tokens=6, extra={"use_beam_search": True}).choices[0].text
+        == beams[0].text
+    )
+    with pytest.raises(openai.BadRequestError, match="stream is true, which is not supported with use_beam_search"):
+        complete(client, stream=True, extra={"use_beam_search": True})
+
+
+def test_truncation_sides(client: openai.OpenAI) -> None:
+    for side, kept in (("left", [8, 9]), ("right", [5, 6])):
+        extra = {"truncate_prompt_tokens": 2, "truncation_side": side}
+        assert complete(client, [5, 6, 7, 8, 9], extra=extra).choices[0].prompt_token_ids == kept
+
+
+def test_batches_of_chats(http: httpx.Client, client: openai.OpenAI) -> None:
+    chats = [[{"role": "user", "content": text}] for text in ("Hello", "Goodbye")]
+    common = {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+    body = http.post("/v1/chat/completions/batch", json={"messages": chats, **common}).json()
+    alone = [chat(client, messages=messages).choices[0].message.content for messages in chats]
+    assert [choice["message"]["content"] for choice in body["choices"]] == alone
+    refused = http.post("/v1/chat/completions/batch", json={"messages": chats, "n": 2})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == "n"
+
+
+def test_other_endpoints_of_vllm(http: httpx.Client, client: openai.OpenAI) -> None:
+    fields = {"temperature": 0, "max_tokens": 8, "messages": [{"role": "user", "content": "Hello"}]}
+    invoked = http.post("/invocations", json={**fields, "ignore_eos": True}).json()
+    answered = chat(client)
+    assert answered.model_dump(exclude_unset=True).keys() == invoked.keys()
+    assert answered.model_dump()["choices"] == invoked["choices"], "no key of the client's types is left out"
+    assert http.post("/invocations", json={"prompt": "The"}).json()["object"] == "text_completion"
+    assert http.post("/invocations", json={}).status_code == 400
+    assert http.get("/ping").status_code == http.post("/ping").status_code == 200
+    assert http.get("/load").json() == {"server_load": 0}
+    info = http.get("/server_info").json()
+    assert info["max_model_len"] == MAX_MODEL_LEN and info["config"]["max_logprobs"] == -1
+    assert KEY not in http.get("/server_info").text
+    assert http.get("/tokenizer_info").json()["chat_template"]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+    tokens = http.post(
+        "/tokenize", json={"messages": fields["messages"], "tools": tools, "return_token_strs": True}
+    ).json()
+    assert tokens["max_model_len"] == MAX_MODEL_LEN and len(tokens["token_strs"]) == tokens["count"]
 
 
 def test_echo_returns_the_prompt_and_its_logprobs(client: openai.OpenAI) -> None:
@@ -298,4 +383,4 @@ def test_errors_raise_the_clients_exception_classes(cluster: Cluster, client: op
     with pytest.raises(openai.BadRequestError, match="limit is 2048"):
         complete(client, [5] * 3000)
     with pytest.raises(openai.BadRequestError, match="not supported"):
-        complete(client, extra={"use_beam_search": True})
+        complete(client, extra={"suffix": "x"})

@@ -68,7 +68,8 @@ def test_whole_and_streamed_text_agree(proxy: Proxy, workers: FakeWorkers) -> No
     assert whole["choices"][0]["finish_reason"] == "length"
     usage = {
         "prompt_tokens": NUM_TOKENS, "completion_tokens": NUM_TOKENS, "total_tokens": 2 * NUM_TOKENS,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": 0, "multimodal_tokens": None},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }  # fmt: skip
     assert whole["usage"] == usage
     fields = {"prompt": TEXT, "max_tokens": NUM_TOKENS, "stream": True, "stream_options": {"include_usage": True}}

@@ -69,6 +69,8 @@ def test_answers_match_the_openapi_document(cluster: Cluster, operation: Any, mo
             for number, field in enumerate(CONSTRAINTS):
                 if 2 * number != kept:
                     case.body.pop(field, None)
+            if case.body.get("use_beam_search"):  # wide beams take minutes here
+                case.body["n"] = 2
         response = case.call(base_url=cluster.url, timeout=HANG_S)
         statuses[response.status_code] += 1
         if response.status_code == 504 and isinstance(case.body, dict) and "timeout" in case.body:

@@ -44,6 +44,7 @@ from tandem.proxy.dispatch.sequence import DispatchedSequence, TokenDelta
 from tandem.proxy.dispatch.worker_connections import WorkerConnections
 from tandem.proxy.reading.body_reader import BodyReader
 from tandem.proxy.reading.reader_pool import ReaderPool
+from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt, Prompt
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
@@ -76,8 +77,10 @@ class FakePool(WorkerConnections):
 class FakeText:
     """A tokeniser with one token for each byte."""
 
+    chat_template = None
     eos_token_ids = frozenset({EOS})
     sampling_defaults = SamplingDefaults()
+    embedding_defaults = EmbeddingDefaults()
 
     def __init__(self) -> None:
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -28,7 +28,7 @@ from tandem.engine.sampling.grammar import (
 )
 from tandem.engine.sampling.grammar_mask import GrammarMasks, StepMask, compute_masks
 from tandem.engine.sampling.sampler import sample
-from tandem.protocol.messages.generation import SampledToken, SamplingParams
+from tandem.protocol.messages.generation import SampledToken, SamplingParams, Thinking
 from tandem.protocol.messages.grammar import MAX_GRAMMAR_BYTES, check_grammar
 from tandem.runtime.errors import InvalidRequest
 from tests.support.garbage import frames_in, kept_garbage
@@ -357,3 +357,58 @@ def test_only_allowed_tokens_are_sampled_from_a_large_vocabulary(seed: int, num_
     logits[:, allowed_ids] -= 3 * scale
     chosen = sample(logits, samples, list(range(len(params))), mask)
     assert {token.token_id for token in chosen} <= set(allowed_ids.tolist())
+
+
+# ---- thinking before the answer
+
+
+THINK, END_THINK = 17, 18
+VOCABULARY = set(range(VOCAB_SIZE))
+
+
+def test_a_grammar_applies_after_the_thinking() -> None:
+    thinking = Thinking(True, (THINK,), (END_THINK,), (END_THINK,))
+    grammar = Grammar(done(compile_grammar(TOKENIZER, GRAMMAR_OF_YES)), done(TOKENIZER))
+    answer = BPE.encode("yes").ids
+    state, output = grammar.new_state({END}, thinking), BPE.encode("Hm, no.").ids
+    for number in range(len(output) + 1):  # thinking is free, but cannot end the sequence
+        assert allowed(state, output[:number]) & VOCABULARY == VOCABULARY - {END}
+    output.append(END_THINK)
+    for token_id in answer:
+        assert allowed(state, output) == allowed(grammar.new_state({END}), output[output.index(END_THINK) + 1 :])
+        assert token_id in allowed(state, output)
+        output.append(token_id)
+    assert allowed(state, output) == {END}
+    resumed = grammar.new_state({END}, thinking)  # as after a migration: the state is a function of the tokens
+    assert allowed(resumed, output) == {END}
+
+
+def test_a_sequence_may_begin_to_think_or_to_answer() -> None:
+    thinking = Thinking(False, (THINK,), (END_THINK,), (END_THINK,))
+    grammar = Grammar(done(compile_grammar(TOKENIZER, GRAMMAR_OF_YES)), done(TOKENIZER))
+    first = allowed(grammar.new_state({END}), [])
+    answer = BPE.encode("yes").ids
+    state = grammar.new_state({END}, thinking)
+    assert allowed(state, []) == first | {THINK}
+    assert allowed(state, [THINK]) & VOCABULARY == VOCABULARY - {END}
+    assert allowed(state, [THINK, 40, END_THINK]) == first
+    other = grammar.new_state({END}, thinking)
+    assert allowed(other, []) == first | {THINK}
+    assert allowed(other, answer) == {END}
+
+
+def test_an_opening_of_several_tokens_may_share_its_beginning_with_the_answer() -> None:
+    yes = BPE.encode("yes").ids
+    thinking = Thinking(False, (yes[0], THINK), (END_THINK,), (END_THINK,))
+    grammar = Grammar(done(compile_grammar(TOKENIZER, GRAMMAR_OF_YES)), done(TOKENIZER))
+    state = grammar.new_state({END}, thinking)
+    assert yes[0] in allowed(state, [])
+    assert allowed(state, yes[:1]) == allowed(grammar.new_state({END}), yes[:1]) | {THINK}
+    assert allowed(state, yes) == {END}
+    thinks = grammar.new_state({END}, thinking)
+    allowed(thinks, yes[:1])
+    assert allowed(thinks, [yes[0], THINK]) & VOCABULARY == VOCABULARY - {END}
+    assert allowed(thinks, [yes[0], THINK, END_THINK]) == allowed(grammar.new_state({END}), [])
+
+
+GRAMMAR_OF_YES = '%llguidance {}\nstart: "yes"'

@@ -17,7 +17,7 @@ import tandem.engine.sampling.sampler
 from tandem.engine.batch import Sample
 from tandem.engine.sampling.noise import arrival_times, noise_keys
 from tandem.engine.sampling.sampler import sample
-from tandem.protocol.messages.generation import SampledToken, SamplingParams
+from tandem.protocol.messages.generation import SampledToken, SamplingParams, Thinking
 
 VOCAB_SIZE = 50
 
@@ -259,6 +259,22 @@ def test_logprobs_are_those_of_the_unmodified_logits(noise: int, num_top: list[i
         assert len({i for i, _ in token.logprobs.top}) == n
 
 
+def test_named_logprobs_are_those_of_the_sampled_token_and_the_named_ones() -> None:
+    logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(1))
+    expected = logits.log_softmax(-1)
+    params = [
+        SamplingParams(temperature=0, logprobs=3, logprob_token_ids=(7, 39, 40)),
+        SamplingParams(temperature=0, logprobs=2),
+        SamplingParams(temperature=0, logprobs=2, logprob_token_ids=(int(logits[2].argmax()),)),
+    ]
+    named, likeliest, own = sample(logits, [Sample(p) for p in params], [0, 0, 0])
+    assert named.logprobs is not None and likeliest.logprobs is not None and own.logprobs is not None
+    assert [i for i, _ in named.logprobs.top] == [named.token_id, 7, 39], "40 is beyond the vocabulary"
+    assert [p for _, p in named.logprobs.top] == pytest.approx([float(expected[0, i]) for i, _ in named.logprobs.top])
+    assert [i for i, _ in likeliest.logprobs.top] == logits[1].topk(2).indices.tolist()
+    assert [i for i, _ in own.logprobs.top] == [own.token_id]
+
+
 def test_equal_logits_choose_the_first_when_greedy() -> None:
     greedy = Sample(SamplingParams(temperature=0.0))
     assert sample(torch.zeros(2, 5), [greedy] * 2, [3, 4]) == [SampledToken(0)] * 2
@@ -302,3 +318,15 @@ def test_impossible_tokens_are_not_chosen(vocab_size: int, params: SamplingParam
     chosen = sample(rows, [Sample(params)] * 64, range(64))
     for row, token in zip(rows, chosen, strict=True):
         assert math.isfinite(row[token.token_id])
+
+
+def test_the_end_of_thinking_is_forced_in_its_own_row_only() -> None:
+    thinking = Thinking(True, (7,), (8,), (8, 9), max_tokens=2)
+    logits = torch.randn(3, VOCAB_SIZE, generator=torch.Generator().manual_seed(0))
+    plain = SamplingParams(temperature=0.0)
+    limited = SamplingParams(temperature=0.0, thinking=thinking, allowed_token_ids=(1, 2))
+    rows = [Sample(plain), Sample(limited, output_token_ids=[1, 2]), Sample(limited, output_token_ids=[1, 2, 8])]
+    best = int(logits[0].argmax())
+    assert [token.token_id for token in sample(logits, rows, [0, 2, 3])] == [best, 8, 9]
+    ended = [Sample(plain), *(Sample(limited, output_token_ids=out) for out in ([1], [8, 1]))]
+    assert all(token.token_id in (1, 2) for token in sample(logits, ended, [0, 1, 2])[1:])

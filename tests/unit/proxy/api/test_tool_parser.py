@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tandem.proxy.api.tool_formats import ToolFormat, ToolFormatName
+from tandem.proxy.api.tool_families import ToolFamilyName
+from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.proxy.api.tool_parser import Parsed, ToolParser
 
 HERMES, LLAMA = ToolFormat("hermes"), ToolFormat("llama3_json")
@@ -172,7 +173,7 @@ W = '{"name": "get_weather", "KEY": {"b": "é"}}'
 WRONG = '{"name": "f", "KEY": {"a": "12"}}'
 
 
-def text_of(name: ToolFormatName, calls: list[str], content: str = "") -> str:
+def text_of(name: ToolFamilyName, calls: list[str], content: str = "") -> str:
     if name == "llama3_json":
         return content + "; ".join(call.replace("KEY", "parameters") for call in calls)
     return content + "\n".join(f"<tool_call>\n{call.replace('KEY', 'arguments')}\n</tool_call>" for call in calls)
@@ -180,6 +181,7 @@ def text_of(name: ToolFormatName, calls: list[str], content: str = "") -> str:
 
 def accepts(tool_format: ToolFormat, tokenizers: tuple[Tokenizer, LLTokenizer], text: str, **options: Any) -> bool:
     grammar = tool_format.grammar(TOOLS, **({"is_required": False, "is_parallel": True} | options))
+    assert grammar is not None
     matcher = LLMatcher(tokenizers[1], grammar)
     assert not matcher.is_error(), matcher.get_error()
     ids = tokenizers[0].encode(text).ids
@@ -188,7 +190,7 @@ def accepts(tool_format: ToolFormat, tokenizers: tuple[Tokenizer, LLTokenizer], 
 
 @pytest.mark.parametrize("kind", list(TOKENIZERS))
 @pytest.mark.parametrize("name", ["hermes", "llama3_json"])
-def test_grammars_accept_only_valid_calls(name: ToolFormatName, kind: str) -> None:
+def test_grammars_accept_only_valid_calls(name: ToolFamilyName, kind: str) -> None:
     tokenizers = TOKENIZERS[kind]
     tool_format = ToolFormat.of(name, tokenizers[0])
     assert tool_format.has_special_markers == (name == "hermes" and kind == "special")
@@ -213,7 +215,7 @@ def test_grammars_accept_only_valid_calls(name: ToolFormatName, kind: str) -> No
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json"])
-def test_the_parser_reads_what_the_grammar_accepts(name: ToolFormatName) -> None:
+def test_the_parser_reads_what_the_grammar_accepts(name: ToolFamilyName) -> None:
     text = text_of(name, [W, F])
     content, calls = parse(ToolFormat(name).parser(), [text])
     assert (content, calls) == ("", [("get_weather", '{"b": "é"}'), ("f", '{"a": 12}')])

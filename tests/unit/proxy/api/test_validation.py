@@ -16,8 +16,9 @@ from tandem.proxy.answers.errors import error_body, status_of
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.worker_table import ModelLimits
-from tandem.proxy.text.prompt import ChatPrompt
+from tandem.proxy.text.prompt import ChatBatch, ChatPrompt
 from tandem.proxy.text.rendering import check_prompt_length, split_prompt
+from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.runtime.errors import InvalidRequest
 
 DECODER = BodyDecoder("tiny")
@@ -137,7 +138,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_token_ids": [-1]}, "stop_token_ids[0]"),
     ({"stream": "yes"}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
-    ({"logprobs": -1}, "logprobs"),
+    ({"logprobs": -2}, "logprobs"),
     ({"logprobs": 21}, "logprobs"),
     ({"prompt_logprobs": 21}, "prompt_logprobs"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
@@ -203,14 +204,111 @@ def test_chat_content_that_is_not_text(content: Any) -> None:
     assert str(caught.value.param).startswith("messages[0]") or str(caught.value.param).startswith("messages")
 
 
-def test_an_echo_of_a_chat_is_refused() -> None:
-    with pytest.raises(InvalidRequest, match="echo is not supported for chats"):
-        chat(echo=True)
-    assert chat(echo=False).echo is False
+def test_an_echo_of_a_chat_repeats_the_last_message_of_the_answers_role() -> None:
+    def echoed(messages: list[dict[str, Any]], **fields: Any) -> tuple[list[str], list[str]]:
+        body = json.dumps({"messages": messages, "echo": True, **fields}).encode()
+        request = DECODER.chat(body)
+        return request.roles, request.prefixes
+
+    asked = {"role": "user", "content": "Hi"}
+    begun = {"role": "assistant", "content": [{"type": "text", "text": "A"}, {"type": "text", "text": "B"}]}
+    assert echoed([asked]) == (["assistant"], [""])
+    assert echoed([asked, begun], continue_final_message=True) == (["assistant"], ["A\nB"])
+    assert echoed([asked], add_generation_prompt=False) == (["user"], ["Hi"])
+    assert echoed([asked, begun], continue_final_message=True, echo=False)[1] == [""]
+
+
+def test_batches_of_chats() -> None:
+    def batch(*contents: str, **fields: Any) -> GenerationRequest:
+        messages = [[{"role": "user", "content": content}] for content in contents]
+        return DECODER.chat_batch(json.dumps({"messages": messages, **fields}).encode())
+
+    request = batch("a", "b", temperature=0.5)
+    assert isinstance(request.prompt, ChatBatch) and request.is_chat and request.roles == ["assistant"] * 2
+    assert [chat.messages[0]["content"] for chat in request.prompt.chats] == ["a", "b"]
+    function = {"type": "function", "function": {"name": "f"}}
+    for fields in ({"n": 2}, {"stream": True}, {"use_beam_search": True}, {"tools": [function]}):
+        [(field, _)] = fields.items()
+        with pytest.raises(InvalidRequest) as caught:
+            batch("a", **fields)
+        assert caught.value.param == field
+    with pytest.raises(InvalidRequest, match=r"messages is \[\]"):
+        batch()
+    with pytest.raises(InvalidRequest, match="1025 times 1"):
+        batch(*["a"] * 1025)
+
+
+def test_invocations_are_completions_or_chats() -> None:
+    assert DECODER.invocation(b'{"prompt": "a"}') == "completion"
+    assert DECODER.invocation(b'{"messages": []}') == "chat"
+    for body in (b"{}", b'{"prompt": "a", "messages": []}', b"[]", b"{"):
+        with pytest.raises(InvalidRequest):
+            DECODER.invocation(body)
+
+
+WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"seed": 2**63}, "seed is 9223372036854775808: .* <= 9223372036854775807 .less_than_equal"),
+    ({"seed": -(2**63) - 1}, "seed is -9223372036854775809: .* .greater_than_equal"),
+    ({"temperature": 2.5}, "temperature is 2.5: .* <= 2.0"),
+    ({"max_tokens": "many"}, 'max_tokens is "many": Expected .* got `str`'),
+    ({"stop": ["a", ""]}, r"stop\[1\] is \"\": "),
+    ({"logit_bias": {"not_a_token_id": 1, "7": 1, "-2": 1}}, r'logit_bias .* not \["not_a_token_id","-2"\]'),
+    ({"logit_bias": {"1": "heavy"}}, r'logit_bias is \{"1":"heavy"\}: Expected `float`'),
+    ({"user": 7 * [{"a": "b" * 50}]}, r"user is \[.{79}\.\.\.: Expected"),
+    ({"truncation_side": "middle"}, 'truncation_side is "middle": '),
+    ({"logprob_token_ids": [-1]}, r"logprob_token_ids\[0\] is -1: .* >= 0"),
+    ({"logprob_token_ids": [1]}, "logprob_token_ids requires logprobs"),
+    ({"prompt_logprobs": -2}, "prompt_logprobs is -2: .* >= -1"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs is 21, but this server's limit is 20"),
+    ({"length_penalty": "long"}, 'length_penalty is "long": '),
+    ({"use_beam_search": True, "stream": True}, "stream is true, which is not supported with use_beam_search"),
+    ({"use_beam_search": True, "stop": "a"}, 'stop is "a", which is not supported'),
+    ({"use_beam_search": True, "echo": True, "logprobs": 1}, "echo with use_beam_search"),
+    ({"use_beam_search": True, "guided_regex": "a"}, "guided_regex is not supported with use_beam_search"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG_VALUES, ids=str)
+def test_errors_quote_the_wrong_value(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        completion(**fields)
+    assert str(caught.value.param).startswith(tuple(fields))
+
+
+def test_all_log_probabilities() -> None:
+    request = completion(logprobs=-1, echo=True, prompt_logprobs=2).with_vocabulary(1000, -1)
+    assert (request.base_sampling.logprobs, request.prompt_logprobs, request.num_prompt_logprobs) == (1000, 2, 1000)
+    assert chat(logprobs="true", top_logprobs=-1).with_vocabulary(1000, 1000).base_sampling.logprobs == 1000
+    with pytest.raises(InvalidRequest, match=r"all 1000 tokens, .* limit is 20 \(--max-logprobs\)"):
+        chat(prompt_logprobs=-1).with_vocabulary(1000, 20)
+    assert BodyDecoder("tiny", max_logprobs=-1).completion(b'{"prompt": "a", "logprobs": 500}')
+
+
+def test_named_log_probabilities() -> None:
+    request = chat(logprobs=True, top_logprobs=1, logprob_token_ids=[7, 5, 7])
+    assert (request.base_sampling.logprob_token_ids, request.base_sampling.logprobs) == ((7, 5), 3)
+    with pytest.raises(InvalidRequest, match="logprob_token_ids must have token ids below 1000, not 1001"):
+        chat(logprobs=True, logprob_token_ids=[1001]).check_vocabulary(LIMITS)
+
+
+def test_continuous_usage_requires_include_usage() -> None:
+    both = {"include_usage": True, "continuous_usage_stats": True}
+    assert completion(stream=True, stream_options=both).continuous_usage
+    assert not completion(stream=True, stream_options=both | {"include_usage": False}).continuous_usage
+
+
+def test_the_models_defaults_are_for_fields_that_are_left_out() -> None:
+    defaults = SamplingDefaults(temperature=0.5, repetition_penalty=1.5, max_new_tokens=7)
+    decoder = BodyDecoder("tiny", sampling_defaults=defaults)
+    of_chat = decoder.chat(b'{"messages": [{"role": "user", "content": "a"}], "temperature": 0.1}')
+    assert (of_chat.base_sampling.temperature, of_chat.base_sampling.repetition_penalty) == (0.1, 1.5)
+    assert of_chat.stop_conditions(1, LIMITS, EOS).max_tokens == 7
+    assert decoder.completion(b'{"prompt": "a"}').stop_conditions(1, LIMITS, EOS).max_tokens == 16
+    assert decoder.completion(b'{"prompt": "a", "use_beam_search": true, "n": 2}').use_beam_search
 
 
 def test_chat_without_messages() -> None:
-    with pytest.raises(InvalidRequest, match=r"messages: .* length >= 1"):
+    with pytest.raises(InvalidRequest, match=r"messages is \[\]: .* length >= 1"):
         DECODER.chat(b'{"messages": []}')
 
 
@@ -244,3 +342,20 @@ def test_any_value_in_any_field_is_accepted_or_refused(value: Any) -> None:
             body = json.dumps({"prompt": "a", "messages": [{"role": "user", "content": "a"}], field: value}).encode()
             with suppress(InvalidRequest):
                 decode(body)
+
+
+@pytest.mark.parametrize("name", ["reasoning", "reasoning_content"])
+def test_earlier_thinking_reaches_the_template_under_both_names(name: str) -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "yes", name: "Hm"},
+        {"role": "assistant", "content": None, name: "So"},
+        {"role": "assistant", "content": None, "tool_calls": calls, name: "Call"},
+    ]
+    prompt = DECODER.chat(json.dumps({"messages": messages}).encode()).prompt
+    assert isinstance(prompt, ChatPrompt)
+    shown = [(m.get("reasoning"), m.get("reasoning_content"), m.get("thinking")) for m in prompt.messages]
+    assert shown == [(None, None, None), ("Hm", "Hm", None), ("So", "So", None), ("Call", "Call", "Call")]
+    with pytest.raises(InvalidRequest, match="reasoning"):
+        DECODER.chat(json.dumps({"messages": [{"role": "assistant", "content": "a", name: 5}]}).encode())

@@ -277,7 +277,8 @@ def test_usage_counts_the_stop_token_but_does_not_show_it() -> None:
         assert body["choices"][0]["finish_reason"] == "stop"
         assert body["usage"] == {
             "prompt_tokens": 3, "completion_tokens": num_tokens, "total_tokens": 3 + num_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": 0, "multimodal_tokens": None},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }  # fmt: skip
         assert outcomes(cluster.metrics.registry) == {"stop": 1.0}
 

@@ -47,7 +47,7 @@ def tables() -> dict[str, str]:
         "Errors": table(["status", "when"], *([str(status), when] for status, when in ERRORS.items())),
     }
     parts = ["ChatMessage", "ContentPart", "MediaUrl", "ToolCall", "FunctionCall", "StreamOptions"]
-    for name in (*parts, "TokenizeRequest", "DetokenizeRequest", "TokenizeResponse"):
+    for name in (*parts, "TokenizeRequest", "DetokenizeRequest", "TokenizeResponse", "EmbeddingRequest"):
         made[name] = field_table(rows_of(name))
     return made
 

@@ -16,6 +16,7 @@ from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.reading.body_reader import BodyReader
+from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded, RenderedPrompts, has_token_ids
 from tandem.proxy.text.sampling_defaults import SamplingDefaults
@@ -44,7 +45,9 @@ class CountingTokenizer:
 
 
 class FakeText:
+    chat_template = None
     sampling_defaults = SamplingDefaults()
+    embedding_defaults = EmbeddingDefaults()
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = CountingTokenizer(tokenizer)

@@ -47,5 +47,18 @@ def test_invalid_defaults_are_refused_with_the_files_name(tmp_path: Path) -> Non
         decoder(tmp_path, top_p=7)
 
 
+def test_the_source_of_defaults(tmp_path: Path) -> None:
+    model, other = tmp_path / "model", tmp_path / "other"
+    for folder, temperature in ((model, 0.1), (other, 0.2)):
+        folder.mkdir()
+        (folder / "generation_config.json").write_text(json.dumps({"temperature": temperature, "max_new_tokens": 9}))
+    assert SamplingDefaults.read(model, "auto").known() == {"temperature": 0.1, "max_new_tokens": 9}
+    assert SamplingDefaults.read(model, "vllm").known() == {}
+    for source in (other, other / "generation_config.json"):
+        assert SamplingDefaults.read(model, str(source)).temperature == 0.2
+    with pytest.raises(ConfigError, match=r"--generation-config: there is no file .*missing"):
+        SamplingDefaults.read(model, str(tmp_path / "missing"))
+
+
 def test_the_demo_model_has_defaults() -> None:
     assert SamplingDefaults.read(DEMO_MODEL) == SamplingDefaults(temperature=0.5, top_p=0.9)

@@ -1,0 +1,119 @@
+"""LoRA adapters on a worker (Hu et al., 2021): loaded on a separate thread when the first request names them.
+
+Requests carry the adapter's folder and digest, so nothing must be sent to workers before, a restarted worker loads what
+its next requests need, and a prompt just waits until its adapter is there.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load
+
+from tandem.protocol.lora_files import AdapterFiles, InvalidAdapter, Shape, read_adapter, tensor_names
+from tandem.protocol.messages.adapter import AdapterRef
+from tandem.runtime.errors import ErrorInfo, InternalError, TandemError, first_line
+
+MAX_CACHED_ADAPTERS = 32
+"""Adapters in memory besides those that requests use."""
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """layers: (A [rank, inputs], B [outputs, rank] times the scaling) by the name of the linear layer."""
+
+    layers: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+
+
+class Adapter:
+    """An adapter that is loaded or being loaded; shared by all requests that use it."""
+
+    def __init__(self, loading: Future[AdapterWeights]) -> None:
+        self._loading = loading
+
+    @property
+    def is_ready(self) -> bool:
+        """True also if loading failed; `error` tells."""
+        return self._loading.done()
+
+    @property
+    def error(self) -> ErrorInfo | None:
+        """Why a ready adapter could not be loaded."""
+        error = self._loading.exception()
+        if error is None:
+            return None
+        return ErrorInfo.of(error if isinstance(error, TandemError) else InternalError(first_line(error)))
+
+    @property
+    def weights(self) -> AdapterWeights:
+        """Of a ready adapter without an error."""
+        return self._loading.result()
+
+
+class Adapters:
+    """Loads adapters and keeps the most recently used.
+
+    modules: layers that adapters may change. on_loaded: called on another thread after each adapter.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[str, Shape],
+        dtype: torch.dtype,
+        device: torch.device,
+        on_loaded: Callable[[], object],
+    ) -> None:
+        self._modules = modules
+        self._dtype = dtype
+        self._device = device
+        self._on_loaded = on_loaded
+        self._adapters: OrderedDict[AdapterRef, Adapter] = OrderedDict()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
+
+    def get(self, ref: AdapterRef | None) -> Adapter | None:
+        """Return the adapter of a request. Call on the event loop. One that could not be loaded is tried again."""
+        if ref is None:
+            return None
+        adapter = self._adapters.get(ref)
+        if adapter is None or (adapter.is_ready and adapter.error is not None):
+            loading = self._thread.submit(load_adapter, ref, self._modules, self._dtype, self._device)
+            loading.add_done_callback(lambda _: self._on_loaded())
+            adapter = self._adapters[ref] = Adapter(loading)
+            if len(self._adapters) > MAX_CACHED_ADAPTERS:
+                self._adapters.popitem(last=False)  # requests that use it keep it
+        self._adapters.move_to_end(ref)
+        return adapter
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+
+def load_adapter(
+    ref: AdapterRef, modules: Mapping[str, Shape], dtype: torch.dtype, device: torch.device
+) -> AdapterWeights:
+    """Raises InvalidAdapter if it cannot be read, has changed, or does not fit the model."""
+    files = read_adapter(Path(ref.folder))
+    if files.digest != ref.digest:
+        raise InvalidAdapter(
+            f"The files in {ref.folder} differ from those of the adapter that the request names; unload it and load it "
+            "again."
+        )
+    files.check_fits(modules)
+    return _weights(files, dtype, device)
+
+
+def _weights(files: AdapterFiles, dtype: torch.dtype, device: torch.device) -> AdapterWeights:
+    try:
+        tensors = load(files.weights)
+    except Exception as error:  # the library's own errors
+        raise InvalidAdapter(f"The adapter's tensors cannot be read: {first_line(error)}") from error
+    layers = {}
+    for module in files.modules:
+        first, second = (tensors[name].float() for name in tensor_names(module))
+        layers[module] = first.to(device, dtype), (second * files.scaling).to(device, dtype)
+    return AdapterWeights(layers)

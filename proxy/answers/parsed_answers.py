@@ -1,0 +1,104 @@
+"""Answers of chats whose text contains thinking or tool calls: `reasoning` and `tool_calls` beside `content`."""
+
+from __future__ import annotations
+
+import secrets
+
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from tandem.protocol.messages.generation import FinishReason, SampledToken
+from tandem.proxy.answers.answers import Choice
+from tandem.proxy.answers.chat import ChatAnswers
+from tandem.proxy.answers.json_parts import Holes
+from tandem.proxy.api.output_parser import OutputParser
+from tandem.proxy.api.reasoning import ReasoningCounter
+from tandem.proxy.api.responses import (
+    AnsweredToolCall,
+    AssistantMessage,
+    CalledFunction,
+    ChatDelta,
+    ChatFinishReason,
+    CompletionTokensDetails,
+    Usage,
+)
+from tandem.proxy.api.tool_parser import Parsed
+from tandem.proxy.dispatch.generation import Generation
+from tandem.proxy.dispatch.sequence_text import TextDelta
+
+
+class ParsedAnswers(ChatAnswers):
+    """Text that may belong to a marker is held back until that is known; its token ids and logprobs are not."""
+
+    def __init__(self, generation: Generation, model: str) -> None:
+        super().__init__(generation, model)
+        self._parsers: dict[int, OutputParser] = {}  # by index of the sequence, as are the counters
+        self._counters: dict[int, ReasoningCounter] = {}
+
+    def _content(self, delta: TextDelta) -> tuple[ChatDelta, ChatFinishReason | None]:
+        parser = self._parsers.get(delta.index)
+        if parser is None:
+            parser = self._parsers[delta.index] = self._parser(delta.index)
+        self._count(delta.index, delta.tokens)
+        parsed = parser.push(delta.text, is_end=delta.finish_reason is not None)
+        content = ChatDelta(
+            content=parsed.content or UNSET,
+            tool_calls=_calls(parsed) or UNSET,
+            reasoning=(parsed.reasoning if self._request.include_reasoning else "") or UNSET,
+        )
+        return content, _reason(delta.finish_reason, parser)
+
+    def _add(self, choice: Choice, delta: TextDelta) -> None:
+        super()._add(choice, delta)
+        self._count(delta.index, delta.tokens)
+
+    def _message(self, choice: Choice, holes: Holes) -> tuple[AssistantMessage, ChatFinishReason | None]:
+        parser = self._parser(choice.index)
+        parsed = parser.push(str(choice.text), is_end=True)
+        content = self._prefix(choice.index) + parsed.content
+        reasoning = parsed.reasoning if self._request.include_reasoning else ""
+        message = AssistantMessage(content, self._role(choice.index), reasoning=reasoning or None)
+        if parsed.names:
+            calls = [replace(call, index=UNSET) for call in _calls(parsed)]
+            message = replace(message, content=content or None, tool_calls=calls)
+        elif parsed.reasoning and not content:
+            message = replace(message, content=None)
+        return message, _reason(choice.finish_reason, parser)
+
+    def _usage(self) -> Usage:
+        num_reasoning = sum(counter.num_tokens for counter in self._counters.values())
+        return replace(super()._usage(), completion_tokens_details=CompletionTokensDetails(num_reasoning))
+
+    def _parser(self, index: int) -> OutputParser:
+        request = self._request
+        return OutputParser(request.reasoning, request.tool_format, self._is_open(index))
+
+    def _is_open(self, index: int) -> bool:
+        """Returns whether the sequence begins with thinking. index: of the sequence."""
+        is_open = self._request.begins_thinking
+        return bool(is_open) and is_open[index // self._request.n]
+
+    def _count(self, index: int, tokens: list[SampledToken]) -> None:
+        if self._request.reasoning is None:
+            return
+        counter = self._counters.get(index)
+        if counter is None:
+            counter = self._counters[index] = ReasoningCounter(self._request.reasoning, self._is_open(index))
+        for token in tokens:
+            counter.add(token.token_id)
+
+
+def _reason(finish_reason: FinishReason | None, parser: OutputParser) -> ChatFinishReason | None:
+    return "tool_calls" if finish_reason == "stop" and parser.num_calls else finish_reason
+
+
+def _calls(parsed: Parsed) -> list[AnsweredToolCall]:
+    return [
+        AnsweredToolCall(
+            index=index,
+            id=parsed.ids.get(index) or f"call_{secrets.token_hex(12)}" if index in parsed.names else UNSET,
+            type="function" if index in parsed.names else UNSET,
+            function=CalledFunction(arguments, parsed.names.get(index, UNSET)),
+        )
+        for index, arguments in parsed.arguments.items()
+    ]

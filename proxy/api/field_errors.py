@@ -1,0 +1,62 @@
+"""Errors about single fields of a body: which field, what is allowed, and the value that the client sent."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import msgspec
+
+from tandem.runtime.errors import InvalidRequest
+
+MAX_SHOWN_CHARACTERS = 80
+"""Longer values are cut in errors."""
+_ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
+_STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
+_MISSING_FIELD = re.compile(r"required field `(\w+)`")
+_BOUNDS = {">=": "greater_than_equal", "<=": "less_than_equal", ">": "greater_than", "<": "less_than"}
+"""Pydantic's names, which clients of vLLM look for in errors about numbers."""
+_BOUND = re.compile(r"Expected `(?:int|float)(?: \| null)?` (>=|<=|>|<) ")
+
+
+def invalid_body(error: msgspec.DecodeError, body: bytes) -> InvalidRequest:
+    """Returns the client's error for a body that cannot be decoded."""
+    if isinstance(error, msgspec.ValidationError):
+        return invalid_field(str(error), body)
+    return InvalidRequest(f"The body is not valid JSON: {error}.")
+
+
+def invalid_field(message: str, body: bytes) -> InvalidRequest:
+    """Returns the error for a body that has the wrong form.
+
+    message: msgspec's, which ends with the path of the field. It does not have the value, so that is looked up in the
+    body, which is JSON.
+    """
+    path = _ERROR_PATH.search(message)
+    field = path[1].partition("[...]")[0] if path is not None else ""  # [...] is any member of an object
+    message = message if path is None else message[: path.start()]
+    if (missing := _MISSING_FIELD.search(message)) is not None:
+        param = ".".join(name for name in (field, missing[1]) if name)
+        return InvalidRequest(f"{field}: {message}." if field else f"{message}.", param)
+    if (bound := _BOUND.match(message)) is not None:
+        message = f"{message} ({_BOUNDS[bound[1]]})"
+    if not field:
+        return InvalidRequest(f"{message}.")
+    try:
+        value = shown_value(_value_at(field, msgspec.json.decode(body)))
+    except msgspec.DecodeError as error:  # the body is malformed behind the wrong field
+        return InvalidRequest(f"The body is not valid JSON: {error}.")
+    return InvalidRequest(f"{field} is {value}: {message}.", field)
+
+
+def shown_value(value: Any) -> str:
+    """Returns the value as JSON, cut to MAX_SHOWN_CHARACTERS."""
+    text = msgspec.json.encode(value).decode()
+    return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
+
+
+def _value_at(path: str, document: Any) -> Any:
+    """path: such as `messages[0].content`."""
+    for name, index in _STEP.findall(path):
+        document = document[int(index)] if index else document[name]
+    return document

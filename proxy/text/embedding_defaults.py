@@ -1,0 +1,83 @@
+"""How embeddings are made, from the model's files: sentence-transformers' modules.json, and Matryoshka in config.json.
+
+As in vLLM, a decoder without such files gives the last token's hidden state, scaled to length 1.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tandem.protocol.messages.generation import Pooling
+from tandem.runtime.errors import InvalidRequest
+
+
+class EmbeddingDefaults(msgspec.Struct, frozen=True):
+    """unsupported: the pooling that the files ask for, if Tandem does not have it. is_matryoshka: embeddings may be
+    shortened, to one of matryoshka_dimensions if there are any, else to any number up to size."""
+
+    pooling: Pooling = "last"
+    normalize: bool = True
+    unsupported: str = ""
+    is_matryoshka: bool = False
+    matryoshka_dimensions: list[int] = []
+    size: int = 0
+
+    @classmethod
+    def read(cls, folder: Path) -> EmbeddingDefaults:
+        """Reads the files in the model's folder that are there."""
+        config = _read(folder / "config.json")
+        config = config if isinstance(config, dict) else {}
+        known: list[int] = config.get("matryoshka_dimensions") or []
+        defaults = cls(
+            is_matryoshka=bool(known or config.get("is_matryoshka")),
+            matryoshka_dimensions=known,
+            size=config.get("hidden_size") or 0,
+        )
+        modules = _read(folder / "modules.json")
+        if not isinstance(modules, list):
+            return defaults
+        kinds = {str(module.get("type", "")).rsplit(".", 1)[-1]: module for module in modules}
+        defaults = msgspec.structs.replace(defaults, normalize="Normalize" in kinds)
+        if "Pooling" not in kinds:
+            return defaults
+        pooling = _read(folder / kinds["Pooling"].get("path", "1_Pooling") / "config.json")
+        pooling = pooling if isinstance(pooling, dict) else {}
+        modes = [key.removeprefix("pooling_mode_") for key, value in pooling.items() if value is True]
+        modes = [mode for mode in (pooling.get("pooling_mode"), *modes) if isinstance(mode, str)]
+        names: dict[str, Pooling] = {"lasttoken": "last", "mean_tokens": "mean", "mean": "mean"}
+        found = [names[mode] for mode in modes if mode in names]
+        others = [mode for mode in modes if mode in ("cls_token", "cls", "max_tokens", "max", "weightedmean_tokens")]
+        if found:
+            return msgspec.structs.replace(defaults, pooling=found[0])
+        return msgspec.structs.replace(defaults, unsupported=others[0]) if others else defaults
+
+    def check(self) -> None:
+        """Raises InvalidRequest if the model's embeddings are not supported."""
+        if self.unsupported:
+            raise InvalidRequest(
+                f"This model's embeddings use {self.unsupported} pooling; only the last token's and the mean are "
+                "supported."
+            )
+
+    def check_dimensions(self, dimensions: int) -> None:
+        """Raises InvalidRequest."""
+        if not self.is_matryoshka:
+            raise InvalidRequest(
+                f"dimensions is {dimensions}, but this model's embeddings cannot be shortened; leave it out.",
+                "dimensions",
+            )
+        known = self.matryoshka_dimensions
+        if (known and dimensions not in known) or (self.size and dimensions > self.size):
+            allowed = f"one of {', '.join(map(str, known))}" if known else f"at most {self.size}"
+            raise InvalidRequest(f"dimensions is {dimensions}, but must be {allowed}.", "dimensions")
+
+
+def _read(file: Path) -> Any:
+    """Returns the JSON in the file, or None if there is none."""
+    try:
+        return msgspec.json.decode(file.read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return None
