@@ -62,6 +62,7 @@ def test_a_client_over_its_limit_gets_429_and_others_are_served(tmp_path: Path) 
             api_keys=ApiKeys(None, file),
             bodies=RequestBodies(100_000, 10),
             calls=ClientSlots(max_per_client=2),
+            media=None,
             readers=readers,
             request_timeout_s=60,
             worker_table=WorkerTable(2.5),
