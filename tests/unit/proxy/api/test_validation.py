@@ -359,3 +359,9 @@ def test_earlier_thinking_reaches_the_template_under_both_names(name: str) -> No
     assert shown == [(None, None, None), ("Hm", "Hm", None), ("So", "So", None), ("Call", "Call", "Call")]
     with pytest.raises(InvalidRequest, match="reasoning"):
         DECODER.chat(json.dumps({"messages": [{"role": "assistant", "content": "a", name: 5}]}).encode())
+
+
+@pytest.mark.parametrize("rest", [b'"\x94"', b"[" * 100_000, b"nul", b'"\xed\xa0"'])
+def test_a_wrong_field_before_malformed_text_is_refused(rest: bytes) -> None:
+    with pytest.raises(InvalidRequest, match="not valid JSON"):
+        BodyDecoder("m").completion(b'{"prompt": "a", "max_tokens": "x", "user": ' + rest + b"}")
