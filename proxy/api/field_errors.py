@@ -44,7 +44,11 @@ def invalid_field(message: str, body: bytes) -> InvalidRequest:
         return InvalidRequest(f"{message}.")
     try:
         value = shown_value(_value_at(field, msgspec.json.decode(body)))
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:  # the body is malformed behind the wrong field
+    except (
+        msgspec.DecodeError,
+        UnicodeDecodeError,
+        RecursionError,
+    ) as error:  # the body is malformed behind the wrong field
         return InvalidRequest(f"The body is not valid JSON: {error}.")
     return InvalidRequest(f"{field} is {value}: {message}.", field)
 
