@@ -30,7 +30,6 @@ from tandem.runtime.errors import InternalError, TandemError
 log = logging.getLogger("proxy")
 
 DONE = b"data: [DONE]\n\n"
-"""Ends the last event of a stream that is complete."""
 
 
 class Choice:
@@ -58,6 +57,8 @@ class Answers(ABC):
 
     _ID_PREFIX: ClassVar[str]
     _CHUNK: ClassVar[type[CompletionResponse | ChatCompletionChunk]]
+    END: ClassVar[bytes] = DONE
+    """Ends the last event of a stream that is complete."""
 
     def __init__(self, generation: Generation, model: str) -> None:
         self._generation = generation
@@ -94,7 +95,7 @@ class Answers(ABC):
         self._held.release()
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Yields the server-sent events of a streamed answer, none of them empty, up to `[DONE]`.
+        """Yields the server-sent events of a streamed answer, none of them empty, up to the one that ends with END.
 
         An event that repeats a long prompt comes in pieces. An error before the first event is raised, so that it
         becomes an HTTP status. A later one is the last event.
@@ -114,14 +115,18 @@ class Answers(ABC):
             if not isinstance(error, TandemError):
                 log.exception("a stream failed")
                 error = InternalError("the server failed in mid-stream")
-            yield b"data: " + error_body(error) + b"\n\n"
+            yield self._error_event(error)
             return
         finally:
             self.release()
-        if self._request.include_usage:
-            yield self._event([], self._usage()) + DONE
-        else:
-            yield DONE
+        yield self._ending()
+
+    def _ending(self) -> bytes:
+        """Returns the last event of a stream that is complete; it ends with END."""
+        return self._event([], self._usage()) + DONE if self._request.include_usage else DONE
+
+    def _error_event(self, error: TandemError) -> bytes:
+        return b"data: " + error_body(error) + b"\n\n"
 
     @abstractmethod
     def chunk(self, delta: TextDelta) -> Iterable[bytes]:

@@ -11,7 +11,8 @@ from starlette.responses import Response
 
 from tandem.proxy.admission.admission import ClientLimitExceeded
 from tandem.proxy.admission.api_key import InvalidApiKey
-from tandem.proxy.answers.request_id import id_header
+from tandem.proxy.answers.request_id import id_header, request_id_of
+from tandem.proxy.api.messages_response import MessagesError, MessagesErrorDetail
 from tandem.proxy.api.responses import ErrorDetail, ErrorResponse
 from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.cluster.adapter_table import AdapterNotFound
@@ -103,6 +104,12 @@ _STATUS: dict[type[TandemError], int] = {
 }
 """Statuses of errors and of their subclasses, unless those have their own. Other errors are the server's: 500."""
 
+_ANTHROPIC_KINDS = {
+    401: "authentication_error", 404: "not_found_error", 413: "request_too_large", 429: "rate_limit_error",
+    503: "overloaded_error", 504: "timeout_error",
+}  # fmt: skip
+"""Anthropic's names of errors, by status."""
+
 
 def status_of(error: TandemError) -> int:
     return next((_STATUS[kind] for kind in type(error).__mro__ if kind in _STATUS), 500)
@@ -118,7 +125,7 @@ def tandem_error_response(request: Request, error: Exception) -> Response:
     headers = id_header(request)
     if status in RETRY_STATUSES:
         headers["retry-after"] = str(error.retry_after_s) if isinstance(error, Overloaded) else RETRY_AFTER_S
-    return Response(error_body(error), status, headers, _JSON)
+    return Response(_body_of(request, error), status, headers, _JSON)
 
 
 def http_exception_response(request: Request, error: Exception) -> Response:
@@ -129,13 +136,37 @@ def http_exception_response(request: Request, error: Exception) -> Response:
         message, code = f"There is no {request.url.path} here.", "not_found"
     elif error.status_code == 405:
         message, code = f"{request.method} is not allowed for {request.url.path}.", "method_not_allowed"
-    body = _body(error.status_code, message, None, code)
+    if _is_anthropic(request):
+        body = msgspec.json.encode(_messages_error(error.status_code, message, request_id_of(request)))
+    else:
+        body = _body(error.status_code, message, None, code)
     return Response(body, error.status_code, id_header(request) | dict(error.headers or {}), _JSON)
 
 
 def unexpected_error_response(request: Request, error: Exception) -> Response:
     log.error("a request failed", exc_info=error)
-    return Response(error_body(InternalError("The server failed; see its log.")), 500, id_header(request), _JSON)
+    return Response(_body_of(request, InternalError("The server failed; see its log.")), 500, id_header(request), _JSON)
+
+
+def messages_error(error: TandemError, request_id: str | None = None) -> MessagesError:
+    """Returns Anthropic's form of an error."""
+    return _messages_error(status_of(error), error.message, request_id)
+
+
+def _messages_error(status: int, message: str, request_id: str | None) -> MessagesError:
+    kind = _ANTHROPIC_KINDS.get(status, "invalid_request_error" if status < 500 else "api_error")
+    return MessagesError(MessagesErrorDetail(kind, message), request_id)
+
+
+def _is_anthropic(request: Request) -> bool:
+    return request.url.path.startswith("/v1/messages")
+
+
+def _body_of(request: Request, error: TandemError) -> bytes:
+    """Returns the body of an error in the form of the API that the request is for."""
+    if _is_anthropic(request):
+        return msgspec.json.encode(messages_error(error, request_id_of(request)))
+    return error_body(error)
 
 
 def _body(status: int, message: str, param: str | None, code: str) -> bytes:

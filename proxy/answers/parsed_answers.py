@@ -35,18 +35,23 @@ class ParsedAnswers(ChatAnswers):
         self._parsers: dict[int, OutputParser] = {}  # by index of the sequence, as are the counters
         self._counters: dict[int, ReasoningCounter] = {}
 
-    def _content(self, delta: TextDelta) -> tuple[ChatDelta, ChatFinishReason | None]:
+    def _parse(self, delta: TextDelta) -> tuple[Parsed, ChatFinishReason | None]:
+        """Returns the parts of a streamed delta, and why the sequence ends."""
         parser = self._parsers.get(delta.index)
         if parser is None:
             parser = self._parsers[delta.index] = self._parser(delta.index)
         self._count(delta.index, delta.tokens)
         parsed = parser.push(delta.text, is_end=delta.finish_reason is not None)
+        return parsed, _reason(delta.finish_reason, parser)
+
+    def _content(self, delta: TextDelta) -> tuple[ChatDelta, ChatFinishReason | None]:
+        parsed, finish_reason = self._parse(delta)
         content = ChatDelta(
             content=parsed.content or UNSET,
             tool_calls=_calls(parsed) or UNSET,
             reasoning=(parsed.reasoning if self._request.include_reasoning else "") or UNSET,
         )
-        return content, _reason(delta.finish_reason, parser)
+        return content, finish_reason
 
     def _add(self, choice: Choice, delta: TextDelta) -> None:
         super()._add(choice, delta)

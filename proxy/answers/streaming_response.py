@@ -11,7 +11,6 @@ from typing import TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from tandem.proxy.answers.answers import DONE
 from tandem.proxy.answers.errors import ClientDisconnected
 from tandem.proxy.answers.request_id import HEADER
 
@@ -27,15 +26,16 @@ class EventStream(Response):
     """Server-sent events. The generator is closed when the stream ends or the client disconnects.
 
     Differs from Starlette's StreamingResponse in two ways: `first` has been made before the status was chosen, and the
-    last event is sent together with the end of the answer.
+    last event, which ends with `end`, is sent together with the end of the answer.
     """
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], request_id: str) -> None:
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], request_id: str, end: bytes) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({**_HEADERS, HEADER: request_id})
         self._first = first
         self._events = events
+        self._end = end
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with contextlib.suppress(ClientDisconnected):
@@ -47,7 +47,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
             last = b""
             async for event in events:
-                if event.endswith(DONE):
+                if event.endswith(self._end):
                     last = event
                 else:
                     await send({"type": "http.response.body", "body": event, "more_body": True})

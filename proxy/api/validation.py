@@ -12,6 +12,7 @@ from tandem.protocol.messages.generation import SamplingParams
 from tandem.proxy.api.chat_messages import ChatMessage, template_message
 from tandem.proxy.api.field_errors import invalid_field, shown_value
 from tandem.proxy.api.generation_request import ALL_LOGPROBS, EmbeddingOptions, GenerationRequest
+from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest, to_chat
 from tandem.proxy.api.reasoning import ReasoningFormat
 from tandem.proxy.api.schema import (
     DECIMAL_ID,
@@ -65,6 +66,8 @@ R = TypeVar(
     TokenizeRequest,
     DetokenizeRequest,
     EmbeddingRequest,
+    MessageRequest,
+    CountTokensRequest,
 )
 
 
@@ -110,6 +113,8 @@ class BodyDecoder:
         self._completion = msgspec.json.Decoder(CompletionRequest)
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._chat_batch = msgspec.json.Decoder(BatchChatCompletionRequest)
+        self._message = msgspec.json.Decoder(MessageRequest)
+        self._count_tokens = msgspec.json.Decoder(CountTokensRequest)
         self._tokenize = msgspec.json.Decoder(TokenizeRequest)
         self._detokenize = msgspec.json.Decoder(DetokenizeRequest)
 
@@ -128,8 +133,28 @@ class BodyDecoder:
         return msgspec.structs.replace(checked, echo=bool(request.echo))
 
     def chat(self, body: bytes) -> GenerationRequest:
-        request = self._decode(self._chat, body)
-        prompt = self._chat_prompt(request, request.messages)
+        return self._checked_chat(self._decode(self._chat, body))
+
+    def message(self, body: bytes) -> GenerationRequest:
+        request = self._decode(self._message, body)
+        checked = self._checked_chat(*to_chat(request, self._reasoning is not None))
+        # An answer may end where the model's context does, so that clients need not know the length of their prompt.
+        return msgspec.structs.replace(checked, default_max_tokens=request.max_tokens, max_tokens_param="max_tokens")
+
+    def counted_prompt(self, body: bytes) -> ChatPrompt:
+        """Returns the prompt whose tokens are to be counted."""
+        request = self._decode(self._count_tokens, body)
+        prompt = self._checked_chat(*to_chat(request, self._reasoning is not None)).prompt
+        assert isinstance(prompt, ChatPrompt)
+        if prompt.media:
+            raise InvalidMedia(
+                "count_tokens supports text only; the usage of a message shows how many tokens its images have.",
+                prompt.media[0].param,
+            )
+        return prompt
+
+    def _checked_chat(self, request: ChatCompletionRequest, params: list[str] | None = None) -> GenerationRequest:
+        prompt = self._chat_prompt(request, request.messages, params)
         return self._check_chat(request, prompt, [prompt])
 
     def chat_batch(self, body: bytes) -> GenerationRequest:
@@ -144,7 +169,8 @@ class BodyDecoder:
         num_chats = len(request.messages)
         self._check_num_prompts(lambda most: min(num_chats, most + 1), 1, "messages")
         prompts = [
-            self._chat_prompt(request, messages, f"messages[{i}]") for i, messages in enumerate(request.messages)
+            self._chat_prompt(request, messages, [f"messages[{i}][{j}]" for j in range(len(messages))])
+            for i, messages in enumerate(request.messages)
         ]
         for each in prompts:
             if each.media:
@@ -264,8 +290,9 @@ class BodyDecoder:
         )
 
     def _chat_prompt(
-        self, request: ChatFields | TokenizeRequest, given: list[ChatMessage], param: str = "messages"
+        self, request: ChatFields | TokenizeRequest, given: list[ChatMessage], params: list[str] | None = None
     ) -> ChatPrompt:
+        """params: names of the messages for errors; by default those of a chat completion."""
         if request.chat_template is not None and not self._trust_chat_template:
             raise InvalidRequest(
                 "chat_template is not enabled on this server; leave it out, or start the server with "
@@ -287,7 +314,8 @@ class BodyDecoder:
         if request.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", request.reasoning_effort)
         media: list[MediaSource] | None = [] if self._max_media else None
-        messages = [template_message(f"{param}[{i}]", message, media) for i, message in enumerate(given)]
+        params = params or [f"messages[{i}]" for i in range(len(given))]
+        messages = [template_message(param, message, media) for param, message in zip(params, given, strict=True)]
         if media is not None and len(media) > self._max_media:
             raise media[self._max_media].refused(
                 f"the limit is {self._max_media} images and videos per request, but this one has {len(media)}"

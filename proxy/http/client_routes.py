@@ -20,6 +20,7 @@ from tandem.proxy.answers.answers import Answers
 from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.completions import CompletionAnswers
 from tandem.proxy.answers.embeddings import EmbeddingAnswer
+from tandem.proxy.answers.messages import MessageAnswers
 from tandem.proxy.answers.parsed_answers import ParsedAnswers
 from tandem.proxy.answers.request_id import HEADER, check_request_id, id_header, request_id_of
 from tandem.proxy.answers.streaming_response import EventStream, unless_disconnected
@@ -56,6 +57,9 @@ def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp
             request, state, lambda body: readers.transform(BodyReader.tokenize, body, max_model_len(state))
         )
 
+    async def count_tokens(request: Request) -> Response:
+        return await _transform(request, state, lambda body: readers.transform(BodyReader.count_tokens, body))
+
     async def detokenize(request: Request) -> Response:
         return await _transform(request, state, lambda body: readers.transform(BodyReader.detokenize, body))
 
@@ -65,6 +69,8 @@ def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp
         ApiRoute("POST", "/v1/chat/completions/batch", partial(generate, "chat_batch")),
         ApiRoute("POST", "/invocations", partial(generate, "invocation")),
         ApiRoute("POST", "/v1/embeddings", partial(generate, "embedding")),
+        ApiRoute("POST", "/v1/messages", partial(generate, "message")),
+        ApiRoute("POST", "/v1/messages/count_tokens", count_tokens),
         ApiRoute("POST", "/tokenize", tokenize),
         ApiRoute("POST", "/detokenize", detokenize),
         *server_routes(config, state),
@@ -107,14 +113,14 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
         serving(record.request_id)
     generation = Generation(state, asked, record, client, timeout_s, api_key)
     try:
-        answers = _answers(generation, model if asked.adapter is None else asked.adapter.name)
+        answers = _answers(kind, generation, model if asked.adapter is None else asked.adapter.name)
         if isinstance(answers, EmbeddingAnswer) or not asked.stream:
             whole = await unless_disconnected(request.receive, answers.whole())
             return WholeAnswer(whole, {**id_header(request), **_load_header(state, request)}, answers.release)
         events = with_timeline(answers.events(), record) if has_timeline else answers.events()
         # The first event decides between an error's status and a stream, so nothing is sent before.
         first = await unless_disconnected(request.receive, anext(events))
-        return EventStream(first, events, record.request_id)
+        return EventStream(first, events, record.request_id, answers.END)
     except BaseException:
         asked.release_media()  # the client may have disconnected before the generation began
         raise
@@ -145,9 +151,11 @@ async def _transform(
     return WholeAnswer([transformed], id_header(request), held.release)
 
 
-def _answers(generation: Generation, model: str) -> Answers | EmbeddingAnswer:
+def _answers(kind: BodyKind, generation: Generation, model: str) -> Answers | EmbeddingAnswer:
     if generation.request.embedding is not None:
         return EmbeddingAnswer(generation, model)
+    if kind == "message":
+        return MessageAnswers(generation, model)
     if not generation.request.is_chat:
         return CompletionAnswers(generation, model)
     return (ParsedAnswers if generation.request.is_parsed else ChatAnswers)(generation, model)
@@ -178,7 +186,7 @@ async def _read_body(
     limits = await state.readiness.limits()
     if state.media is None:
         return await state.readers.read(kind, body, limits, cache_scope)
-    if kind in ("chat", "invocation") and mentions_media(body):
+    if kind in ("chat", "invocation", "message") and mentions_media(body):
         return await state.media.read(kind, body, limits, client, cache_scope)
     try:
         return await state.readers.read(kind, body, limits, cache_scope)

@@ -12,6 +12,8 @@ from typing import Any, get_args
 import msgspec
 
 from tandem.proxy.answers.errors import RETRY_STATUSES
+from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest
+from tandem.proxy.api.messages_response import MessageEvent, MessageResponse, MessagesError, TokenCount
 from tandem.proxy.api.responses import (
     ChatCompletionChunk,
     ChatCompletionResponse,
@@ -77,7 +79,7 @@ _REQUIRED_TOGETHER: dict[str, Json] = {
 @dataclass(frozen=True)
 class RouteDoc:
     """answer: type of a 200, or its media type. chunk: type of a stream's events. Types are structs or unions of them.
-    is_open: needs no API key.
+    is_open: needs no API key. error: type of the body of errors.
 
     more_errors: statuses besides those that every route may answer with, and every route with a body.
     """
@@ -90,6 +92,7 @@ class RouteDoc:
     chunk: type | UnionType | None = None
     more_errors: tuple[int, ...] = ()
     is_open: bool = False
+    error: type = ErrorResponse
 
     @property
     def errors(self) -> list[int]:
@@ -111,6 +114,10 @@ ROUTES = [
           ChatCompletionChunk | CompletionResponse, (429,)),
     RouteDoc("post", "/v1/embeddings", "Embeddings of one or more inputs.", EmbeddingResponse, EmbeddingRequest,
           more_errors=(429,)),
+    RouteDoc("post", "/v1/messages", "Answer a chat, in the form of Anthropic's Messages API.", MessageResponse,
+          MessageRequest, MessageEvent, (429,), error=MessagesError),
+    RouteDoc("post", "/v1/messages/count_tokens", "The number of tokens that a message's prompt would have.",
+          TokenCount, CountTokensRequest, error=MessagesError),
     RouteDoc("get", "/v1/models", "The model that is served, and LoRA adapters.", ModelList),
     RouteDoc("get", "/v1/models/{model}", "The same, by its name.", ModelCard, more_errors=(404,)),
     RouteDoc("post", "/tokenize", "The tokens of a prompt or of a chat.", TokenizeResponse, TokenizeRequest),
@@ -133,7 +140,7 @@ def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
     types = {
         kind
         for route in ROUTES
-        for kinds in (route.answer, route.chunk, route.body, ErrorResponse)
+        for kinds in (route.answer, route.chunk, route.body, route.error)
         for kind in _members(kinds)
     }
     ordered = sorted(types, key=lambda kind: kind.__name__)
@@ -162,16 +169,17 @@ def _operation(route: RouteDoc, schema_of: dict[type, Json], has_api_key: bool) 
     answer = _content(route.answer, schema_of)
     if route.chunk is not None:
         chunk = " or a ".join(kind.__name__ for kind in _members(route.chunk))
-        description = f"with stream: events whose data is a {chunk}, the last one [DONE], or an ErrorResponse"
+        end = "the last one [DONE], " if route.error is ErrorResponse else ""
+        description = f"with stream: events whose data is a {chunk}, {end}or an {route.error.__name__}"
         answer["text/event-stream"] = {"schema": {"description": description}}
     header = {"X-Request-Id": {"schema": {"type": "string"}, "description": "the request's own, or a new one"}}
     responses: Json = {"200": {"description": "OK", "content": answer, "headers": header}}
     for status in route.errors:
         if status == 401 and not has_api_key:
             continue
-        kind = HealthResponse if route.answer is HealthResponse and status == 503 else ErrorResponse
+        kind = HealthResponse if route.answer is HealthResponse and status == 503 else route.error
         headers = dict(header)
-        if status in RETRY_STATUSES and kind is ErrorResponse:
+        if status in RETRY_STATUSES and kind is route.error:
             headers["Retry-After"] = {"schema": {"type": "string"}, "description": "seconds"}
         responses[str(status)] = {
             "description": ERRORS[status],

@@ -9,6 +9,7 @@ import msgspec
 from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.api_key import scoped_salt
 from tandem.proxy.api.generation_request import GenerationRequest
+from tandem.proxy.api.messages_response import TokenCount
 from tandem.proxy.api.parser_names import reasoning_format, tool_format
 from tandem.proxy.api.responses import DetokenizeResponse, TokenizeResponse
 from tandem.proxy.api.structured_output import checked_grammar
@@ -16,7 +17,7 @@ from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.text.model_text import ModelText
-from tandem.proxy.text.prompt import RenderedPrompts, has_media
+from tandem.proxy.text.prompt import ChatPrompt, RenderedPrompts, has_media
 from tandem.proxy.text.rendering import Renderer, Room
 from tandem.runtime.errors import InvalidRequest, TandemError
 
@@ -25,8 +26,8 @@ MAX_TOKENIZED_BYTES = 4 << 20
 MAX_DETOKENIZED_CHARACTERS = 16 << 20
 """Text that `/detokenize` returns."""
 
-BodyKind = Literal["completion", "chat", "chat_batch", "invocation", "embedding"]
-"""invocation: a completion or a chat."""
+BodyKind = Literal["completion", "chat", "chat_batch", "invocation", "embedding", "message"]
+"""invocation: a completion or a chat. message: of Anthropic's Messages API."""
 
 
 class HasMedia(TandemError):
@@ -68,6 +69,7 @@ class BodyReader:
             "chat": self._decoder.chat,
             "chat_batch": self._decoder.chat_batch,
             "embedding": self._decoder.embedding,
+            "message": self._decoder.message,
         }
         request = decode[kind](body)
         return msgspec.structs.replace(request, cache_salt=scoped_salt(cache_scope, request.cache_salt))
@@ -110,15 +112,24 @@ class BodyReader:
     def tokenize(self, body: bytes, max_model_len: int | None) -> bytes:
         """Returns the JSON answer of `/tokenize`. Raises InvalidRequest."""
         prompt, add_special_tokens, with_strings = self._decoder.tokenize(body)
+        token_ids = self._encode(prompt, add_special_tokens)
+        strings = [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids] if with_strings else None
+        return msgspec.json.encode(TokenizeResponse(len(token_ids), max_model_len, token_ids, strings))
+
+    def count_tokens(self, body: bytes) -> bytes:
+        """Returns the JSON answer of `/v1/messages/count_tokens`. Raises InvalidRequest."""
+        prompt = self._decoder.counted_prompt(body)
+        return msgspec.json.encode(TokenCount(len(self._encode(prompt, prompt.add_special_tokens))))
+
+    def _encode(self, prompt: str | ChatPrompt, add_special_tokens: bool) -> list[int]:
         text = prompt if isinstance(prompt, str) else self.renderer.chat_text(prompt)
         if (num_bytes := len(text.encode(errors="surrogatepass"))) > MAX_TOKENIZED_BYTES:
             raise InvalidRequest(
-                f"The text has {num_bytes} bytes; the limit of /tokenize is {MAX_TOKENIZED_BYTES}. Send it in parts.",
+                f"The text has {num_bytes} bytes, but at most {MAX_TOKENIZED_BYTES} are tokenised for their number "
+                "alone. Send it in parts.",
                 "prompt",
             )
-        token_ids = self.renderer.encode(text, add_special_tokens, "prompt").ids
-        strings = [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids] if with_strings else None
-        return msgspec.json.encode(TokenizeResponse(len(token_ids), max_model_len, token_ids, strings))
+        return self.renderer.encode(text, add_special_tokens, "prompt").ids
 
     def detokenize(self, body: bytes) -> bytes:
         """Returns the JSON answer of `/detokenize`. Raises InvalidRequest."""

@@ -6,7 +6,7 @@ import os
 
 from tandem.runtime.file_limits import out_of_descriptors
 
-_MEDIA_FIELDS = (b'"image_url"', b'"video_url"')
+_MEDIA_FIELDS = (b'"image_url"', b'"video_url"', b'"image"')
 _TAIL_BYTES = max(map(len, _MEDIA_FIELDS)) - 1
 """Bytes kept from the last piece: a field name may be split between two pieces."""
 

@@ -47,7 +47,14 @@ def tables() -> dict[str, str]:
         "Errors": table(["status", "when"], *([str(status), when] for status, when in ERRORS.items())),
     }
     parts = ["ChatMessage", "ContentPart", "MediaUrl", "ToolCall", "FunctionCall", "StreamOptions"]
-    for name in (*parts, "TokenizeRequest", "DetokenizeRequest", "TokenizeResponse", "EmbeddingRequest"):
+    for name in (
+        *parts,
+        "TokenizeRequest",
+        "DetokenizeRequest",
+        "TokenizeResponse",
+        "EmbeddingRequest",
+        "MessageRequest",
+    ):
         made[name] = field_table(rows_of(name))
     return made
 

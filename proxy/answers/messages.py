@@ -1,0 +1,163 @@
+"""Answers of Anthropic's Messages API."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar
+
+import msgspec
+
+from tandem.protocol.messages.generation import FinishReason
+from tandem.proxy.answers.errors import messages_error
+from tandem.proxy.answers.json_parts import Part, encode
+from tandem.proxy.answers.parsed_answers import ParsedAnswers
+from tandem.proxy.api.messages_response import (
+    AnsweredBlock,
+    AnsweredText,
+    AnsweredThinking,
+    AnsweredToolUse,
+    BlockDelta,
+    BlockEvent,
+    BlockStart,
+    BlockStop,
+    InputPiece,
+    MessageDelta,
+    MessageEnd,
+    MessageResponse,
+    MessageStart,
+    MessageStop,
+    MessageUsage,
+    StopReason,
+    TextPiece,
+    ThinkingPiece,
+)
+from tandem.proxy.api.tool_parser import Parsed
+from tandem.proxy.dispatch.generation import Generation
+from tandem.proxy.dispatch.sequence_text import TextDelta
+from tandem.runtime.errors import TandemError
+
+
+def encode_event(event: msgspec.Struct) -> bytes:
+    """Encodes a server-sent event that has the name of its type."""
+    name = event.__struct_config__.tag
+    return f"event: {name}\ndata: ".encode() + encode(event) + b"\n\n"
+
+
+class BlockWriter:
+    """Makes the events of content blocks from parsed text. Only one block is open at a time."""
+
+    def __init__(self, shows_thinking: bool) -> None:
+        self._shows_thinking = shows_thinking
+        self._index = -1
+        self._open: str | int | None = None  # "thinking", "text" or the number of a call
+
+    def push(self, parsed: Parsed) -> Iterator[BlockEvent]:
+        if parsed.reasoning and self._shows_thinking:
+            yield from self._begin("thinking", AnsweredThinking())
+            yield BlockDelta(self._index, ThinkingPiece(parsed.reasoning))
+        if parsed.content:
+            yield from self._begin("text", AnsweredText())
+            yield BlockDelta(self._index, TextPiece(parsed.content))
+        for number in sorted(parsed.names.keys() | parsed.arguments.keys()):
+            if number in parsed.names:
+                call_id = parsed.ids.get(number) or f"toolu_{secrets.token_hex(12)}"
+                yield from self._begin(number, AnsweredToolUse(call_id, parsed.names[number]))
+            if arguments := parsed.arguments.get(number):
+                yield BlockDelta(self._index, InputPiece(arguments))
+
+    def end(self) -> Iterator[BlockEvent]:
+        if self._open is not None:
+            self._open = None
+            yield BlockStop(self._index)
+
+    def _begin(self, kind: str | int, block: AnsweredBlock) -> Iterator[BlockEvent]:
+        if self._open != kind:
+            yield from self.end()
+            self._open = kind
+            self._index += 1
+            yield BlockStart(self._index, block)
+
+
+def joined_blocks(events: Iterable[BlockEvent]) -> list[AnsweredBlock]:
+    """Returns the blocks that a client makes of the events."""
+    blocks: list[AnsweredBlock] = []
+    written: dict[int, str] = {}  # arguments by index of the block
+    for event in events:
+        match event:
+            case BlockStart():
+                blocks.append(event.content_block)
+            case BlockDelta(index=index, delta=delta):
+                block = blocks[index]
+                if isinstance(delta, InputPiece):
+                    written[index] = written.get(index, "") + delta.partial_json
+                elif isinstance(delta, ThinkingPiece) and isinstance(block, AnsweredThinking):
+                    block.thinking += delta.thinking
+                elif isinstance(delta, TextPiece) and isinstance(block, AnsweredText):
+                    block.text += delta.text
+    for index, text in written.items():
+        block = blocks[index]
+        assert isinstance(block, AnsweredToolUse)
+        block.input = _input(text)
+    return blocks
+
+
+def _input(text: str) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError:  # the answer ends within the call, or its grammar could not be enforced
+        return {"INVALID_JSON": text}
+
+
+class MessageAnswers(ParsedAnswers):
+    END: ClassVar[bytes] = encode_event(MessageStop())
+
+    def __init__(self, generation: Generation, model: str) -> None:
+        super().__init__(generation, model)
+        self._id = f"msg_{generation.record.request_id}"
+        self._writer = BlockWriter(self._request.include_reasoning)
+
+    def chunk(self, delta: TextDelta) -> Iterable[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield encode_event(MessageStart(self._message_of([], None, None)))
+        parsed, finish_reason = self._parse(delta)
+        for event in self._writer.push(parsed):
+            yield encode_event(event)
+        if finish_reason is not None:
+            for event in self._writer.end():
+                yield encode_event(event)
+            end = MessageEnd(*self._stop(finish_reason, delta.stop_reason))
+            yield encode_event(MessageDelta(end, self._message_usage()))
+
+    def _ending(self) -> bytes:
+        return self.END
+
+    def _error_event(self, error: TandemError) -> bytes:
+        return b"event: error\ndata: " + encode(messages_error(error)) + b"\n\n"
+
+    def _whole(self, choices: list[Any]) -> list[Part]:
+        [choice] = choices
+        parser = self._parser(0)
+        blocks = joined_blocks(self._writer.push(parser.push(str(choice.text), is_end=True)))
+        finish_reason = "tool_calls" if choice.finish_reason == "stop" and parser.num_calls else choice.finish_reason
+        return [encode(self._message_of(blocks, *self._stop(finish_reason, choice.stop_reason)))]
+
+    def _message_of(
+        self, blocks: list[AnsweredBlock], stop_reason: StopReason | None, stop_sequence: str | None
+    ) -> MessageResponse:
+        return MessageResponse(self._id, self._model, blocks, stop_reason, stop_sequence, self._message_usage())
+
+    def _stop(self, finish_reason: FinishReason | str, stopped_by: int | str | None) -> tuple[StopReason, str | None]:
+        """Returns stop_reason and stop_sequence."""
+        if finish_reason == "tool_calls":
+            return "tool_use", None
+        if finish_reason == "length":
+            is_full = self._generation.record.num_completion_tokens < (self._request.default_max_tokens or 0)
+            return "model_context_window_exceeded" if is_full else "max_tokens", None
+        return ("stop_sequence", stopped_by) if isinstance(stopped_by, str) else ("end_turn", None)
+
+    def _message_usage(self) -> MessageUsage:
+        record = self._generation.record
+        num_cached = record.num_cached_tokens
+        return MessageUsage(record.num_prompt_tokens - num_cached, record.num_completion_tokens, num_cached)

@@ -1,0 +1,286 @@
+"""Bodies of Anthropic's Messages API and their conversion to chats."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from tandem.proxy.api.chat_messages import ChatMessage, ContentPart, FunctionCall, JsonObject, ToolCall
+from tandem.proxy.api.schema import (
+    CacheSalt,
+    ChatCompletionRequest,
+    FunctionDefinition,
+    JsonSchemaFormat,
+    MaxTokens,
+    NamedFunction,
+    NamedToolChoice,
+    OptionalBool,
+    Priority,
+    ResponseFormat,
+    StopStrings,
+    Temperature,
+    Tool,
+    TopK,
+    TopP,
+    doc,
+)
+from tandem.runtime.errors import InvalidRequest
+
+_CHANGING_SYSTEM_TEXT = "x-anthropic-billing-header:"
+"""Claude Code's first block of system text begins with this. It differs in every request, so no request would find the
+prefix of another one in a cache."""
+
+# ---- content
+
+
+class TextBlock(msgspec.Struct, tag_field="type", tag="text"):
+    text: str
+
+
+class Base64Source(msgspec.Struct, tag_field="type", tag="base64"):
+    data: str
+    media_type: Literal["image/png", "image/jpeg", "image/webp", "image/gif"]
+
+
+class UrlSource(msgspec.Struct, tag_field="type", tag="url"):
+    url: str
+
+
+class ImageBlock(msgspec.Struct, tag_field="type", tag="image"):
+    source: Base64Source | UrlSource
+
+
+class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use"):
+    id: str
+    name: str
+    input: JsonObject
+
+
+class ToolResultBlock(msgspec.Struct, tag_field="type", tag="tool_result"):
+    """is_error: accepted; the content says what went wrong."""
+
+    tool_use_id: str
+    content: str | list[TextBlock | ImageBlock] | None = None
+    is_error: OptionalBool = None
+
+
+class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking"):
+    """Earlier thinking. signature: ignored."""
+
+    thinking: str
+    signature: str = ""
+
+
+class RedactedThinkingBlock(msgspec.Struct, tag_field="type", tag="redacted_thinking"):
+    """Ignored: only the server that encrypted it can read it."""
+
+    data: str
+
+
+Block = TextBlock | ImageBlock | ToolUseBlock | ToolResultBlock | ThinkingBlock | RedactedThinkingBlock
+
+
+class InputMessage(msgspec.Struct):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[Block]
+
+
+# ---- tools and output
+
+
+class InputTool(msgspec.Struct):
+    """type: only tools of the client. input_schema: JSON schema of the arguments."""
+
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    input_schema: JsonObject
+    description: str | None = None
+    strict: bool | None = None
+    type: Literal["custom"] | None = None
+
+
+class ToolChoice(msgspec.Struct):
+    """name: of the tool, if the type is tool."""
+
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: OptionalBool = None
+
+
+class Thinking(msgspec.Struct):
+    """budget_tokens: tokens of thinking after which the answer must begin. display: omitted leaves it out."""
+
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputSchema(msgspec.Struct):
+    schema: JsonObject
+    type: Literal["json_schema"] = "json_schema"
+
+
+class OutputConfig(msgspec.Struct):
+    """effort: see reasoning_effort of chat completions."""
+
+    format: OutputSchema | None = None
+    effort: str | None = None
+
+
+# ---- requests
+
+
+class PromptFields(msgspec.Struct, kw_only=True):
+    """Fields that make the prompt, and that both routes take. Unknown fields are ignored."""
+
+    model: Annotated[str | None, doc("a name from /v1/models; null selects the served model")] = None
+    messages: Annotated[
+        Annotated[list[InputMessage], Meta(min_length=1, max_length=65536)],
+        doc("the chat; an answer continues a last message of the assistant"),
+    ]
+    system: Annotated[str | list[TextBlock] | None, doc("the system prompt")] = None
+    tools: Annotated[
+        Annotated[list[InputTool], Meta(max_length=128)] | None, doc("functions that the model may call")
+    ] = None
+    tool_choice: Annotated[ToolChoice | None, doc("whether the answer may or must call tools, or which one")] = None
+    thinking: Annotated[
+        Thinking | None,
+        doc("sets `enable_thinking` and `thinking` for the chat template; without effect if the model does not think"),
+    ] = None
+    output_config: Annotated[OutputConfig | None, doc("JSON output with a schema; effort of thinking")] = None
+
+
+class MessageRequest(PromptFields, kw_only=True):
+    """Anthropic's `/v1/messages`."""
+
+    max_tokens: Annotated[MaxTokens, doc("fewer are generated if fewer fit")]
+    stop_sequences: Annotated[StopStrings | None, doc("strings that end the text; not part of it")] = None
+    stream: Annotated[OptionalBool, doc("server-sent events")] = False
+    temperature: Annotated[Temperature | None, doc("0 is greedy decoding; null: the model's default, else 1")] = None
+    top_p: Annotated[TopP | None, doc("samples from the most likely tokens with this total probability")] = None
+    top_k: Annotated[TopK | None, doc("samples from this many most likely tokens")] = None
+    priority: Annotated[Priority | None, doc("lower values are served first; not of Anthropic's API")] = 0
+    cache_salt: Annotated[
+        CacheSalt | None, doc("requests with different salts share no cached prefix; not of Anthropic's API")
+    ] = None
+
+
+class CountTokensRequest(PromptFields, kw_only=True):
+    """Anthropic's `/v1/messages/count_tokens`."""
+
+
+def to_chat(request: MessageRequest | CountTokensRequest, can_think: bool) -> tuple[ChatCompletionRequest, list[str]]:
+    """Returns the chat, and for each of its messages the one of the request that it begins with, for errors.
+
+    can_think: the server separates the model's thinking. Raises InvalidRequest.
+    """
+    turns = _Turns(request)
+    chat = ChatCompletionRequest(messages=turns.messages, model=request.model)
+    is_prefilled = request.messages[-1].role == "assistant"
+    chat.continue_final_message, chat.add_generation_prompt = is_prefilled, not is_prefilled
+    chat.tools = [_tool(tool) for tool in request.tools or ()] or None
+    if request.tool_choice is not None:
+        chat.tool_choice = _tool_choice(request.tool_choice)
+        chat.parallel_tool_calls = not request.tool_choice.disable_parallel_tool_use
+    if (thinking := request.thinking) is not None:
+        is_wanted = thinking.type != "disabled"
+        chat.chat_template_kwargs = {"enable_thinking": is_wanted, "thinking": is_wanted}
+        chat.include_reasoning = thinking.display != "omitted"
+        if is_wanted and can_think:
+            chat.thinking_token_budget = thinking.budget_tokens
+    if (output := request.output_config) is not None:
+        chat.reasoning_effort = output.effort
+        if output.format is not None:
+            chat.response_format = ResponseFormat(
+                "json_schema", JsonSchemaFormat("answer", schema=output.format.schema)
+            )
+    if isinstance(request, MessageRequest):
+        chat.stop, chat.stream = request.stop_sequences, request.stream
+        chat.temperature, chat.top_p, chat.top_k = request.temperature, request.top_p, request.top_k
+        chat.priority, chat.cache_salt = request.priority, request.cache_salt
+    return chat, turns.params
+
+
+class _Turns:
+    """The chat. Consecutive messages of one role are one turn, as in Anthropic's API. params: as in `to_chat`."""
+
+    def __init__(self, request: PromptFields) -> None:
+        self.messages: list[ChatMessage] = []
+        self.params: list[str] = []
+        system = [TextBlock(request.system)] if isinstance(request.system, str) else request.system or []
+        if parts := [_part(block) for block in system if not block.text.startswith(_CHANGING_SYSTEM_TEXT)]:
+            self._begin("system", "system").content = parts
+        for number, message in enumerate(request.messages):
+            param = f"messages[{number}]"
+            blocks = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
+            if not blocks:
+                self._turn(message.role, param)
+            for index, block in enumerate(blocks):
+                self._add(message.role, block, param, f"{param}.content[{index}]")
+        for turn in self.messages:
+            turn.content = turn.content if turn.content is not None else ""
+
+    def _add(self, role: str, block: Block, param: str, block_param: str) -> None:
+        match block:
+            case ToolResultBlock():
+                _check_role(role, "user", "tool_result", block_param)
+                content = block.content
+                blocks = [TextBlock(content)] if isinstance(content, str) else content or []
+                answer = self._begin("tool", param)
+                answer.tool_call_id = block.tool_use_id
+                answer.content = [_part(each) for each in blocks if isinstance(each, TextBlock)]
+                for each in blocks:
+                    if isinstance(each, ImageBlock):  # templates of tool messages take text only
+                        self._add("user", each, param, block_param)
+            case ToolUseBlock():
+                _check_role(role, "assistant", "tool_use", block_param)
+                turn = self._turn(role, param)
+                turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(FunctionCall(block.name, block.input), block.id)]
+            case ThinkingBlock():
+                _check_role(role, "assistant", "thinking", block_param)
+                turn = self._turn(role, param)
+                turn.reasoning = (turn.reasoning or "") + block.thinking
+            case RedactedThinkingBlock():
+                _check_role(role, "assistant", "redacted_thinking", block_param)
+                self._turn(role, param)
+            case TextBlock() | ImageBlock():
+                turn = self._turn(role, param)
+                before = turn.content if isinstance(turn.content, list) else []
+                turn.content = [*before, _part(block)]
+
+    def _turn(self, role: str, param: str) -> ChatMessage:
+        """Returns the last message if it has this role, else a new one."""
+        if not self.messages or self.messages[-1].role != role:
+            return self._begin(role, param)
+        return self.messages[-1]
+
+    def _begin(self, role: str, param: str) -> ChatMessage:
+        self.messages.append(ChatMessage(role))
+        self.params.append(param)
+        return self.messages[-1]
+
+
+def _check_role(role: str, expected: str, kind: str, param: str) -> None:
+    if role != expected:
+        raise InvalidRequest(f"{param} is a {kind} block, which only {expected} messages may have.", param)
+
+
+def _part(block: TextBlock | ImageBlock) -> ContentPart:
+    if isinstance(block, TextBlock):
+        return ContentPart("text", block.text)
+    source = block.source
+    url = source.url if isinstance(source, UrlSource) else f"data:{source.media_type};base64,{source.data}"
+    return ContentPart("image_url", image_url=url)
+
+
+def _tool(tool: InputTool) -> Tool:
+    return Tool(FunctionDefinition(tool.name, tool.description, tool.input_schema, tool.strict))
+
+
+def _tool_choice(choice: ToolChoice) -> Any:
+    if choice.type != "tool":
+        return "required" if choice.type == "any" else choice.type
+    if choice.name is None:
+        raise InvalidRequest("tool_choice has type 'tool' but no name; add the name of a tool.", "tool_choice.name")
+    return NamedToolChoice(NamedFunction(choice.name))
