@@ -159,7 +159,7 @@ def _messages_error(status: int, message: str, request_id: str | None) -> Messag
 
 
 def _is_anthropic(request: Request) -> bool:
-    return request.url.path.startswith("/v1/messages")
+    return str(request.scope.get("path", "")).startswith("/v1/messages")
 
 
 def _body_of(request: Request, error: TandemError) -> bytes:

@@ -28,6 +28,7 @@ from tandem.proxy.api.messages_response import (
     MessageStart,
     MessageStop,
     MessageUsage,
+    OutputTokensDetails,
     StopReason,
     TextPiece,
     ThinkingPiece,
@@ -160,4 +161,9 @@ class MessageAnswers(ParsedAnswers):
     def _message_usage(self) -> MessageUsage:
         record = self._generation.record
         num_cached = record.num_cached_tokens
-        return MessageUsage(record.num_prompt_tokens - num_cached, record.num_completion_tokens, num_cached)
+        return MessageUsage(
+            record.num_prompt_tokens - num_cached,
+            record.num_completion_tokens,
+            num_cached,
+            output_tokens_details=OutputTokensDetails(self._num_reasoning()),
+        )

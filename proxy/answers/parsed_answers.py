@@ -71,8 +71,11 @@ class ParsedAnswers(ChatAnswers):
         return message, _reason(choice.finish_reason, parser)
 
     def _usage(self) -> Usage:
-        num_reasoning = sum(counter.num_tokens for counter in self._counters.values())
-        return replace(super()._usage(), completion_tokens_details=CompletionTokensDetails(num_reasoning))
+        return replace(super()._usage(), completion_tokens_details=CompletionTokensDetails(self._num_reasoning()))
+
+    def _num_reasoning(self) -> int:
+        """Returns the tokens of thinking so far, of all sequences."""
+        return sum(counter.num_tokens for counter in self._counters.values())
 
     def _parser(self, index: int) -> OutputParser:
         request = self._request

@@ -109,9 +109,11 @@ class ToolChoice(msgspec.Struct):
 
 
 class Thinking(msgspec.Struct):
-    """budget_tokens: tokens of thinking after which the answer must begin. display: omitted leaves it out."""
+    """type: all but disabled leave it to the chat template where the model thinks. budget_tokens: tokens of thinking
+    after which the answer must begin. display: omitted leaves the thinking out of the answer.
+    """
 
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: Annotated[int, Meta(ge=1, lt=2**31)] | None = None
     display: Literal["summarized", "omitted"] | None = None
 

@@ -139,7 +139,8 @@ def test_fields_become_those_of_chats() -> None:
         ({"messages": [{"role": "user", "content": text("a")}, {"role": "assistant", "content": "b"},
                        {"role": "user", "content": [IMAGE]}], "system": "s"},
          "messages[2].content[0]", "this model takes text only"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search", "input_schema": {}}]}, "tools[0].type", "web_"),
+        ({"tools": [{"type": "web_search_20250305", "name": "web_search", "input_schema": {}}]},
+         "tools[0].type", "web_search"),
         ({"tools": [{"name": "f"}]}, "tools[0].input_schema", "input_schema"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool"}}, "tool_choice.name", "add the name"),
         ({"tools": TOOLS, "tool_choice": {"type": "tool", "name": "g"}}, "tool_choice", "g"),
@@ -239,6 +240,7 @@ def test_thinking_text_and_calls_are_blocks(stream: bool, has_call: bool) -> Non
             "stop_reason": "tool_use" if has_call else "end_turn",
         }  # fmt: skip
         assert usage["input_tokens"] > 0 and usage["output_tokens"] > 0 and usage["cache_read_input_tokens"] == 0
+        assert usage["output_tokens_details"]["thinking_tokens"] > 0
 
     play(test, max_model_len=400)
 
