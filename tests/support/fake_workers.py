@@ -170,6 +170,7 @@ class FakeWorkers:
         token_ids = unpack_token_ids(start.token_ids)
         if token_ids[: len(self._hold)] == self._hold:
             return
+        token_ids = self.reply(token_ids)
         identity = f"{start.proxy_id}:0".encode()
         if self._fails("prefill", attempt_id, start):
             return
@@ -181,6 +182,10 @@ class FakeWorkers:
                 return
             self._routers["decode"].send(identity, DecodeReserved(attempt_id))
             self._loop.call_later(self._step_s, self._step, attempt_id, start, token_ids, 1)
+
+    def reply(self, token_ids: list[int]) -> list[int]:
+        """Returns the tokens that are generated, again and again until the sequence ends. token_ids: of the prompt."""
+        return token_ids
 
     def _step(self, attempt_id: str, start: StartPrefill, token_ids: list[int], number: int) -> None:
         if attempt_id in self.aborted["decode"]:
@@ -235,14 +240,14 @@ class FakeWorkers:
         self._thread.join(5)
 
 
-def make_tokenizer(folder: Path) -> Tokenizer:
+def make_tokenizer(folder: Path, chat_template: str = TEMPLATE) -> Tokenizer:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({"</s>": 0} | {c: i for i, c in enumerate(alphabet, start=1)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["</s>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": TEMPLATE}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": chat_template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     (folder / "config.json").write_text('{"model_type": "llama", "eos_token_id": 0}')
     return tokenizer

@@ -1,0 +1,88 @@
+"""Coding agents from the npm registry, unchanged and without a terminal, against a model that follows a script.
+
+`.ci/run` installs them from `package.json` beside this file and names the folder in NODE_CLIENTS.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.node_clients import node_clients
+from tests.support.scripted_model import MODEL, Script, ScriptedWorkers, scripted_model, tool_call, tools_of
+
+CONTENT = "written by a scripted model\n"
+FINAL = "The file is there now."
+TIMEOUT_S = 180
+
+
+def agent(name: str) -> str:
+    command = node_clients() / ".bin" / name
+    assert command.exists(), f"{command} is missing"
+    return str(command)
+
+
+def script_for(file: Path, writer: str) -> Script:
+    """writer: name of the tool that writes a file, with the arguments file_path and content."""
+
+    def script(prompt: str) -> str:
+        if writer not in tools_of(prompt):
+            return "ok"  # titles and other requests besides the conversation
+        if "<|tool|>" in prompt:
+            return FINAL
+        return f"I write the file.{tool_call(writer, file_path=str(file), content=CONTENT)}"
+
+    return script
+
+
+def run(command: list[str], folder: Path, **environment: str) -> str:
+    home = folder / "home"
+    home.mkdir()
+    env = {"PATH": os.environ["PATH"], "HOME": str(home), "NO_PROXY": "127.0.0.1", **environment}
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def check(file: Path, output: str, workers: ScriptedWorkers) -> None:
+    assert file.read_text() == CONTENT
+    assert FINAL in output
+    last = [prompt for prompt in workers.prompts if "<|tool|>" in prompt][-1]
+    assert CONTENT.strip() in last and "write a file" in last
+
+
+@pytest.mark.timeout(TIMEOUT_S + 120)
+def test_claude_code_uses_the_messages_api(tmp_path: Path) -> None:
+    command, file = agent("claude"), tmp_path / "work" / "hello.txt"
+    file.parent.mkdir()
+    with scripted_model(tmp_path, script_for(file, "Write")) as (url, workers):
+        output = run(
+            [command, "--print", "--allowedTools", "Write", "--", "write a file"],
+            file.parent,
+            ANTHROPIC_BASE_URL=url,
+            ANTHROPIC_AUTH_TOKEN="none",
+            ANTHROPIC_MODEL=MODEL,
+            ANTHROPIC_SMALL_FAST_MODEL=MODEL,
+            CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC="1",
+        )
+        check(file, output, workers)
+
+
+@pytest.mark.timeout(TIMEOUT_S + 120)
+def test_qwen_code_uses_chat_completions(tmp_path: Path) -> None:
+    command, file = agent("qwen"), tmp_path / "work" / "hello.txt"
+    file.parent.mkdir()
+    with scripted_model(tmp_path, script_for(file, "write_file")) as (url, workers):
+        output = run(
+            [command, "--approval-mode", "yolo", "--auth-type", "openai", "--model", MODEL, "--prompt", "write a file"],
+            file.parent,
+            OPENAI_BASE_URL=f"{url}/v1",
+            OPENAI_API_KEY="none",
+            OPENAI_MODEL=MODEL,
+        )
+        check(file, output, workers)
