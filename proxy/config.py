@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from tandem.protocol.network import NetworkConfig
 from tandem.proxy.api.parser_names import ReasoningParserName, ToolParserName
+from tandem.proxy.api.response_store import ResponseStore
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.media.source import MediaLimits
 from tandem.runtime.errors import ConfigError
@@ -35,6 +36,8 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       of a host; empty if adapters cannot be loaded.
       tool_call_parser, reasoning_parser: how the model writes tool calls and thinking, see `proxy.api.parser_names`.
       generation_config: where sampling defaults come from, see `proxy.text.sampling_defaults`.
+      response_folder: holds stored responses, see `proxy.api.response_store`; shared by the proxies of a host; empty
+      keeps none.
       max_logprobs: top tokens per token that a request may ask for; -1 for all.
     HTTP:
       listen_fd, admin_listen_fd: inherited sockets, bound to the address; None binds host and port.
@@ -98,6 +101,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tool_call_parser: ToolParserName = "auto"
     reasoning_parser: ReasoningParserName = "auto"
     generation_config: str = "auto"
+    response_folder: str = ""
     max_logprobs: Annotated[int, Meta(ge=-1)] = 20
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
@@ -114,6 +118,9 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peer_endpoints: list[str] = []
     otlp_endpoint: str = ""
     metrics_compat: Literal["none", "vllm"] = "none"
+
+    def response_store(self) -> ResponseStore | None:
+        return ResponseStore(Path(self.response_folder)) if self.response_folder else None
 
     def adapter_table(self) -> AdapterTable:
         return AdapterTable(Path(self.lora_file) if self.lora_file else None, self.adapters, self.served_model_name)

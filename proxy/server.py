@@ -173,6 +173,7 @@ class ProxyServer:
             timelines=Timelines(self._context, requests, config.peer_endpoints),
             media=media,
             adapters=config.adapter_table(),
+            responses=config.response_store(),
         )
         self._control = Control(self._context, config, self._proxy_id, self._state, self._connections)
         self._http = self._make_listeners(listener)

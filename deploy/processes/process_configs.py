@@ -42,7 +42,7 @@ class Place:
     control_tcp_endpoint: control endpoint of a proxy for workers of other hosts.
     media_cache_endpoint: media cache of this host, empty if there is none; media_cache_tcp_endpoint: for other hosts.
     api_keys_file: copy of the operator's file for a proxy on another host; empty to read the operator's.
-    lora_file: see `ProxyConfig`.
+    lora_file, response_folder: see `ProxyConfig`.
     listen_fd, admin_listen_fd: bound sockets that a proxy inherits; None lets it bind its own.
     """
 
@@ -61,6 +61,7 @@ class Place:
     listen_fd: int | None = None
     admin_listen_fd: int | None = None
     lora_file: str = ""
+    response_folder: str = ""
 
 
 class ProcessConfigs:
@@ -101,6 +102,7 @@ class ProcessConfigs:
             trust_request_chat_template=cluster.trust_request_chat_template,
             adapters=self._adapters,
             lora_file=place.lora_file,
+            response_folder=place.response_folder,
             tool_call_parser=cluster.tool_call_parser,
             reasoning_parser=cluster.reasoning_parser,
             generation_config=cluster.generation_config,

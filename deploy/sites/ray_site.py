@@ -241,6 +241,7 @@ class RayProcess(Supervised):
             proxies_file=f"{node.folder}/proxies",
             role_file=f"{node.folder}/role",
             lora_file=f"{node.folder}/adapters.json",
+            response_folder=f"{node.folder}/responses",
         )
         if self._role:
             await actor.set_role.remote(self._role)

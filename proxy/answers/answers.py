@@ -58,7 +58,7 @@ class Answers(ABC):
     _ID_PREFIX: ClassVar[str]
     _CHUNK: ClassVar[type[CompletionResponse | ChatCompletionChunk]]
     END: ClassVar[bytes] = DONE
-    """Ends the last event of a stream that is complete."""
+    """Ends the last event of a stream that is complete; empty where the event has no such end."""
 
     def __init__(self, generation: Generation, model: str) -> None:
         self._generation = generation
@@ -119,9 +119,9 @@ class Answers(ABC):
             return
         finally:
             self.release()
-        yield self._ending()
+        yield await self._ending()
 
-    def _ending(self) -> bytes:
+    async def _ending(self) -> bytes:
         """Returns the last event of a stream that is complete; it ends with END."""
         return self._event([], self._usage()) + DONE if self._request.include_usage else DONE
 

@@ -13,6 +13,7 @@ from tandem.proxy.admission.admission import ClientLimitExceeded
 from tandem.proxy.admission.api_key import InvalidApiKey
 from tandem.proxy.answers.request_id import id_header, request_id_of
 from tandem.proxy.api.messages_response import MessagesError, MessagesErrorDetail
+from tandem.proxy.api.response_store import ResponseNotFound
 from tandem.proxy.api.responses import ErrorDetail, ErrorResponse
 from tandem.proxy.api.validation import ModelNotFound
 from tandem.proxy.cluster.adapter_table import AdapterNotFound
@@ -90,6 +91,7 @@ _STATUS: dict[type[TandemError], int] = {
     AdapterNotFound: 404,
     UnknownRequest: 404,
     UnknownWorker: 404,
+    ResponseNotFound: 404,
     RoleRefused: 409,
     BodyTooLarge: 413,
     HeadTooLarge: 431,

@@ -131,7 +131,7 @@ class MessageAnswers(ParsedAnswers):
             end = MessageEnd(*self._stop(finish_reason, delta.stop_reason))
             yield encode_event(MessageDelta(end, self._message_usage()))
 
-    def _ending(self) -> bytes:
+    async def _ending(self) -> bytes:
         return self.END
 
     def _error_event(self, error: TandemError) -> bytes:

@@ -26,7 +26,7 @@ class EventStream(Response):
     """Server-sent events. The generator is closed when the stream ends or the client disconnects.
 
     Differs from Starlette's StreamingResponse in two ways: `first` has been made before the status was chosen, and the
-    last event, which ends with `end`, is sent together with the end of the answer.
+    last event, which ends with `end`, is sent together with the end of the answer. An empty `end` matches none.
     """
 
     def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], request_id: str, end: bytes) -> None:
@@ -47,7 +47,7 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
             last = b""
             async for event in events:
-                if event.endswith(self._end):
+                if self._end and event.endswith(self._end):
                     last = event
                 else:
                     await send({"type": "http.response.body", "body": event, "more_body": True})

@@ -12,6 +12,7 @@ from tandem.protocol.messages.generation import Pooling, SamplingParams, StopCon
 from tandem.protocol.messages.prompt_logprobs import MAX_PROMPT_LOGPROBS_BYTES, max_packed_bytes
 from tandem.proxy.admission.answer_budget import MAX_ANSWER_BYTES, answer_too_large
 from tandem.proxy.api.reasoning import ReasoningFormat
+from tandem.proxy.api.responses_request import ResponseOptions
 from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.cluster.worker_table import ModelLimits
@@ -51,6 +52,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     grammar_param: the field that base_sampling.grammar comes from, for errors.
     tool_format: how the answer writes tool calls; None if it may contain none.
     adapter: LoRA adapter that the request names as its model. embedding: set if embeddings are wanted instead of text.
+    response: set for the Responses API.
     reasoning: how the model writes its thinking; None if it is not separated from the answer.
     begins_thinking: for each prompt, whether it ends with the opening of the thinking; empty before tokenising.
     media_lease: keeps the prompt's media in the cache. The owner of the request calls `release_media`.
@@ -79,6 +81,7 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
     prefixes: list[str] = []
     adapter: NamedAdapter | None = None
     embedding: EmbeddingOptions | None = None
+    response: ResponseOptions | None = None
     begins_thinking: list[bool] = []
 
     # As in the body of the request, where null means these defaults:

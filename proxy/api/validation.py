@@ -14,6 +14,8 @@ from tandem.proxy.api.field_errors import invalid_field, shown_value
 from tandem.proxy.api.generation_request import ALL_LOGPROBS, EmbeddingOptions, GenerationRequest
 from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest, to_chat
 from tandem.proxy.api.reasoning import ReasoningFormat
+from tandem.proxy.api.responses_request import InputItem, ResponseRequest, options_of
+from tandem.proxy.api.responses_request import to_chat as response_to_chat
 from tandem.proxy.api.schema import (
     DECIMAL_ID,
     NEUTRAL_VALUES,
@@ -68,6 +70,7 @@ R = TypeVar(
     EmbeddingRequest,
     MessageRequest,
     CountTokensRequest,
+    ResponseRequest,
 )
 
 
@@ -113,6 +116,7 @@ class BodyDecoder:
         self._completion = msgspec.json.Decoder(CompletionRequest)
         self._chat = msgspec.json.Decoder(ChatCompletionRequest)
         self._chat_batch = msgspec.json.Decoder(BatchChatCompletionRequest)
+        self._response = msgspec.json.Decoder(ResponseRequest)
         self._message = msgspec.json.Decoder(MessageRequest)
         self._count_tokens = msgspec.json.Decoder(CountTokensRequest)
         self._tokenize = msgspec.json.Decoder(TokenizeRequest)
@@ -140,6 +144,14 @@ class BodyDecoder:
         checked = self._checked_chat(*to_chat(request, self._reasoning is not None))
         # An answer may end where the model's context does, so that clients need not know the length of their prompt.
         return msgspec.structs.replace(checked, default_max_tokens=request.max_tokens, max_tokens_param="max_tokens")
+
+    def response(self, body: bytes, history: Callable[[str], list[InputItem]]) -> GenerationRequest:
+        """history: returns the items of a stored response and of those before it; may raise InvalidRequest."""
+        request = self._decode(self._response, body)
+        before = history(request.previous_response_id) if request.previous_response_id is not None else []
+        checked = self._checked_chat(*response_to_chat(request, before))
+        param = checked.max_tokens_param.replace("max_completion_tokens", "max_output_tokens")
+        return msgspec.structs.replace(checked, response=options_of(request), max_tokens_param=param)
 
     def counted_prompt(self, body: bytes) -> ChatPrompt:
         """Returns the prompt whose tokens are to be counted."""

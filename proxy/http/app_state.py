@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tandem.proxy.admission.client_slots import ClientSlots
+from tandem.proxy.api.response_store import ResponseStore
 from tandem.proxy.cluster.adapter_table import AdapterTable
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.dispatch.generation import GenerationServices
@@ -17,7 +18,7 @@ from tandem.proxy.reading.media_pool import MediaPool
 @dataclass(frozen=True, slots=True)
 class AppState(GenerationServices):
     """api_keys: None lets every client in. calls: of `/tokenize` and `/detokenize` in flight. media: None where the
-    model takes text only."""
+    model takes text only. responses: None where none are stored."""
 
     calls: ClientSlots
     api_keys: ApiKeys | None
@@ -26,3 +27,4 @@ class AppState(GenerationServices):
     timelines: Timelines
     media: MediaPool | None
     adapters: AdapterTable
+    responses: ResponseStore | None

@@ -23,6 +23,7 @@ from tandem.proxy.answers.embeddings import EmbeddingAnswer
 from tandem.proxy.answers.messages import MessageAnswers
 from tandem.proxy.answers.parsed_answers import ParsedAnswers
 from tandem.proxy.answers.request_id import HEADER, check_request_id, id_header, request_id_of
+from tandem.proxy.answers.responses import ResponseAnswers
 from tandem.proxy.answers.streaming_response import EventStream, unless_disconnected
 from tandem.proxy.answers.timeline_comments import HEADER as TIMELINE_HEADER
 from tandem.proxy.answers.timeline_comments import wants_timeline, with_timeline
@@ -34,6 +35,7 @@ from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.http.admin_routes import SetRole, admin_routes
 from tandem.proxy.http.app_state import AppState
+from tandem.proxy.http.response_routes import response_routes
 from tandem.proxy.http.server_routes import max_model_len, server_routes
 from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, client_of, starlette_app
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
@@ -69,10 +71,12 @@ def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp
         ApiRoute("POST", "/v1/chat/completions/batch", partial(generate, "chat_batch")),
         ApiRoute("POST", "/invocations", partial(generate, "invocation")),
         ApiRoute("POST", "/v1/embeddings", partial(generate, "embedding")),
+        ApiRoute("POST", "/v1/responses", partial(generate, "response")),
         ApiRoute("POST", "/v1/messages", partial(generate, "message")),
         ApiRoute("POST", "/v1/messages/count_tokens", count_tokens),
         ApiRoute("POST", "/tokenize", tokenize),
         ApiRoute("POST", "/detokenize", detokenize),
+        *response_routes(state),
         *server_routes(config, state),
     ]
     if not config.admin_port:
@@ -113,7 +117,7 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
         serving(record.request_id)
     generation = Generation(state, asked, record, client, timeout_s, api_key)
     try:
-        answers = _answers(kind, generation, model if asked.adapter is None else asked.adapter.name)
+        answers = _answers(kind, state, generation, model if asked.adapter is None else asked.adapter.name, cache_scope)
         if isinstance(answers, EmbeddingAnswer) or not asked.stream:
             whole = await unless_disconnected(request.receive, answers.whole())
             return WholeAnswer(whole, {**id_header(request), **_load_header(state, request)}, answers.release)
@@ -151,11 +155,15 @@ async def _transform(
     return WholeAnswer([transformed], id_header(request), held.release)
 
 
-def _answers(kind: BodyKind, generation: Generation, model: str) -> Answers | EmbeddingAnswer:
+def _answers(
+    kind: BodyKind, state: AppState, generation: Generation, model: str, cache_scope: str
+) -> Answers | EmbeddingAnswer:
     if generation.request.embedding is not None:
         return EmbeddingAnswer(generation, model)
     if kind == "message":
         return MessageAnswers(generation, model)
+    if kind == "response":
+        return ResponseAnswers(generation, model, state.responses, cache_scope)
     if not generation.request.is_chat:
         return CompletionAnswers(generation, model)
     return (ParsedAnswers if generation.request.is_parsed else ChatAnswers)(generation, model)
@@ -186,7 +194,7 @@ async def _read_body(
     limits = await state.readiness.limits()
     if state.media is None:
         return await state.readers.read(kind, body, limits, cache_scope)
-    if kind in ("chat", "invocation", "message") and mentions_media(body):
+    if kind in ("chat", "invocation", "message", "response") and mentions_media(body):
         return await state.media.read(kind, body, limits, client, cache_scope)
     try:
         return await state.readers.read(kind, body, limits, cache_scope)

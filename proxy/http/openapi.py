@@ -29,6 +29,8 @@ from tandem.proxy.api.responses import (
     TokenizeResponse,
     VersionResponse,
 )
+from tandem.proxy.api.responses_answer import DeletedResponse, InputItemList, ResponseEvent, ResponseObject
+from tandem.proxy.api.responses_request import ResponseRequest
 from tandem.proxy.api.schema import (
     BatchChatCompletionRequest,
     ChatCompletionRequest,
@@ -43,7 +45,7 @@ Json = dict[str, Any]
 ERRORS = {
     400: "the request is wrong; param names the field",
     401: "the API key is missing or wrong",
-    404: "there is no such model or path",
+    404: "there is no such model, stored response or path",
     405: "the path does not take this method",
     408: "the body arrived too slowly",
     413: "the body is too large",
@@ -114,6 +116,13 @@ ROUTES = [
           ChatCompletionChunk | CompletionResponse, (429,)),
     RouteDoc("post", "/v1/embeddings", "Embeddings of one or more inputs.", EmbeddingResponse, EmbeddingRequest,
           more_errors=(429,)),
+    RouteDoc("post", "/v1/responses", "Answer a chat, in the form of OpenAI's Responses API.", ResponseObject,
+          ResponseRequest, ResponseEvent, (429,)),
+    RouteDoc("get", "/v1/responses/{response_id}", "A stored response.", ResponseObject, more_errors=(404,)),
+    RouteDoc("get", "/v1/responses/{response_id}/input_items", "The input of a stored response.", InputItemList,
+          more_errors=(404,)),
+    RouteDoc("delete", "/v1/responses/{response_id}", "Remove a stored response.", DeletedResponse,
+          more_errors=(404,)),
     RouteDoc("post", "/v1/messages", "Answer a chat, in the form of Anthropic's Messages API.", MessageResponse,
           MessageRequest, MessageEvent, (429,), error=MessagesError),
     RouteDoc("post", "/v1/messages/count_tokens", "The number of tokens that a message's prompt would have.",
@@ -169,7 +178,8 @@ def _operation(route: RouteDoc, schema_of: dict[type, Json], has_api_key: bool) 
     answer = _content(route.answer, schema_of)
     if route.chunk is not None:
         chunk = " or a ".join(kind.__name__ for kind in _members(route.chunk))
-        end = "the last one [DONE], " if route.error is ErrorResponse else ""
+        has_done = route.chunk not in (MessageEvent, ResponseEvent)
+        end = "the last one [DONE], " if has_done else ""
         description = f"with stream: events whose data is a {chunk}, {end}or an {route.error.__name__}"
         answer["text/event-stream"] = {"schema": {"description": description}}
     header = {"X-Request-Id": {"schema": {"type": "string"}, "description": "the request's own, or a new one"}}
@@ -188,7 +198,7 @@ def _operation(route: RouteDoc, schema_of: dict[type, Json], has_api_key: bool) 
         }
     operation: Json = {"summary": route.summary, "responses": responses}
     if "{" in route.path:
-        name = route.path.partition("{")[2].rstrip("}")
+        name = route.path.partition("{")[2].partition("}")[0]
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": _content(route.body, schema_of)}

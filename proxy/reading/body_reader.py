@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import msgspec
@@ -12,6 +14,7 @@ from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.messages_response import TokenCount
 from tandem.proxy.api.parser_names import reasoning_format, tool_format
 from tandem.proxy.api.responses import DetokenizeResponse, TokenizeResponse
+from tandem.proxy.api.responses_request import InputItem
 from tandem.proxy.api.structured_output import checked_grammar
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.worker_table import ModelLimits
@@ -26,8 +29,15 @@ MAX_TOKENIZED_BYTES = 4 << 20
 MAX_DETOKENIZED_CHARACTERS = 16 << 20
 """Text that `/detokenize` returns."""
 
-BodyKind = Literal["completion", "chat", "chat_batch", "invocation", "embedding", "message"]
-"""invocation: a completion or a chat. message: of Anthropic's Messages API."""
+BodyKind = Literal["completion", "chat", "chat_batch", "invocation", "embedding", "message", "response"]
+"""invocation: a completion or a chat. message: of Anthropic's Messages API. response: of OpenAI's Responses API."""
+
+_PREVIOUS = b'"previous_response_id"'
+
+
+def reads_files(kind: BodyKind, body: bytes) -> bool:
+    """Returns whether decoding may read stored responses, and so must not happen on an event loop."""
+    return kind == "response" and _PREVIOUS in body
 
 
 class HasMedia(TandemError):
@@ -51,6 +61,7 @@ class BodyReader:
         self._max_logprobs = config.max_logprobs
         self._tokenizer = text.tokenizer
         self.renderer = Renderer(text)
+        self._responses = config.response_store()
 
     @classmethod
     def load(cls, config: ProxyConfig) -> BodyReader:
@@ -64,15 +75,21 @@ class BodyReader:
         """
         if kind == "invocation":
             kind = self._decoder.invocation(body)
-        decode = {
+        decode: dict[str, Callable[[bytes], GenerationRequest]] = {
             "completion": self._decoder.completion,
             "chat": self._decoder.chat,
             "chat_batch": self._decoder.chat_batch,
             "embedding": self._decoder.embedding,
             "message": self._decoder.message,
+            "response": lambda body: self._decoder.response(body, partial(self._history, cache_scope)),
         }
         request = decode[kind](body)
         return msgspec.structs.replace(request, cache_salt=scoped_salt(cache_scope, request.cache_salt))
+
+    def _history(self, cache_scope: str, response_id: str) -> list[InputItem]:
+        if self._responses is None:
+            raise InvalidRequest("This server keeps no responses; send the whole conversation.", "previous_response_id")
+        return self._responses.history(cache_scope, response_id)
 
     def read(self, body: bytes, kind: BodyKind, limits: ModelLimits, cache_scope: str = "") -> GenerationRequest:
         """Returns a request with `RenderedPrompts`. Raises InvalidRequest, HasMedia."""

@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 from tandem.protocol.messages.token_ids import BYTES_PER_TOKEN
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.cluster.worker_table import ModelLimits
-from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
+from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia, reads_files
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import CompletionPrompt, has_media, has_own_template, has_token_ids
 from tandem.runtime.errors import InternalError, Overloaded
@@ -77,7 +77,7 @@ class ReaderPool:
         """Returns the request with tokenised prompts. cache_scope: see `BodyReader.decode`.
 
         Raises InvalidRequest, HasMedia, Overloaded, InternalError."""
-        if isinstance(body, bytes):
+        if isinstance(body, bytes) and not reads_files(kind, body):
             request = self._reader.decode(body, kind, cache_scope)
             if has_media(request.prompt):
                 raise HasMedia("the request has images or video")

@@ -1,0 +1,237 @@
+"""Answers of OpenAI's Responses API."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, ClassVar, Literal
+
+import msgspec
+from msgspec.structs import replace
+
+from tandem.proxy.answers.errors import status_of
+from tandem.proxy.answers.json_parts import Part, encode
+from tandem.proxy.answers.messages import encode_event
+from tandem.proxy.answers.parsed_answers import ParsedAnswers
+from tandem.proxy.api.response_store import ResponseStore, StoredResponse
+from tandem.proxy.api.responses_answer import (
+    ArgumentsDone,
+    ArgumentsPiece,
+    FunctionCallItem,
+    IncompleteDetails,
+    InputTokensDetails,
+    ItemAdded,
+    ItemDone,
+    ItemEvent,
+    ItemStatus,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    OutputTokensDetails,
+    PartAdded,
+    PartDone,
+    ReasoningDone,
+    ReasoningItem,
+    ReasoningPiece,
+    ReasoningText,
+    ResponseCompleted,
+    ResponseCreated,
+    ResponseEvent,
+    ResponseFailed,
+    ResponseFailure,
+    ResponseIncomplete,
+    ResponseInProgress,
+    ResponseObject,
+    ResponseUsage,
+    TextDone,
+    TextPiece,
+)
+from tandem.proxy.api.tool_parser import Parsed
+from tandem.proxy.dispatch.generation import Generation
+from tandem.proxy.dispatch.sequence_text import TextDelta
+from tandem.runtime.errors import TandemError
+
+log = logging.getLogger("proxy")
+
+
+class ItemWriter:
+    """Makes the events of output items from parsed text, and keeps the items. Only one item is open at a time."""
+
+    def __init__(self) -> None:
+        self.items: list[OutputItem] = []
+        self._open: str | int | None = None  # "reasoning", "message" or the number of a call
+
+    def push(self, parsed: Parsed) -> Iterator[ItemEvent]:
+        if parsed.reasoning:
+            yield from self._begin("reasoning", parsed)
+            yield from self._grow(parsed.reasoning)
+        if parsed.content:
+            yield from self._begin("message", parsed)
+            yield from self._grow(parsed.content)
+        for number in sorted(parsed.names.keys() | parsed.arguments.keys()):
+            if number in parsed.names:
+                yield from self._begin(number, parsed)
+            if arguments := parsed.arguments.get(number):
+                yield from self._grow(arguments)
+
+    def end(self, status: ItemStatus = "completed") -> Iterator[ItemEvent]:
+        """Ends the item that is open."""
+        if self._open is None:
+            return
+        self._open = None
+        item, index = self.items[-1], len(self.items) - 1
+        item.status = status
+        match item:
+            case FunctionCallItem():
+                yield ArgumentsDone(item_id=item.id, output_index=index, name=item.name, arguments=item.arguments)
+            case OutputMessage(content=[part]):
+                yield TextDone(item_id=item.id, output_index=index, text=part.text)
+                yield PartDone(item_id=item.id, output_index=index, part=part)
+            case ReasoningItem(content=[thought]):
+                yield ReasoningDone(item_id=item.id, output_index=index, text=thought.text)
+                yield PartDone(item_id=item.id, output_index=index, part=thought)
+        yield ItemDone(output_index=index, item=item)
+
+    def _begin(self, kind: str | int, parsed: Parsed) -> Iterator[ItemEvent]:
+        if self._open == kind:
+            return
+        yield from self.end()
+        self._open = kind
+        index = len(self.items)
+        if isinstance(kind, int):
+            call_id = parsed.ids.get(kind) or f"call_{secrets.token_hex(12)}"
+            item = FunctionCallItem(f"fc_{secrets.token_hex(12)}", call_id, parsed.names[kind])
+            self.items.append(item)
+            yield ItemAdded(output_index=index, item=item)
+            return
+        if kind == "message":
+            message = OutputMessage(f"msg_{secrets.token_hex(12)}")
+            self.items.append(message)
+            yield ItemAdded(output_index=index, item=message)
+            message.content = [OutputText()]
+            yield PartAdded(item_id=message.id, output_index=index, part=message.content[0])
+        else:
+            thinking = ReasoningItem(f"rs_{secrets.token_hex(12)}")
+            self.items.append(thinking)
+            yield ItemAdded(output_index=index, item=thinking)
+            thinking.content = [ReasoningText()]
+            yield PartAdded(item_id=thinking.id, output_index=index, part=thinking.content[0])
+
+    def _grow(self, text: str) -> Iterator[ItemEvent]:
+        item, index = self.items[-1], len(self.items) - 1
+        match item:
+            case FunctionCallItem():
+                item.arguments += text
+                yield ArgumentsPiece(item_id=item.id, output_index=index, delta=text)
+            case OutputMessage(content=[part]):
+                part.text += text
+                yield TextPiece(item_id=item.id, output_index=index, delta=text)
+            case ReasoningItem(content=[thought]):
+                thought.text += text
+                yield ReasoningPiece(item_id=item.id, output_index=index, delta=text)
+
+
+class ResponseAnswers(ParsedAnswers):
+    END: ClassVar[bytes] = b""
+
+    def __init__(self, generation: Generation, model: str, store: ResponseStore | None, cache_scope: str) -> None:
+        """cache_scope: of the client's API key. store: None keeps no responses."""
+        super().__init__(generation, model)
+        self._id = f"resp_{generation.record.request_id}"
+        self._store, self._scope = store, cache_scope
+        assert self._request.response is not None
+        self._options = self._request.response
+        self._writer = ItemWriter()
+        self._num_events = 0
+        self._is_incomplete = False
+
+    async def whole(self) -> list[Part]:
+        parts = await super().whole()
+        try:
+            await self._save(b"".join(parts))
+        except BaseException:
+            self.release()
+            raise
+        return parts
+
+    def chunk(self, delta: TextDelta) -> Iterable[bytes]:
+        if not self._has_begun:
+            self._has_begun = True
+            yield self._encoded(ResponseCreated(self._object("in_progress")))
+            yield self._encoded(ResponseInProgress(self._object("in_progress")))
+        self._held.grow(len(delta.text.encode()))  # the last event repeats the text
+        parsed, finish_reason = self._parse(delta)
+        for event in self._writer.push(parsed):
+            yield self._encoded(event)
+        if finish_reason is not None:
+            for event in self._ended(finish_reason):
+                yield self._encoded(event)
+
+    async def _ending(self) -> bytes:
+        response = self._object("incomplete" if self._is_incomplete else "completed")
+        await self._save(encode(response))
+        return self._encoded((ResponseIncomplete if self._is_incomplete else ResponseCompleted)(response))
+
+    def _error_event(self, error: TandemError) -> bytes:
+        failure = ResponseFailure(error.code if status_of(error) < 500 else "server_error", error.message)
+        return self._encoded(ResponseFailed(replace(self._object("failed"), error=failure)))
+
+    def _whole(self, choices: list[Any]) -> list[Part]:
+        [choice] = choices
+        for _ in self._writer.push(self._parser(0).push(str(choice.text), is_end=True)):
+            pass
+        for _ in self._ended(choice.finish_reason):
+            pass
+        return [encode(self._object("incomplete" if self._is_incomplete else "completed"))]
+
+    def _ended(self, finish_reason: str) -> Iterator[ItemEvent]:
+        self._is_incomplete = finish_reason == "length"
+        return self._writer.end("incomplete" if self._is_incomplete else "completed")
+
+    def _encoded(self, event: ResponseEvent) -> bytes:
+        event.sequence_number = self._num_events
+        self._num_events += 1
+        return encode_event(event)
+
+    def _object(self, status: Literal["in_progress", "completed", "incomplete", "failed"]) -> ResponseObject:
+        has_ended = status in ("completed", "incomplete")
+        shown = {name: value for name, value in self._options.shown.items() if value is not None}
+        return ResponseObject(
+            id=self._id,
+            created_at=self._generation.created,
+            model=self._model,
+            output=self._writer.items,
+            status=status,
+            completed_at=int(time.time()) if has_ended else None,
+            incomplete_details=IncompleteDetails() if self._is_incomplete else None,
+            usage=self._response_usage() if has_ended else None,
+            store=self._options.store,
+            **shown,
+        )
+
+    def _response_usage(self) -> ResponseUsage:
+        record = self._generation.record
+        num_input, num_output = record.num_prompt_tokens, record.num_completion_tokens
+        return ResponseUsage(
+            num_input,
+            InputTokensDetails(record.num_cached_tokens),
+            num_output,
+            OutputTokensDetails(self._num_reasoning()),
+            num_input + num_output,
+        )
+
+    async def _save(self, response: bytes) -> None:
+        """Keeps the response if it is to be stored. Without room it is not kept, which is logged."""
+        if self._store is None or not self._options.store:
+            return
+        stored = StoredResponse(
+            msgspec.Raw(response), msgspec.Raw(self._options.input), self._options.previous_response_id or ""
+        )
+        try:
+            if not await asyncio.to_thread(self._store.save, self._scope, self._id, stored):
+                log.warning("the response %s is too large to be stored", self._id)
+        except OSError as error:
+            log.error("cannot store the response %s: %s", self._id, error.strerror)

@@ -1,0 +1,326 @@
+"""Bodies of OpenAI's Responses API and their conversion to chats."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from tandem.proxy.api.chat_messages import ChatMessage, ContentPart, FunctionCall, JsonObject, ToolCall
+from tandem.proxy.api.field_errors import shown_value
+from tandem.proxy.api.schema import (
+    CacheSalt,
+    ChatCompletionRequest,
+    FunctionDefinition,
+    JsonSchemaFormat,
+    MaxTokens,
+    NamedFunction,
+    NamedToolChoice,
+    OptionalBool,
+    Priority,
+    RequestId,
+    ResponseFormat,
+    Temperature,
+    Tool,
+    TopP,
+    accepts,
+    doc,
+)
+from tandem.runtime.errors import InvalidRequest
+
+# ---- input
+
+PART_TYPES = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text", "input_image")
+ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+
+
+class InputPart(msgspec.Struct):
+    """type: kind of the content: input_text, output_text, refusal, reasoning_text, summary_text or input_image."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": list(PART_TYPES)})]
+    text: str | None = None
+    refusal: str | None = None
+    image_url: Annotated[str | None, Meta(description="a data, http or https URL; docs/media.md")] = None
+    detail: str | None = None
+
+
+class InputItem(msgspec.Struct):
+    """A message, a function call of an earlier answer, its output, or earlier thinking. id, status: ignored.
+
+    type: message, function_call, function_call_output or reasoning; null is a message. output: of the call, as text or
+    parts. summary: of thinking, where there is no content.
+    """
+
+    type: Annotated[str | None, Meta(extra_json_schema={"enum": [None, *ITEM_TYPES]})] = None
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[InputPart] | None = None
+    id: str | None = None
+    status: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str | None = None
+    output: str | list[InputPart] | None = None
+    summary: list[InputPart] | None = None
+
+
+# ---- tools and output
+
+
+class ResponseTool(msgspec.Struct):
+    """type: function. parameters: JSON schema of the arguments."""
+
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})]
+    name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")] | None = None
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: bool | None = None
+
+
+class NamedTool(msgspec.Struct):
+    name: str
+    type: Literal["function"] = "function"
+
+
+class TextFormat(msgspec.Struct):
+    """name, schema: required if the type is json_schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema: JsonObject | None = None
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct):
+    format: TextFormat | None = None
+    verbosity: Annotated[Any, accepts("medium")] = None
+
+
+class Reasoning(msgspec.Struct):
+    """effort: see reasoning_effort of chat completions. summary: accepted; the thinking itself is returned."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+# ---- requests
+
+
+class ResponseRequest(msgspec.Struct, kw_only=True):
+    """OpenAI's `/v1/responses`. Unknown fields are ignored."""
+
+    input: Annotated[
+        str | Annotated[list[InputItem], Meta(max_length=65536)],
+        doc("a text, or messages, function calls, their outputs and earlier thinking"),
+    ]
+    model: Annotated[str | None, doc("a name from /v1/models; null selects the served model")] = None
+    instructions: Annotated[str | None, doc("a system message before the input; not kept for later responses")] = None
+    previous_response_id: Annotated[
+        str | None, doc("continues a stored response: its input and output come before the input")
+    ] = None
+    store: Annotated[OptionalBool, doc("keeps the response for a while, for GET and previous_response_id")] = True
+    max_output_tokens: Annotated[MaxTokens | None, doc("by default as many as fit")] = None
+    temperature: Annotated[Temperature | None, doc("0 is greedy decoding; null: the model's default, else 1")] = None
+    top_p: Annotated[TopP | None, doc("samples from the most likely tokens with this total probability")] = None
+    tools: Annotated[
+        Annotated[list[ResponseTool], Meta(max_length=128)] | None, doc("functions that the model may call")
+    ] = None
+    tool_choice: Annotated[
+        Literal["none", "auto", "required"] | NamedTool | None,
+        doc("whether the answer may or must call tools, or which one; by default auto"),
+    ] = None
+    parallel_tool_calls: Annotated[OptionalBool, doc("an answer may contain more than one call")] = True
+    text: Annotated[TextConfig | None, doc("plain text or JSON, optionally with a schema")] = None
+    reasoning: Annotated[Reasoning | None, doc("effort of thinking")] = None
+    stream: Annotated[OptionalBool, doc("server-sent events")] = False
+    metadata: Annotated[dict[str, str] | None, doc("returned with the response")] = None
+    include: Annotated[
+        list[str] | None, doc("accepted; `message.output_text.logprobs` is refused, others have nothing to add")
+    ] = None
+    background: Annotated[Any, accepts(False)] = None
+    conversation: Annotated[Any, accepts()] = None
+    prompt: Annotated[Any, accepts()] = None
+    truncation: Annotated[Any, accepts("disabled")] = None
+    top_logprobs: Annotated[Annotated[int, Meta(ge=0, le=0)] | None, doc("not supported: 0 only")] = None
+    context_management: Annotated[Any, accepts([])] = None
+    moderation: Annotated[Any, accepts()] = None
+    service_tier: Annotated[Any, accepts("auto", "default")] = None
+    user: Annotated[str | None, doc("accepted and ignored")] = None
+    priority: Annotated[Priority | None, doc("lower values are served first; not of OpenAI's API")] = 0
+    cache_salt: Annotated[
+        CacheSalt | None, doc("requests with different salts share no cached prefix; not of OpenAI's API")
+    ] = None
+    request_id: Annotated[RequestId | None, doc("the answer's id ends with it; X-Request-Id overrides it")] = None
+
+
+class ResponseOptions(msgspec.Struct, frozen=True):
+    """What the answer needs of the request. input: items as JSON, to be stored. shown: fields to repeat."""
+
+    store: bool
+    previous_response_id: str | None
+    input: bytes
+    shown: dict[str, Any]
+
+
+_SHOWN = (
+    "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "previous_response_id", "reasoning", "text",
+    "tool_choice", "tools", "temperature", "top_p",
+)  # fmt: skip
+_NEUTRAL: dict[str, list[Any]] = {
+    name: hint.__metadata__[0].extra_json_schema["enum"]
+    for name, hint in get_type_hints(ResponseRequest, include_extras=True).items()
+    if getattr(hint, "__origin__", None) is Any
+}
+"""Accepted values of fields that are not supported."""
+
+
+def options_of(request: ResponseRequest) -> ResponseOptions:
+    items = [InputItem("message", "user", request.input)] if isinstance(request.input, str) else request.input
+    shown = {name: msgspec.to_builtins(getattr(request, name)) for name in _SHOWN}
+    return ResponseOptions(request.store is not False, request.previous_response_id, msgspec.json.encode(items), shown)
+
+
+def to_chat(request: ResponseRequest, history: list[InputItem]) -> tuple[ChatCompletionRequest, list[str]]:
+    """Returns the chat, and for each of its messages the item that it begins with, for errors.
+
+    history: items of the earlier responses. Raises InvalidRequest.
+    """
+    _check_supported(request)
+    turns = _Turns()
+    if request.instructions:
+        turns.begin("system", "instructions").content = request.instructions
+    for item in history:
+        turns.add(item, "previous_response_id")
+    if isinstance(request.input, str):
+        turns.begin("user", "input").content = request.input
+    else:
+        for number, item in enumerate(request.input):
+            turns.add(item, f"input[{number}]")
+    if not turns.messages:
+        raise InvalidRequest("input has no items; send a text or at least one item.", "input")
+    chat = ChatCompletionRequest(messages=turns.messages, model=request.model)
+    chat.max_completion_tokens = request.max_output_tokens
+    chat.temperature, chat.top_p = request.temperature, request.top_p
+    chat.tools = [_tool(number, tool) for number, tool in enumerate(request.tools or ())] or None
+    choice = request.tool_choice
+    chat.tool_choice = NamedToolChoice(NamedFunction(choice.name)) if isinstance(choice, NamedTool) else choice
+    chat.parallel_tool_calls, chat.stream = request.parallel_tool_calls, request.stream
+    if request.text is not None and (wanted := request.text.format) is not None:
+        schema = None
+        if wanted.type == "json_schema":
+            if wanted.schema is None:
+                raise InvalidRequest("text.format has type 'json_schema' but no schema; add it.", "text.format.schema")
+            schema = JsonSchemaFormat(wanted.name or "answer", wanted.description, wanted.schema, wanted.strict)
+        chat.response_format = ResponseFormat(wanted.type, schema)
+    if request.reasoning is not None:
+        chat.reasoning_effort = request.reasoning.effort
+    chat.priority, chat.cache_salt, chat.request_id = request.priority, request.cache_salt, request.request_id
+    return chat, turns.params
+
+
+def _check_supported(request: ResponseRequest) -> None:
+    for field, neutral in _NEUTRAL.items():
+        value = getattr(request, field)
+        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
+            raise InvalidRequest(f"{field} is {shown_value(value)}, which is not supported; leave it out.", field)
+    if "message.output_text.logprobs" in (request.include or ()):
+        raise InvalidRequest(
+            "include asks for logprobs, which responses do not have here; chat completions have them.", "include"
+        )
+
+
+class _Turns:
+    """The chat. Consecutive items of the assistant are one message."""
+
+    def __init__(self) -> None:
+        self.messages: list[ChatMessage] = []
+        self.params: list[str] = []
+
+    def add(self, item: InputItem, param: str) -> None:
+        match item.type:
+            case None | "message":
+                if item.role is None:
+                    raise InvalidRequest(f"{param} has no role; add it, or a type of {', '.join(ITEM_TYPES)}.", param)
+                parts = _parts(item.content, f"{param}.content")
+                if item.role == "assistant":
+                    turn = self._answer(param)
+                    turn.content = [*_list(turn.content), *parts]
+                else:
+                    self.begin(item.role, param).content = parts
+            case "reasoning":
+                turn = self._answer(param)
+                parts = _parts(item.content or item.summary or [], f"{param}.content")
+                turn.reasoning = (turn.reasoning or "") + "".join(part.text or "" for part in parts)
+            case "function_call":
+                turn = self._answer(param)
+                name, call_id = _given(item, "name", param), _given(item, "call_id", param)
+                call = ToolCall(FunctionCall(name, item.arguments), call_id)
+                turn.tool_calls = [*(turn.tool_calls or ()), call]
+            case "function_call_output":
+                parts = _parts(item.output, f"{param}.output")
+                answer = self.begin("tool", param)
+                answer.tool_call_id = _given(item, "call_id", param)
+                answer.content = [part for part in parts if part.type == "text"]
+                if images := [part for part in parts if part.type != "text"]:  # templates of tool messages take text
+                    self.begin("user", param).content = images
+            case other:
+                raise InvalidRequest(
+                    f"{param}.type is {other!r}; this server supports items of type {', '.join(ITEM_TYPES)}.",
+                    f"{param}.type",
+                )
+
+    def begin(self, role: str, param: str) -> ChatMessage:
+        self.messages.append(ChatMessage(role))
+        self.params.append(param)
+        return self.messages[-1]
+
+    def _answer(self, param: str) -> ChatMessage:
+        if self.messages and self.messages[-1].role == "assistant":
+            return self.messages[-1]
+        turn = self.begin("assistant", param)
+        turn.content = []
+        return turn
+
+
+def _given(item: InputItem, field: str, param: str) -> str:
+    value: str | None = getattr(item, field)
+    if value is None:
+        raise InvalidRequest(f"{param} is a {item.type} but has no {field}; add it.", f"{param}.{field}")
+    return value
+
+
+def _list(content: str | list[ContentPart] | None) -> list[ContentPart]:
+    return content if isinstance(content, list) else []
+
+
+def _parts(content: str | list[InputPart] | None, param: str) -> list[ContentPart]:
+    if content is None:
+        raise InvalidRequest(f"{param} is null; send a string or a list of parts.", param)
+    if isinstance(content, str):
+        return [ContentPart("text", content)]
+    return [_part(part, f"{param}[{number}]") for number, part in enumerate(content)]
+
+
+def _part(part: InputPart, param: str) -> ContentPart:
+    if part.type not in PART_TYPES:
+        raise InvalidRequest(
+            f"{param}.type is {part.type!r}; this server supports parts of type {', '.join(PART_TYPES)}.",
+            f"{param}.type",
+        )
+    field = {"input_image": "image_url", "refusal": "refusal"}.get(part.type, "text")
+    value: str | None = getattr(part, field)
+    if value is None:
+        raise InvalidRequest(f"{param} has type {part.type!r} but no {field}; add it.", param)
+    return ContentPart("image_url", image_url=value) if field == "image_url" else ContentPart("text", value)
+
+
+def _tool(number: int, tool: ResponseTool) -> Tool:
+    if tool.type != "function":
+        raise InvalidRequest(
+            f"tools[{number}].type is {tool.type!r}; this server runs no tools itself and supports functions only.",
+            f"tools[{number}].type",
+        )
+    if tool.name is None:
+        raise InvalidRequest(f"tools[{number}] has no name; add it.", f"tools[{number}].name")
+    return Tool(FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict))

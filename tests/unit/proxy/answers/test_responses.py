@@ -1,0 +1,359 @@
+"""OpenAI's Responses API, from the body to the answer, streamed and not, and stored responses."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tandem.proxy.answers.answers import DONE
+from tandem.proxy.answers.errors import status_of
+from tandem.proxy.answers.messages import encode_event
+from tandem.proxy.answers.responses import ItemWriter, ResponseAnswers
+from tandem.proxy.api import response_store
+from tandem.proxy.api.response_store import (
+    PreviousResponseNotFound,
+    ResponseNotFound,
+    ResponseStore,
+    StoredResponse,
+)
+from tandem.proxy.api.responses_answer import (
+    ArgumentsDone,
+    ArgumentsPiece,
+    FunctionCallItem,
+    ItemAdded,
+    ItemDone,
+    OutputMessage,
+    ReasoningItem,
+    ReasoningPiece,
+    TextPiece,
+)
+from tandem.proxy.api.responses_request import InputItem, ResponseRequest, to_chat
+from tandem.proxy.api.tool_parser import Parsed
+from tandem.proxy.api.validation import BodyDecoder, ModelNotFound
+from tandem.proxy.dispatch.generation import Generation
+from tandem.runtime.errors import InternalError, InvalidRequest
+from tandem.telemetry.request_log import RequestRecord
+from tests.support.proxy_cluster import Cluster, play, whole
+from tests.unit.proxy.answers.test_parsed_answers import CALL, OPEN, generate, reader_of
+
+TOOLS = [{"type": "function", "name": "f", "parameters": {"properties": {"a": {"type": "integer"}}}}]
+NO_HISTORY: list[InputItem] = []
+
+
+def converted(history: list[InputItem] = NO_HISTORY, **fields: Any) -> dict[str, Any]:
+    """Returns the chat that a body becomes, without fields that are null."""
+    request = msgspec.json.decode(json.dumps({"input": "hi", **fields}), type=ResponseRequest)
+    chat = msgspec.to_builtins(to_chat(request, history)[0])
+    return dict(json.loads(json.dumps(chat), object_hook=lambda o: {k: v for k, v in o.items() if v is not None}))
+
+
+def text(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": each} for each in texts]
+
+
+def test_items_become_a_chat() -> None:
+    items = [
+        {"role": "developer", "content": "be brief"},
+        {"type": "message", "role": "user", "content": [
+            {"type": "input_text", "text": "look"}, {"type": "input_image", "image_url": "https://h/i.png"}]},
+        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "content": [
+            {"type": "output_text", "text": "calling", "annotations": []}]},
+        {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "f", "arguments": '{"a": 1}'},
+        {"type": "function_call", "call_id": "c2", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "one"},
+        {"type": "function_call_output", "call_id": "c2", "output": [
+            {"type": "input_text", "text": "two"}, {"type": "input_image", "image_url": "https://h/j.png"}]},
+        {"role": "user", "content": "and now?"},
+    ]  # fmt: skip
+    chat = converted(input=items, instructions="you are f")
+    call = {"type": "function"}
+    assert chat["messages"] == [
+        {"role": "system", "content": "you are f"},
+        {"role": "developer", "content": text("be brief")},
+        {"role": "user", "content": [*text("look"), {"type": "image_url", "image_url": "https://h/i.png"}]},
+        {
+            "role": "assistant",
+            "reasoning": "hm",
+            "content": text("calling"),
+            "tool_calls": [
+                {**call, "function": {"name": "f", "arguments": '{"a": 1}'}, "id": "c1"},
+                {**call, "function": {"name": "f", "arguments": "{}"}, "id": "c2"},
+            ],
+        },
+        {"role": "tool", "content": text("one"), "tool_call_id": "c1"},
+        {"role": "tool", "content": text("two"), "tool_call_id": "c2"},
+        {"role": "user", "content": [{"type": "image_url", "image_url": "https://h/j.png"}]},
+        {"role": "user", "content": text("and now?")},
+    ]
+
+
+def test_fields_become_those_of_chats() -> None:
+    schema = {"type": "object"}
+    chat = converted(
+        max_output_tokens=7, temperature=0.1, top_p=0.5, tools=TOOLS, parallel_tool_calls=False, stream=True,
+        tool_choice={"type": "function", "name": "f"}, reasoning={"effort": "low", "summary": "auto"}, priority=2,
+        text={"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}, cache_salt="s",
+        metadata={"a": "b"}, store=False, include=["reasoning.encrypted_content"], truncation="disabled",
+        prompt_cache_key="k", user="u", background=False, top_logprobs=0, service_tier="auto",
+    )  # fmt: skip
+    assert chat["messages"] == [{"role": "user", "content": "hi"}]
+    assert (chat["max_completion_tokens"], chat["temperature"], chat["top_p"]) == (7, 0.1, 0.5)
+    assert chat["tools"][0]["function"] == {"name": "f", "parameters": TOOLS[0]["parameters"]}
+    assert chat["tool_choice"] == {"type": "function", "function": {"name": "f"}}
+    assert (chat["parallel_tool_calls"], chat["stream"], chat["reasoning_effort"]) == (False, True, "low")
+    assert chat["response_format"] == {
+        "type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": True},
+    }  # fmt: skip
+    assert (chat["priority"], chat["cache_salt"]) == (2, "s")
+    before = [InputItem("message", "user", "old"), InputItem("message", "assistant", "answer")]
+    assert [message["role"] for message in converted(before)["messages"]] == ["user", "assistant", "user"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "said"),
+    [
+        ({"input": None}, "input", "null"),
+        ({"input": []}, "input", "no items"),
+        ({"input": [{"content": "x"}]}, "input[0]", "no role"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'tool'"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "is null"),
+        ({"input": [{"type": "web_search_call", "id": "1"}]}, "input[0].type", "web_search_call"),
+        ({"input": [{"type": "item_reference", "id": "1"}]}, "input[0].type", "item_reference"),
+        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content[0].type", "input_file"),
+        ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0]", "no text"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "https://h/i"}]}]},
+         "input[0].content[0]", "takes text only"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input[0].call_id", "no call_id"),
+        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "{"}]},
+         "input[0].tool_calls[0].function.arguments", "JSON object"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "no call_id"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type", "runs no tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].name", "no name"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "g"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "no schema"),
+        ({"background": True}, "background", "true"),
+        ({"background": 0}, "background", "0"),
+        ({"conversation": "c"}, "conversation", "not supported"),
+        ({"truncation": "auto"}, "truncation", "not supported"),
+        ({"top_logprobs": 2}, "top_logprobs", "<= 0"),
+        ({"include": ["message.output_text.logprobs"]}, "include", "logprobs"),
+        ({"max_output_tokens": 0}, "max_output_tokens", ">= 1"),
+        ({"temperature": 3}, "temperature", "<= 2"),
+        ({"metadata": {"a": 1}}, "metadata", "str"),
+        ({"previous_response_id": "resp_x"}, "previous_response_id", "unknown"),
+    ],
+)  # fmt: skip
+def test_wrong_fields_are_refused_by_name(fields: dict[str, Any], param: str, said: str) -> None:
+    def history(response_id: str) -> list[InputItem]:
+        raise PreviousResponseNotFound("unknown", "previous_response_id")
+
+    with pytest.raises(InvalidRequest) as refused:
+        BodyDecoder("m").response(json.dumps({"input": "hi", **fields}).encode(), history)
+    assert (refused.value.param or "").startswith(param) and said in refused.value.message
+
+
+def test_other_models_are_not_found() -> None:
+    with pytest.raises(ModelNotFound):
+        BodyDecoder("m").response(b'{"input": "a", "model": "gpt"}', lambda _: [])
+
+
+# ---- answers
+
+
+def answers_to(cluster: Cluster, kept: ResponseStore | None = None, **fields: Any) -> ResponseAnswers:
+    body = {"max_output_tokens": 300, "input": OPEN, **fields}
+    request = reader_of(cluster).read(json.dumps(body).encode(), "response", cluster.worker_table.limits())
+    return ResponseAnswers(Generation(cluster.services, request, RequestRecord("r", "response")), "m", kept, "k")
+
+
+async def streamed(answers: ResponseAnswers) -> list[dict[str, Any]]:
+    data = b"".join([event async for event in answers.events()])
+    assert DONE not in data
+    shown = []
+    for number, event in enumerate(data.decode().split("\n\n")[:-1]):
+        name, content = event.split("\n")
+        shown.append(json.loads(content.removeprefix("data: ")))
+        assert name == f"event: {shown[-1]['type']}" and shown[-1]["sequence_number"] == number
+    return shown
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("has_call", [False, True])
+def test_thinking_text_and_calls_are_items(stream: bool, has_call: bool, tmp_path: Path) -> None:
+    store = ResponseStore(tmp_path)
+
+    async def test(cluster: Cluster) -> None:
+        fields = {"tools": TOOLS} if has_call else {}
+        answers = answers_to(cluster, store, stream=stream, metadata={"a": "b"}, **fields)
+        task = asyncio.create_task(streamed(answers) if stream else whole(answers))
+        await generate(cluster, f"hm</think>hello{CALL if has_call else ''}")
+        if stream:
+            events = await task
+            assert [event["type"] for event in events[:2]] == ["response.created", "response.in_progress"]
+            assert events[0]["response"]["output"] == [] and events[-1]["type"] == "response.completed"
+            deltas = {"response.output_text.delta": "", "response.function_call_arguments.delta": ""}
+            for event in events:
+                if event["type"] in deltas:
+                    deltas[event["type"]] += event["delta"]
+            assert list(deltas.values()) == ["hello", '{"a": 1}' if has_call else ""]
+            body = events[-1]["response"]
+        else:
+            body = json.loads(cast(bytes, await task))
+        assert (body["id"], body["status"], body["metadata"], body["store"]) == (
+            "resp_r",
+            "completed",
+            {"a": "b"},
+            True,
+        )
+        thinking, message, *calls = body["output"]
+        assert thinking["type"] == "reasoning" and thinking["content"] == [{"type": "reasoning_text", "text": "hm"}]
+        assert message["content"] == [{"type": "output_text", "text": "hello", "annotations": [], "logprobs": []}]
+        assert [(call["name"], call["arguments"]) for call in calls] == ([("f", '{"a": 1}')] if has_call else [])
+        assert {item["status"] for item in body["output"]} == {"completed"}
+        usage = body["usage"]
+        assert usage["total_tokens"] == usage["input_tokens"] + usage["output_tokens"]
+        assert usage["output_tokens_details"]["reasoning_tokens"] > 0
+        assert json.loads(bytes(store.load("k", "resp_r").response)) == body
+        items = store.history("k", "resp_r")
+        kinds = ["message", "reasoning", "message", *(["function_call"] if has_call else [])]
+        assert [item.type for item in items] == kinds
+
+    play(test, max_model_len=400)
+
+
+def test_a_response_that_is_not_to_be_stored_is_not(tmp_path: Path) -> None:
+    async def test(cluster: Cluster) -> None:
+        task = asyncio.create_task(whole(answers_to(cluster, ResponseStore(tmp_path), store=False)))
+        await generate(cluster, "hm</think>hello")
+        assert json.loads(await task)["store"] is False
+        assert list(tmp_path.iterdir()) == []
+
+    play(test, max_model_len=400)
+
+
+def test_a_full_disk_costs_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def full(self: Path, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+
+    async def test(cluster: Cluster) -> None:
+        task = asyncio.create_task(whole(answers_to(cluster, ResponseStore(tmp_path))))
+        await generate(cluster, "hm</think>hello")
+        assert json.loads(await task)["status"] == "completed"
+
+    play(test, max_model_len=400)
+    assert "No space left" in caplog.text and not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
+def test_an_error_in_mid_stream_is_a_failed_response() -> None:
+    async def test(cluster: Cluster) -> None:
+        event = answers_to(cluster)._error_event(InternalError("no")).decode()
+        failed = json.loads(event.partition("data: ")[2])
+        assert failed["type"] == "response.failed" and failed["response"]["status"] == "failed"
+        assert failed["response"]["error"] == {"code": "server_error", "message": "no"}
+
+    play(test, max_model_len=400)
+
+
+words = st.text(max_size=5)
+pieces = st.lists(
+    st.one_of(st.builds(lambda w: Parsed(reasoning=w), words), st.builds(lambda w: Parsed(content=w), words)),
+    max_size=6,
+)
+
+
+@given(before=pieces, num_calls=st.integers(0, 3))
+def test_events_of_items_lose_nothing(before: list[Parsed], num_calls: int) -> None:
+    parts = list(before)
+    for i in range(num_calls):
+        parts += [Parsed(names={i: f"f{i}"}, arguments={i: '{"n": '}), Parsed(arguments={i: f"{i}}}"})]
+    writer = ItemWriter()
+    events = []
+    for event in (event for part in parts for event in writer.push(part)):
+        encode_event(event)
+        events.append(msgspec.json.decode(msgspec.json.encode(event), type=type(event)))  # as it was then
+    events += list(writer.end("incomplete"))
+    added = [event.output_index for event in events if isinstance(event, ItemAdded)]
+    assert added == list(range(len(writer.items))) == [e.output_index for e in events if isinstance(e, ItemDone)]
+    assert [item.status for item in writer.items] == ["completed"] * (len(added) - 1) + ["incomplete"] * bool(added)
+    for index, item in enumerate(writer.items):
+        own = [event for event in events if getattr(event, "output_index", -1) == index]
+        match item:
+            case FunctionCallItem():
+                assert "".join(e.delta for e in own if isinstance(e, ArgumentsPiece)) == item.arguments
+                assert [e.arguments for e in own if isinstance(e, ArgumentsDone)] == [item.arguments]
+            case OutputMessage():
+                assert "".join(e.delta for e in own if isinstance(e, TextPiece)) == item.content[0].text
+            case ReasoningItem():
+                assert "".join(e.delta for e in own if isinstance(e, ReasoningPiece)) == item.content[0].text
+    texts = [item.content[0].text for item in writer.items if isinstance(item, OutputMessage)]
+    assert "".join(texts) == "".join(part.content for part in before)
+    assert sum(isinstance(item, FunctionCallItem) for item in writer.items) == num_calls
+
+
+# ---- stored responses
+
+
+def stored(question: str, answer: str, previous: str = "") -> StoredResponse:
+    output = {"output": [{"type": "message", "id": "m", "role": "assistant", "content": answer}]}
+    given = [{"type": "message", "role": "user", "content": question}]
+    return StoredResponse(msgspec.Raw(json.dumps(output).encode()), msgspec.Raw(json.dumps(given).encode()), previous)
+
+
+def test_a_chain_of_responses_is_a_conversation(tmp_path: Path) -> None:
+    store, other = ResponseStore(tmp_path), ResponseStore(tmp_path)
+    assert store.save("", "1", stored("a", "b")) and other.save("", "2", stored("c", "d", previous="1"))
+    assert [item.content for item in store.history("", "2")] == ["a", "b", "c", "d"]
+    store.delete("", "1")
+    with pytest.raises(PreviousResponseNotFound) as lost:
+        other.history("", "2")
+    assert (status_of(lost.value), lost.value.param) == (400, "previous_response_id")
+
+
+def test_responses_of_others_are_not_found(tmp_path: Path) -> None:
+    store = ResponseStore(tmp_path)
+    store.save("alice", "1", stored("a", "b"))
+    for call in (store.load, store.delete):
+        with pytest.raises(ResponseNotFound) as unknown:
+            call("bob", "1")
+        assert status_of(unknown.value) == 404
+    with pytest.raises(PreviousResponseNotFound):
+        store.history("bob", "1")
+    for name in ("../alice/1", "/etc/passwd", "a\0b", "x" * 5000):
+        with pytest.raises(ResponseNotFound):
+            store.load("alice", name)
+    assert store.load("alice", "1")
+    [folder] = tmp_path.iterdir()
+    assert folder.stat().st_mode & 0o077 == 0
+
+
+def test_old_large_and_many_responses_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_store, "_CHECK_INTERVAL_S", 0)
+    monkeypatch.setattr(response_store, "MAX_RESPONSES", 3)
+    store = ResponseStore(tmp_path)
+    for number in range(5):
+        store.save("", str(number), stored("a", "b"))
+        os.utime(store._file("", str(number)), (number + 1e9 * 2, number + 1e9 * 2))
+    assert [n for n in range(5) if store._file("", str(n)).exists()] == [2, 3, 4]
+    monkeypatch.setattr(response_store, "MAX_BYTES", 700)
+    store.save("", "5", stored("a", "b" * 300))
+    assert store.load("", "5") and not store._file("", "2").exists()
+    os.utime(store._file("", "5"), (1, 1))
+    with pytest.raises(ResponseNotFound):
+        store.load("", "5")
+    monkeypatch.setattr(response_store, "MAX_RESPONSE_BYTES", 100)
+    assert not store.save("", "6", stored("a", "b" * 100))
+    monkeypatch.setattr(response_store, "MAX_HISTORY_BYTES", 10)
+    with pytest.raises(InvalidRequest, match="begin a new chain"):
+        store.history("", "4")
