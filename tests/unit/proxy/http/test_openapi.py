@@ -54,6 +54,10 @@ def tables() -> dict[str, str]:
         "TokenizeResponse",
         "EmbeddingRequest",
         "MessageRequest",
+        "ResponseRequest",
+        "InputItem",
+        "InputPart",
+        "ResponseTool",
     ):
         made[name] = field_table(rows_of(name))
     return made
