@@ -81,5 +81,5 @@ def test_answers_match_the_openapi_document(cluster: Cluster, operation: Any, mo
         case.validate_response(response, checks=CHECKS)
 
     ask()
-    if mode is GenerationMode.POSITIVE and operation.path != "/v1/models/{model}":
+    if mode is GenerationMode.POSITIVE and "{" not in operation.path:
         assert statuses[200] > 0, "every request was refused, so no answer was checked"
