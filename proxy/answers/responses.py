@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
 import msgspec
@@ -60,7 +60,9 @@ log = logging.getLogger("proxy")
 class ItemWriter:
     """Makes the events of output items from parsed text, and keeps the items. Only one item is open at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: Mapping[str, str] | None = None) -> None:
+        """namespaces: of functions that have one, by name."""
+        self._namespaces = namespaces or {}
         self.items: list[OutputItem] = []
         self._open: str | int | None = None  # "reasoning", "message" or the number of a call
 
@@ -103,7 +105,8 @@ class ItemWriter:
         index = len(self.items)
         if isinstance(kind, int):
             call_id = parsed.ids.get(kind) or f"call_{secrets.token_hex(12)}"
-            item = FunctionCallItem(f"fc_{secrets.token_hex(12)}", call_id, parsed.names[kind])
+            name = parsed.names[kind]
+            item = FunctionCallItem(f"fc_{secrets.token_hex(12)}", call_id, name, namespace=self._namespaces.get(name))
             self.items.append(item)
             yield ItemAdded(output_index=index, item=item)
             return
@@ -144,7 +147,7 @@ class ResponseAnswers(ParsedAnswers):
         self._store, self._scope = store, cache_scope
         assert self._request.response is not None
         self._options = self._request.response
-        self._writer = ItemWriter()
+        self._writer = ItemWriter(self._options.namespaces)
         self._num_events = 0
         self._is_incomplete = False
 

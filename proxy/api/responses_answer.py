@@ -39,13 +39,14 @@ class ReasoningItem(msgspec.Struct, tag_field="type", tag="reasoning"):
 
 
 class FunctionCallItem(msgspec.Struct, tag_field="type", tag="function_call"):
-    """arguments: JSON in a string."""
+    """arguments: JSON in a string. namespace: of the function, if it has one."""
 
     id: str
     call_id: str
     name: str
     arguments: str = ""
     status: ItemStatus = "in_progress"
+    namespace: str | None = None
 
 
 OutputItem = OutputMessage | ReasoningItem | FunctionCallItem

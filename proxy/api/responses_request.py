@@ -68,13 +68,14 @@ class InputItem(msgspec.Struct):
 
 
 class ResponseTool(msgspec.Struct):
-    """type: function. parameters: JSON schema of the arguments."""
+    """type: function or namespace. parameters: JSON schema of the arguments. tools: functions of a namespace."""
 
-    type: Annotated[str, Meta(extra_json_schema={"enum": ["function"]})]
+    type: Annotated[str, Meta(extra_json_schema={"enum": ["function", "namespace"]})]
     name: Annotated[str, Meta(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")] | None = None
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
+    tools: list[ResponseTool] | None = None
 
 
 class NamedTool(msgspec.Struct):
@@ -155,12 +156,16 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
 
 
 class ResponseOptions(msgspec.Struct, frozen=True):
-    """What the answer needs of the request. input: items as JSON, to be stored. shown: fields to repeat."""
+    """What the answer needs of the request. input: items as JSON, to be stored. shown: fields to repeat.
+
+    namespaces: of functions that have one, by name.
+    """
 
     store: bool
     previous_response_id: str | None
     input: bytes
     shown: dict[str, Any]
+    namespaces: dict[str, str]
 
 
 _SHOWN = (
@@ -177,8 +182,11 @@ _NEUTRAL: dict[str, list[Any]] = {
 
 def options_of(request: ResponseRequest) -> ResponseOptions:
     items = [InputItem("message", "user", request.input)] if isinstance(request.input, str) else request.input
+    namespaces = {each.name or "": tool.name or "" for tool in request.tools or () for each in tool.tools or ()}
     shown = {name: msgspec.to_builtins(getattr(request, name)) for name in _SHOWN}
-    return ResponseOptions(request.store is not False, request.previous_response_id, msgspec.json.encode(items), shown)
+    return ResponseOptions(
+        request.store is not False, request.previous_response_id, msgspec.json.encode(items), shown, namespaces
+    )
 
 
 def to_chat(request: ResponseRequest, history: list[InputItem]) -> tuple[ChatCompletionRequest, list[str]]:
@@ -202,7 +210,7 @@ def to_chat(request: ResponseRequest, history: list[InputItem]) -> tuple[ChatCom
     chat = ChatCompletionRequest(messages=turns.messages, model=request.model)
     chat.max_completion_tokens = request.max_output_tokens
     chat.temperature, chat.top_p = request.temperature, request.top_p
-    chat.tools = [_tool(number, tool) for number, tool in enumerate(request.tools or ())] or None
+    chat.tools = _tools(request.tools or []) or None
     choice = request.tool_choice
     chat.tool_choice = NamedToolChoice(NamedFunction(choice.name)) if isinstance(choice, NamedTool) else choice
     chat.parallel_tool_calls, chat.stream = request.parallel_tool_calls, request.stream
@@ -315,12 +323,23 @@ def _part(part: InputPart, param: str) -> ContentPart:
     return ContentPart("image_url", image_url=value) if field == "image_url" else ContentPart("text", value)
 
 
-def _tool(number: int, tool: ResponseTool) -> Tool:
-    if tool.type != "function":
-        raise InvalidRequest(
-            f"tools[{number}].type is {tool.type!r}; this server runs no tools itself and supports functions only.",
-            f"tools[{number}].type",
-        )
-    if tool.name is None:
-        raise InvalidRequest(f"tools[{number}] has no name; add it.", f"tools[{number}].name")
-    return Tool(FunctionDefinition(tool.name, tool.description, tool.parameters, tool.strict))
+def _tools(given: list[ResponseTool]) -> list[Tool]:
+    """Returns the functions, also those in namespaces. Chat templates know no namespaces, so names must differ."""
+    tools: dict[str, Tool] = {}
+    for number, tool in enumerate(given):
+        param = f"tools[{number}]"
+        members = [(param, tool)]
+        if tool.type == "namespace":
+            members = [(f"{param}.tools[{index}]", each) for index, each in enumerate(tool.tools or ())]
+        for each_param, each in members:
+            if each.type != "function":
+                raise InvalidRequest(
+                    f"{each_param}.type is {each.type!r}; this server runs no tools and supports functions only.",
+                    f"{each_param}.type",
+                )
+            if each.name is None:
+                raise InvalidRequest(f"{each_param} has no name; add it.", f"{each_param}.name")
+            if each.name in tools:
+                raise InvalidRequest(f"{each_param} has the name of another function; rename it.", f"{each_param}.name")
+            tools[each.name] = Tool(FunctionDefinition(each.name, each.description, each.parameters, each.strict))
+    return list(tools.values())

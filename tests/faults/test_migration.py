@@ -28,6 +28,14 @@ REQUESTS: list[dict[str, Any]] = [
     {"prompt": "Three of them", "temperature": 0.8, "seed": 5, "n": 3, **_LONG},
     {"prompt": list(range(5, 200)), "temperature": 0, **_LONG},
     {"prompt": "With a grammar", "seed": 3, "structured_outputs": {"regex": _LETTERS}, **_LONG},
+    {
+        "path": "/v1/messages", "messages": [{"role": "user", "content": "A message."}], "temperature": 0,
+        "max_tokens": NUM_TOKENS, "output_config": {"format": {"type": "json_schema", "schema": _SCHEMA}},
+    },
+    {
+        "path": "/v1/responses", "input": "A response.", "temperature": 0, "max_output_tokens": NUM_TOKENS,
+        "text": {"format": {"type": "json_schema", "name": "counts", "schema": _SCHEMA}},
+    },
     {"prompt": "Stopped by no string", "seed": 8, "stop": ["no such thing", "\x00"], **_LONG},
     {
         "prompt": "Stopped by one that comes late", "seed": 9, "stop": ["YZ"],
@@ -61,7 +69,33 @@ def undisturbed(running: Cluster) -> list[Any]:
     assert stopped["ends"] == ["stop"] and re.fullmatch(_LETTERS, stopped["text"])
     for answer in (of_schema, of_tool):
         assert answer["ends"] == ["length"] and re.match(r'\s*\{\s*"counts"\s*:\s*\[[\s\d,]{100}', answer["text"])
+    for body, answer in zip(REQUESTS, answers, strict=True):
+        if "path" in body:
+            whole = post(running, body)
+            text = whole["content"][0]["text"] if "content" in whole else whole["output"][0]["content"][0]["text"]
+            assert text == answer[0]["text"] and len(text) > NUM_TOKENS and answer[0]["ends"]
     return answers
+
+
+def post(cluster: Cluster, body: dict[str, Any]) -> Any:
+    fields = {"model": MODEL, **body}
+    return httpx.post(f"{cluster.url}{fields.pop('path')}", json=fields, timeout=300).raise_for_status().json()
+
+
+def choices_of(event: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the pieces of choices that an event of any API has, in the form of a completion."""
+    if "choices" in event:
+        return list(event["choices"])
+    match event["type"]:
+        case "content_block_delta":
+            return [{"index": 0, "text": event["delta"]["text"], "finish_reason": None}]
+        case "response.output_text.delta":
+            return [{"index": 0, "text": event["delta"], "finish_reason": None}]
+        case "message_delta":
+            return [{"index": 0, "text": "", "finish_reason": event["delta"]["stop_reason"]}]
+        case "response.incomplete" | "response.completed" | "response.failed":
+            return [{"index": 0, "text": "", "finish_reason": event["response"]["status"]}]
+    return []
 
 
 def stream(cluster: Cluster, body: dict[str, Any], begun: threading.Event | None = None) -> Any:
@@ -69,7 +103,7 @@ def stream(cluster: Cluster, body: dict[str, Any], begun: threading.Event | None
     choices: dict[int, dict[str, Any]] = {}
     num_events = 0
     fields = {"model": MODEL, "stream": True, **body}
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    path = fields.pop("path", "/v1/chat/completions" if "messages" in body else "/v1/completions")
     with httpx.stream("POST", f"{cluster.url}{path}", json=fields, timeout=300) as answer:
         assert answer.status_code == 200, answer.read()
         for line in answer.iter_lines():
@@ -80,7 +114,7 @@ def stream(cluster: Cluster, body: dict[str, Any], begun: threading.Event | None
             num_events += 1
             if num_events == 10 and begun is not None:
                 begun.set()
-            for choice in event["choices"]:
+            for choice in choices_of(event):
                 seen = choices.setdefault(choice["index"], {"text": "", "ids": [], "logprobs": [], "ends": []})
                 seen["text"] += choice["text"] if "text" in choice else text_of(choice["delta"])
                 seen["ids"] += choice.get("token_ids") or []

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -86,3 +87,32 @@ def test_qwen_code_uses_chat_completions(tmp_path: Path) -> None:
             OPENAI_MODEL=MODEL,
         )
         check(file, output, workers)
+
+
+@pytest.mark.timeout(TIMEOUT_S + 120)
+def test_codex_uses_the_responses_api(tmp_path: Path) -> None:
+    command, file = agent("codex"), tmp_path / "work" / "hello.txt"
+    file.parent.mkdir()
+
+    def script(prompt: str) -> str:
+        if "<|tool|>" in prompt:
+            return FINAL
+        [shell] = [name for name in tools_of(prompt) if name in ("exec_command", "shell_command", "shell")]
+        line = f"printf %s {shlex.quote(CONTENT)} > {shlex.quote(str(file))}; echo it is done"
+        key = {"exec_command": "cmd", "shell_command": "command", "shell": "command"}[shell]
+        return tool_call(shell, **{key: line if shell != "shell" else ["sh", "-c", line]})
+
+    with scripted_model(tmp_path, script) as (url, workers):
+        home = tmp_path / "codex"
+        home.mkdir()
+        provider = f'name = "Tandem"\nbase_url = "{url}/v1"\nwire_api = "responses"\nenv_key = "KEY"\n'
+        settings = f'model = "{MODEL}"\nmodel_provider = "tandem"\nweb_search = "disabled"\n'
+        (home / "config.toml").write_text(f"{settings}[model_providers.tandem]\n{provider}")
+        output = run(
+            [command, "exec", "--skip-git-repo-check", "--sandbox", "danger-full-access", "write a file"],
+            file.parent,
+            CODEX_HOME=str(home),
+            KEY="none",
+        )
+        assert file.read_text() == CONTENT and FINAL in output
+        assert any("it is done" in prompt for prompt in workers.prompts)

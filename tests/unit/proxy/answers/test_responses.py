@@ -60,6 +60,18 @@ def text(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": each} for each in texts]
 
 
+def test_functions_of_a_namespace_are_called_with_it() -> None:
+    async def test(cluster: Cluster) -> None:
+        answers = answers_to(cluster, tools=[{"type": "namespace", "name": "n", "tools": TOOLS}])
+        task = asyncio.create_task(whole(answers))
+        start = await generate(cluster, f"</think>{CALL}")
+        assert start is not None
+        [call] = json.loads(await task)["output"]
+        assert (call["name"], call["namespace"]) == ("f", "n")
+
+    play(test, max_model_len=400)
+
+
 def test_items_become_a_chat() -> None:
     items = [
         {"role": "developer", "content": "be brief"},
@@ -139,6 +151,9 @@ def test_fields_become_those_of_chats() -> None:
         ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "no call_id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type", "runs no tools"),
         ({"tools": [{"type": "function"}]}, "tools[0].name", "no name"),
+        ({"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "custom", "name": "c"}]}]},
+         "tools[0].tools[0].type", "functions only"),
+        ({"tools": [*TOOLS, {"type": "namespace", "name": "n", "tools": TOOLS}]}, "tools[1].tools[0].name", "another"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, "tool_choice", "g"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema", "no schema"),
         ({"background": True}, "background", "true"),
