@@ -112,6 +112,9 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         "Port of the admin routes; 0 uses the port after --port.")] = 0
     trust_request_chat_template: Annotated[bool, _in("HTTP", description=
         "Allow requests to bring their own chat template (Jinja in a sandbox, at most 2 s of CPU time).")] = False
+    data_dir: Annotated[str, _in("HTTP", description=
+        "Folder for the Files and Batches API, which survives restarts; without it they answer 501. On several hosts "
+        "it must be on a shared disk.")] = ""
 
     max_media_items: Annotated[int, _in("media", ge=1, le=1024, description=
         "Maximum number of images and videos per request.")] = 32

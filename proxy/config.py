@@ -37,7 +37,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       tool_call_parser, reasoning_parser: how the model writes tool calls and thinking, see `proxy.api.parser_names`.
       generation_config: where sampling defaults come from, see `proxy.text.sampling_defaults`.
       response_folder: holds stored responses, see `proxy.api.response_store`; shared by the proxies of a host; empty
-      keeps none.
+      keeps none. data_folder: holds files and batches of clients, see `proxy.batches`; empty refuses them.
       max_logprobs: top tokens per token that a request may ask for; -1 for all.
     HTTP:
       listen_fd, admin_listen_fd: inherited sockets, bound to the address; None binds host and port.
@@ -102,6 +102,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     reasoning_parser: ReasoningParserName = "auto"
     generation_config: str = "auto"
     response_folder: str = ""
+    data_folder: str = ""
     max_logprobs: Annotated[int, Meta(ge=-1)] = 20
     ssl_certfile: str = ""
     ssl_keyfile: str = ""

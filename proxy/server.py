@@ -23,6 +23,7 @@ from tandem.proxy.admission.admission import Admission
 from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.admission.client_slots import ClientSlots
 from tandem.proxy.admission.queue_delay import QueueDelayController
+from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.cluster.router import Router
 from tandem.proxy.cluster.worker_table import WorkerTable
@@ -35,7 +36,7 @@ from tandem.proxy.http.api_keys import ApiKeys
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.bodies import RequestBodies
 from tandem.proxy.http.client_connection import track_requests
-from tandem.proxy.http.client_routes import make_admin_app, make_app
+from tandem.proxy.http.client_routes import make_admin_app, make_app, make_batch_app
 from tandem.proxy.http.connection_limits import ConnectionLimits, affordable_connections
 from tandem.proxy.observe.timelines import Timelines
 from tandem.proxy.observe.tracing import make_tracer
@@ -154,6 +155,10 @@ class ProxyServer:
         if config.api_key is not None or config.api_keys_file:
             api_keys = ApiKeys(config.api_key, Path(config.api_keys_file) if config.api_keys_file else None)
 
+        batches: BatchRunner | None = None
+        if config.data_folder:
+            batches = BatchRunner(Path(config.data_folder), api_keys.of_client if api_keys is not None else None)
+
         self._state = AppState(
             text=text,
             token_text=TokenText(text.tokenizer),
@@ -174,6 +179,7 @@ class ProxyServer:
             media=media,
             adapters=config.adapter_table(),
             responses=config.response_store(),
+            batches=batches,
         )
         self._control = Control(self._context, config, self._proxy_id, self._state, self._connections)
         self._http = self._make_listeners(listener)
@@ -205,6 +211,8 @@ class ProxyServer:
         tasks = [asyncio.create_task(self._update_gauges())]
         if self._state.api_keys is not None:
             tasks.append(asyncio.create_task(self._state.api_keys.watch()))
+        if self._state.batches is not None:
+            tasks.append(asyncio.create_task(self._state.batches.run(make_batch_app(config, self._state))))
         try:
             await asyncio.gather(*(http.serve() for http in self._http))
         finally:

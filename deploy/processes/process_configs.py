@@ -103,6 +103,7 @@ class ProcessConfigs:
             adapters=self._adapters,
             lora_file=place.lora_file,
             response_folder=place.response_folder,
+            data_folder=str(Path(cluster.data_dir).expanduser().absolute()) if cluster.data_dir else "",
             tool_call_parser=cluster.tool_call_parser,
             reasoning_parser=cluster.reasoning_parser,
             generation_config=cluster.generation_config,

@@ -16,6 +16,8 @@ from tandem.proxy.api.messages_response import MessagesError, MessagesErrorDetai
 from tandem.proxy.api.response_store import ResponseNotFound
 from tandem.proxy.api.responses import ErrorDetail, ErrorResponse
 from tandem.proxy.api.validation import ModelNotFound
+from tandem.proxy.batches.batch_store import BatchNotFound
+from tandem.proxy.batches.file_store import FileNotFound, StorageFull
 from tandem.proxy.cluster.adapter_table import AdapterNotFound
 from tandem.runtime.errors import (
     InternalError,
@@ -68,6 +70,12 @@ class UnknownRequest(InvalidRequest):
     code = "unknown_request"
 
 
+class BatchesDisabled(InvalidRequest):
+    """The server keeps no files."""
+
+    code = "not_enabled"
+
+
 class UnknownWorker(InvalidRequest):
     """No worker of this name is registered."""
 
@@ -92,6 +100,10 @@ _STATUS: dict[type[TandemError], int] = {
     UnknownRequest: 404,
     UnknownWorker: 404,
     ResponseNotFound: 404,
+    FileNotFound: 404,
+    BatchNotFound: 404,
+    BatchesDisabled: 501,
+    StorageFull: 507,
     RoleRefused: 409,
     BodyTooLarge: 413,
     HeadTooLarge: 431,

@@ -47,6 +47,10 @@ class ApiKeys:
             return None
         return self._keys.get(_digest(authorization.removeprefix(_BEARER)))
 
+    def of_client(self, client: str) -> ApiKey | None:
+        """Returns a valid key of this client."""
+        return next((key for key in self._keys.values() if key.client == client), None)
+
     async def watch(self) -> None:
         """Takes the keys of the file whenever it has changed. A file without valid keys changes nothing."""
         if self._file is None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from tandem.proxy.admission.client_slots import ClientSlots
 from tandem.proxy.api.response_store import ResponseStore
+from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.cluster.adapter_table import AdapterTable
 from tandem.proxy.cluster.readiness import WorkerReadiness
 from tandem.proxy.dispatch.generation import GenerationServices
@@ -18,7 +19,7 @@ from tandem.proxy.reading.media_pool import MediaPool
 @dataclass(frozen=True, slots=True)
 class AppState(GenerationServices):
     """api_keys: None lets every client in. calls: of `/tokenize` and `/detokenize` in flight. media: None where the
-    model takes text only. responses: None where none are stored."""
+    model takes text only. responses, batches: None where none are stored."""
 
     calls: ClientSlots
     api_keys: ApiKeys | None
@@ -28,3 +29,4 @@ class AppState(GenerationServices):
     media: MediaPool | None
     adapters: AdapterTable
     responses: ResponseStore | None
+    batches: BatchRunner | None

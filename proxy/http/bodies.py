@@ -11,7 +11,7 @@ from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 
 from starlette.datastructures import Headers
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 from tandem.proxy.answers.errors import BodyTooLarge, ClientDisconnected, ClientTooSlow
 from tandem.proxy.reading.spooled_body import SpooledBody
@@ -44,22 +44,10 @@ class RequestBodies:
         small = b""
         try:
             more = True
-            now = asyncio.get_running_loop().time
-            deadline, num_timed_bytes = now() + self._timeout_s, 0
+            paced = paced_body(receive, self._timeout_s)
             while more:
-                try:
-                    async with asyncio.timeout_at(deadline):
-                        message = await receive()
-                except TimeoutError as error:
-                    raise ClientTooSlow(
-                        f"The body arrived too slowly: less than {_PROGRESS_BYTES} bytes in {self._timeout_s:g} s."
-                    ) from error
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnected("the client disconnected before its body was complete")
+                message = await paced()
                 piece, more = message.get("body", b""), message.get("more_body", False)
-                num_timed_bytes += len(piece)
-                if num_timed_bytes >= _PROGRESS_BYTES:
-                    deadline, num_timed_bytes = now() + self._timeout_s, 0
                 if spooled is None:
                     small += piece
                     if len(small) <= MAX_UNSPOOLED_BYTES:
@@ -76,6 +64,47 @@ class RequestBodies:
                 self.num_spooled_bytes -= spooled.num_bytes
                 spooled.close()
 
+    def upload(self, receive: Receive, max_bytes: int) -> Receive:
+        """Returns `receive` with the limit on pace, and another one on size, for a body that goes to a file."""
+        paced, num_bytes = paced_body(receive, self._timeout_s), 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await paced()
+            num_bytes += len(message.get("body", b""))
+            _check(num_bytes, max_bytes)
+            return message
+
+        return limited
+
     def _check_size(self, num_bytes: int) -> None:
-        if num_bytes > self._max_bytes:
-            raise BodyTooLarge(f"The body is larger than this server's limit of {self._max_bytes} bytes.")
+        _check(num_bytes, self._max_bytes)
+
+
+def paced_body(receive: Receive, timeout_s: float) -> Receive:
+    """Returns `receive` for a whole body. timeout_s: for each 16 KiB. It raises ClientTooSlow, ClientDisconnected."""
+    now = asyncio.get_running_loop().time
+    deadline, num_timed_bytes = now() + timeout_s, 0
+
+    async def paced() -> Message:
+        nonlocal deadline, num_timed_bytes
+        try:
+            async with asyncio.timeout_at(deadline):
+                message = await receive()
+        except TimeoutError as error:
+            raise ClientTooSlow(
+                f"The body arrived too slowly: less than {_PROGRESS_BYTES} bytes in {timeout_s:g} s."
+            ) from error
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnected("the client disconnected before its body was complete")
+        num_timed_bytes += len(message.get("body", b""))
+        if num_timed_bytes >= _PROGRESS_BYTES:
+            deadline, num_timed_bytes = now() + timeout_s, 0
+        return message
+
+    return paced
+
+
+def _check(num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise BodyTooLarge(f"The body is larger than this server's limit of {max_bytes} bytes.")

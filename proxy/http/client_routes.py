@@ -35,6 +35,7 @@ from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.http.admin_routes import SetRole, admin_routes
 from tandem.proxy.http.app_state import AppState
+from tandem.proxy.http.batch_routes import batch_routes
 from tandem.proxy.http.response_routes import response_routes
 from tandem.proxy.http.server_routes import max_model_len, server_routes
 from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, client_of, starlette_app
@@ -51,6 +52,23 @@ _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp:
     """Returns the application for clients. It has the admin routes too where there is no admin address."""
+    routes = [
+        *_generation_routes(config, state),
+        *response_routes(state),
+        *batch_routes(state),
+        *server_routes(config, state),
+    ]
+    if not config.admin_port:
+        routes += admin_routes(config, state, set_role)
+    return starlette_app(routes, state.api_keys)
+
+
+def make_batch_app(config: ProxyConfig, state: AppState) -> ASGIApp:
+    """Returns the application for the lines of batches. Their API key is known already."""
+    return starlette_app(_generation_routes(config, state), None)
+
+
+def _generation_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
     readers = state.readers
     generate = partial(_generate, state, config.served_model_name)
 
@@ -65,7 +83,7 @@ def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp
     async def detokenize(request: Request) -> Response:
         return await _transform(request, state, lambda body: readers.transform(BodyReader.detokenize, body))
 
-    routes = [
+    return [
         ApiRoute("POST", "/v1/completions", partial(generate, "completion")),
         ApiRoute("POST", "/v1/chat/completions", partial(generate, "chat")),
         ApiRoute("POST", "/v1/chat/completions/batch", partial(generate, "chat_batch")),
@@ -76,12 +94,7 @@ def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp
         ApiRoute("POST", "/v1/messages/count_tokens", count_tokens),
         ApiRoute("POST", "/tokenize", tokenize),
         ApiRoute("POST", "/detokenize", detokenize),
-        *response_routes(state),
-        *server_routes(config, state),
     ]
-    if not config.admin_port:
-        routes += admin_routes(config, state, set_role)
-    return starlette_app(routes, state.api_keys)
 
 
 def make_admin_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp:

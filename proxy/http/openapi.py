@@ -39,6 +39,9 @@ from tandem.proxy.api.schema import (
     EmbeddingRequest,
     TokenizeRequest,
 )
+from tandem.proxy.batches.batch import Batch, BatchRequest
+from tandem.proxy.batches.file_store import StoredFile
+from tandem.proxy.http.batch_routes import BatchList, DeletedFile, FileList, UploadForm
 
 Json = dict[str, Any]
 
@@ -52,8 +55,10 @@ ERRORS = {
     429: "this client has too many running requests; see Retry-After",
     431: "the headers or trailers are too large or too many",
     500: "the server failed",
+    501: "the server was started without --data-dir",
     503: "no worker could take the request in time, or too many attempts failed; see Retry-After",
     504: "the request was not finished in time",
+    507: "the disk is full",
 }
 _REQUIRED_TOGETHER: dict[str, Json] = {
     "ContentPart": {
@@ -81,7 +86,7 @@ _REQUIRED_TOGETHER: dict[str, Json] = {
 @dataclass(frozen=True)
 class RouteDoc:
     """answer: type of a 200, or its media type. chunk: type of a stream's events. Types are structs or unions of them.
-    is_open: needs no API key. error: type of the body of errors.
+    is_open: needs no API key. error: type of the body of errors. form: type of a multipart body.
 
     more_errors: statuses besides those that every route may answer with, and every route with a body.
     """
@@ -95,11 +100,12 @@ class RouteDoc:
     more_errors: tuple[int, ...] = ()
     is_open: bool = False
     error: type = ErrorResponse
+    form: type | None = None
 
     @property
     def errors(self) -> list[int]:
         of_key = () if self.is_open else (401,)
-        of_body = () if self.body is None else (400, 404, 408, 413, 503, 504)
+        of_body = () if self.body is None and self.form is None else (400, 404, 408, 413, 503, 504)
         return sorted({405, 431, 500, *of_key, *of_body, *self.more_errors})
 
 
@@ -127,6 +133,16 @@ ROUTES = [
           MessageRequest, MessageEvent, (429,), error=MessagesError),
     RouteDoc("post", "/v1/messages/count_tokens", "The number of tokens that a message's prompt would have.",
           TokenCount, CountTokensRequest, error=MessagesError),
+    RouteDoc("post", "/v1/files", "Upload a file: `file` and `purpose` (batch) as a form.", StoredFile,
+          form=UploadForm, more_errors=(501, 507)),
+    RouteDoc("get", "/v1/files", "Your files, newest first.", FileList, more_errors=(400, 501)),
+    RouteDoc("get", "/v1/files/{file_id}", "What is known of a file.", StoredFile, more_errors=(404, 501)),
+    RouteDoc("get", "/v1/files/{file_id}/content", "The file.", "application/octet-stream", more_errors=(404, 501)),
+    RouteDoc("delete", "/v1/files/{file_id}", "Remove a file.", DeletedFile, more_errors=(404, 501)),
+    RouteDoc("post", "/v1/batches", "Run the requests of a file.", Batch, BatchRequest, more_errors=(501, 507)),
+    RouteDoc("get", "/v1/batches", "Your batches, newest first.", BatchList, more_errors=(400, 501)),
+    RouteDoc("get", "/v1/batches/{batch_id}", "A batch.", Batch, more_errors=(404, 501)),
+    RouteDoc("post", "/v1/batches/{batch_id}/cancel", "Cancel a batch.", Batch, more_errors=(400, 404, 501, 507)),
     RouteDoc("get", "/v1/models", "The model that is served, and LoRA adapters.", ModelList),
     RouteDoc("get", "/v1/models/{model}", "The same, by its name.", ModelCard, more_errors=(404,)),
     RouteDoc("post", "/tokenize", "The tokens of a prompt or of a chat.", TokenizeResponse, TokenizeRequest),
@@ -149,7 +165,7 @@ def openapi_document(served_model_name: str, has_api_key: bool) -> Json:
     types = {
         kind
         for route in ROUTES
-        for kinds in (route.answer, route.chunk, route.body, route.error)
+        for kinds in (route.answer, route.chunk, route.body, route.form, route.error)
         for kind in _members(kinds)
     }
     ordered = sorted(types, key=lambda kind: kind.__name__)
@@ -202,6 +218,11 @@ def _operation(route: RouteDoc, schema_of: dict[type, Json], has_api_key: bool) 
         operation["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string"}}]
     if route.body is not None:
         operation["requestBody"] = {"required": True, "content": _content(route.body, schema_of)}
+    if route.form is not None:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"multipart/form-data": {"schema": schema_of[route.form]}},
+        }
     if has_api_key and not route.is_open:
         operation["security"] = [{"key": []}]
     return operation

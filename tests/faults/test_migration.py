@@ -33,7 +33,8 @@ REQUESTS: list[dict[str, Any]] = [
         "max_tokens": NUM_TOKENS, "output_config": {"format": {"type": "json_schema", "schema": _SCHEMA}},
     },
     {
-        "path": "/v1/responses", "input": "A response.", "temperature": 0, "max_output_tokens": NUM_TOKENS,
+        "path": "/v1/responses", "input": "A response.", "store": False, "temperature": 0,
+        "max_output_tokens": NUM_TOKENS,
         "text": {"format": {"type": "json_schema", "name": "counts", "schema": _SCHEMA}},
     },
     {"prompt": "Stopped by no string", "seed": 8, "stop": ["no such thing", "\x00"], **_LONG},

@@ -58,6 +58,7 @@ def tables() -> dict[str, str]:
         "InputItem",
         "InputPart",
         "ResponseTool",
+        "BatchRequest",
     ):
         made[name] = field_table(rows_of(name))
     return made

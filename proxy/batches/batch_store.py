@@ -1,0 +1,230 @@
+"""Batches on disk. `<folder>/<client>/batches/<id>.json` is the batch, `.owner` who may run it.
+
+`.output` and `.error` have the results so far, `.lock` is locked by the proxy that runs it, `.cancel` exists once it is
+to be cancelled. All methods block on the disk: call them on a thread.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from tandem.proxy.batches.batch import (
+    FINAL,
+    WINDOW_S,
+    Batch,
+    BatchRequest,
+    LineError,
+    LineResult,
+    RequestCounts,
+    Status,
+    check_lines,
+    finished_ids,
+)
+from tandem.proxy.batches.file_store import FileStore, new_id, storage_errors, write_json
+from tandem.runtime.errors import InvalidRequest
+
+MAX_UNFINISHED = 64
+"""Batches of one client that have not ended."""
+MAX_BATCHES = 10_000
+"""Batches of one client that are kept; older ones are forgotten, not their files."""
+_ID = re.compile(r"batch_[0-9a-f]{24}")
+_SUFFIXES = (".json", ".owner", ".output", ".error", ".lock", ".cancel")
+
+
+class BatchNotFound(InvalidRequest):
+    """The client has no batch with this id."""
+
+    code = "batch_not_found"
+
+
+class Owner(msgspec.Struct, frozen=True):
+    """client: the API key's client; "" without keys. host: whose limits requests count towards without keys."""
+
+    client: str
+    host: str
+
+
+class BatchFiles:
+    """One batch, held by this process until `close`."""
+
+    def __init__(self, folder: Path, batch_id: str, lock: int, files: FileStore) -> None:
+        self._folder, self._id, self._lock, self._files = folder, batch_id, lock, files
+        self.owner = msgspec.json.decode(self._file(".owner").read_bytes(), type=Owner)
+        self.batch = msgspec.json.decode(self._file(".json").read_bytes(), type=Batch)
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._file(".cancel").exists()
+
+    def save(self, batch: Batch) -> None:
+        write_json(self._file(".json"), batch)
+        self.batch = batch
+
+    def check(self) -> Batch:
+        """Returns the batch after its lines were checked: in progress or failed."""
+        now = time.time()
+        try:
+            with self._files.path(self.batch.input_file_id).open("rb") as lines:
+                num_requests, errors = check_lines(lines, self.batch.endpoint)
+        except InvalidRequest as error:
+            return self.batch.with_errors(now, [LineError(error.code, error.message)])
+        if errors:
+            return self.batch.with_errors(now, errors)
+        return self.batch.became("in_progress", now, request_counts=RequestCounts(num_requests))
+
+    def lines(self) -> Iterator[bytes]:
+        with self._files.path(self.batch.input_file_id).open("rb") as lines:
+            yield from lines
+
+    def finished(self) -> set[str]:
+        """Returns the custom_ids that have results. A line that was cut off by a crash is removed."""
+        ids: set[str] = set()
+        counts = []
+        for kind in (".output", ".error"):
+            file = self._file(kind)
+            data = file.read_bytes() if file.exists() else b""
+            whole = data[: data.rfind(b"\n") + 1]
+            if len(whole) < len(data):
+                os.truncate(file, len(whole))
+            found = finished_ids(whole.splitlines())
+            ids |= found
+            counts.append(len(found))
+        total = self.batch.request_counts.total
+        self.batch = msgspec.structs.replace(self.batch, request_counts=RequestCounts(total, *counts))
+        return ids
+
+    def append(self, result: LineResult) -> None:
+        """Adds a result. Raises StorageFull and adds nothing."""
+        file = self._file(".output" if result.is_success else ".error")
+        data = msgspec.json.encode(result) + b"\n"
+        with storage_errors(), os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb", 0) as out:
+            before = os.fstat(out.fileno()).st_size
+            try:
+                num_written = out.write(data) or 0
+                if num_written < len(data):
+                    out.write(data[num_written:])
+            except OSError:
+                out.truncate(before)
+                raise
+        counts = self.batch.request_counts
+        done, failed = counts.completed + result.is_success, counts.failed + (not result.is_success)
+        self.batch = msgspec.structs.replace(self.batch, request_counts=RequestCounts(counts.total, done, failed))
+
+    def finalize(self) -> None:
+        """Makes files of the results and ends the batch. May be repeated after a crash."""
+        batch = self.batch
+        status: Status = "completed"
+        if self.is_cancelled:
+            status = "cancelled"
+        elif time.time() >= batch.expires_at:
+            status = "expired"
+        if batch.status != "finalizing":
+            has = [self._file(kind).exists() for kind in (".output", ".error")]
+            output, error = (new_id("file-") if each else None for each in has)
+            self.save(batch.became("finalizing", time.time(), output_file_id=output, error_file_id=error))
+        for kind, file_id in ((".output", self.batch.output_file_id), (".error", self.batch.error_file_id)):
+            if file_id is not None:
+                self._files.take(self._file(kind), file_id, f"{self._id}_{kind.removeprefix('.')}.jsonl")
+        self.save(self.batch.became(status, time.time()))
+
+    def _file(self, suffix: str) -> Path:
+        return self._folder / f"{self._id}{suffix}"
+
+
+class BatchStore:
+    """The batches of one client."""
+
+    def __init__(self, folder: Path) -> None:
+        """folder: of the client."""
+        self._folder = folder / "batches"
+        self.files = FileStore(folder)
+
+    def create(self, request: BatchRequest, owner: Owner) -> Batch:
+        """Raises InvalidRequest, StorageFull."""
+        stored = self.files.get(request.input_file_id)
+        if stored.purpose != "batch":
+            raise InvalidRequest(f"The file {stored.id} was not uploaded with the purpose 'batch'.", "input_file_id")
+        known = self.all()
+        if sum(each.status not in FINAL for each in known) >= MAX_UNFINISHED:
+            raise InvalidRequest(f"You have {MAX_UNFINISHED} batches that have not ended, the limit; wait for one.")
+        for old in known[MAX_BATCHES - 1 :]:
+            if old.status in FINAL:
+                for suffix in _SUFFIXES:
+                    (self._folder / f"{old.id}{suffix}").unlink(missing_ok=True)
+        now = int(time.time())
+        batch = Batch(
+            id=new_id("batch_"),
+            endpoint=request.endpoint,
+            input_file_id=request.input_file_id,
+            completion_window=request.completion_window,
+            created_at=now,
+            expires_at=now + WINDOW_S,
+            metadata=request.metadata,
+        )
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json(self._folder / f"{batch.id}.owner", owner)
+        write_json(self._folder / f"{batch.id}.json", batch)
+        return batch
+
+    def get(self, batch_id: str) -> Batch:
+        """Raises BatchNotFound."""
+        if _ID.fullmatch(batch_id):
+            try:
+                batch = msgspec.json.decode((self._folder / f"{batch_id}.json").read_bytes(), type=Batch)
+            except FileNotFoundError:
+                pass
+            else:
+                marker = self._folder / f"{batch_id}.cancel"
+                if batch.status not in FINAL and marker.exists():
+                    return batch.became("cancelling", marker.stat().st_mtime)
+                return batch
+        raise BatchNotFound(f"There is no batch {batch_id[:100]!r}.", "batch_id")
+
+    def cancel(self, batch_id: str) -> Batch:
+        """Raises BatchNotFound, InvalidRequest if it has ended."""
+        batch = self.get(batch_id)
+        if batch.status in FINAL:
+            raise InvalidRequest(f"The batch {batch.id} is {batch.status} and cannot be cancelled.", "batch_id")
+        with storage_errors():
+            (self._folder / f"{batch_id}.cancel").touch(0o600)
+        return self.get(batch_id)
+
+    def all(self) -> list[Batch]:
+        """Returns all batches, newest first."""
+        found = []
+        for about in self._folder.glob("batch_*.json"):
+            try:
+                found.append(self.get(about.stem))
+            except BatchNotFound:
+                continue
+        return sorted(found, key=lambda batch: (batch.created_at, batch.id), reverse=True)
+
+    def hold_unfinished(self) -> Iterator[BatchFiles]:
+        """Yields the batches that have not ended and that no other process holds. The caller closes each."""
+        for batch in self.all():
+            if batch.status in FINAL:
+                continue
+            lock = os.open(self._folder / f"{batch.id}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held = BatchFiles(self._folder, batch.id, lock, self.files)
+            except BlockingIOError:
+                os.close(lock)
+                continue
+            except BaseException:
+                os.close(lock)
+                raise
+            if held.batch.status in FINAL:  # it ended meanwhile
+                held.close()
+                continue
+            yield held

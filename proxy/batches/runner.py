@@ -1,0 +1,208 @@
+"""Runs batches: each line is a request to this proxy's own routes, at the lowest priority.
+
+Each batch is run by the proxy that holds its lock; when that one ends, another takes it over and runs what has no
+result yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.types import ASGIApp, Message
+
+from tandem.proxy.admission.api_key import ApiKey
+from tandem.proxy.batches.batch import Failure, Line, LineResponse, LineResult, parse_line, request_body
+from tandem.proxy.batches.batch_store import BatchFiles, BatchStore
+from tandem.proxy.batches.file_store import StorageFull, client_folder, new_id
+
+log = logging.getLogger("proxy")
+
+MAX_CONCURRENT = 16
+"""Requests of one batch at a time."""
+POLL_INTERVAL_S = 5.0
+"""Between two looks for batches that other proxies have left."""
+_WATCH_INTERVAL_S = 1.0
+_RETRY_AFTER_FAILURE_S = 10.0
+_RETRY_STATUSES = (429, 503)
+_MAX_RETRY_AFTER_S = 30.0
+_MAX_TIMEOUTS = 3
+
+
+class BatchRunner:
+    """folder: of all clients' files. key_of: the key of a client, None if it has none any more; None without keys."""
+
+    def __init__(self, folder: Path, key_of: Callable[[str], ApiKey | None] | None) -> None:
+        self._folder = folder
+        self._key_of = key_of
+        self._wake = asyncio.Event()
+        self._running: set[asyncio.Task[None]] = set()
+
+    def store(self, scope: str) -> BatchStore:
+        """Returns the batches of a client. scope: of its API key."""
+        return BatchStore(client_folder(self._folder, scope))
+
+    def wake(self) -> None:
+        """Call it when a batch was made."""
+        self._wake.set()
+
+    async def run(self, app: ASGIApp) -> None:
+        """Runs until it is cancelled. app: answers the requests, and asks for no API key."""
+        try:
+            while True:
+                self._wake.clear()
+                for held in await asyncio.to_thread(self._hold):
+                    task = asyncio.create_task(self._run(app, held))
+                    self._running.add(task)
+                    task.add_done_callback(self._running.discard)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(POLL_INTERVAL_S):
+                        await self._wake.wait()
+        finally:
+            for task in self._running:
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
+
+    def _hold(self) -> list[BatchFiles]:
+        held: list[BatchFiles] = []
+        for folder in self._folder.glob("*/batches"):
+            held += BatchStore(folder.parent).hold_unfinished()
+        return held
+
+    async def _run(self, app: ASGIApp, held: BatchFiles) -> None:
+        try:
+            if held.batch.status == "validating":
+                await asyncio.to_thread(lambda: held.save(held.check()))
+            if held.batch.status == "in_progress":
+                await self._run_lines(app, held)
+            if held.batch.status != "failed":
+                await asyncio.to_thread(held.finalize)
+            log.info("batch %s: %s", held.batch.id, held.batch.status)
+        except Exception as error:
+            if isinstance(error, StorageFull):
+                log.error("batch %s waits: %s", held.batch.id, error)
+            else:
+                log.exception("batch %s failed and is tried again", held.batch.id)
+            await asyncio.sleep(_RETRY_AFTER_FAILURE_S)
+        finally:
+            held.close()
+
+    async def _run_lines(self, app: ASGIApp, held: BatchFiles) -> None:
+        """Runs the requests without a result, until all have one, the batch is cancelled or its time is over."""
+        finished = await asyncio.to_thread(held.finished)
+        lines = held.lines()
+        turn = asyncio.Lock()  # one thread at a time reads lines or writes results
+
+        async def work() -> None:
+            while True:
+                async with turn:
+                    line = await asyncio.to_thread(_next, lines, finished, held.batch.endpoint)
+                if line is None:
+                    return
+                result = await self._result(app, held, line)
+                async with turn:
+                    await asyncio.to_thread(held.append, result)
+
+        async def watch() -> None:
+            while not await asyncio.to_thread(lambda: held.is_cancelled):
+                await asyncio.sleep(_WATCH_INTERVAL_S)
+                async with turn:
+                    await asyncio.to_thread(held.save, held.batch)
+
+        watcher = asyncio.create_task(watch())
+        workers = [asyncio.create_task(work()) for _ in range(MAX_CONCURRENT)]
+        try:
+            pending = set(workers)
+            while pending:
+                done, _ = await asyncio.wait({watcher, *pending}, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
+                if watcher in done:
+                    return
+                pending -= done
+        finally:
+            for task in (watcher, *workers):
+                task.cancel()
+            await asyncio.gather(watcher, *workers, return_exceptions=True)
+
+    async def _result(self, app: ASGIApp, held: BatchFiles, line: Line) -> LineResult:
+        owner = held.owner
+        key = self._key_of(owner.client) if self._key_of is not None else None
+        if self._key_of is not None and key is None:
+            return _not_run(line, "invalid_api_key", "The API key of this batch is not valid any more.")
+        body = request_body(line)
+        left_s = held.batch.expires_at - time.time()
+        if left_s > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(left_s):
+                    return await _ask(app, line, body, owner.host, key)
+        return _not_run(line, "batch_expired", "The request was not run within the batch's completion window.")
+
+
+async def _ask(app: ASGIApp, line: Line, body: bytes, host: str, key: ApiKey | None) -> LineResult:
+    """Asks until the answer is final: an overloaded cluster is asked again."""
+    num_timeouts = 0
+    while True:
+        status, headers, content = await call(app, line.url, body, host, key)
+        num_timeouts += status == 504
+        if status in _RETRY_STATUSES or (status == 504 and num_timeouts < _MAX_TIMEOUTS):
+            given = headers.get("retry-after", "1")
+            await asyncio.sleep(min(float(given) if given.isdecimal() else 1.0, _MAX_RETRY_AFTER_S))
+            continue
+        response = LineResponse(status, headers.get("x-request-id", ""), msgspec.Raw(content))
+        return LineResult(new_id("batch_req_"), line.custom_id, response)
+
+
+async def call(
+    app: ASGIApp, path: str, body: bytes, host: str, key: ApiKey | None
+) -> tuple[int, dict[str, str], bytes]:
+    """Sends a POST request to an application in this process. Returns status, headers and body of the answer."""
+    sent: list[Message] = []
+    given = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> Message:
+        if not given:
+            await asyncio.Event().wait()  # this client does not disconnect
+        return given.pop()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: dict[str, Any] = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))],
+        "client": (host, 0),
+        "server": ("batch", 0),
+        "state": {} if key is None else {"api_key": key},
+    }
+    await app(scope, receive, send)
+    headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in sent[0]["headers"]}
+    return sent[0]["status"], headers, b"".join(message.get("body", b"") for message in sent[1:])
+
+
+def _next(lines: Iterator[bytes], finished: set[str], endpoint: str) -> Line | None:
+    """Returns the next request without a result."""
+    for data in lines:
+        if data.strip():
+            line = parse_line(data, 0, endpoint)
+            if line.custom_id not in finished:
+                return line
+    return None
+
+
+def _not_run(line: Line, code: str, message: str) -> LineResult:
+    return LineResult(new_id("batch_req_"), line.custom_id, None, Failure(code, message))
