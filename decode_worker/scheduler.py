@@ -57,9 +57,11 @@ class DecodeScheduler:
     model_id: part of the prefix cache's hashes. max_num_seqs: sequences per step.
     """
 
-    def __init__(self, blocks: BlockManager, model_id: str, max_num_seqs: int) -> None:
+    def __init__(self, blocks: BlockManager, model_id: str, max_num_seqs: int, block_bytes: int = 0) -> None:
+        """block_bytes: only for reports."""
         self.blocks = blocks
         self._model_id = model_id
+        self._block_bytes = block_bytes
         self._running = RunningBatch(blocks, max_num_seqs)
         self._reservations = Reservations(blocks, self._running, max_num_seqs)
         self._by_request: dict[tuple[str, str], DecodeSequence] = {}
@@ -350,6 +352,7 @@ class DecodeScheduler:
                 error = KVTransferFailed("the prefill worker sent a position offset for a prompt without media")
                 return self._give_up(transfer, error)
             self._transfers.close(transfer.transfer_id)
+            prompt.num_kv_bytes = transfer.num_arrived_blocks * self._block_bytes
             blocks = transfer.cached_block_ids + transfer.written_block_ids
             first_token_ids, spare = transfer.first_token_ids, transfer.spare_block_ids
             return self._begin(prompt, blocks, spare, first_token_ids, transfer.position_offset)
@@ -459,4 +462,6 @@ def _refusal(pair_id: str, transfer_id: str, error: TandemError) -> Action:
 
 def _began(now: float, sequence: DecodeSequence) -> DecodeBegan:
     stepped_at = sequence.stepped_at if sequence.stepped_at is not None else now
-    return DecodeBegan(sequence.attempt_id, stepped_at - sequence.joined_at, now - stepped_at)
+    return DecodeBegan(
+        sequence.attempt_id, stepped_at - sequence.joined_at, now - stepped_at, sequence.prompt.num_kv_bytes
+    )

@@ -57,6 +57,7 @@ class DecodePrompt:
     prefill_epoch: str = ""
     adapter: Adapter | None = None
     has_begun: bool = False
+    num_kv_bytes: int = 0
 
     @classmethod
     def of(

@@ -36,7 +36,7 @@ class AttemptTimes:
     """The moments of one attempt at a sequence; None for those that have not happened.
 
     first_token_at: its message arrived, with queue_s and prefill_s. reserved_at: decode reserved blocks. delivered_at:
-    the request took the first token. began_at: decode's first token arrived, with decode_wait_s and step_s. is_shipped:
+    the request took the first token. began_at: decode's first token arrived, with decode_wait_s, step_s and num_kv_bytes. is_shipped:
     KV moves between workers. lost_at: the attempt ended before the sequence did. attempt_id, prefill, decode: as in the
     workers' log lines; decode is the same as prefill if no KV moves, and empty if one token was requested.
     predicted_ttft_s: from the dispatch; predicted_itl_s: 0 if unknown.
@@ -58,15 +58,17 @@ class AttemptTimes:
     began_at: float | None = None
     decode_wait_s: float = 0.0
     step_s: float = 0.0
+    num_kv_bytes: int = 0
     lost_at: float | None = None
 
     def on_first_token(self, now: float, queue_s: float, prefill_s: float) -> None:
         if self.first_token_at is None:
             self.first_token_at, self.queue_s, self.prefill_s = now, queue_s, prefill_s
 
-    def on_began(self, now: float, decode_wait_s: float, step_s: float) -> None:
+    def on_began(self, now: float, decode_wait_s: float, step_s: float, num_kv_bytes: int = 0) -> None:
         if self.began_at is None:
             self.began_at, self.decode_wait_s, self.step_s = now, decode_wait_s, step_s
+            self.num_kv_bytes = num_kv_bytes
 
     def events(self) -> Iterator[tuple[float, str, dict[str, Any]]]:
         """Yields (moment, name, details) of what has happened."""
@@ -87,6 +89,8 @@ class AttemptTimes:
             yield self.reserved_at, "decode reserved", {}
         if self.began_at is not None:
             details = {"decode_wait_s": round(self.decode_wait_s, 6), "step_s": round(self.step_s, 6)}
+            if self.num_kv_bytes:
+                details["kv_bytes"] = self.num_kv_bytes
             yield self.began_at, "decode began", details
         if self.lost_at is not None:
             yield self.lost_at, "attempt over", {"attempt": self.attempt_id}

@@ -31,9 +31,10 @@ class WorkerScheduler:
         max_num_seqs: int,
         lease_s: float,
         itl_slo_s: float = 0.0,
+        block_bytes: int = 0,
     ) -> None:
         self.blocks = blocks
-        self.decode = DecodeScheduler(blocks, model_id, max_num_seqs)
+        self.decode = DecodeScheduler(blocks, model_id, max_num_seqs, block_bytes)
         self.prefill = PrefillScheduler(blocks, model_id, max_num_batched_tokens, max_num_seqs, lease_s, self.decode)
         self._step_times = StepTimes(itl_slo_s)
         self._max_num_batched_tokens = max_num_batched_tokens

@@ -76,6 +76,7 @@ class Worker:
             config.max_num_seqs,
             config.kv_lease_s,
             config.itl_slo_ms / 1000,
+            host.block_bytes,
         )
         context = new_context("worker", config.network)
         self._refusals = context.refusals

@@ -113,12 +113,14 @@ class NewToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 class DecodeBegan(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Sent with the first token that decode samples for a sequence. Durations, because clocks differ between hosts.
 
-    decode_wait_s: from the arrival of all KV to the sequence's first step. step_s: duration of that step.
+    decode_wait_s: from the arrival of all KV to the sequence's first step. step_s: duration of that step. num_kv_bytes:
+    KV that arrived for its prompt.
     """
 
     attempt_id: str
     decode_wait_s: float
     step_s: float
+    num_kv_bytes: int = 0
 
 
 class TokenBatch(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -331,7 +331,7 @@ class Dispatcher:
                     attempt.on_new_token(token)
             for began in message.began:
                 if (attempt := self._find(worker, began.attempt_id)) is not None:
-                    attempt.times.on_began(now, began.decode_wait_s, began.step_s)
+                    attempt.times.on_began(now, began.decode_wait_s, began.step_s, began.num_kv_bytes)
             return
         if (attempt := self._find(worker, message.attempt_id)) is None:
             return

@@ -23,7 +23,7 @@ EVENTS: list[dict[str, Any]] = [
     {"at_s": 0.002, "event": "tokenized", "prompt_tokens": 24},
     {"at_s": 0.003, "event": "dispatched", "prefill": "prefill-0", "decode": "decode-0", "kv_shipped": True},
     {"at_s": 0.041, "event": "first token computed", "queue_s": 0.004, "prefill_s": 0.031},
-    {"at_s": 0.05, "event": "decode began", "decode_wait_s": 0.001, "step_s": 0.006},
+    {"at_s": 0.05, "event": "decode began", "decode_wait_s": 0.001, "step_s": 0.006, "kv_bytes": 1_572_864},
     {"at_s": 0.2, "event": "attempt over", "attempt": "a"},
     {"at_s": 0.201, "event": "dispatched", "prefill": "prefill-0", "decode": "decode-1", "kv_shipped": True},
     {"at_s": 0.9, "event": "ended", "outcome": "stop"},

@@ -162,6 +162,8 @@ def test_any_proxy_returns_a_requests_timeline(cluster: Cluster) -> None:
         moments = [event["at_s"] for event in timeline["events"]]
         assert moments == sorted(moments) and moments[0] == 0
         assert list(timeline["stages_s"]) == list(STAGES)
+        [began] = [event for event in timeline["events"] if event["event"] == "decode began"]
+        assert began["kv_bytes"] > 0
         dispatched = timeline["events"][2]
         assert (dispatched["prefill"], dispatched["decode"]) == ("prefill-0", "decode-0")
         assert (dispatched["placement"], dispatched["kv_shipped"]) == ("two", True)

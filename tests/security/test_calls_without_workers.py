@@ -64,6 +64,8 @@ def test_a_client_over_its_limit_gets_429_and_others_are_served(tmp_path: Path) 
             calls=ClientSlots(max_per_client=2),
             media=None,
             readers=readers,
+            responses=None,
+            batches=None,
             request_timeout_s=60,
             worker_table=WorkerTable(2.5),
         )
@@ -127,7 +129,7 @@ def reader() -> BodyReader:
 def test_a_text_that_is_too_long_is_refused_before_it_is_tokenised(reader: BodyReader) -> None:
     text = "\N{SNOWMAN}" * (body_reader.MAX_TOKENIZED_BYTES // 3)
     for body in ({"prompt": text + "aaa"}, {"messages": [{"role": "user", "content": text + "aaa"}]}):
-        with pytest.raises(InvalidRequest, match="has 4194306 bytes; the limit of /tokenize is 4194304"):
+        with pytest.raises(InvalidRequest, match="has 4194306 bytes, but at most 4194304"):
             reader.tokenize(msgspec.json.encode(body), None)
     assert msgspec.json.decode(reader.tokenize(b'{"prompt": "abc"}', None))["count"] == 3
 

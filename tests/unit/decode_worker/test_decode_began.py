@@ -36,19 +36,19 @@ def batches(actions: list[Action]) -> list[TokenBatch]:
 
 
 def test_a_sequence_that_joins_during_a_step_waits_for_the_next() -> None:
-    scheduler = DecodeScheduler(BlockManager(32, 8), "m", max_num_seqs=8)
+    scheduler = DecodeScheduler(BlockManager(32, 8), "m", max_num_seqs=8, block_bytes=100)
     join(scheduler, 0)
     batch, _ = scheduler.schedule(1.0)
     assert len(batch.items) == 1
     join(scheduler, 1)
     scheduler.on_clock(1.25)  # the shell calls it after each event during a step
     [reported] = batches(scheduler.on_step(2.0, [TOKEN]))
-    assert reported.began == [DecodeBegan("r0", 0.0, 1.0)]
+    assert reported.began == [DecodeBegan("r0", 0.0, 1.0, 100)]
     batch, _ = scheduler.schedule(2.0)
     assert len(batch.items) == 2
     [reported] = batches(scheduler.on_step(2.5, [TOKEN, TOKEN]))
     assert [token.attempt_id for token in reported.tokens] == ["r0", "r1"]
-    assert reported.began == [DecodeBegan("r1", 0.75, 0.5)]
+    assert reported.began == [DecodeBegan("r1", 0.75, 0.5, 100)]
     scheduler.schedule(2.5)
     [reported] = batches(scheduler.on_step(3.0, [TOKEN, TOKEN]))
     assert reported.began == []
