@@ -36,10 +36,10 @@ class AttemptTimes:
     """The moments of one attempt at a sequence; None for those that have not happened.
 
     first_token_at: its message arrived, with queue_s and prefill_s. reserved_at: decode reserved blocks. delivered_at:
-    the request took the first token. began_at: decode's first token arrived, with decode_wait_s, step_s and num_kv_bytes. is_shipped:
-    KV moves between workers. lost_at: the attempt ended before the sequence did. attempt_id, prefill, decode: as in the
-    workers' log lines; decode is the same as prefill if no KV moves, and empty if one token was requested.
-    predicted_ttft_s: from the dispatch; predicted_itl_s: 0 if unknown.
+    the request took the first token. began_at: decode's first token arrived, with decode_wait_s, step_s and
+    num_kv_bytes. is_shipped: KV moves between workers. lost_at: the attempt ended before the sequence did. attempt_id,
+    prefill, decode: as in the workers' log lines; decode is the same as prefill if no KV moves, and empty if one token
+    was requested. predicted_ttft_s: from the dispatch; predicted_itl_s: 0 if unknown.
     """
 
     dispatched_at: float
