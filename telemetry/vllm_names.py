@@ -6,7 +6,8 @@ histograms have vLLM's bounds, which are a subset of Tandem's, so their counts a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from typing import Final, Protocol
 
 from prometheus_client.exposition import generate_latest
@@ -64,10 +65,33 @@ def load_gauges(loads: Iterable[Load]) -> dict[str, float]:
     }
 
 
-def vllm_text(families: Iterable[Metric], gauges: dict[str, float], model: str) -> bytes:
-    """Returns the text exposition format. families: those of the proxies; gauges: of `load_gauges`."""
+def adapter_gauge(adapters: Sequence[str]) -> Metric:
+    """Returns the adapters that requests may name. All of them are loaded, so none ever waits."""
+    gauge = Metric("vllm:lora_requests_info", "Tandem: the loaded LoRA adapters.", "gauge")
+    labels = {
+        "max_lora": str(len(adapters)),
+        "running_lora_adapters": ",".join(adapters),
+        "waiting_lora_adapters": "",
+    }
+    gauge.add_sample(gauge.name, labels, time.time())
+    return gauge
+
+
+def cache_gauge(block_size: int, num_blocks: int) -> Metric:
+    """num_blocks: of the whole cluster."""
+    gauge = Metric("vllm:cache_config_info", "Tandem: the KV cache of the whole cluster.", "gauge")
+    gauge.add_sample(gauge.name, {"engine": "0", "block_size": str(block_size), "num_gpu_blocks": str(num_blocks)}, 1.0)
+    return gauge
+
+
+def vllm_text(
+    families: Iterable[Metric], gauges: dict[str, float], model: str, information: Sequence[Metric] = ()
+) -> bytes:
+    """Returns the text exposition format. families: those of the proxies; gauges: of `load_gauges`; information: gauges
+    that are added as they are."""
     registry = CollectorRegistry()
-    registry.register(_Made(list(_renamed(families, gauges, {"model_name": model, "engine": "0"}))))
+    renamed = _renamed(families, gauges, {"model_name": model, "engine": "0"})
+    registry.register(_Made([*renamed, *information]))
     text: bytes = generate_latest(registry)
     return text
 

@@ -122,6 +122,7 @@ def check_load(cluster: Cluster) -> None:
     text = httpx.get(f"{cluster.admin_url}/metrics", timeout=30).text
     assert f'vllm:num_requests_waiting{{engine="0",model_name="{MODEL}"}} 0.0' in text
     assert "vllm:time_to_first_token_seconds_bucket" in text and "tandem_time_to_first_token_seconds_bucket" in text
+    assert 'vllm:lora_requests_info{max_lora="0"' in text and 'vllm:cache_config_info{block_size="' in text
     headers = {"authorization": f"Bearer {KEY}", "endpoint-load-metrics-format": "TEXT"}
     body = {"model": MODEL, "prompt": "Once", "max_tokens": 2}
     answer = httpx.post(f"{cluster.url}/v1/completions", json=body, headers=headers, timeout=60)

@@ -9,7 +9,16 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tandem.protocol.messages.membership import WorkerLoad
 from tandem.telemetry.proxy_metrics import ProxyMetrics
-from tandem.telemetry.vllm_names import E2E_BOUNDS_S, ITL_BOUNDS_S, TTFT_BOUNDS_S, load_gauges, orca_header, vllm_text
+from tandem.telemetry.vllm_names import (
+    E2E_BOUNDS_S,
+    ITL_BOUNDS_S,
+    TTFT_BOUNDS_S,
+    adapter_gauge,
+    cache_gauge,
+    load_gauges,
+    orca_header,
+    vllm_text,
+)
 
 LABELS = {"model_name": "m", "engine": "0"}
 LOADS = [
@@ -49,6 +58,16 @@ def test_names_types_labels_and_bounds_are_vllms() -> None:
     for family in families.values():
         for sample in family.samples:
             assert {name: sample.labels[name] for name in LABELS} == LABELS
+
+
+def test_an_endpoint_picker_learns_of_adapters_and_of_the_cache() -> None:
+    text = vllm_text([], {}, "m", [adapter_gauge(["a", "b"]), cache_gauge(16, 100)]).decode()
+    adapters, cache = text_string_to_metric_families(text)
+    [sample] = adapters.samples
+    assert (adapters.name, adapters.type) == ("vllm:lora_requests_info", "gauge")
+    assert sample.labels == {"max_lora": "2", "running_lora_adapters": "a,b", "waiting_lora_adapters": ""}
+    assert sample.value > 1e9  # pickers use the newest
+    assert cache.samples[0].labels == {"engine": "0", "block_size": "16", "num_gpu_blocks": "100"}
 
 
 def test_the_load_report_has_the_format_that_was_asked_for() -> None:
