@@ -87,6 +87,11 @@ class RunningBatch:
         sequence.block_table += self._blocks.allocate(1)
         return True
 
+    @property
+    def has_copied(self) -> bool:
+        """Whether the step copies blocks."""
+        return bool(self._copied_from)
+
     def end_step(self) -> list[DecodeSequence]:
         """Ends the step and returns its sequences, in the order of the batch."""
         step, self.step = self.step, []

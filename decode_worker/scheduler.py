@@ -319,6 +319,27 @@ class DecodeScheduler:
         self._running.rotate(step)
         return actions + freed + self._reserve()
 
+    def on_out_of_memory(self, preempt: bool) -> list[Action]:
+        """Ends a step that did not fit into the device's memory. Its sequences have no new token.
+
+        preempt: the newest half of them goes to where the proxy sends it. All of them go if the step copied blocks, as
+        these copies may be missing.
+        """
+        had_copies = self._running.has_copied
+        step = sorted(self._running.end_step(), key=lambda sequence: sequence.age)
+        num_kept = 0 if had_copies else len(step) // 2 if preempt else len(step)
+        actions: list[Action] = []
+        for number, sequence in enumerate(step):
+            if sequence.ended:
+                self._running.release(sequence)
+            elif number >= num_kept:
+                sequence.ended = True
+                self._running.leave(sequence)
+                self._remove(sequence)
+                self.num_preempted += 1
+                actions.append(SendToProxy(sequence.prompt.request.proxy_id, AttemptPreempted(sequence.attempt_id)))
+        return actions + self._reserve()
+
     def on_step_failed(self, error: BaseException) -> list[Action]:
         actions: list[Action] = []
         failure = InternalError(f"the model failed on this batch: {error}")

@@ -1,4 +1,7 @@
-"""The thread that owns the device: takes steps from the event loop and posts their results back."""
+"""The thread that owns the device: takes steps from the event loop and posts their results back.
+
+A device that has failed for good ends the process: it would fail each step at once, look idle and attract all requests.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,9 @@ from typing import Any
 import torch
 
 from tandem.engine.batch import Batch, ItemOutput
+from tandem.engine.device_errors import why_lost
 from tandem.engine.model_runner import ModelRunner
+from tandem.runtime.process import end_process
 from tandem.runtime.threads import show_thread_name
 
 OnDone = Callable[[list[ItemOutput] | None, BaseException | None, float], None]
@@ -19,9 +24,19 @@ OnReady = Callable[[BaseException | None], None]
 
 
 class EngineThread:
-    """make_runner: called on the thread. post: hands a callback to the event loop (`loop.call_soon_threadsafe`)."""
+    """make_runner: called on the thread. post: hands a callback to the event loop (`loop.call_soon_threadsafe`).
 
-    def __init__(self, make_runner: Callable[[], ModelRunner], post: Callable[..., Any], num_threads: int) -> None:
+    on_lost(reason): called on the thread when the device has failed for good; by default it ends the process.
+    """
+
+    def __init__(
+        self,
+        make_runner: Callable[[], ModelRunner],
+        post: Callable[..., Any],
+        num_threads: int,
+        on_lost: Callable[[str], None] = end_process,
+    ) -> None:
+        self._on_lost = on_lost
         self._make_runner = make_runner
         self._post = post
         self._num_threads = num_threads
@@ -66,6 +81,8 @@ class EngineThread:
         try:
             results = runner.run(batch)
         except Exception as error:
+            if reason := why_lost(error, runner.device):
+                self._on_lost(f"the device has failed; the worker ends: {reason}")
             self._post(on_done, None, error, time.perf_counter() - started)
         else:
             self._post(on_done, results, None, time.perf_counter() - started)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -36,7 +37,8 @@ class ModelRunner:
         self._model = loaded.model
         self._media_input = MediaInput(loaded.vision, loaded.model) if loaded.vision is not None else None
         self._pool = pool
-        self._device = loaded.device
+        self.device = self._device = loaded.device
+        self._wait_for_device = device_waiter(loaded.device)
         self._max_model_len = loaded.max_model_len
         # Sharded layers contain collectives; neither fusing nor graph capture supports those.
         self._is_whole = loaded.layout.tensor_parallel_size == 1
@@ -57,7 +59,15 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[ItemOutput]:
-        """Run a step and return one output per item."""
+        """Run a step and return one output per item, when the device is done.
+
+        A step that samples nothing reads nothing back, and its blocks may be released and written by a peer at once.
+        """
+        outputs = self._run(batch)
+        self._wait_for_device()
+        return outputs
+
+    def _run(self, batch: Batch) -> list[ItemOutput]:
         if batch.block_copies:
             sources, destinations = zip(*batch.block_copies, strict=True)
             self._pool.tensor[list(destinations)] = self._pool.tensor[list(sources)]
@@ -192,6 +202,19 @@ class ModelRunner:
             log.warning("decode runs without CUDA graphs: %s", first_line(problem))
             return
         self._graphs = graphs
+
+
+def device_waiter(device: torch.device) -> Callable[[], None]:
+    """Returns a function that blocks, without spinning, until the work queued on the device is done."""
+    if device.type != "cuda":
+        return lambda: None
+
+    def wait() -> None:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+        event.synchronize()
+
+    return wait
 
 
 def _attachment_error(item: BatchItem) -> ErrorInfo | None:

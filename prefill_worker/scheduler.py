@@ -343,6 +343,18 @@ class PrefillScheduler:
             actions += self._end_for_its_media(prompt)
         return actions
 
+    def on_out_of_memory(self, max_num_batched_tokens: int) -> list[Action]:
+        """Ends a step that did not fit into the device's memory: its prompts compute the same chunks again, in steps of
+        at most this many tokens."""
+        step, encoding = self._end_step()
+        self._max_num_batched_tokens = max_num_batched_tokens
+        actions: list[Action] = []
+        for prompt in {id(prompt): prompt for prompt in (*(prompt for prompt, _ in step), *encoding)}.values():
+            if prompt.ended:
+                self._computing.pop(prompt.number, None)
+                actions += self._settle(prompt)
+        return actions
+
     def on_step_failed(self, error: BaseException) -> list[Action]:
         step, encoding = self._end_step()
         failure = InternalError(f"the model failed on this prompt: {error}")

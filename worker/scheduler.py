@@ -14,6 +14,9 @@ from tandem.prefill_worker.scheduler import PrefillScheduler
 from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.worker_actions import Action
 
+MIN_BATCHED_TOKENS = 64
+"""Steps are not made smaller than this when the device is out of memory."""
+
 
 class WorkerScheduler:
     """Owns, through the block manager, all blocks of the worker's pool. Events of one role go to that role.
@@ -117,6 +120,20 @@ class WorkerScheduler:
         """results: one for each item of the step's batch."""
         decoded, computed = results[: self._num_decoding], results[self._num_decoding :]
         return self.decode.on_step(now, decoded) + self.prefill.on_step(now, computed)
+
+    def on_out_of_memory(self, error: BaseException) -> list[Action]:
+        """Makes steps smaller for good: chunks of prompts first, then fewer sequences.
+
+        A chunk of the smallest size that does not fit either fails.
+        """
+        num_tokens = self._num_prompt_tokens
+        if num_tokens and self._max_num_batched_tokens > MIN_BATCHED_TOKENS:
+            fitting = min(num_tokens, self._max_num_batched_tokens) // 2
+            self._max_num_batched_tokens = max(MIN_BATCHED_TOKENS, fitting)
+        elif num_tokens or not self._num_decoding:  # or an image alone
+            return self.decode.on_out_of_memory(preempt=False) + self.prefill.on_step_failed(error)
+        preempted = self.decode.on_out_of_memory(preempt=not num_tokens)
+        return preempted + self.prefill.on_out_of_memory(self._max_num_batched_tokens)
 
     def on_step_failed(self, error: BaseException) -> list[Action]:
         return self.decode.on_step_failed(error) + self.prefill.on_step_failed(error)

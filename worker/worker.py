@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from tandem.engine.batch import ItemOutput
+from tandem.engine.device_errors import is_out_of_memory
 from tandem.engine.vision.embedding_cache import EmbeddingCache
 from tandem.prefill_worker.media import MediaIntake
 from tandem.prefill_worker.remote_media import RemoteMedia
@@ -35,7 +36,7 @@ from tandem.protocol.messages.membership import WorkerLoad
 from tandem.protocol.messages.transfer import ToDecodePeer
 from tandem.protocol.sockets import RouterSocket, new_context
 from tandem.protocol.worker_actions import Action, Receive, SendToPeer, SendToProxy, Ship
-from tandem.runtime.errors import ErrorInfo, InternalError, InvalidMessage, TandemError
+from tandem.runtime.errors import ErrorInfo, InternalError, InvalidMessage, TandemError, first_line
 from tandem.telemetry.worker_metrics import WorkerMetrics
 from tandem.worker.config import WorkerConfig
 from tandem.worker.engine_host import EngineHost
@@ -227,8 +228,13 @@ class Worker:
         self._media.share_encoded()
         self._metrics.step.observe(step_time_s)
         if results is None:
-            log.error("a step failed", exc_info=error)
-            self._perform(self._scheduler.on_step_failed(error or RuntimeError("unknown")))
+            error = error or RuntimeError("unknown")
+            if is_out_of_memory(error):
+                log.warning("a step did not fit into the device's memory; steps get smaller: %s", first_line(error))
+                self._perform(self._scheduler.on_out_of_memory(error))
+            else:
+                log.error("a step failed", exc_info=error)
+                self._perform(self._scheduler.on_step_failed(error))
         else:
             self._scheduler.measure(step_time_s)
             self._perform(self._scheduler.on_step(self._loop.time(), results))

@@ -7,8 +7,11 @@ it times out. A wait that times out breaks the path for good; prefill then opens
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -16,7 +19,6 @@ from typing import ClassVar, cast
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, TCPStore, Work  # typed here only
-from torch.distributed import ProcessGroupGloo, ProcessGroupNCCL
 
 from tandem.kv_transfer.connector import KVReceiver, KVSender, OnDone, OpenStore, Peer
 from tandem.kv_transfer.connectors.block_runs import is_run
@@ -30,6 +32,17 @@ from tandem.runtime.errors import KVTransferFailed
 CONNECT_TIMEOUT_S = 20.0
 TRANSFER_TIMEOUT_S = 5.0
 """Deadline of one message, after which the peer counts as dead."""
+NCCL_GROUP_TIMEOUT = timedelta(days=365)
+"""Of NCCL's watchdog, which would end the process. The deadlines above end a group instead."""
+_NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
+"""Read while a group is made: a fault of one pair neither ends the process nor reaches another group. Groups of tensor
+parallelism are made before and keep torch's defaults, which end all ranks."""
+_environment_lock = threading.Lock()
 DIRECT_BLOCK_BYTES = {"gloo": 256 * 1024, "nccl": 16 * 1024 * 1024}
 """Blocks of at least this size are sent one per message, without staging. Smaller ones are gathered into messages,
 because the fixed cost of a message exceeds that of the copy."""
@@ -70,18 +83,43 @@ def connect_store(path_id: str, params: ConnectorParams) -> Store:
     return PrefixStore(path_id, client)
 
 
+@contextmanager
+def _nccl_environment() -> Iterator[None]:
+    """Sets what ProcessGroupNCCL reads when it is constructed, and restores it."""
+    with _environment_lock:
+        before = {name: os.environ.get(name) for name in _NCCL_ENVIRONMENT}
+        os.environ.update(_NCCL_ENVIRONMENT)
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
 def _new_group(backend: str, store: Store, rank: int, host: str) -> ProcessGroup:
-    timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
     if backend == "gloo":
+        from torch.distributed import ProcessGroupGloo
+
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._timeout = timeout
+        options._timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
         options._devices = [ProcessGroupGloo.create_device(hostname=host)]  # by default gloo resolves the host name
         return cast(ProcessGroup, ProcessGroupGloo(store, rank, 2, options))
     if backend == "nccl":
+        from torch.distributed import ProcessGroupNCCL  # torch may be built without it
+
         nccl_options = ProcessGroupNCCL.Options()
-        nccl_options._timeout = timeout
-        return cast(ProcessGroup, ProcessGroupNCCL(store, rank, 2, nccl_options))
+        nccl_options._timeout = NCCL_GROUP_TIMEOUT
+        with _nccl_environment():
+            return cast(ProcessGroup, ProcessGroupNCCL(store, rank, 2, nccl_options))
     raise KVTransferFailed(f"unknown process group backend {backend!r}; known are gloo and nccl")
+
+
+def _abort_apart(group: ProcessGroup) -> None:
+    """Aborts and drops a group on a thread of its own, as both may block for seconds."""
+    threading.Thread(target=group.abort, name="abort-group", daemon=True).start()
 
 
 @dataclass(frozen=True)
@@ -96,7 +134,8 @@ class _Message:
 class _ProcessGroupEnd:
     """Common to both ends: the group, its thread, and the division of jobs into messages.
 
-    The group is created on the thread; jobs queue behind its creation. `on_ready` reports the result.
+    The group is created on the thread; jobs queue behind its creation. `on_ready` reports the result, after
+    CONNECT_TIMEOUT_S at the latest: NCCL connects without a deadline.
     """
 
     _rank: ClassVar[int]
@@ -118,11 +157,38 @@ class _ProcessGroupEnd:
         self._group: ProcessGroup | None = None
         self._side_stream = SideStream(blocks.device) if blocks.device.type == "cuda" else None
 
+        if backend == "nccl":
+            on_ready = self._with_deadline(on_ready)
+
         def build() -> None:
-            self._group = _new_group(backend, open_store(), self._rank, host)
-            self._handshake(self._group)
+            self._group = group = _new_group(backend, open_store(), self._rank, host)
+            self._handshake(group)
 
         self._submit(build, on_ready)
+
+    def _with_deadline(self, on_ready: OnDone) -> OnDone:
+        """Returns an `on_ready` that counts once, and fails by itself when connecting takes too long."""
+        once = threading.Lock()
+
+        def report(error: KVTransferFailed | None) -> None:
+            if once.acquire(blocking=False):
+                timer.cancel()
+                on_ready(error)
+
+        def give_up() -> None:
+            if once.acquire(blocking=False):
+                self._drop_group()
+                on_ready(KVTransferFailed(f"the peer was not connected in {2 * CONNECT_TIMEOUT_S:g} s"))
+
+        timer = threading.Timer(2 * CONNECT_TIMEOUT_S, give_up)  # the store and the group have one deadline each
+        timer.daemon = True
+        timer.start()
+        return report
+
+    def _drop_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            _abort_apart(group)
 
     def _submit(self, job: Callable[[], None], on_done: OnDone) -> None:
         """Run `job` on the thread. On CUDA its copies are queued behind the work computed so far."""
@@ -136,15 +202,30 @@ class _ProcessGroupEnd:
     def _handshake(self, group: ProcessGroup) -> None:
         """Move one byte, because gloo connects lazily: a path is ready only once it has carried data."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self._blocks.device)
-        self._wait(self._start(group, byte), CONNECT_TIMEOUT_S)
+        try:
+            self._wait(self._start(group, byte), CONNECT_TIMEOUT_S)
+        except Exception:
+            self._drop_group()
+            raise
 
     def _transfer(
         self, block_ids: list[int], before: Callable[[_Message], None], after: Callable[[_Message], None]
     ) -> None:
         """Move the blocks in messages, a limited number in flight. Calls `before` and `after` for each message.
 
-        After a wait times out nothing more is written: gloo closes the connection, nccl's group is aborted.
+        After an error nothing more is written: the group is aborted before it is reported.
         """
+        try:
+            self._move(block_ids, before, after)
+        except Exception:
+            group, self._group = self._group, None
+            if group is not None:
+                group.abort()
+            raise
+
+    def _move(
+        self, block_ids: list[int], before: Callable[[_Message], None], after: Callable[[_Message], None]
+    ) -> None:
         in_flight: deque[tuple[Work, _Message]] = deque()
 
         def finish_first() -> None:
@@ -180,19 +261,12 @@ class _ProcessGroupEnd:
             work.wait(timedelta(seconds=timeout_s))
             return
         work.wait()  # blocks the stream, not this thread
-        try:
-            self._side_stream.wait(timeout_s)
-        except KVTransferFailed:
-            group, self._group = self._group, None
-            if group is not None:
-                group.abort()  # otherwise the stream would wait forever
-            raise
+        self._side_stream.wait(timeout_s)
 
     def close(self, on_closed: Callable[[], None] = lambda: None) -> None:
         self._thread.close(on_closed)
-        group, self._group = self._group, None
-        if group is not None and self._backend == "nccl":
-            group.abort()
+        if self._backend == "nccl":
+            self._drop_group()
 
 
 class ProcessGroupSender(_ProcessGroupEnd):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +19,9 @@ from tandem.kv_transfer.ranks.fan_out import combine_receivers, combine_senders,
 from tandem.kv_transfer.ranks.head_slices import head_routes
 from tandem.kv_transfer.registry import load_connector
 from tandem.protocol.messages.transfer import ConnectorParams, KVLayout
-from tandem.runtime.errors import KVTransferFailed
+from tandem.runtime.errors import KVTransferFailed, first_line
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,10 +80,19 @@ class RankPool:
         return combine_receivers(receivers)
 
     def located(self, params: ConnectorParams) -> ConnectorParams:
-        """Add what a peer on this GPU needs to map the pool; on CPU `params` is already complete."""
+        """Add what a peer on this GPU needs to map the pool; on CPU `params` is already complete.
+
+        Where the driver refuses to export memory (some containers and virtual GPUs), the device gets an id that no peer
+        has, so that peers on it use another connector.
+        """
         if self.blocks.device.type == "cpu":
             return params
-        return msgspec.structs.replace(params, device_id=device_id(self.blocks.device), cuda=export_pool(self.blocks))
+        device = device_id(self.blocks.device)
+        try:
+            return msgspec.structs.replace(params, device_id=device, cuda=export_pool(self.blocks))
+        except RuntimeError as error:
+            log.warning("peers cannot map the KV pool on this GPU (CUDA IPC): %s", first_line(error))
+            return msgspec.structs.replace(params, device_id=f"{device}, process {os.getpid()}")
 
     def checksums(self, block_ids: Sequence[int]) -> list[int]:
         """Hash this rank's heads of each block (`kv_transfer.checksums`). Slow, so not for the event loop."""

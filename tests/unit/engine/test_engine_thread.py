@@ -8,13 +8,18 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
 
 from tandem.engine.batch import Batch, BatchItem
+from tandem.engine.device_errors import why_lost
 from tandem.engine.engine_thread import EngineThread
+from tandem.engine.model_runner import ModelRunner, device_waiter
 from tests.support.garbage import frames_in, kept_garbage
 
 
 class Runner:
+    device = torch.device("cpu")
+
     def warm_up(self) -> None: ...
 
     def run(self, batch: Batch) -> list[Any]:
@@ -48,3 +53,66 @@ def test_a_finished_step_is_not_referenced(fails: bool) -> None:
         assert held() is None
     assert not frames_in("engine/", garbage)
     thread.stop(60)
+
+
+class FailingRunner(Runner):
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def run(self, batch: Batch) -> list[Any]:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nmore"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (ValueError("a mistake of the model's code"), False),
+    ],
+    ids=["illegal access", "out of memory", "other"],
+)
+def test_only_a_device_that_failed_for_good_ends_the_worker(error: Exception, is_lost: bool) -> None:
+    posted: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    lost: list[str] = []
+    runner: Any = FailingRunner(error)
+    thread = EngineThread(lambda: runner, lambda callback, *outcome: posted.put(outcome), 1, lost.append)
+    thread.start(lambda error: None)
+    posted.get(timeout=60)
+    thread.submit(a_batch(False), lambda *outcome: None)
+    assert posted.get(timeout=60)[1] is error
+    thread.stop(60)
+    assert bool(lost) == is_lost and all("illegal memory access" in each and "more" not in each for each in lost)
+
+
+def test_a_failed_device_is_found_behind_another_librarys_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> None:
+        raise torch.AcceleratorError("CUDA error: unspecified launch failure")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", fail)
+    error = RuntimeError("CUBLAS_STATUS_EXECUTION_FAILED")
+    assert why_lost(error, torch.device("cuda", 0)) == "CUDA error: unspecified launch failure"
+    assert why_lost(torch.OutOfMemoryError("no room"), torch.device("cuda", 0)) == ""
+    assert why_lost(error, torch.device("cpu")) == ""
+
+
+def test_a_step_ends_when_the_device_is_done_even_if_nothing_is_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+
+    class Event:
+        def __init__(self, blocking: bool) -> None:
+            assert blocking, "it must not spin"
+
+        def record(self, stream: str) -> None:
+            happened.append(f"record on {stream}")
+
+        def synchronize(self) -> None:
+            happened.append("synchronize")
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    runner: Any = object.__new__(ModelRunner)
+    runner._wait_for_device = device_waiter(torch.device("cuda", 0))
+    runner._run = lambda batch: happened.append("run") or []
+    assert ModelRunner.run(runner, Batch([BatchItem([1], 0, [0])])) == []
+    assert happened == ["run", "record on the stream of cuda:0", "synchronize"]

@@ -5,10 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from tandem.engine.batch import ItemOutput
 from tandem.engine.block_manager import BlockManager
-from tandem.protocol.messages.dispatch import AttemptFailed, FirstToken, PrepareDecode, StartPrefill, TokenBatch
+from tandem.protocol.messages.dispatch import (
+    AttemptFailed,
+    AttemptPreempted,
+    FirstToken,
+    PrepareDecode,
+    StartPrefill,
+    TokenBatch,
+)
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.messages.transfer import KVReserved, ReserveKV
@@ -152,3 +160,67 @@ def test_the_prefill_role_yields_when_both_workers_are_full() -> None:
     assert names == ["AttemptPreempted", "CloseTransfer"]
     _, actions = scheduler.schedule(2.5)
     assert [type(action) for action in actions if isinstance(action, SendToPeer)] == [SendToPeer]
+
+
+# ---- out of memory
+
+NO_MEMORY = torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_prompt_that_does_not_fit_is_computed_in_smaller_chunks() -> None:
+    scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=256, max_num_seqs=2, lease_s=10.0)
+    start(scheduler, "a", tokens=list(range(200)))
+    batch, _ = scheduler.schedule(1.0)
+    assert [len(item.token_ids) for item in batch.items] == [200]
+    assert scheduler.on_out_of_memory(NO_MEMORY) == []
+    chunks = []
+    while not chunks or sum(chunks) < 200:
+        batch, _ = scheduler.schedule(1.0)
+        chunks.append(len(batch.items[0].token_ids))
+        assert batch.items[0].start == sum(chunks[:-1])
+        actions = scheduler.on_step(1.0, [ItemOutput([SampledToken(9)] * len(batch.items[0].samples))])
+    assert max(chunks) == 100
+    [first] = [action.message for action in actions if isinstance(action, SendToProxy)]
+    assert isinstance(first, FirstToken)
+
+
+def test_a_prompt_fails_if_its_smallest_chunk_does_not_fit() -> None:
+    scheduler = WorkerScheduler(BlockManager(64, 8), "m", max_num_batched_tokens=256, max_num_seqs=2, lease_s=10.0)
+    start(scheduler, "a", tokens=list(range(200)))
+    failed: list[Any] = []
+    for _ in range(3):
+        scheduler.schedule(1.0)
+        failed += scheduler.on_out_of_memory(NO_MEMORY)
+    [message] = [action.message for action in failed]
+    assert isinstance(message, AttemptFailed) and "out of memory" in message.error.message
+    assert scheduler.is_idle and scheduler.blocks.num_free == scheduler.blocks.num_blocks
+
+
+def test_the_newest_sequences_are_preempted_when_their_step_does_not_fit() -> None:
+    scheduler = new_scheduler()
+    for name in "ab":
+        start(scheduler, name, max_tokens=10)
+        step(scheduler)
+    batch, _ = scheduler.schedule(2.0)
+    assert len(batch.items) == 2
+    [preempted] = [action.message for action in scheduler.on_out_of_memory(NO_MEMORY)]
+    assert preempted == AttemptPreempted("b0")
+    _, [tokens] = step(scheduler)
+    assert [token.attempt_id for token in tokens.tokens] == ["a0"]
+    batch, _ = scheduler.schedule(3.0)
+    [last] = [action.message for action in scheduler.on_out_of_memory(NO_MEMORY)]
+    assert last == AttemptPreempted("a0")
+    assert scheduler.is_idle and scheduler.blocks.num_free == scheduler.blocks.num_blocks
+
+
+def test_sequences_survive_a_step_with_a_prompt_that_does_not_fit() -> None:
+    scheduler = new_scheduler()
+    start(scheduler, "a")
+    step(scheduler)
+    start(scheduler, "b", tokens=list(range(40)))
+    batch, _ = scheduler.schedule(2.0)
+    assert len(batch.items) == 2
+    [failed] = [action.message for action in scheduler.on_out_of_memory(NO_MEMORY)]  # 64 tokens is the smallest step
+    assert isinstance(failed, AttemptFailed) and failed.attempt_id == "b0"
+    _, [tokens] = step(scheduler)
+    assert [token.attempt_id for token in tokens.tokens] == ["a0"]
