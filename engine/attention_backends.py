@@ -10,6 +10,7 @@ from tandem.engine.attention.interface import NO_WINDOW, StepAttention
 from tandem.engine.attention.plain import PlainAttention
 from tandem.engine.batch import BatchItem
 from tandem.engine.cuda.attention import find_varlen_attn, varlen_attention, varlen_problem
+from tandem.engine.cuda.triton_attention import find_kernels, triton_attention, triton_problem
 
 if TYPE_CHECKING:
     from tandem.engine.kv_pool import KVPool
@@ -28,9 +29,14 @@ def attention_maker(pool: KVPool, model_config: Any) -> Callable[[Sequence[Batch
             return lambda items: CPUAttention(pool, items)
         log.warning("using plain attention, which is slower: the CPU kernel does not support %s", pool.tensor.dtype)
     elif pool.tensor.device.type == "cuda":
+        windows = sorted({NO_WINDOW, getattr(model_config, "sliding_window", None) or NO_WINDOW})
+        kernels = find_kernels()
+        problem = triton_problem(pool, kernels, model_config.num_attention_heads, windows)
+        if problem is None:
+            return lambda items: triton_attention(pool, items, kernels)
+        log.warning("using torch's attention: %s", problem)
         varlen = find_varlen_attn()
-        windows = {NO_WINDOW, getattr(model_config, "sliding_window", None) or NO_WINDOW}
-        problem = varlen_problem(pool, varlen, model_config.num_attention_heads, sorted(windows))
+        problem = varlen_problem(pool, varlen, model_config.num_attention_heads, windows)
         if problem is None and varlen is not None:
             return lambda items: varlen_attention(pool, items, varlen)
         log.warning("using plain attention, which is slower: %s", problem)

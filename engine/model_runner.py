@@ -15,8 +15,9 @@ from tandem.engine.attention_backends import attention_maker
 from tandem.engine.batch import Batch, BatchItem, ItemOutput, Sample
 from tandem.engine.cpu.heap import keep_freed_memory
 from tandem.engine.cpu.packed_linear import pack_linears
-from tandem.engine.cuda.attention import StepTensors, VarlenAttention, find_varlen_attn
+from tandem.engine.cuda.attention import StepTensors, VarlenAttention
 from tandem.engine.cuda.decode_graphs import Capture, DecodeGraphs, cuda_capture
+from tandem.engine.cuda.triton_attention import TritonAttention
 from tandem.engine.kv_pool import KVPool
 from tandem.engine.loading.model_loader import LoadedModel
 from tandem.engine.lora.layers import StepAdapters, wrap_layers
@@ -174,22 +175,17 @@ class ModelRunner:
 
     def _capture_graphs(self, capture: Capture) -> None:
         """Capture graphs for decode steps, if the model supports it."""
-        varlen = find_varlen_attn()
         example = self._make_attention([BatchItem([0], 0, [0])])
-        if varlen is None or not isinstance(example, VarlenAttention):
+        if not isinstance(example, TritonAttention | VarlenAttention):
             return
 
-        def no_plain() -> Any:
-            raise RuntimeError("layers with soft caps or sinks cannot be captured")
-
         def run_model(step: StepTensors) -> torch.Tensor:
-            attention = VarlenAttention(self._pool, step, varlen, no_plain)
             logits: torch.Tensor = self._model(
                 input_ids=step.token_ids.long()[None],
                 position_ids=step.positions.long()[None],
                 use_cache=False,
                 logits_to_keep=0,  # all tokens
-                tandem=attention,
+                tandem=example.at(step),
             ).logits[0]
             return logits
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from tandem.engine.config import Device
 from tandem.runtime.errors import ConfigError
@@ -12,10 +13,11 @@ from tandem.runtime.errors import ConfigError
 _QUERY_TIMEOUT_S = 20.0
 
 
-def visible_gpus(device: Device, environment: Mapping[str, str]) -> list[str] | None:
+def visible_gpus(device: Device, environment: Mapping[str, str], devices: Path = Path("/dev")) -> list[str] | None:
     """GPUs as CUDA_VISIBLE_DEVICES names them: those that it lists already, else all that the driver reports.
 
-    None if the driver cannot be asked or GPUs are partitioned (MIG): then workers see what they see by default.
+    Where nvidia-smi is not installed, e.g. in a container, the device files are counted. None if GPUs are partitioned
+    (MIG), or if there is no sign of a driver: then workers see what they see by default.
     """
     if device == "cpu":
         return []
@@ -25,7 +27,9 @@ def visible_gpus(device: Device, environment: Mapping[str, str]) -> list[str] | 
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_QUERY_TIMEOUT_S)
     except (OSError, subprocess.TimeoutExpired):
-        return None
+        # CUDA numbers the GPUs of a container from 0, whatever the names of their files.
+        num_files = sum(1 for file in devices.glob("nvidia*") if re.fullmatch("nvidia[0-9]+", file.name))
+        return [str(number) for number in range(num_files)] or None
     if listed.returncode != 0 or "MIG-" in listed.stdout:
         return None
     return re.findall(r"UUID: (GPU-[0-9a-f-]+)", listed.stdout)

@@ -1,4 +1,4 @@
-"""Paged attention on CUDA: torch's `varlen_attn`, which reads keys and values from the pool by block table.
+"""Paged attention on CUDA where our kernel does not run: torch's `varlen_attn`, which reads the pool by block table.
 
 It needs torch 2.13 or newer and a backend that supports our block size (cuDNN 9.24: powers of two; Flash Attention 3:
 any; Flash Attention 2: multiples of 256). The worker tries it once at startup (`varlen_problem`). Where it does not
@@ -90,6 +90,10 @@ class VarlenAttention:
         self._plain: PlainAttention | None = None
         self._slots = step.blocks.long(), step.offsets.long()
 
+    def at(self, step: StepTensors) -> VarlenAttention:
+        """Returns the attention of another step, for capture in a graph."""
+        return VarlenAttention(self._pool, step, self._varlen, _no_plain)
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
@@ -116,6 +120,10 @@ class VarlenAttention:
             seqused_k=step.num_context,
             block_table=step.block_table,
         )
+
+
+def _no_plain() -> PlainAttention:
+    raise RuntimeError("layers with soft caps or sinks cannot be captured")
 
 
 def varlen_problem(pool: KVPool, varlen: VarlenFunction | None, num_heads: int, windows: Sequence[int]) -> str | None:

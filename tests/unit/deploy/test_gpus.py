@@ -41,7 +41,10 @@ def test_visible_gpus_follow_the_device_and_the_environment(monkeypatch: pytest.
     assert visible_gpus("auto", {"CUDA_VISIBLE_DEVICES": "2, GPU-ab"}) == ["2", "GPU-ab"]
     assert visible_gpus("cuda", {"CUDA_VISIBLE_DEVICES": ""}) == []
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert visible_gpus("auto", {}) is None
+    assert visible_gpus("auto", {}, tmp_path) is None
+    for name in ("nvidia1", "nvidia3", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible_gpus("auto", {}, tmp_path) == ["0", "1"], "each worker gets its own, without nvidia-smi too"
     driver = tmp_path / "nvidia-smi"
     lines = ["GPU 0: NVIDIA H200 (UUID: GPU-12-ab)", "GPU 1: NVIDIA H200 (UUID: GPU-34)"]
     driver.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in lines))

@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from tandem.engine import model_runner
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import Batch, BatchItem, Sample
 from tandem.engine.config import EngineConfig
@@ -98,7 +97,6 @@ def test_varlen_attention_and_graphs_equal_plain(
     varlen = ModelRunner(model, pool)
     varlen._make_attention = lambda items: varlen_attention(pool, items, emulated_varlen_attn)
     assert generate(varlen, 7) == expected
-    monkeypatch.setattr(model_runner, "find_varlen_attn", lambda: emulated_varlen_attn)
     num_captured = []
 
     def capture(function: Any) -> Any:
