@@ -18,10 +18,10 @@ def nccl_environment(host: str, environment: Mapping[str, str]) -> dict[str, str
     an interface with several addresses of one family it uses the first. Raises ConfigError for an address that no
     interface of this host has.
     """
-    if "NCCL_SOCKET_IFNAME" in environment:
-        return {}
-    interface, family = _interface_of(host)
-    found = {"NCCL_SOCKET_IFNAME": f"={interface}", "NCCL_SOCKET_FAMILY": family.name}  # without = it is a prefix
+    found = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}  # workers may share a GPU
+    if "NCCL_SOCKET_IFNAME" not in environment:
+        interface, family = _interface_of(host)
+        found |= {"NCCL_SOCKET_IFNAME": f"={interface}", "NCCL_SOCKET_FAMILY": family.name}  # without = it is a prefix
     return {name: value for name, value in found.items() if name not in environment}
 
 

@@ -19,6 +19,9 @@ from tandem.deploy.sites import local
 from tandem.deploy.sites.ray_actor import ProcessActor
 from tandem.runtime.errors import ConfigError
 
+SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+"""Two workers on one GPU may form a group."""
+
 
 def test_the_interface_is_that_of_the_address() -> None:
     tried = 0
@@ -26,7 +29,7 @@ def test_the_interface_is_that_of_the_address() -> None:
         for each in addresses:
             if each.family in (socket.AF_INET, socket.AF_INET6):
                 tried += 1
-                expected = {"NCCL_SOCKET_IFNAME": f"={interface}", "NCCL_SOCKET_FAMILY": each.family.name}
+                expected = {"NCCL_SOCKET_IFNAME": f"={interface}", "NCCL_SOCKET_FAMILY": each.family.name, **SHARED}
                 assert nccl_environment(each.address, {}) == expected
     assert tried > 0
 
@@ -36,8 +39,10 @@ def test_a_loopback_address_that_is_not_listed_is_on_the_loopback_interface() ->
 
 
 def test_variables_of_the_operator_win() -> None:
-    assert nccl_environment("127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib0"}) == {}
-    assert list(nccl_environment("127.0.0.1", {"NCCL_SOCKET_FAMILY": "AF_INET"})) == ["NCCL_SOCKET_IFNAME"]
+    assert nccl_environment("127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib0"}) == SHARED
+    assert nccl_environment("127.0.0.1", {"NCCL_SOCKET_IFNAME": "ib0", "NCCL_MULTI_RANK_GPU_ENABLE": "0"}) == {}
+    found = nccl_environment("127.0.0.1", {"NCCL_SOCKET_FAMILY": "AF_INET"})
+    assert found.keys() == {"NCCL_SOCKET_IFNAME", *SHARED}
 
 
 def test_an_address_of_another_host_is_refused() -> None:
