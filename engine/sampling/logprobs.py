@@ -24,10 +24,18 @@ def token_logprobs(
     own = logprobs.gather(-1, token_ids[:, None])
     ranks = (logprobs > own).sum(-1) + 1
     values, ids = logprobs.topk(min(max(nums_top), logprobs.shape[-1]), dim=-1)
-    rows = zip(own[:, 0].tolist(), ranks.tolist(), ids.tolist(), values.tolist(), nums_top, strict=True)
+    # One copy to the host; float64 holds token ids and float32 values exactly.
+    rows = torch.cat((own.double(), ranks[:, None].double(), values.double(), ids.double()), -1).tolist()
+    width = values.shape[-1]
     results = [
-        TokenLogprobs(logprob, rank, list(zip(row_ids[:num_top], row_values[:num_top], strict=True)))
-        for logprob, rank, row_ids, row_values, num_top in rows
+        TokenLogprobs(
+            row[0],
+            int(row[1]),
+            [(int(token_id), value) for token_id, value in zip(row[2 + width :], row[2 : 2 + width], strict=True)][
+                :num_top
+            ],
+        )
+        for row, num_top in zip(rows, nums_top, strict=True)
     ]
     for row, wanted in enumerate(named):
         if wanted:
