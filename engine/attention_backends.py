@@ -34,10 +34,10 @@ def attention_maker(pool: KVPool, model_config: Any) -> Callable[[Sequence[Batch
         problem = triton_problem(pool, kernels, model_config.num_attention_heads, windows)
         if problem is None:
             return lambda items: triton_attention(pool, items, kernels)
-        log.warning("using torch's attention: %s", problem)
+        log.warning("our attention kernel is not used: %s", problem)
         varlen = find_varlen_attn()
         problem = varlen_problem(pool, varlen, model_config.num_attention_heads, windows)
         if problem is None and varlen is not None:
             return lambda items: varlen_attention(pool, items, varlen)
-        log.warning("using plain attention, which is slower: %s", problem)
+        log.warning("using plain attention, which is slower; varlen_attn is not used: %s", problem)
     return lambda items: PlainAttention(pool, items)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -18,9 +17,9 @@ import torch
 
 from tandem.engine.attention.interface import NO_WINDOW, AttentionOptions
 from tandem.engine.attention.plain import PlainAttention
+from tandem.engine.attention.self_check import attention_problem
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import BatchItem
-from tandem.runtime.errors import first_line
 
 if TYPE_CHECKING:
     from tandem.engine.kv_pool import KVPool
@@ -127,38 +126,10 @@ def _no_plain() -> PlainAttention:
 
 
 def varlen_problem(pool: KVPool, varlen: VarlenFunction | None, num_heads: int, windows: Sequence[int]) -> str | None:
-    """Run `varlen_attn` on this pool and compare it with PlainAttention. Returns why it cannot be used, or None.
-
-    windows: of the model's layers. The pool's content is restored.
-    """
+    """See `engine.attention.self_check.attention_problem`."""
     if varlen is None:
         return f"torch {torch.__version__} has no varlen_attn with block tables"
-    layout = pool.layout
-    generator = torch.Generator().manual_seed(0)
-    saved = pool.tensor[:2].clone()
-
-    def random(heads: int, num_tokens: int) -> torch.Tensor:
-        shape = (1, heads, num_tokens, layout.head_dim)
-        return torch.randn(shape, generator=generator).to(pool.tensor.dtype).to(pool.tensor.device)
-
-    try:
-        # A prompt that spans two blocks, then one more token.
-        first, second = layout.block_size + 3, 1
-        for window, (start, num_tokens) in product(windows, ((0, first), (first, second))):
-            items = [BatchItem([0] * num_tokens, start, [1, 0])]
-            query = random(num_heads, num_tokens)
-            key, value = random(layout.num_kv_heads, num_tokens), random(layout.num_kv_heads, num_tokens)
-            options = AttentionOptions(layout.head_dim**-0.5, window)
-            expected = PlainAttention(pool, items).attend(0, query, key, value, options)
-            got = varlen_attention(pool, items, varlen).attend(0, query, key, value, options)
-            error = float((got.float() - expected.float()).abs().max())
-            if not error < 0.05:
-                return f"varlen_attn is off by {error:.3g} from plain attention"
-    except Exception as problem:  # backends raise various errors
-        return f"varlen_attn does not take this pool: {first_line(problem)}"
-    finally:
-        pool.tensor[:2] = saved
-    return None
+    return attention_problem(pool, lambda items: varlen_attention(pool, items, varlen), num_heads, windows)
 
 
 def varlen_attention(pool: KVPool, items: Sequence[BatchItem], varlen: VarlenFunction) -> VarlenAttention:

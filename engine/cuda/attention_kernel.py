@@ -5,7 +5,8 @@ the query heads that share one KV head. Finding a program's sequence without hel
 unified attention kernel; the running softmax is that of FlashAttention (Dao et al., 2022).
 
 The number of compiled variants is bounded: nothing that changes from step to step is a constant, except BLOCK_M, which
-has two values.
+has two values. By itself Triton would also compile for numbers that are 1 or multiples of 16 and for aligned addresses,
+so it is told not to for arguments that differ between steps.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["blocks", "offsets"])
 def write_kv(
     key,  # [num_tokens, num_kv_heads, head_dim], with strides
     value,
@@ -43,7 +44,10 @@ def write_kv(
     tl.store(value_cache + slot, new_value, mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_sequences", "table_width"],
+    do_not_specialize_on_alignment=["block_table", "cu_seqlens", "num_context"],
+)
 def attend(
     query,  # [num_tokens, num_heads, head_dim], with strides
     key_cache,

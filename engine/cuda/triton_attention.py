@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tandem.engine.attention.interface import NO_WINDOW, AttentionOptions
-from tandem.engine.attention.plain import PlainAttention
+from tandem.engine.attention.interface import AttentionOptions
+from tandem.engine.attention.self_check import attention_problem
 from tandem.engine.attention.step_index import StepIndex
 from tandem.engine.batch import BatchItem
 from tandem.engine.cuda.attention import StepTensors
-from tandem.runtime.errors import first_line
 
 if TYPE_CHECKING:
     from tandem.engine.kv_pool import KVPool
@@ -111,35 +110,7 @@ def triton_attention(pool: KVPool, items: Sequence[BatchItem], kernels: Any) -> 
 
 
 def triton_problem(pool: KVPool, kernels: ModuleType | None, num_heads: int, windows: Sequence[int]) -> str | None:
-    """Run the kernels on this pool and compare them with PlainAttention. Returns why they cannot be used, or None.
-
-    windows: of the model's layers. The pool's content is restored.
-    """
+    """See `engine.attention.self_check.attention_problem`."""
     if kernels is None:
         return "Triton is not installed"
-    layout = pool.layout
-    generator = torch.Generator().manual_seed(0)
-    saved = pool.tensor[:2].clone()
-
-    def random(heads: int, num_tokens: int) -> torch.Tensor:
-        shape = (1, heads, num_tokens, layout.head_dim)
-        return torch.randn(shape, generator=generator).to(pool.tensor.dtype).to(pool.tensor.device)
-
-    try:
-        first = min(layout.block_size + 3, 2 * layout.block_size - 1)  # spans two blocks, and leaves room for a token
-        for window in windows or [NO_WINDOW]:
-            for start, num_tokens in ((0, first), (first, 1)):
-                items = [BatchItem([0] * num_tokens, start, [1, 0])]
-                query = random(num_heads, num_tokens)
-                key, value = random(layout.num_kv_heads, num_tokens), random(layout.num_kv_heads, num_tokens)
-                options = AttentionOptions(layout.head_dim**-0.5, window)
-                expected = PlainAttention(pool, items).attend(0, query, key, value, options)
-                got = triton_attention(pool, items, kernels).attend(0, query, key, value, options)
-                error = float((got.float() - expected.float()).abs().max())
-                if not error < 0.05:
-                    return f"our kernel is off by {error:.3g} from plain attention"
-    except Exception as problem:  # compilers and drivers raise various errors
-        return f"our kernel does not run here: {first_line(problem)}"
-    finally:
-        pool.tensor[:2] = saved
-    return None
+    return attention_problem(pool, lambda items: triton_attention(pool, items, kernels), num_heads, windows)

@@ -134,7 +134,7 @@ class _Message:
 class _ProcessGroupEnd:
     """Common to both ends: the group, its thread, and the division of jobs into messages.
 
-    The group is created on the thread; jobs queue behind its creation. `on_ready` reports the result, after
+    The group is created on the thread; jobs queue behind its creation. `on_ready` reports the result, after twice
     CONNECT_TIMEOUT_S at the latest: NCCL connects without a deadline.
     """
 
@@ -213,20 +213,26 @@ class _ProcessGroupEnd:
     ) -> None:
         """Move the blocks in messages, a limited number in flight. Calls `before` and `after` for each message.
 
-        After an error nothing more is written: the group is aborted before it is reported.
+        After an error nothing more is written: gloo cancels a receive when its work is dropped, and NCCL's group is
+        aborted.
         """
+        in_flight: deque[tuple[Work, _Message]] = deque()
         try:
-            self._move(block_ids, before, after)
+            self._move(block_ids, before, after, in_flight)
         except Exception:
+            in_flight.clear()
             group, self._group = self._group, None
-            if group is not None:
+            if group is not None and self._backend == "nccl":
                 group.abort()
             raise
 
     def _move(
-        self, block_ids: list[int], before: Callable[[_Message], None], after: Callable[[_Message], None]
+        self,
+        block_ids: list[int],
+        before: Callable[[_Message], None],
+        after: Callable[[_Message], None],
+        in_flight: deque[tuple[Work, _Message]],
     ) -> None:
-        in_flight: deque[tuple[Work, _Message]] = deque()
 
         def finish_first() -> None:
             work, message = in_flight.popleft()

@@ -119,6 +119,7 @@ class LineResult(msgspec.Struct, frozen=True):
 
 
 _DECODER = msgspec.json.Decoder(Line)
+_RESULT_DECODER = msgspec.json.Decoder(LineResult)
 
 
 def parse_line(data: bytes, number: int, endpoint: str) -> Line:
@@ -166,6 +167,6 @@ def check_lines(lines: Iterable[bytes], endpoint: str) -> tuple[int, list[LineEr
     return num_requests, errors
 
 
-def finished_ids(results: Iterable[bytes]) -> set[str]:
-    """Returns the custom_ids of complete lines of results."""
-    return {msgspec.json.decode(data, type=LineResult).custom_id for data in results}
+def finished_id(data: bytes) -> str:
+    """Returns the custom_id of a line of results."""
+    return _RESULT_DECODER.decode(data).custom_id

@@ -1,7 +1,7 @@
-"""Batches on disk. `<folder>/<client>/batches/<id>.json` is the batch, `.owner` who may run it.
+"""Batches on disk. `<folder>/<client>/batches/<id>.json` is the batch; `.owner`, until it ends, for whom it runs.
 
-`.output` and `.error` have the results so far, `.lock` is locked by the proxy that runs it, `.cancel` exists once it is
-to be cancelled. All methods block on the disk: call them on a thread.
+The proxy that runs a batch holds a lock on its `.owner`. `.output` and `.error` have the results so far, `.cancel`
+exists once it is to be cancelled. All methods block on the disk: call them on a thread.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from tandem.proxy.batches.batch import (
     Batch,
     BatchRequest,
     LineError,
+    LineErrors,
     LineResult,
     RequestCounts,
     Status,
     check_lines,
-    finished_ids,
+    finished_id,
 )
 from tandem.proxy.batches.file_store import FileStore, new_id, storage_errors, write_json
 from tandem.runtime.errors import InvalidRequest
@@ -35,7 +36,8 @@ MAX_UNFINISHED = 64
 MAX_BATCHES = 10_000
 """Batches of one client that are kept; older ones are forgotten, not their files."""
 _ID = re.compile(r"batch_[0-9a-f]{24}")
-_SUFFIXES = (".json", ".owner", ".output", ".error", ".lock", ".cancel")
+_SUFFIXES = (".json", ".cancel")
+"""Files of a batch that has ended."""
 
 
 class BatchNotFound(InvalidRequest):
@@ -69,6 +71,9 @@ class BatchFiles:
     def save(self, batch: Batch) -> None:
         write_json(self._file(".json"), batch)
         self.batch = batch
+        if batch.status in FINAL:
+            self._file(".cancel").unlink(missing_ok=True)
+            self._file(".owner").unlink(missing_ok=True)
 
     def check(self) -> Batch:
         """Returns the batch after its lines were checked: in progress or failed."""
@@ -88,20 +93,22 @@ class BatchFiles:
 
     def finished(self) -> set[str]:
         """Returns the custom_ids that have results. A line that was cut off by a crash is removed."""
-        ids: set[str] = set()
-        counts = []
+        found: list[set[str]] = []
         for kind in (".output", ".error"):
-            file = self._file(kind)
-            data = file.read_bytes() if file.exists() else b""
-            whole = data[: data.rfind(b"\n") + 1]
-            if len(whole) < len(data):
-                os.truncate(file, len(whole))
-            found = finished_ids(whole.splitlines())
-            ids |= found
-            counts.append(len(found))
+            ids: set[str] = set()
+            if (file := self._file(kind)).exists():
+                with file.open("r+b") as results:
+                    num_bytes = 0
+                    for line in results:
+                        if not line.endswith(b"\n"):
+                            results.truncate(num_bytes)
+                            break
+                        num_bytes += len(line)
+                        ids.add(finished_id(line))
+            found.append(ids)
         total = self.batch.request_counts.total
-        self.batch = msgspec.structs.replace(self.batch, request_counts=RequestCounts(total, *counts))
-        return ids
+        self.batch = msgspec.structs.replace(self.batch, request_counts=RequestCounts(total, *map(len, found)))
+        return found[0] | found[1]
 
     def append(self, result: LineResult) -> None:
         """Adds a result. Raises StorageFull and adds nothing."""
@@ -120,18 +127,22 @@ class BatchFiles:
         done, failed = counts.completed + result.is_success, counts.failed + (not result.is_success)
         self.batch = msgspec.structs.replace(self.batch, request_counts=RequestCounts(counts.total, done, failed))
 
-    def finalize(self) -> None:
-        """Makes files of the results and ends the batch. May be repeated after a crash."""
+    def finalize(self, error: LineError | None = None) -> None:
+        """Makes files of the results and ends the batch. May be repeated after a crash. error: why it fails."""
         batch = self.batch
+        if error is not None:
+            batch = msgspec.structs.replace(batch, errors=LineErrors([error]))
         status: Status = "completed"
-        if self.is_cancelled:
+        if batch.errors is not None:
+            status = "failed"
+        elif self.is_cancelled:
             status = "cancelled"
         elif time.time() >= batch.expires_at:
             status = "expired"
         if batch.status != "finalizing":
             has = [self._file(kind).exists() for kind in (".output", ".error")]
-            output, error = (new_id("file-") if each else None for each in has)
-            self.save(batch.became("finalizing", time.time(), output_file_id=output, error_file_id=error))
+            output_id, error_id = (new_id("file-") if each else None for each in has)
+            self.save(batch.became("finalizing", time.time(), output_file_id=output_id, error_file_id=error_id))
         for kind, file_id in ((".output", self.batch.output_file_id), (".error", self.batch.error_file_id)):
             if file_id is not None:
                 self._files.take(self._file(kind), file_id, f"{self._id}_{kind.removeprefix('.')}.jsonl")
@@ -211,20 +222,22 @@ class BatchStore:
 
     def hold_unfinished(self) -> Iterator[BatchFiles]:
         """Yields the batches that have not ended and that no other process holds. The caller closes each."""
-        for batch in self.all():
-            if batch.status in FINAL:
+        for owner in self._folder.glob("batch_*.owner"):
+            try:
+                lock = os.open(owner, os.O_RDWR | os.O_CLOEXEC)
+            except FileNotFoundError:  # it ended meanwhile
                 continue
-            lock = os.open(self._folder / f"{batch.id}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                held = BatchFiles(self._folder, batch.id, lock, self.files)
-            except BlockingIOError:
+                held = BatchFiles(self._folder, owner.stem, lock, self.files)
+            except (BlockingIOError, FileNotFoundError):  # another proxy runs it, or is creating or ending it
                 os.close(lock)
                 continue
             except BaseException:
                 os.close(lock)
                 raise
-            if held.batch.status in FINAL:  # it ended meanwhile
+            if held.batch.status in FINAL:  # a proxy ended between the two halves of `save`
+                held.save(held.batch)
                 held.close()
                 continue
             yield held

@@ -1,6 +1,6 @@
 """Runs batches: each line is a request to this proxy's own routes, at the lowest priority.
 
-Each batch is run by the proxy that holds its lock; when that one ends, another takes it over and runs what has no
+Each batch is run by the proxy that holds its lock. When that one ends, another takes it over and runs what has no
 result yet.
 """
 
@@ -18,14 +18,14 @@ import msgspec
 from starlette.types import ASGIApp, Message
 
 from tandem.proxy.admission.api_key import ApiKey
-from tandem.proxy.batches.batch import Failure, Line, LineResponse, LineResult, parse_line, request_body
+from tandem.proxy.batches.batch import Failure, Line, LineError, LineResponse, LineResult, parse_line, request_body
 from tandem.proxy.batches.batch_store import BatchFiles, BatchStore
-from tandem.proxy.batches.file_store import StorageFull, client_folder, new_id
+from tandem.proxy.batches.file_store import FileNotFound, StorageFull, client_folder, new_id
 
 log = logging.getLogger("proxy")
 
 MAX_CONCURRENT = 16
-"""Requests of one batch at a time."""
+"""Requests of all batches of one proxy at a time."""
 POLL_INTERVAL_S = 5.0
 """Between two looks for batches that other proxies have left."""
 _WATCH_INTERVAL_S = 1.0
@@ -42,6 +42,7 @@ class BatchRunner:
         self._folder = folder
         self._key_of = key_of
         self._wake = asyncio.Event()
+        self._slots = asyncio.Semaphore(MAX_CONCURRENT)
         self._running: set[asyncio.Task[None]] = set()
 
     def store(self, scope: str) -> BatchStore:
@@ -79,10 +80,14 @@ class BatchRunner:
         try:
             if held.batch.status == "validating":
                 await asyncio.to_thread(lambda: held.save(held.check()))
+            missing: LineError | None = None
             if held.batch.status == "in_progress":
-                await self._run_lines(app, held)
+                try:
+                    await self._run_lines(app, held)
+                except FileNotFound as error:  # the client has deleted the input
+                    missing = LineError(error.code, error.message)
             if held.batch.status != "failed":
-                await asyncio.to_thread(held.finalize)
+                await asyncio.to_thread(held.finalize, missing)
             log.info("batch %s: %s", held.batch.id, held.batch.status)
         except Exception as error:
             if isinstance(error, StorageFull):
@@ -105,15 +110,19 @@ class BatchRunner:
                     line = await asyncio.to_thread(_next, lines, finished, held.batch.endpoint)
                 if line is None:
                     return
-                result = await self._result(app, held, line)
+                async with self._slots:
+                    result = await self._result(app, held, line)
                 async with turn:
                     await asyncio.to_thread(held.append, result)
 
         async def watch() -> None:
+            saved = held.batch
             while not await asyncio.to_thread(lambda: held.is_cancelled):
                 await asyncio.sleep(_WATCH_INTERVAL_S)
                 async with turn:
-                    await asyncio.to_thread(held.save, held.batch)
+                    if held.batch is not saved:
+                        saved = held.batch
+                        await asyncio.to_thread(held.save, saved)
 
         watcher = asyncio.create_task(watch())
         workers = [asyncio.create_task(work()) for _ in range(MAX_CONCURRENT)]

@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
+from tandem.proxy.admission.client_slots import ClientSlots
 from tandem.proxy.answers.errors import BatchesDisabled
 from tandem.proxy.answers.request_id import id_header
 from tandem.proxy.api.field_errors import invalid_field
@@ -22,13 +23,15 @@ from tandem.proxy.batches.batch_store import BatchStore, Owner
 from tandem.proxy.batches.file_store import MAX_FILE_BYTES, StoredFile
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.http.app_state import AppState
-from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, json_answer
+from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, client_of, json_answer
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.runtime.errors import InvalidRequest
 
 MAX_LISTED = 10_000
 _FORM_BYTES = 64 * 1024
 """What a form may have besides the file."""
+MAX_UPLOADS, MAX_UPLOADS_PER_CLIENT = 8, 2
+"""At a time on one proxy. Uploads lie in the folder for temporary files until they are whole."""
 T = TypeVar("T", StoredFile, Batch)
 _REQUEST = msgspec.json.Decoder(BatchRequest)
 
@@ -63,6 +66,8 @@ class DeletedFile(msgspec.Struct, frozen=True):
 
 
 def batch_routes(state: AppState) -> list[ApiRoute]:
+    uploads = ClientSlots(MAX_UPLOADS, MAX_UPLOADS_PER_CLIENT)
+
     def runner() -> BatchRunner:
         if state.batches is None:
             raise BatchesDisabled("This server keeps no files; its operator can start it with --data-dir DIR.")
@@ -76,16 +81,17 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
         store = store_of(request)
         limited = Request(request.scope, state.bodies.upload(request.receive, MAX_FILE_BYTES + _FORM_BYTES))
         try:
-            async with limited.form(max_files=1, max_fields=8, max_part_size=_FORM_BYTES) as form:
-                file, purpose = form.get("file"), form.get("purpose")
-                if not isinstance(file, UploadFile):
-                    raise InvalidRequest("The form has no file; send it as multipart/form-data in `file`.", "file")
-                if purpose != "batch":
-                    raise InvalidRequest("purpose must be 'batch'; this server keeps files for batches.", "purpose")
-                name, size = (file.filename or "file")[:255], file.size or 0
-                if size > MAX_FILE_BYTES:
-                    raise InvalidRequest(f"The file is larger than the limit of {MAX_FILE_BYTES} bytes.", "file")
-                return json_answer(request, await _on_thread(store.files.add, file.file, size, name, "batch"))
+            with uploads.hold(client_of(request)):
+                async with limited.form(max_files=1, max_fields=8, max_part_size=_FORM_BYTES) as form:
+                    file, purpose = form.get("file"), form.get("purpose")
+                    if not isinstance(file, UploadFile):
+                        raise InvalidRequest("The form has no file; send it as multipart/form-data in `file`.", "file")
+                    if purpose != "batch":
+                        raise InvalidRequest("purpose must be 'batch'; this server keeps files for batches.", "purpose")
+                    name, size = (file.filename or "file")[:255], file.size or 0
+                    if size > MAX_FILE_BYTES:
+                        raise InvalidRequest(f"The file is larger than the limit of {MAX_FILE_BYTES} bytes.", "file")
+                    return json_answer(request, await _on_thread(store.files.add, file.file, size, name, "batch"))
         except HTTPException as error:  # Starlette's, for a malformed form
             raise InvalidRequest(f"The form is malformed: {error.detail}", "file") from error
 

@@ -134,7 +134,7 @@ ROUTES = [
     RouteDoc("post", "/v1/messages/count_tokens", "The number of tokens that a message's prompt would have.",
           TokenCount, CountTokensRequest, error=MessagesError),
     RouteDoc("post", "/v1/files", "Upload a file: `file` and `purpose` (batch) as a form.", StoredFile,
-          form=UploadForm, more_errors=(501, 507)),
+          form=UploadForm, more_errors=(429, 501, 507)),
     RouteDoc("get", "/v1/files", "Your files, newest first.", FileList, more_errors=(400, 501)),
     RouteDoc("get", "/v1/files/{file_id}", "What is known of a file.", StoredFile, more_errors=(404, 501)),
     RouteDoc("get", "/v1/files/{file_id}/content", "The file.", "application/octet-stream", more_errors=(404, 501)),

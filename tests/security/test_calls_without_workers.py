@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,9 +17,11 @@ from tandem.proxy.admission.admission import ClientLimitExceeded, QueueFull
 from tandem.proxy.admission.answer_budget import AnswerBudget
 from tandem.proxy.admission.client_slots import ClientSlots
 from tandem.proxy.answers.errors import status_of
+from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.cluster.worker_table import WorkerTable
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.api_keys import ApiKeys
+from tandem.proxy.http.batch_routes import MAX_UPLOADS_PER_CLIENT
 from tandem.proxy.http.bodies import RequestBodies
 from tandem.proxy.http.client_routes import make_app
 from tandem.proxy.reading import body_reader
@@ -143,3 +146,42 @@ def test_too_many_tokens_and_a_text_that_is_too_long_are_refused(
     with pytest.raises(InvalidRequest, match="has 4 characters; the limit of /detokenize is 3"):
         reader.detokenize(b'{"tokens": [66, 66, 66, 66]}')
     assert reader.detokenize(b'{"tokens": [66, 66, 66]}') == b'{"prompt":"bbb"}'
+
+
+def test_a_client_over_its_limit_of_uploads_gets_429_and_others_are_served(tmp_path: Path) -> None:
+    async def run() -> None:
+        keys = tmp_path / "keys"
+        keys.write_text("one\ntwo\n")
+        state: Any = SimpleNamespace(
+            answer_budget=AnswerBudget(), api_keys=ApiKeys(None, keys), bodies=RequestBodies(100_000, 10),
+            calls=ClientSlots(), media=None, readers=StuckReaders(), request_timeout_s=60,
+            worker_table=WorkerTable(2.5), responses=None, batches=BatchRunner(tmp_path / "data", None),
+        )  # fmt: skip
+        app = make_app(ProxyConfig("proxy-0", "", "m", "m"), state, lambda worker_id, role: "not in this test")
+        begun, may_end = asyncio.Semaphore(0), asyncio.Event()
+        form = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+        form += b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nx'
+
+        async def slow() -> AsyncIterator[bytes]:
+            yield form
+            begun.release()
+            await may_end.wait()
+            yield b"\r\n--b--\r\n"
+
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://proxy") as client:
+
+            async def upload(key: str, content: Any) -> httpx.Response:
+                headers = {"authorization": f"Bearer {key}", "content-type": "multipart/form-data; boundary=b"}
+                return await client.post("/v1/files", content=content, headers=headers)
+
+            waiting = [asyncio.ensure_future(upload("one", slow())) for _ in range(MAX_UPLOADS_PER_CLIENT)]
+            for _ in waiting:
+                await begun.acquire()
+            whole = form + b"\r\n--b--\r\n"
+            assert (await upload("one", whole)).status_code == 429
+            assert (await upload("two", whole)).status_code == 200
+            may_end.set()
+            assert [answer.status_code for answer in await asyncio.gather(*waiting)] == [200, 200]
+            assert (await upload("one", whole)).status_code == 200
+
+    asyncio.run(run())

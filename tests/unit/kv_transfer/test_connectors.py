@@ -260,3 +260,26 @@ def test_large_blocks_are_sent_without_a_copy() -> None:
     assert message_plan("gloo", 64 << 10) == (64, 2)
     assert message_plan("gloo", 1 << 20) == (1, 8)
     assert message_plan("nccl", 2 << 20) == (8, 2)
+
+
+def test_nothing_arrives_over_gloo_after_an_error_was_reported(pool_file: tuple[int, torch.Tensor]) -> None:
+    sender, receiver, _, destination = open_pair("gloo", pool_file)
+    for end in (sender, receiver):
+        end._blocks_per_message, end._max_in_flight = 1, 4  # into the pool, without staging
+
+    mistake = ValueError("a mistake in the middle of a receive")  # held here with its traceback, and all variables
+
+    def fail(work: Any, timeout_s: float) -> None:
+        raise mistake
+
+    receiver._wait = fail
+    done = Outcomes()
+    receiver.receive([1, 3, 5, 7], done)
+    error = done.next()
+    assert error is not None and "mistake" in error.message
+    before = destination.clone()
+    sender.send([0, 2, 4, 6], [], done)
+    done.next()  # small blocks may leave before the sender learns that the receiver has gone
+    assert torch.equal(destination, before)
+    sender.close(lambda: None)
+    receiver.close()

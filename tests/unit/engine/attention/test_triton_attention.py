@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.compiler import ASTSource
+from triton.runtime.jit import create_function_from_signature
 
+from tandem.engine.attention.interface import AttentionOptions
+from tandem.engine.batch import BatchItem
 from tandem.engine.cuda import attention_kernel
-from tandem.engine.cuda.triton_attention import constants
+from tandem.engine.cuda.triton_attention import constants, triton_attention
 
 MAX_SHARED_BYTES = 99 * 1024
 """Of a program on consumer GPUs (compute capability 8.6, 8.9 and 12.0); others have more."""
@@ -28,10 +36,45 @@ def test_the_kernels_compute_what_plain_attention_does() -> None:
     assert run.returncode == 0 and "3 passed" in run.stdout, run.stdout[-5000:]
 
 
+class Binders:
+    """Takes the place of the kernels: binds arguments as Triton does at a launch, and collects what it compiles for."""
+
+    def __init__(self) -> None:
+        self.variants: dict[str, set[str]] = defaultdict(set)
+
+    def __getattr__(self, name: str) -> Any:
+        kernel = getattr(attention_kernel, name)
+        bind = create_function_from_signature(kernel.signature, kernel.params, CUDABackend(GPUTarget("cuda", 90, 32)))
+
+        class Launch:
+            def __getitem__(_, grid: tuple[int, ...]) -> Any:
+                return lambda *args, **kwargs: self.variants[name].add(repr(bind(*args, **kwargs)[1]))
+
+        return Launch()
+
+
 def test_few_variants_serve_all_steps() -> None:
-    """What is constant in the kernel, over all lengths of queries, contexts and tables."""
-    variants = {tuple(constants(128, 4, 64, length).items()) for length in range(1, 5000)}
-    assert len(variants) == 2
+    num_kv_heads, group, head_dim, block_size = 2, 4, 64, 64
+    pool: Any = SimpleNamespace(
+        tensor=torch.empty((4, 2, 2, num_kv_heads, block_size, head_dim), dtype=torch.bfloat16),
+        layout=SimpleNamespace(num_kv_heads=num_kv_heads, block_size=block_size),
+    )
+    binders = Binders()
+    rng = random.Random(0)
+    for _ in range(300):
+        lengths = [rng.choice((1, 1, 1, rng.randint(1, 200))) for _ in range(rng.randint(1, 40))]
+        items = [BatchItem([0] * length, start := rng.randint(0, 999), [0] * (2 + (start + length) // block_size))
+                 for length in lengths]  # fmt: skip
+        states = [
+            torch.empty((1, sum(lengths), heads, head_dim), dtype=torch.bfloat16).transpose(1, 2)
+            for heads in (num_kv_heads * group, num_kv_heads, num_kv_heads)
+        ]
+        query, key, value = states
+        for window in (0, 4096):
+            options = AttentionOptions(head_dim**-0.5, window)
+            triton_attention(pool, items, binders).attend(1, query, key, value, options)
+    assert len(binders.variants["write_kv"]) == 1
+    assert len(binders.variants["attend"]) == 2, "with and without prompt chunks"
 
 
 @pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])

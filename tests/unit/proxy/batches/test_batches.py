@@ -23,7 +23,16 @@ from tandem.proxy.admission.api_key import ApiKey
 from tandem.proxy.answers.errors import status_of
 from tandem.proxy.batches import batch as batch_module
 from tandem.proxy.batches import batch_store, file_store, runner
-from tandem.proxy.batches.batch import FINAL, Batch, BatchRequest, check_lines, parse_line, request_body
+from tandem.proxy.batches.batch import (
+    FINAL,
+    Batch,
+    BatchRequest,
+    LineResponse,
+    LineResult,
+    check_lines,
+    parse_line,
+    request_body,
+)
 from tandem.proxy.batches.batch_store import BatchNotFound, BatchStore, Owner
 from tandem.proxy.batches.file_store import FileNotFound, FileStore, StorageFull
 from tandem.proxy.batches.runner import BatchRunner, call
@@ -276,6 +285,42 @@ def test_a_batch_goes_on_after_its_proxy_has_ended(stops: list[int], cut: int) -
         assert (batch.status, batch.request_counts.completed) == ("completed", 30)
         output = results(BatchStore(next(folder.iterdir())), batch.output_file_id)
         assert sorted(int(each["custom_id"]) for each in output) == list(range(30))
+
+
+def test_a_batch_whose_input_was_deleted_fails_and_keeps_its_results(tmp_path: Path) -> None:
+    async def make() -> str:
+        store = BatchRunner(tmp_path, None).store("")
+        batch = create(store, line("a"), line("b"))
+        [held] = store.hold_unfinished()
+        held.save(held.check())
+        held.append(LineResult("batch_req_1", "a", LineResponse(200, "r", msgspec.Raw(b"{}"))))
+        held.close()
+        store.files.delete(batch.input_file_id)
+        return batch.id
+
+    app = App()
+    batch = run_until_ended(tmp_path, app, asyncio.run(make()))
+    store = BatchStore(next(tmp_path.iterdir()))
+    assert batch.status == "failed" and batch.errors is not None and not app.asked
+    assert batch.errors.data[0].code == "file_not_found"
+    assert [each["custom_id"] for each in results(store, batch.output_file_id)] == ["a"]
+
+
+def test_batches_share_the_limit_of_a_proxy_and_leave_one_file_each(tmp_path: Path) -> None:
+    async def run() -> None:
+        app = App()
+        batches = BatchRunner(tmp_path, None)
+        store = batches.store("")
+        ids = [create(store, *(line(f"{batch}-{i}") for i in range(30))).id for batch in range(3)]
+        task = asyncio.create_task(batches.run(app))
+        for batch_id in ids:
+            assert (await ended(store, batch_id)).request_counts.completed == 30
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        assert app.most_running <= runner.MAX_CONCURRENT
+        assert {file.name for file in next(tmp_path.glob("*/batches")).iterdir()} == {f"{i}.json" for i in ids}
+
+    asyncio.run(run())
 
 
 def test_only_one_proxy_runs_a_batch(tmp_path: Path) -> None:
