@@ -73,7 +73,11 @@ class BatchRunner:
     def _hold(self) -> list[BatchFiles]:
         held: list[BatchFiles] = []
         for folder in self._folder.glob("*/batches"):
-            held += BatchStore(folder.parent).hold_unfinished()
+            try:
+                for files in BatchStore(folder.parent).hold_unfinished():
+                    held.append(files)
+            except Exception:  # e.g. a file that somebody has changed; other clients' batches go on
+                log.exception("batches in %s cannot be read", folder)
         return held
 
     async def _run(self, app: ASGIApp, held: BatchFiles) -> None:

@@ -306,6 +306,18 @@ def test_a_batch_whose_input_was_deleted_fails_and_keeps_its_results(tmp_path: P
     assert [each["custom_id"] for each in results(store, batch.output_file_id)] == ["a"]
 
 
+def test_a_file_that_cannot_be_read_stops_no_other_client(tmp_path: Path, caplog: Any) -> None:
+    async def make() -> str:
+        batches = BatchRunner(tmp_path, None)
+        wrong = create(batches.store("mallory"), line("a"))
+        [file] = tmp_path.glob(f"*/batches/{wrong.id}.json")
+        file.write_text("{")
+        return create(batches.store(""), line("a")).id
+
+    assert run_until_ended(tmp_path, App(), asyncio.run(make())).status == "completed"
+    assert "cannot be read" in caplog.text
+
+
 def test_batches_share_the_limit_of_a_proxy_and_leave_one_file_each(tmp_path: Path) -> None:
     async def run() -> None:
         app = App()
