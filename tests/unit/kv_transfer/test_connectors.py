@@ -268,11 +268,14 @@ def test_nothing_arrives_over_gloo_after_an_error_was_reported(pool_file: tuple[
         end._blocks_per_message, end._max_in_flight = 1, 4  # into the pool, without staging
 
     mistake = ValueError("a mistake in the middle of a receive")  # held here with its traceback, and all variables
+    make = receiver._message
 
-    def fail(work: Any, timeout_s: float) -> None:
-        raise mistake
+    def fail_at_the_third(block_ids: list[int], buffer: int) -> Any:
+        if block_ids == [5]:
+            raise mistake
+        return make(block_ids, buffer)
 
-    receiver._wait = fail
+    receiver._message = fail_at_the_third
     done = Outcomes()
     receiver.receive([1, 3, 5, 7], done)
     error = done.next()

@@ -85,7 +85,7 @@ CASES = st.builds(
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(CASES)
 def test_the_kernels_compute_what_plain_attention_does(case: Case) -> None:
     pool = new_pool(case.num_kv_heads, case.head_dim, case.block_size)

@@ -77,7 +77,10 @@ def test_few_variants_serve_all_steps() -> None:
     assert len(binders.variants["attend"]) == 2, "with and without prompt chunks"
 
 
-@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+EXTENDED = pytest.mark.extended
+
+
+@pytest.mark.parametrize("capability", [80, *(pytest.param(each, marks=EXTENDED) for each in (89, 90, 100, 120))])
 @pytest.mark.parametrize(
     ("head_dim", "group", "max_query_len"), [(64, 1, 1), (128, 4, 1), (128, 4, 512), (256, 8, 512), (80, 7, 512)]
 )
