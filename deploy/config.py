@@ -21,7 +21,7 @@ from tandem.kv_transfer.registry import check_name
 from tandem.protocol.messages.membership import Role
 from tandem.protocol.network import NetworkConfig
 from tandem.protocol.network_keys import load_keys
-from tandem.proxy.api.parser_names import ReasoningParserName, ToolParserName
+from tandem.proxy.parsers.parser_names import ReasoningParserName, ToolParserName
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.logs import LogFormat
 

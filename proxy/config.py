@@ -9,10 +9,10 @@ import msgspec
 from msgspec import Meta
 
 from tandem.protocol.network import NetworkConfig
-from tandem.proxy.api.parser_names import ReasoningParserName, ToolParserName
 from tandem.proxy.api.response_store import ResponseStore
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.media.source import MediaLimits
+from tandem.proxy.parsers.parser_names import ReasoningParserName, ToolParserName
 from tandem.runtime.errors import ConfigError
 from tandem.runtime.logs import LogFormat
 
@@ -34,7 +34,7 @@ class ProxyConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
       tokenizer_threads: tokeniser processes. trust_request_chat_template: requests may bring a chat template.
       adapters: LoRA adapters at the start. lora_file: holds them once one was loaded or unloaded; shared by the proxies
       of a host; empty if adapters cannot be loaded.
-      tool_call_parser, reasoning_parser: how the model writes tool calls and thinking, see `proxy.api.parser_names`.
+      tool_call_parser, reasoning_parser: how the model writes tool calls and thinking; see `proxy.parsers`.
       generation_config: where sampling defaults come from, see `proxy.text.sampling_defaults`.
       response_folder: holds stored responses, see `proxy.api.response_store`; shared by the proxies of a host; empty
       keeps none. data_folder: holds files and batches of clients, see `proxy.batches`; empty refuses them.

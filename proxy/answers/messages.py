@@ -33,9 +33,9 @@ from tandem.proxy.api.messages_response import (
     TextPiece,
     ThinkingPiece,
 )
-from tandem.proxy.api.tool_parser import Parsed
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
+from tandem.proxy.parsers.tool_parser import Parsed
 from tandem.runtime.errors import TandemError
 
 

@@ -11,8 +11,6 @@ from tandem.protocol.messages.generation import FinishReason, SampledToken
 from tandem.proxy.answers.answers import Choice
 from tandem.proxy.answers.chat import ChatAnswers
 from tandem.proxy.answers.json_parts import Holes
-from tandem.proxy.api.output_parser import OutputParser
-from tandem.proxy.api.reasoning import ReasoningCounter
 from tandem.proxy.api.responses import (
     AnsweredToolCall,
     AssistantMessage,
@@ -22,9 +20,11 @@ from tandem.proxy.api.responses import (
     CompletionTokensDetails,
     Usage,
 )
-from tandem.proxy.api.tool_parser import Parsed
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
+from tandem.proxy.parsers.output_parser import OutputParser
+from tandem.proxy.parsers.reasoning import ReasoningCounter
+from tandem.proxy.parsers.tool_parser import Parsed
 
 
 class ParsedAnswers(ChatAnswers):

@@ -49,9 +49,9 @@ from tandem.proxy.api.responses_answer import (
     TextDone,
     TextPiece,
 )
-from tandem.proxy.api.tool_parser import Parsed
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
+from tandem.proxy.parsers.tool_parser import Parsed
 from tandem.runtime.errors import TandemError
 
 log = logging.getLogger("proxy")

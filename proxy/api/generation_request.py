@@ -11,12 +11,12 @@ import msgspec
 from tandem.protocol.messages.generation import Pooling, SamplingParams, StopConditions
 from tandem.protocol.messages.prompt_logprobs import MAX_PROMPT_LOGPROBS_BYTES, max_packed_bytes
 from tandem.proxy.admission.answer_budget import MAX_ANSWER_BYTES, answer_too_large
-from tandem.proxy.api.reasoning import ReasoningFormat
 from tandem.proxy.api.responses_request import ResponseOptions
-from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.proxy.cluster.adapter_table import NamedAdapter
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.media.media_lease import MediaLease
+from tandem.proxy.parsers.reasoning import ReasoningFormat
+from tandem.proxy.parsers.tool_formats import ToolFormat
 from tandem.proxy.text.prompt import AnyPrompt, CompletionPrompt, ContextLengthExceeded
 from tandem.runtime.errors import InvalidRequest
 

@@ -20,7 +20,7 @@ from tandem.proxy.api.schema import (
     StructuredOutputs,
     Tool,
 )
-from tandem.proxy.api.tool_formats import ToolFormat
+from tandem.proxy.parsers.tool_formats import ToolFormat
 from tandem.runtime.errors import InvalidRequest
 
 _WHITESPACE = r" ?(\r?\n[ \t]{0,32})?"

@@ -13,7 +13,6 @@ from tandem.proxy.api.chat_messages import ChatMessage, template_message
 from tandem.proxy.api.field_errors import invalid_field, shown_value
 from tandem.proxy.api.generation_request import ALL_LOGPROBS, EmbeddingOptions, GenerationRequest
 from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest, to_chat
-from tandem.proxy.api.reasoning import ReasoningFormat
 from tandem.proxy.api.responses_request import InputItem, ResponseRequest, options_of
 from tandem.proxy.api.responses_request import to_chat as response_to_chat
 from tandem.proxy.api.schema import (
@@ -31,9 +30,10 @@ from tandem.proxy.api.schema import (
     TokenizeRequest,
 )
 from tandem.proxy.api.structured_output import plan_output, template_tool
-from tandem.proxy.api.tool_formats import ToolFormat
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
 from tandem.proxy.media.source import InvalidMedia, MediaSource
+from tandem.proxy.parsers.reasoning import ReasoningFormat
+from tandem.proxy.parsers.tool_formats import ToolFormat
 from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
 from tandem.proxy.text.model_text import RESERVED_VARIABLES
 from tandem.proxy.text.prompt import ChatBatch, ChatPrompt, CompletionPrompt

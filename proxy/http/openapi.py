@@ -41,7 +41,7 @@ from tandem.proxy.api.schema import (
 )
 from tandem.proxy.batches.batch import Batch, BatchRequest
 from tandem.proxy.batches.file_store import StoredFile
-from tandem.proxy.http.batch_routes import BatchList, DeletedFile, FileList, UploadForm
+from tandem.proxy.http.routes.batches import BatchList, DeletedFile, FileList, UploadForm
 
 Json = dict[str, Any]
 

@@ -12,13 +12,13 @@ from tandem.protocol.messages.token_ids import unpack_token_ids
 from tandem.proxy.admission.api_key import scoped_salt
 from tandem.proxy.api.generation_request import GenerationRequest
 from tandem.proxy.api.messages_response import TokenCount
-from tandem.proxy.api.parser_names import reasoning_format, tool_format
 from tandem.proxy.api.responses import DetokenizeResponse, TokenizeResponse
 from tandem.proxy.api.responses_request import InputItem
 from tandem.proxy.api.structured_output import checked_grammar
 from tandem.proxy.api.validation import BodyDecoder
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
+from tandem.proxy.parsers.parser_names import reasoning_format, tool_format
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt, RenderedPrompts, has_media
 from tandem.proxy.text.rendering import Renderer, Room

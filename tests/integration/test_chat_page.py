@@ -13,7 +13,7 @@ from tandem.proxy.answers.timeline_comments import PREFIX
 from tests.integration.test_observing import chromium
 from tests.support.cluster import MODEL, Cluster
 
-PAGE = Path(__file__).parents[2] / "proxy/http/chat.html"
+PAGE = Path(__file__).parents[2] / "proxy/http/routes/chat.html"
 ADDRESS = "http://tandem.test"
 KEY = "sk-page"
 SHOTS = os.environ.get("TANDEM_SCREENSHOTS", "")

@@ -9,12 +9,12 @@ import msgspec
 import pytest
 
 from tandem.protocol.messages.membership import PairStatus, Role, WorkerInfo, WorkerLoad, WorkerReport
-from tandem.proxy.http.admin_routes import ClusterState
+from tandem.proxy.http.routes.admin import ClusterState
 from tandem.telemetry.proxy_metrics import ProxyMetrics, SequenceTimer
 from tandem.telemetry.stages import AttemptTimes, Placement
 from tests.integration.test_observing import chromium
 
-PAGE = Path(__file__).parents[2] / "proxy/http/dashboard.html"
+PAGE = Path(__file__).parents[2] / "proxy/http/routes/dashboard.html"
 ADDRESS = "http://tandem.test"
 ROLES: dict[str, Role] = {"prefill-0": "prefill", "worker-0": "any", "worker-1": "decode"}
 RAN: list[Placement] = ["same", "same", "two", "deflected"]

@@ -37,9 +37,9 @@ from tandem.proxy.api.responses_answer import (
     TextPiece,
 )
 from tandem.proxy.api.responses_request import InputItem, ResponseRequest, to_chat
-from tandem.proxy.api.tool_parser import Parsed
 from tandem.proxy.api.validation import BodyDecoder, ModelNotFound
 from tandem.proxy.dispatch.generation import Generation
+from tandem.proxy.parsers.tool_parser import Parsed
 from tandem.runtime.errors import InternalError, InvalidRequest
 from tandem.telemetry.request_log import RequestRecord
 from tests.support.proxy_cluster import Cluster, play, whole

@@ -1,7 +1,7 @@
 """Incremental parser of tool calls in generated text. Pure; the result does not depend on how the text is split.
 
-See `proxy.api.tool_families` for the formats. Text that begins like a call but is none becomes content. Arguments are
-emitted as they arrive, before the call is complete.
+See `proxy.parsers.tool_families` for the formats. Text that begins like a call but is none becomes content. Arguments
+are emitted as they arrive, before the call is complete.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tandem.proxy.api.tool_families import Parameters, Shape, ToolFamily
+from tandem.proxy.parsers.tool_families import Parameters, Shape, ToolFamily
 from tandem.proxy.text.stop_strings import num_held_back
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from tandem.proxy.api.reasoning import ReasoningFamilyName, ReasoningFormat, detect_reasoning_family
-from tandem.proxy.api.tool_families import ToolFamilyName
-from tandem.proxy.api.tool_formats import ToolFormat, detect_tool_family
+from tandem.proxy.parsers.reasoning import ReasoningFamilyName, ReasoningFormat, detect_reasoning_family
+from tandem.proxy.parsers.tool_families import ToolFamilyName
+from tandem.proxy.parsers.tool_formats import ToolFormat, detect_tool_family
 from tandem.proxy.text.model_text import ModelText
 
 ToolParserName = Literal["auto", ToolFamilyName]

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tandem.protocol.messages.token_ids import pack_token_ids
-from tandem.proxy.api.output_parser import OutputParser
-from tandem.proxy.api.reasoning import (
+from tandem.proxy.parsers.output_parser import OutputParser
+from tandem.proxy.parsers.reasoning import (
     REASONING_FAMILIES,
     ReasoningCounter,
     ReasoningFamilyName,
     ReasoningFormat,
     detect_reasoning_family,
 )
-from tandem.proxy.api.tool_formats import ToolFormat
+from tandem.proxy.parsers.tool_formats import ToolFormat
 
 PLACES = st.lists(st.integers(0, 10**6), max_size=12)
 MARKERS = ("<think>", "</think>", "[THINK]", "[/THINK]", "<|channel|>", "<|message|>", "<|end|>", "<|start|>")

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tandem.proxy.api.harmony import HarmonyParser
-from tandem.proxy.api.tool_families import TOOL_FAMILIES, ToolFamilyName
-from tandem.proxy.api.tool_formats import ToolFormat, detect_tool_family
-from tandem.proxy.api.tool_parser import ToolParser
+from tandem.proxy.parsers.harmony import HarmonyParser
+from tandem.proxy.parsers.tool_families import TOOL_FAMILIES, ToolFamilyName
+from tandem.proxy.parsers.tool_formats import ToolFormat, detect_tool_family
+from tandem.proxy.parsers.tool_parser import ToolParser
 
 PLACES = st.lists(st.integers(0, 10**6), max_size=12)
 SCHEMAS = {

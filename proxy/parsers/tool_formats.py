@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer
 
-from tandem.proxy.api.tool_families import TOOL_FAMILIES, Parameters, ToolFamilyName, Writing
-from tandem.proxy.api.tool_parser import ToolParser
+from tandem.proxy.parsers.tool_families import TOOL_FAMILIES, Parameters, ToolFamilyName, Writing
+from tandem.proxy.parsers.tool_parser import ToolParser
 
 DEFAULT_FAMILY: ToolFamilyName = "hermes"
 """For chat templates that show no format."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tandem.proxy.api.harmony import HarmonyParser
-from tandem.proxy.api.reasoning import ReasoningFormat
-from tandem.proxy.api.tool_formats import ToolFormat
-from tandem.proxy.api.tool_parser import Parsed
+from tandem.proxy.parsers.harmony import HarmonyParser
+from tandem.proxy.parsers.reasoning import ReasoningFormat
+from tandem.proxy.parsers.tool_formats import ToolFormat
+from tandem.proxy.parsers.tool_parser import Parsed
 
 
 class OutputParser:

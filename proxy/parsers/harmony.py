@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 
-from tandem.proxy.api.tool_parser import Parsed
+from tandem.proxy.parsers.tool_parser import Parsed
 from tandem.proxy.text.stop_strings import num_held_back
 
 _BEGINS = ("<|channel|>", "<|start|>")

@@ -1,4 +1,4 @@
-"""The HTTP routes for clients. Handlers decode, run a `Generation` and encode; a disconnect cancels them."""
+"""Routes that generate or tokenise. Handlers decode, run a `Generation` and encode; a disconnect cancels them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp
 
 from tandem.proxy.admission.answer_budget import HeldAnswer
 from tandem.proxy.admission.rejections import rejection_reason
@@ -33,12 +32,9 @@ from tandem.proxy.api.schema import SOONEST_PRIORITY
 from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.generation import Generation
-from tandem.proxy.http.admin_routes import SetRole, admin_routes
 from tandem.proxy.http.app_state import AppState
-from tandem.proxy.http.batch_routes import batch_routes
-from tandem.proxy.http.response_routes import response_routes
-from tandem.proxy.http.server_routes import max_model_len, server_routes
-from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, client_of, starlette_app
+from tandem.proxy.http.routes.server import max_model_len
+from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, client_of
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
 from tandem.proxy.reading.spooled_body import SpooledBody, mentions_media
 from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, TandemError
@@ -50,25 +46,8 @@ LOAD_FORMAT_HEADER = "endpoint-load-metrics-format"
 _TRACEPARENT = re.compile("[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 
 
-def make_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp:
-    """Returns the application for clients. It has the admin routes too where there is no admin address."""
-    routes = [
-        *_generation_routes(config, state),
-        *response_routes(state),
-        *batch_routes(state),
-        *server_routes(config, state),
-    ]
-    if not config.admin_port:
-        routes += admin_routes(config, state, set_role)
-    return starlette_app(routes, state.api_keys)
-
-
-def make_batch_app(config: ProxyConfig, state: AppState) -> ASGIApp:
-    """Returns the application for the lines of batches. Their API key is known already."""
-    return starlette_app(_generation_routes(config, state), None)
-
-
-def _generation_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
+def generation_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
+    """Returns the routes that requests of a batch may name too."""
     readers = state.readers
     generate = partial(_generate, state, config.served_model_name)
 
@@ -95,11 +74,6 @@ def _generation_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
         ApiRoute("POST", "/tokenize", tokenize),
         ApiRoute("POST", "/detokenize", detokenize),
     ]
-
-
-def make_admin_app(config: ProxyConfig, state: AppState, set_role: SetRole) -> ASGIApp:
-    """Returns the application for the admin address. API keys are for clients and do not apply to it."""
-    return starlette_app(admin_routes(config, state, set_role), None)
 
 
 async def _generate(state: AppState, model: str, kind: BodyKind, request: Request) -> Response:
