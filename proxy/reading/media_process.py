@@ -8,7 +8,6 @@ answered by one `MediaJobDone` or `MediaJobFailed`. The proxy releases the lease
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import os
 import signal
@@ -48,6 +47,7 @@ from tandem.proxy.reading.media_messages import (
 from tandem.proxy.reading.media_reader import MediaContent, MediaReader
 from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded
 from tandem.runtime.errors import ConfigError, InternalError, InvalidRequest, Overloaded, RequestAborted, TandemError
+from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.lifetime import die_with_parent
 from tandem.runtime.logs import setup_logging
 
@@ -96,7 +96,7 @@ class MediaProcess:
             os.nice(_NICENESS)  # on Linux this affects the calling thread only
 
         await asyncio.gather(*(self._on_thread(load) for _ in range(self._num_threads)))
-        gc.freeze()
+        freeze_loaded_objects()
         if max_memory_bytes is not None:
             limit_memory(max_memory_bytes)
         self._is_loaded.set()

@@ -8,7 +8,6 @@ tokeniser's memory. If one process dies, all running jobs fail and a new pool is
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import multiprocessing
 import os
@@ -28,6 +27,7 @@ from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia, rea
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.proxy.text.prompt import CompletionPrompt, has_media, has_own_template, has_token_ids
 from tandem.runtime.errors import InternalError, Overloaded
+from tandem.runtime.garbage_collection import freeze_loaded_objects
 from tandem.runtime.lifetime import die_with_parent
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class ReaderPool:
 
         Without this call, processes are spawned when first needed. fds: sockets that the processes close.
         """
-        gc.freeze()  # keeps the children's collector from touching, and so copying, inherited memory
+        freeze_loaded_objects()
 
         def inherit() -> BodyReader:
             for fd in fds:
