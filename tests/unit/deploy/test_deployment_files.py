@@ -84,7 +84,7 @@ def test_every_tandem_command_is_accepted() -> None:
             pytest.fail(f"`tandem {shlex.join(arguments)}` does not parse")
 
 
-@pytest.mark.filterwarnings("default")
+@pytest.mark.filterwarnings("ignore")  # of the libraries that Ray imports
 def test_every_ray_command_is_accepted() -> None:
     pytest.importorskip("ray")
     from ray.scripts.scripts import cli as ray_cli
