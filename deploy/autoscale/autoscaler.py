@@ -1,4 +1,4 @@
-"""Feeds the planner with load reports once a second, logs its proposals, and scales the cluster with --autoscale."""
+"""Feeds the planner with load reports once a second and, with --autoscale, scales the cluster as it proposes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from tandem.deploy.autoscale.demand import DemandMeter
-from tandem.deploy.autoscale.planner import Planner, PlannerConfig, counts_text
+from tandem.deploy.autoscale.planner import Planner, PlannerConfig, Proposal, counts_text
 from tandem.deploy.config import ClusterConfig
 from tandem.protocol.messages.membership import Role, StatusReport, WorkerInfo, WorkerLoad, WorkerReport
 from tandem.protocol.messages.operations import PlanReport
@@ -48,7 +48,7 @@ class Autoscaler:
         self._acts = config.autoscale
         self._meter = DemandMeter(config.max_num_seqs)
         self._planner = Planner(planner_config(config, foresee_s=min(max(boot_s, 1.0), MAX_BOOT_S)))
-        self._proposed: tuple[int, int, int] | None = None
+        self._announced = ""
         self.plan: PlanReport | None = None  # of the last observation
 
     async def run(self) -> None:
@@ -69,23 +69,18 @@ class Autoscaler:
         self.plan = PlanReport(
             self._acts, *current[:2], *proposed[:2], *reasons, demand.predicted_ttft_s, current[2], proposed[2]
         )
-        if proposed == current:
-            self._proposed = None
-            return
-        if proposed != self._proposed:
-            self._proposed = proposed
-            log.warning(
-                "autoscaling %s %s instead of %s (prefill: %s; decode: %s)",
-                "sets" if self._acts else "would set (without --autoscale it does not)",
-                counts_text(*proposed),
-                counts_text(*current),
-                *reasons,
-            )
-        if self._acts:
-            try:
-                self._cluster.scale({"prefill": proposal.prefill, "decode": proposal.decode, "any": proposal.any})
-            except ConfigError as error:  # not enough resources; the next observation tries again
-                log.warning("autoscaling: %s", error)
+        if self._acts and proposed != current:
+            self._scale(proposal, f"{counts_text(*proposed)} instead of {counts_text(*current)}")
+
+    def _scale(self, proposal: Proposal, change: str) -> None:
+        if change != self._announced:
+            self._announced = change
+            reasons = proposal.prefill_need.reason, proposal.decode_need.reason
+            log.warning("autoscaling sets %s (prefill: %s; decode: %s)", change, *reasons)
+        try:
+            self._cluster.scale({"prefill": proposal.prefill, "decode": proposal.decode, "any": proposal.any})
+        except ConfigError as error:  # not enough resources; the next observation tries again
+            log.warning("autoscaling: %s", error)
 
 
 def planner_config(config: ClusterConfig, foresee_s: float) -> PlannerConfig:

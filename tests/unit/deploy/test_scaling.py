@@ -215,7 +215,7 @@ class Recorded:
 
 
 @pytest.mark.parametrize("acts", [False, True])
-def test_the_planner_scales_only_if_allowed_and_logs_proposals(acts: bool) -> None:
+def test_the_planner_scales_and_logs_only_if_allowed(acts: bool, caplog: pytest.LogCaptureFixture) -> None:
     cluster = Recorded()
     autoscaler = Autoscaler(ClusterConfig(autoscale=acts), cluster, boot_s=30.0)
     assert autoscaler.plan is None
@@ -225,6 +225,7 @@ def test_the_planner_scales_only_if_allowed_and_logs_proposals(acts: bool) -> No
         autoscaler.observe(second, [report(0.1, ("prefill-0", "prefill", 0), load=load)])
     plan = autoscaler.plan
     assert plan is not None and plan.acts is acts
+    assert bool(caplog.records) is acts
     if acts:
         assert cluster.counts["prefill"] >= 3
     else:
