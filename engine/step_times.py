@@ -10,6 +10,8 @@ from tandem.engine.prompt_speed import PromptSpeed
 
 DEFAULT_SLOWDOWN = 3.0
 """Without an SLO, a step with prompt tokens may take this many times as long as a decode step of one sequence."""
+DEFAULT_MIN_LIMIT_S = 0.02
+"""Without an SLO, such a step may always take this long: 50 tokens per second are more than anyone reads."""
 _MIN_CHUNK_TOKENS = 16
 """Prompts advance by this much in each step, even if running sequences then exceed the limit."""
 _REMEMBERED = 0.998
@@ -63,7 +65,8 @@ class StepTimes:
     @property
     def itl_slo_s(self) -> float:
         """Limit on a step with prompt tokens beside few running sequences; 0 while nothing is measured."""
-        return self._slo_s or DEFAULT_SLOWDOWN * self.decode_s(1)
+        step_s = self.decode_s(1)
+        return self._slo_s or (max(DEFAULT_MIN_LIMIT_S, DEFAULT_SLOWDOWN * step_s) if step_s else 0.0)
 
     def _limit_s(self, num_sequences: int) -> float:
         """Returns the limit on a step with prompt tokens beside so many sequences."""

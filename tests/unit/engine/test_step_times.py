@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tandem.engine.step_times import DEFAULT_SLOWDOWN, StepTimes
+from tandem.engine.step_times import DEFAULT_MIN_LIMIT_S, DEFAULT_SLOWDOWN, StepTimes
 
 
 def measured(fixed_s: float, s_per_sequence: float, tokens_per_s: float, slo_s: float = 0.0) -> StepTimes:
@@ -34,6 +34,12 @@ def test_the_default_limit_follows_the_measured_steps() -> None:
     assert times.chunk(8, 512) == pytest.approx(34, abs=1), "but at least half of the step"
     assert times.chunk(0, 512) == 512
     assert measured(0.018, 0.002, 1_000_000).chunk(8, 512) == 512, "a fast device takes whole chunks"
+
+
+def test_short_steps_may_become_longer_than_three_times_as_long() -> None:
+    times = measured(0.0009, 0.0001, 20_000)
+    assert times.itl_slo_s == DEFAULT_MIN_LIMIT_S
+    assert times.chunk(1, 512) == pytest.approx(0.019 * 20_000, abs=1)
 
 
 def test_an_slo_takes_the_place_of_the_default() -> None:
