@@ -19,7 +19,7 @@ _BOUNDS = {">=": "greater_than_equal", "<=": "less_than_equal", ">": "greater_th
 _BOUND = re.compile(r"Expected `(?:int|float)(?: \| null)?` (>=|<=|>|<) ")
 
 
-def invalid_body(error: msgspec.DecodeError, body: bytes) -> InvalidRequest:
+def invalid_body(error: Exception, body: bytes) -> InvalidRequest:
     """Returns the client's error for a body that cannot be decoded."""
     if isinstance(error, msgspec.ValidationError):
         return invalid_field(str(error), body)
