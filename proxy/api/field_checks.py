@@ -1,4 +1,4 @@
-"""Checks of fields that depend on each other or that Tandem does not support. They raise InvalidRequest."""
+"""Checks of fields that depend on each other. They raise InvalidRequest."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from tandem.proxy.api.field_errors import shown_value
 from tandem.proxy.api.sampling_fields import num_logprobs
 from tandem.proxy.api.schema import (
     DECIMAL_ID,
-    NEUTRAL_VALUES,
     BatchChatCompletionRequest,
     ChatFields,
     CompletionRequest,
     GenerationFields,
-    NotServed,
 )
 from tandem.runtime.errors import InvalidRequest
 
@@ -27,16 +25,6 @@ _NOT_WITH_BEAMS = {
 """Fields that a beam search does not take, and their neutral values."""
 _NOT_IN_BATCHES = {"stream": False, "n": 1, "use_beam_search": False, "tools": None}
 """The same for batches of chats."""
-
-
-def refuse_unsupported_fields(request: NotServed) -> None:
-    for field, neutral in NEUTRAL_VALUES.items():
-        value = getattr(request, field)
-        if value is None:
-            continue
-        # In Python `0 == False`, but 0 is not a neutral value of a boolean field.
-        if not any(value == n and isinstance(value, bool) == isinstance(n, bool) for n in neutral):
-            raise InvalidRequest(f"{field} is not supported with this value; leave it out.", field)
 
 
 def check_logprobs(request: GenerationFields, max_logprobs: int) -> None:

@@ -15,9 +15,8 @@ from tandem.proxy.api.field_checks import (
     check_logprobs,
     check_token_ids,
     check_truncation,
-    refuse_unsupported_fields,
 )
-from tandem.proxy.api.field_errors import invalid_body
+from tandem.proxy.api.field_errors import decode_body, refuse_unsupported
 from tandem.proxy.api.generation_request import EmbeddingOptions, GenerationRequest
 from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest, to_chat
 from tandem.proxy.api.responses_request import InputItem, ResponseRequest, options_of
@@ -32,7 +31,9 @@ from tandem.proxy.api.schema import (
     EmbeddingRequest,
     GenerationFields,
     InvocationKind,
+    NotServed,
     TokenizeRequest,
+    neutral_values,
 )
 from tandem.proxy.api.structured_output import plan_output
 from tandem.proxy.cluster.adapter_table import AdapterTable, NamedAdapter
@@ -45,6 +46,7 @@ from tandem.proxy.text.sampling_defaults import SamplingDefaults
 from tandem.runtime.errors import InvalidRequest
 
 COMPLETION_DEFAULT_MAX_TOKENS = 16
+_NEUTRAL_VALUES = neutral_values(NotServed)
 
 _SAME_NAMES = (
     "n", "seed", "stop_token_ids", "min_tokens", "bad_words", "priority", "request_id",
@@ -230,10 +232,7 @@ class BodyDecoder:
         return request.tokens
 
     def _decode(self, decoder: msgspec.json.Decoder[R], body: bytes) -> R:
-        try:
-            request = decoder.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise invalid_body(error, body) from error
+        request = decode_body(decoder, body)
         if self._is_unknown(request.model):
             raise ModelNotFound(
                 f"The model {request.model!r} does not exist; this server serves {self._served_model_name!r}.", "model"
@@ -282,7 +281,7 @@ class BodyDecoder:
         max_tokens_param: str,
         default_max_tokens: int | None,
     ) -> GenerationRequest:
-        refuse_unsupported_fields(request)
+        refuse_unsupported(request, _NEUTRAL_VALUES)
         check_logprobs(request, self._max_logprobs)
         if request.use_beam_search:
             check_beam_search(request, is_prompt_only=max_tokens == 0)

@@ -18,7 +18,7 @@ import msgspec
 from tandem.proxy.batches.batch import (
     FINAL,
     WINDOW_S,
-    Batch,
+    BatchObject,
     BatchRequest,
     LineError,
     LineErrors,
@@ -59,7 +59,7 @@ class BatchFiles:
     def __init__(self, folder: Path, batch_id: str, lock: int, files: FileStore) -> None:
         self._folder, self._id, self._lock, self._files = folder, batch_id, lock, files
         self.owner = msgspec.json.decode(self._file(".owner").read_bytes(), type=Owner)
-        self.batch = msgspec.json.decode(self._file(".json").read_bytes(), type=Batch)
+        self.batch = msgspec.json.decode(self._file(".json").read_bytes(), type=BatchObject)
 
     def close(self) -> None:
         os.close(self._lock)
@@ -68,14 +68,14 @@ class BatchFiles:
     def is_cancelled(self) -> bool:
         return self._file(".cancel").exists()
 
-    def save(self, batch: Batch) -> None:
+    def save(self, batch: BatchObject) -> None:
         write_json(self._file(".json"), batch)
         self.batch = batch
         if batch.status in FINAL:
             self._file(".cancel").unlink(missing_ok=True)
             self._file(".owner").unlink(missing_ok=True)
 
-    def check(self) -> Batch:
+    def check(self) -> BatchObject:
         """Returns the batch after its lines were checked: in progress or failed."""
         now = time.time()
         try:
@@ -160,7 +160,7 @@ class BatchStore:
         self._folder = folder / "batches"
         self.files = FileStore(folder)
 
-    def create(self, request: BatchRequest, owner: Owner) -> Batch:
+    def create(self, request: BatchRequest, owner: Owner) -> BatchObject:
         """Raises InvalidRequest, StorageFull."""
         stored = self.files.get(request.input_file_id)
         if stored.purpose != "batch":
@@ -173,7 +173,7 @@ class BatchStore:
                 for suffix in _SUFFIXES:
                     (self._folder / f"{old.id}{suffix}").unlink(missing_ok=True)
         now = int(time.time())
-        batch = Batch(
+        batch = BatchObject(
             id=new_id("batch_"),
             endpoint=request.endpoint,
             input_file_id=request.input_file_id,
@@ -187,11 +187,11 @@ class BatchStore:
         write_json(self._folder / f"{batch.id}.json", batch)
         return batch
 
-    def get(self, batch_id: str) -> Batch:
+    def get(self, batch_id: str) -> BatchObject:
         """Raises BatchNotFound."""
         if _ID.fullmatch(batch_id):
             try:
-                batch = msgspec.json.decode((self._folder / f"{batch_id}.json").read_bytes(), type=Batch)
+                batch = msgspec.json.decode((self._folder / f"{batch_id}.json").read_bytes(), type=BatchObject)
             except FileNotFoundError:
                 pass
             else:
@@ -201,7 +201,7 @@ class BatchStore:
                 return batch
         raise BatchNotFound(f"There is no batch {batch_id[:100]!r}.", "batch_id")
 
-    def cancel(self, batch_id: str) -> Batch:
+    def cancel(self, batch_id: str) -> BatchObject:
         """Raises BatchNotFound, InvalidRequest if it has ended."""
         batch = self.get(batch_id)
         if batch.status in FINAL:
@@ -210,7 +210,7 @@ class BatchStore:
             (self._folder / f"{batch_id}.cancel").touch(0o600)
         return self.get(batch_id)
 
-    def all(self) -> list[Batch]:
+    def all(self) -> list[BatchObject]:
         """Returns all batches, newest first."""
         found = []
         for about in self._folder.glob("batch_*.json"):
