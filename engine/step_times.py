@@ -62,7 +62,7 @@ class StepTimes:
 
     @property
     def itl_slo_s(self) -> float:
-        """Limit on a step with prompt tokens beside few running sequences; 0 while nothing is measured."""
+        """The limit on a step with prompt tokens beside few running sequences; 0 while nothing is measured."""
         return self._slo_s or DEFAULT_SLOWDOWN * self.decode_s(1)
 
     def _limit_s(self, num_sequences: int) -> float:

@@ -155,7 +155,7 @@ class ClusterSimulation:
         return found + [(w.info, self._load(None, w)) for w in decodes if w.info.epoch not in both]
 
     def _load(self, prefill: Prefill | None, decode: Decode | None) -> WorkerLoad:
-        """Load of a worker with these roles. One with both counts a request once, when its sequence ends."""
+        """The load of a worker with these roles. One with both counts a request once, when its sequence ends."""
         speeds = self.speeds
         num_finished = num_waiting = num_running = num_computing = 0
         if prefill is not None:

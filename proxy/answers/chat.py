@@ -129,7 +129,7 @@ class ChatAnswers(Answers):
 
     @property
     def _only_prompt(self) -> PromptPart | None:
-        """What repeats the prompt; a batch of chats repeats none of its prompts, as in vLLM."""
+        """The part that repeats the prompt. A batch of chats repeats none of its prompts, as in vLLM."""
         return self._prompt_of(0) if len(self._request.roles) == 1 else None
 
     def _logprobs(self, delta: TextDelta) -> ChatLogprobs | None:

@@ -109,7 +109,7 @@ class ToolChoice(msgspec.Struct):
 
 
 class ThinkingConfig(msgspec.Struct):
-    """type: all but disabled leave it to the chat template where the model thinks. budget_tokens: tokens of thinking
+    """type: unless it is disabled, the chat template decides where the model thinks. budget_tokens: tokens of thinking
     after which the answer must begin. display: omitted leaves the thinking out of the answer.
     """
 

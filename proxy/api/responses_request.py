@@ -157,7 +157,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
 
 
 class ResponseOptions(msgspec.Struct, frozen=True):
-    """What the answer needs of the request. input: items as JSON, to be stored. shown: fields to repeat.
+    """The fields of a request that its answer needs. input: items as JSON, to be stored. shown: fields to repeat.
 
     namespaces: of functions that have one, by name.
     """

@@ -322,7 +322,7 @@ class BatchChatCompletionRequest(ChatFields, kw_only=True):
 
 
 class InvocationKind(msgspec.Struct):
-    """What tells the requests of `/invocations` apart: a chat has messages, a completion a prompt."""
+    """The fields by which requests to `/invocations` differ: a chat has messages, a completion has a prompt."""
 
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET

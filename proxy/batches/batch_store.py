@@ -1,4 +1,5 @@
-"""Batches on disk. `<folder>/<client>/batches/<id>.json` is the batch; `.owner`, until it ends, for whom it runs.
+"""Batches on disk. `<folder>/<client>/batches/<id>.json` is the batch; `.owner`, until the batch ends, says
+for whom it runs.
 
 The proxy that runs a batch holds a lock on its `.owner`. `.output` and `.error` have the results so far, `.cancel`
 exists once it is to be cancelled. All methods block on the disk: call them on a thread.
@@ -34,7 +35,7 @@ from tandem.runtime.errors import InvalidRequest
 MAX_UNFINISHED = 64
 """Batches of one client that have not ended."""
 MAX_BATCHES = 10_000
-"""Batches of one client that are kept; older ones are forgotten, not their files."""
+"""Batches of one client that are kept. Older ones are forgotten; their files stay."""
 _ID = re.compile(r"batch_[0-9a-f]{24}")
 _SUFFIXES = (".json", ".cancel")
 """Files of a batch that has ended."""
@@ -128,7 +129,7 @@ class BatchFiles:
         self.batch = msgspec.structs.replace(self.batch, request_counts=RequestCounts(counts.total, done, failed))
 
     def finalize(self, error: LineError | None = None) -> None:
-        """Makes files of the results and ends the batch. May be repeated after a crash. error: why it fails."""
+        """Moves the results to files of the client and ends the batch. Repeatable after a crash. error: why it fails."""
         batch = self.batch
         if error is not None:
             batch = msgspec.structs.replace(batch, errors=LineErrors([error]))

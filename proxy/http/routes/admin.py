@@ -39,7 +39,7 @@ PAGE_HEADERS = {
 
 
 class ClusterState(msgspec.Struct, frozen=True):
-    """What the dashboard shows beside the metrics. reason: why the cluster is not ready."""
+    """The state of the cluster, which the dashboard shows beside the metrics. reason: why the cluster is not ready."""
 
     model: str
     ready: bool
