@@ -129,7 +129,10 @@ class BatchFiles:
         self.batch = msgspec.structs.replace(self.batch, request_counts=RequestCounts(counts.total, done, failed))
 
     def finalize(self, error: LineError | None = None) -> None:
-        """Moves the results to files of the client and ends the batch. Repeatable after a crash. error: why it fails."""
+        """Moves the results to files of the client and ends the batch. error: why it fails.
+
+        It may be called again after a crash.
+        """
         batch = self.batch
         if error is not None:
             batch = msgspec.structs.replace(batch, errors=LineErrors([error]))
