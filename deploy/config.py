@@ -146,8 +146,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_connections: Annotated[int, _in("limits", ge=1, description=
         "Maximum number of HTTP connections per proxy, half of them from one address; further ones get 503 "
         "(or 429).")] = 8192
-    client_timeout_s: Annotated[float, _in("limits", gt=0, description=
-        "Seconds that a client has to send its request headers, and to send or read each 16 KiB.")] = 30.0
     worker_wait_s: Annotated[float, _in("limits", ge=0, description=
         "Seconds that requests wait while no worker of a role is available; then they get 503.")] = 60.0
 
