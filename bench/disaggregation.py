@@ -73,7 +73,7 @@ def cluster(connector: str) -> Iterator[str]:
             yield f"http://127.0.0.1:{port}"
 
 
-class Client:
+class StreamClient:
     def __init__(self, url: str) -> None:
         self._http = httpx.Client(base_url=url, timeout=60)
         self._rng = random.Random(1)
@@ -103,14 +103,14 @@ class Client:
         return times
 
 
-def warm_up(client: Client) -> None:
+def warm_up(client: StreamClient) -> None:
     """Uses every block of both pools once: the first use of a memory page costs more than the copy into it."""
     num_tokens = int(KV_CACHE_GIB * 2**30) // KV_BYTES_PER_TOKEN
     for _ in range(num_tokens // max(LENGTHS) + 1):
         client.stream(max(LENGTHS), 2)
 
 
-def measure_length(client: Client, connector: str, length: int, num_rounds: int) -> dict[str, float]:
+def measure_length(client: StreamClient, connector: str, length: int, num_rounds: int) -> dict[str, float]:
     firsts, excesses, steps, ttfts, ttfts_alone = [], [], [], [], []
     for index in range(num_rounds + 1):
         alone, both = 0.0, []
@@ -149,7 +149,7 @@ def measure_load(url: str, num_rounds: int) -> dict[str, float]:
             loader = threading.Thread(target=load, args=(url, kind, stop))
             loader.start()
             try:
-                times = Client(url).stream(16, STREAM_TOKENS)
+                times = StreamClient(url).stream(16, STREAM_TOKENS)
             finally:
                 stop.set()
                 loader.join()
@@ -160,7 +160,7 @@ def measure_load(url: str, num_rounds: int) -> dict[str, float]:
 
 
 def load(url: str, kind: str, stop: threading.Event) -> None:
-    client = Client(url)
+    client = StreamClient(url)
     held = client.random_prompt(LOAD_TOKENS)
     if kind == "prefill and steps":
         client.stream_prompt(held, 2)
@@ -206,7 +206,7 @@ def main() -> None:
     figures: dict[str, Any] = {}
     for connector in options.connectors.split(","):
         with cluster(connector) as url:
-            client = Client(url)
+            client = StreamClient(url)
             warm_up(client)
             figures[connector] = {
                 "prompts": {str(n): measure_length(client, connector, n, 3 if options.quick else 30) for n in LENGTHS},

@@ -65,7 +65,7 @@ QUICK_SHARE = 0.25
 
 
 @dataclass(frozen=True)
-class Turn:
+class ChatTurn:
     """Tokens that the client adds to the conversation, and tokens that it asks for."""
 
     num_new_tokens: int
@@ -77,11 +77,11 @@ class Conversation:
     """Turns in order, the first one `at` seconds after the start; a request without a history has one turn."""
 
     at: float
-    turns: tuple[Turn, ...]
+    turns: tuple[ChatTurn, ...]
 
 
 @dataclass(frozen=True)
-class Case:
+class LoadCase:
     """`draw` makes the conversations of one run. num_warm_up: those that run unmeasured, all at once.
 
     num_repeats: runs in each round. max_ttft: aim for mean TTFT, elastic / vLLM.
@@ -95,7 +95,7 @@ class Case:
     max_ttft: float = 1.0
 
 
-def poisson(num_requests: int, per_s: float, *turns: Turn) -> Callable[[random.Random, float], list[Conversation]]:
+def poisson(num_requests: int, per_s: float, *turns: ChatTurn) -> Callable[[random.Random, float], list[Conversation]]:
     """Conversations with these turns; the function takes the generator and the share of them to send."""
 
     def draw(rng: random.Random, share: float) -> list[Conversation]:
@@ -108,32 +108,32 @@ def poisson(num_requests: int, per_s: float, *turns: Turn) -> Callable[[random.R
     return draw
 
 
-def at_once(num_requests: int, turn: Turn) -> Callable[[random.Random, float], list[Conversation]]:
+def at_once(num_requests: int, turn: ChatTurn) -> Callable[[random.Random, float], list[Conversation]]:
     """Requests without delays. Their number is the load, so it does not depend on the share."""
     return lambda rng, share: [Conversation(0.0, (turn,))] * num_requests
 
 
 def shift(rng: random.Random, share: float) -> list[Conversation]:
     """16 prompts of 700 tokens with 16 of output at 1 per second, then 24 of 64 tokens with 160 at 1.5 per second."""
-    long_prompts = poisson(16, 1.0, Turn(700, 16))(rng, share)
-    long_answers = poisson(24, 1.5, Turn(64, 160))(rng, share)
+    long_prompts = poisson(16, 1.0, ChatTurn(700, 16))(rng, share)
+    long_answers = poisson(24, 1.5, ChatTurn(64, 160))(rng, share)
     begin = long_prompts[-1].at + 1.0
     return long_prompts + [replace(each, at=begin + each.at) for each in long_answers]
 
 
 CASES = (
-    Case("256/64@2", "llama100m", poisson(32, 2.0, Turn(256, 64))),
-    Case("256/64@4", "llama100m", poisson(40, 4.0, Turn(256, 64))),
-    Case("700/40@1", "llama100m", poisson(24, 1.0, Turn(700, 40))),
-    Case("1024/6@1", "llama100m", poisson(24, 1.0, Turn(1024, 6)), max_ttft=1.3),
-    Case("chat", "llama100m", poisson(6, 0.25, *[Turn(200, 64)] * 8)),
-    Case("shift", "llama100m", shift),
-    Case("128/128x64", "tiny", at_once(64, Turn(128, 128)), num_warm_up=64, num_repeats=2),
-    Case("512/16x32", "tiny", at_once(32, Turn(512, 16)), num_warm_up=32, num_repeats=4),
+    LoadCase("256/64@2", "llama100m", poisson(32, 2.0, ChatTurn(256, 64))),
+    LoadCase("256/64@4", "llama100m", poisson(40, 4.0, ChatTurn(256, 64))),
+    LoadCase("700/40@1", "llama100m", poisson(24, 1.0, ChatTurn(700, 40))),
+    LoadCase("1024/6@1", "llama100m", poisson(24, 1.0, ChatTurn(1024, 6)), max_ttft=1.3),
+    LoadCase("chat", "llama100m", poisson(6, 0.25, *[ChatTurn(200, 64)] * 8)),
+    LoadCase("shift", "llama100m", shift),
+    LoadCase("128/128x64", "tiny", at_once(64, ChatTurn(128, 128)), num_warm_up=64, num_repeats=2),
+    LoadCase("512/16x32", "tiny", at_once(32, ChatTurn(512, 16)), num_warm_up=32, num_repeats=4),
 )
 
 
-class Client:
+class LoadClient:
     """Streams completions of token ids from one server, all in this process."""
 
     def __init__(self, session: aiohttp.ClientSession, port: int, seed: str) -> None:
@@ -206,21 +206,21 @@ def answer_ids(lines: list[bytes]) -> list[int]:
     return [token_id for event in events for choice in event["choices"] for token_id in choice.get("token_ids") or ()]
 
 
-async def run_case(case: Case, port: int, number: int, share: float, rate: float) -> list[dict[str, Any]]:
+async def run_case(case: LoadCase, port: int, number: int, share: float, rate: float) -> list[dict[str, Any]]:
     """Returns the figures of each repeat of a case in one round."""
     timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
         warm_up = case.draw(random.Random(0), 1.0)
         first = [Conversation(0.0, each.turns[:1]) for each in warm_up[: case.num_warm_up // 2]]
         last = [Conversation(0.0, each.turns[:1]) for each in warm_up[-(case.num_warm_up - len(first)) :]]
-        await Client(session, port, f"warm-up {case.name}").run(first + last)
+        await LoadClient(session, port, f"warm-up {case.name}").run(first + last)
         rows = []
         for repeat in range(case.num_repeats):
             await asyncio.sleep(PAUSE_S)
             seed = f"{case.name} {number} {repeat}"
             drawn = case.draw(random.Random(seed), share)
             conversations = [replace(each, at=each.at / rate) for each in drawn]
-            rows.append(row(await Client(session, port, seed).run(conversations)))
+            rows.append(row(await LoadClient(session, port, seed).run(conversations)))
         return rows
 
 
@@ -245,7 +245,7 @@ Rows = dict[str, dict[str, list[dict[str, Any]]]]
 
 
 def run_server(
-    name: str, folder: Path, cases: list[Case], number: int, share: float, options: argparse.Namespace, rows: Rows
+    name: str, folder: Path, cases: list[LoadCase], number: int, share: float, options: argparse.Namespace, rows: Rows
 ) -> None:
     """Starts a server, runs the cases of one model and adds to `rows`."""
     port = free_port()
@@ -278,7 +278,7 @@ def ratio(rows: Rows, case: str, name: str, figure: str) -> float:
     return float(statistics.median(ours[figure] / theirs[figure] for ours, theirs in pairs))
 
 
-def aims(rows: Rows, cases: list[Case]) -> list[Aim]:
+def aims(rows: Rows, cases: list[LoadCase]) -> list[Aim]:
     found = []
     for case in cases:
         for name in (each for each in ELASTIC if each in rows[case.name]):

@@ -40,7 +40,7 @@ MIN_GOODPUT_RATIO = 0.97
 _HEADERS = {"content-type": "application/json"}
 
 
-class Shape(msgspec.Struct, frozen=True):
+class RequestShape(msgspec.Struct, frozen=True):
     """Tokens of each prompt and each output."""
 
     name: str
@@ -48,13 +48,13 @@ class Shape(msgspec.Struct, frozen=True):
     output: int
 
 
-SHAPES = (Shape("long prompts", 1000, 8), Shape("long answers", 100, 64))
+SHAPES = (RequestShape("long prompts", 1000, 8), RequestShape("long answers", 100, 64))
 
 
-class Client:
+class OverloadClient:
     """Sends requests and records those sent between `begin` and `end`."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, shape: Shape, seed: int) -> None:
+    def __init__(self, session: aiohttp.ClientSession, url: str, shape: RequestShape, seed: int) -> None:
         self._session = session
         self._url = f"{url}/v1/completions"
         self._shape = shape
@@ -128,11 +128,11 @@ class Client:
 
 
 async def measure_load(
-    url: str, shape: Shape, slo_s: float | None, load: float | None, per_s: float, seconds: float
+    url: str, shape: RequestShape, slo_s: float | None, load: float | None, per_s: float, seconds: float
 ) -> dict[str, Any]:
     """Returns the row of one load; None measures the capacity."""
     async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session:
-        client = Client(session, url, shape, int(100 * (load or 0)))
+        client = OverloadClient(session, url, shape, int(100 * (load or 0)))
         sending: Coroutine[Any, Any, None] = (
             client.send_always(seconds) if load is None else client.send_at_rate(per_s, seconds)
         )
@@ -140,7 +140,9 @@ async def measure_load(
         return {"load": load or AT_CAPACITY, "offered_per_s": round(per_s, 1)} | client.row(slo_s)
 
 
-def measure(shapes: list[Shape], slo_s: float, seconds: float, loads: tuple[float, ...]) -> Iterator[dict[str, Any]]:
+def measure(
+    shapes: list[RequestShape], slo_s: float, seconds: float, loads: tuple[float, ...]
+) -> Iterator[dict[str, Any]]:
     """Yields a row per cluster, shape and load. The capacity is measured without an SLO and used for both clusters."""
     capacity_per_s: dict[str, float] = {}
     for slo in (None, slo_s):

@@ -55,7 +55,7 @@ class CommandParser(argparse.ArgumentParser):
         raise ConfigError(f"{message} (see `{self.prog} --help`)")
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse all of `args`; unknown flags are refused with their replacement or a near match."""
+        """Parses all of `args`; unknown flags are refused with their replacement or a near match."""
         arguments, rest = self.parse_known_args(args, namespace)
         if not rest:
             return arguments
@@ -141,7 +141,7 @@ def _parser() -> CommandParser:
 
 
 def _add_settings(parser: CommandParser, left_out: Sequence[str]) -> None:
-    """Add a flag for each field of the configuration, under the heading of its group."""
+    """Adds a flag for each field of the configuration, under the heading of its group."""
     parser.add_argument("--config", type=Path, metavar="FILE", default=None, help="TOML file with the same settings")
     offered = [setting for setting in settings() if setting.key not in left_out]
     parser.set_defaults(known_flags=[setting.key for setting in offered])

@@ -146,8 +146,6 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_connections: Annotated[int, _in("limits", ge=1, description=
         "Maximum number of HTTP connections per proxy, half of them from one address; further ones get 503 "
         "(or 429).")] = 8192
-    client_timeout_s: Annotated[float, _in("limits", gt=0, description=
-        "Seconds that a client has to send its request headers, and to send or read each 16 KiB.")] = 30.0
     worker_wait_s: Annotated[float, _in("limits", ge=0, description=
         "Seconds that requests wait while no worker of a role is available; then they get 503.")] = 60.0
 
@@ -245,17 +243,17 @@ class ClusterConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def _listed(text: str) -> list[str]:
-    """Items of a list that is separated by commas."""
+    """Returns the items of a list that is separated by commas."""
     return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def bracketed(host: str) -> str:
-    """Host as it is written before a port: IPv6 addresses get brackets."""
+    """Returns the host as it is written before a port: IPv6 addresses get brackets."""
     return f"[{host}]" if ":" in host else host
 
 
 def num_cores() -> int:
-    """CPU cores that this process may use."""
+    """Returns the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -274,7 +272,7 @@ class Setting(NamedTuple):
 
 
 def settings() -> list[Setting]:
-    """All fields in their order; those of one group are adjacent."""
+    """Returns all fields in their order; those of one group are adjacent."""
     hints = typing.get_type_hints(ClusterConfig, include_extras=True)
     found = []
     for field in msgspec.structs.fields(ClusterConfig):
@@ -284,7 +282,7 @@ def settings() -> list[Setting]:
 
 
 def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
-    """Merge the TOML file and the command line's values.
+    """Merges the TOML file and the command line's values.
 
     Raises ConfigError, in one line, for a file that cannot be read, an unknown or removed key, or a bad value.
     """
@@ -309,7 +307,7 @@ def load_config(file: Path | None, overrides: dict[str, Any]) -> ClusterConfig:
 
 
 def unknown_name(name: str, what: str, known: Sequence[str]) -> str:
-    """Error message for a flag or key that does not exist: its replacement if it was removed, else a near match."""
+    """Returns the error message for an unknown flag or key: its replacement if it was removed, else a near match."""
     key = name.lstrip("-").replace("-", "_").lower()
     shown = flag_name if name.startswith("--") else str
     if key in REMOVED_FLAGS:
@@ -344,7 +342,7 @@ def _bad_value(
 
 
 def _check_workers(config: ClusterConfig) -> None:
-    """Check that the workers at the start can serve, and that the planner may have as many."""
+    """Checks that the workers at the start can serve, and that the planner may have as many."""
     if not config.cluster_host:  # else workers of other hosts may join
         if config.workers + config.decode == 0:
             raise ConfigError("decode: no worker could decode; give --decode 1, --workers 1, or --cluster-host")
@@ -363,7 +361,7 @@ def _check_workers(config: ClusterConfig) -> None:
 
 
 def _check_network(config: ClusterConfig) -> None:
-    """Check what the processes would only find out later, and each by itself."""
+    """Checks addresses, ports and keys before any process starts."""
     if config.admin_address[1] in (config.port, 65536):
         raise ConfigError(f"admin_port: {config.admin_address[1]} cannot be used; choose a port other than --port")
     if config.join and not config.cluster_host:

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 
 def attention_maker(pool: KVPool, model_config: Any) -> Callable[[Sequence[BatchItem]], StepAttention]:
-    """Return the factory of each step's attention over this pool: the fastest that works here."""
+    """Returns the factory of each step's attention over this pool: the fastest that works here."""
     if pool.tensor.device.type == "cpu":
         # Imported here because they load a compiler, which GPU workers may lack.
         from tandem.engine.cpu.attention import CPUAttention

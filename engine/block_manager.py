@@ -59,7 +59,7 @@ class BlockManager:
         return num_blocks <= self.num_free
 
     def allocate(self, num_blocks: int) -> list[int]:
-        """Return `num_blocks` ids, in ascending order unless blocks are evicted. Raises OutOfBlocks."""
+        """Returns `num_blocks` ids, in ascending order unless blocks are evicted. Raises OutOfBlocks."""
         if not self.can_allocate(num_blocks):
             raise OutOfBlocks(f"{num_blocks} blocks requested, {self.num_free} free")
         block_ids = [heapq.heappop(self._free) if self._free else self._evict() for _ in range(num_blocks)]
@@ -68,7 +68,7 @@ class BlockManager:
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """Add a holder to each of these held or cached blocks."""
+        """Adds a holder to each of these held or cached blocks."""
         for block_id in block_ids:
             if block_id in self._cached:
                 del self._cached[block_id]
@@ -77,7 +77,7 @@ class BlockManager:
                 self._num_holders[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """Remove a holder from each block. block_ids: in sequence order, so that a prefix is evicted last."""
+        """Removes a holder from each block. block_ids: in sequence order, so that a prefix is evicted last."""
         for block_id in reversed(block_ids):
             assert block_id in self._num_holders, f"block {block_id} is not held"
             self._num_holders[block_id] -= 1
@@ -90,7 +90,7 @@ class BlockManager:
                 heapq.heappush(self._free, block_id)
 
     def quarantine(self, block_ids: Iterable[int]) -> None:
-        """Move blocks from their only holder to quarantine."""
+        """Moves blocks from their only holder to quarantine."""
         for block_id in block_ids:
             assert self._num_holders.get(block_id) == 1, f"block {block_id} is not held by one request"
             assert block_id not in self._hashes, f"block {block_id} is cached but may still be written"
@@ -98,7 +98,7 @@ class BlockManager:
             self._quarantined.add(block_id)
 
     def end_quarantine(self, block_ids: Iterable[int]) -> None:
-        """Free quarantined blocks. Call only with proof that the peer will not write any more."""
+        """Frees quarantined blocks. Call only with proof that the peer will not write any more."""
         for block_id in block_ids:
             assert block_id in self._quarantined, f"block {block_id} is not in quarantine"
             self._quarantined.remove(block_id)
@@ -107,7 +107,7 @@ class BlockManager:
     # ---- the prefix cache
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the longest cached prefix, for `share`."""
+        """Returns the blocks of the longest cached prefix, for `share`."""
         found: list[int] = []
         for block_hash in hashes:
             block_id = self._by_hash.get(block_hash)
@@ -117,11 +117,11 @@ class BlockManager:
         return found
 
     def num_free_without(self, block_ids: Iterable[int]) -> int:
-        """Return `num_free` as it will be once these blocks, from `match`, are shared."""
+        """Returns `num_free` as it will be once these blocks, from `match`, are shared."""
         return self.num_free - sum(block_id in self._cached for block_id in block_ids)
 
     def publish(self, block_id: int, block_hash: bytes) -> None:
-        """Add a held block to the prefix cache; it is full and will not change. Duplicates are not added."""
+        """Adds a held block to the prefix cache; it is full and will not change. Duplicates are not added."""
         assert block_id in self._num_holders, f"block {block_id} is not held"
         if block_hash not in self._by_hash and block_id not in self._hashes:
             self._by_hash[block_hash] = block_id
@@ -136,7 +136,7 @@ class BlockManager:
         return block_id
 
     def check(self) -> None:
-        """Assert that every block has exactly one owner and that the cache's two indexes agree."""
+        """Asserts that every block has exactly one owner and that the cache's two indexes agree."""
         owners = (self._free, self._num_holders, self._cached, self._quarantined)
         assert sum(map(len, owners)) == self.num_blocks
         assert len({block_id for owner in owners for block_id in owner}) == self.num_blocks

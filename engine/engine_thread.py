@@ -44,7 +44,7 @@ class EngineThread:
         self._thread: threading.Thread | None = None
 
     def start(self, on_ready: OnReady) -> None:
-        """Start the thread, make the runner and warm it up. Posts `on_ready` with None or the error."""
+        """Starts the thread, makes the runner and warms it up. Posts `on_ready` with None or the error."""
         self._thread = threading.Thread(target=self._run, args=(on_ready,), name="engine", daemon=True)
         self._thread.start()
 
@@ -53,7 +53,7 @@ class EngineThread:
         self._steps.put((batch, on_done))
 
     def stop(self, timeout_s: float) -> None:
-        """Stop after the running step, and wait for at most `timeout_s`."""
+        """Stops after the running step, and waits for at most `timeout_s`."""
         self._steps.put(None)
         if self._thread is not None:
             self._thread.join(timeout_s)
@@ -72,7 +72,7 @@ class EngineThread:
             pass
 
     def _run_next(self, runner: ModelRunner) -> bool:
-        """Run one step; False at the end. No reference to the batch, and its media, remains on return."""
+        """Runs one step; False at the end. No reference to the batch, and its media, remains on return."""
         step = self._steps.get()
         if step is None:
             return False

@@ -68,7 +68,7 @@ class KVPool:
         return ConnectorParams(pid=os.getpid(), fd=self.fd or 0, num_bytes=self.num_bytes, num_blocks=self.num_blocks)
 
     def close(self) -> None:
-        """Close the memfd. The memory is freed when this process and its peers have unmapped it."""
+        """Closes the memfd. The memory is freed when this process and its peers have unmapped it."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None

@@ -37,13 +37,13 @@ class ModelHead:
         self._hidden: torch.Tensor = model.base_model(**inputs).last_hidden_state  # [1, num_tokens, hidden_size]
 
     def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return [len(rows), vocab_size]."""
+        """Returns [len(rows), vocab_size]."""
         with self._replaying(self._hidden.index_select(1, rows)):
             logits: torch.Tensor = self._model(input_ids=None, use_cache=False).logits[0]
         return logits
 
     def logprobs(self, first_row: int, targets: torch.Tensor, num_top: int) -> list[TokenLogprobs]:
-        """Return the logprobs of `targets`, token ids [num_targets], under the rows from `first_row` on."""
+        """Returns the logprobs of `targets`, token ids [num_targets], under the rows from `first_row` on."""
         logprobs: list[TokenLogprobs] = []
         for start in range(0, len(targets), _ROWS_PER_SLICE):
             batch = targets[start : start + _ROWS_PER_SLICE]
@@ -52,7 +52,7 @@ class ModelHead:
         return logprobs
 
     def pooled(self, first_row: int, num_rows: int, pooling: Pooling) -> bytes:
-        """Return the last of the rows, or the sum of all for a mean, as packed float32 values [hidden_size]."""
+        """Returns the last of the rows, or the sum of all for a mean, as packed float32 values [hidden_size]."""
         rows = self._hidden[0, first_row : first_row + num_rows]
         values = rows[-1].float() if pooling == "last" else rows.float().sum(0)
         return values.cpu().numpy().tobytes()

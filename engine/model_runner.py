@@ -60,7 +60,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[ItemOutput]:
-        """Run a step and return one output per item, when the device is done.
+        """Runs a step and returns one output per item, when the device is done.
 
         A step that samples nothing reads nothing back, and its blocks may be released and written by a peer at once.
         """
@@ -77,7 +77,7 @@ class ModelRunner:
         return self._run_items(batch.items)
 
     def _run_with_attachments(self, batch: Batch) -> list[ItemOutput]:
-        """Run a step with media or LoRA adapters. Items whose media or adapter failed get an error."""
+        """Runs a step with media or LoRA adapters. Items whose media or adapter failed get an error."""
         if batch.encodes or any(item.media is not None for item in batch.items):
             if self._media_input is None:
                 raise InvalidRequest("this model does not accept images or video")
@@ -128,7 +128,7 @@ class ModelRunner:
         return inputs | {"use_cache": False, "tandem": self._make_attention(items)}
 
     def _sampled_logits(self, items: list[BatchItem]) -> torch.Tensor:
-        """Return [num_samples, vocab_size]. Only sampled rows are computed, and once per item."""
+        """Returns [num_samples, vocab_size]. Only sampled rows are computed, and once per item."""
         has_adapters = self._adapters is not None and self._adapters.parts  # the graphs were captured without them
         if self._graphs is not None and not has_adapters and all(len(item.samples) == 1 for item in items):
             captured = self._graphs.run(StepIndex.of(items, self._pool.layout.block_size))
@@ -146,7 +146,7 @@ class ModelRunner:
     def _run_with_head(
         self, items: list[BatchItem]
     ) -> tuple[torch.Tensor, dict[int, list[TokenLogprobs]], dict[int, bytes]]:
-        """Return what `_sampled_logits` returns; by item number, prompt logprobs and pooled hidden states."""
+        """Returns what `_sampled_logits` returns; by item number, prompt logprobs and pooled hidden states."""
         head = ModelHead(self._model, self._inputs(items))
         prompt_logprobs: dict[int, list[TokenLogprobs]] = {}
         pooled: dict[int, bytes] = {}
@@ -165,7 +165,7 @@ class ModelRunner:
         return rows, prompt_logprobs, pooled
 
     def warm_up(self) -> None:
-        """Run each kind of step once, on the unused block 0, because first calls are slow."""
+        """Runs each kind of step once, on the unused block 0, because first calls are slow."""
         num_tokens = min(self._pool.layout.block_size, 16)
         self.run(Batch([BatchItem([0] * num_tokens, 0, [0])]))
         for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0, top_p=0.9, top_k=10)):
@@ -174,7 +174,7 @@ class ModelRunner:
             self._capture_graphs(cuda_capture())
 
     def _capture_graphs(self, capture: Capture) -> None:
-        """Capture graphs for decode steps, if the model supports it."""
+        """Captures graphs for decode steps, if the model supports it."""
         example = self._make_attention([BatchItem([0], 0, [0])])
         if not isinstance(example, TritonAttention | VarlenAttention):
             return
@@ -220,7 +220,7 @@ def _attachment_error(item: BatchItem) -> ErrorInfo | None:
 
 
 def with_errors(outputs: list[ItemOutput], errors: dict[int, ErrorInfo]) -> list[ItemOutput]:
-    """Attach errors to outputs. errors: by sample index over all items; samples of one item share their grammar."""
+    """Attaches errors to outputs. errors: by sample index over all items; samples of one item share their grammar."""
     merged = []
     first = 0
     for output in outputs:

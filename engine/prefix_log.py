@@ -48,14 +48,14 @@ class PrefixLog:
             del self._to_add[block_hash]
 
     def restart(self) -> None:
-        """Publish everything again, starting with the next update."""
+        """Publishes everything again, starting with the next update."""
         self._published.clear()
         self._to_evict.clear()
         self._to_add = dict(self._cached)
         self._is_restart = True
 
     def take(self) -> PrefixUpdate:
-        """Return the next update. Its blocks count as published."""
+        """Returns the next update. Its blocks count as published."""
         evicted = list(islice(self._to_evict, self._max_per_update))
         for block_hash in evicted:
             del self._to_evict[block_hash]

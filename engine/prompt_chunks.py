@@ -21,7 +21,7 @@ def first_samples(
     num_generated: int,
     grammar: GrammarState | None,
 ) -> list[Sample]:
-    """Build the first sample of each sequence that shares the prompt, one per seed. num_generated: as in StartPrefill.
+    """Builds the first sample of each sequence that shares the prompt, one per seed. num_generated: as in StartPrefill.
 
     grammar: one state for all, because the sequences start from the same tokens.
     """
@@ -46,7 +46,7 @@ def chunk(
     adapter: Adapter | None = None,
     pooling: Pooling | None = None,
 ) -> BatchItem:
-    """Build the chunk of `num_tokens` tokens from `start`. samples: used only in the prompt's last chunk."""
+    """Builds the chunk of `num_tokens` tokens from `start`. samples: used only in the prompt's last chunk."""
     end = start + num_tokens
     is_last = end == len(token_ids)
     return BatchItem(

@@ -25,7 +25,7 @@ class PromptSpeed:
         return self._num_tokens / self._time_s if self._time_s else 0.0
 
     def on_step(self, num_tokens: int, step_time_s: float) -> None:
-        """Record a step with `num_tokens` prompt tokens."""
+        """Records a step with `num_tokens` prompt tokens."""
         if num_tokens:
             if self._time_s:
                 expected_s = num_tokens / self.tokens_per_s

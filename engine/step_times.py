@@ -64,7 +64,7 @@ class StepTimes:
 
     @property
     def itl_slo_s(self) -> float:
-        """Limit on a step with prompt tokens beside few running sequences; 0 while nothing is measured."""
+        """The limit on a step with prompt tokens beside few running sequences; 0 while nothing is measured."""
         step_s = self.decode_s(1)
         return self._slo_s or (max(DEFAULT_MIN_LIMIT_S, DEFAULT_SLOWDOWN * step_s) if step_s else 0.0)
 

@@ -121,7 +121,7 @@ class TensorParallelGroup:
         return [os.getpid(), *(process.pid for process in self._processes)]
 
     def load(self) -> LoadedModel:
-        """Load the whole model, or rank 0's share. Blocks until every rank has loaded. Raises ConfigError."""
+        """Loads the whole model, or rank 0's share. Blocks until every rank has loaded. Raises ConfigError."""
         if not self._processes:
             return load_model(self._engine)
         return load_share(self._engine, 0, self._store)
@@ -130,7 +130,7 @@ class TensorParallelGroup:
         return LeadingRunner(loaded, pool, self._steps, self._on_lost) if self._steps else ModelRunner(loaded, pool)
 
     def close(self) -> None:
-        """Terminate the followers and close the channels."""
+        """Terminates the followers and closes the channels."""
         self._closing = True
         for process in self._processes:
             process.terminate()
@@ -171,13 +171,13 @@ class LeadingRunner(ModelRunner):
 
 
 def without_sampling(batch: Batch) -> Batch:
-    """Return the batch for followers: the same rows of logits, which all ranks gather, but greedy sampling."""
+    """Returns the batch for followers: the same rows of logits, which all ranks gather, but greedy sampling."""
     items = [msgspec.structs.replace(item, samples=[_GREEDY] * len(item.samples)) for item in batch.items]
     return Batch(items, batch.block_copies)
 
 
 def load_share(engine: EngineConfig, rank: int, store: Store) -> LoadedModel:
-    """Join the process group and load this rank's share of the model. Raises ConfigError."""
+    """Joins the process group and loads this rank's share of the model. Raises ConfigError."""
     on_gpu = engine.device != "cpu" and torch.cuda.is_available()
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
@@ -194,13 +194,13 @@ def load_share(engine: EngineConfig, rank: int, store: Store) -> LoadedModel:
 
 
 def join_as_follower(config: FollowerConfig) -> LoadedModel:
-    """Connect to rank 0's store and load this rank's share of the model. Raises ConfigError."""
+    """Connects to rank 0's store and loads this rank's share of the model. Raises ConfigError."""
     store = TCPStore(_HOST, config.store_port, None, False, timedelta(seconds=LOAD_TIMEOUT_S), False)
     return load_share(config.engine, config.rank, store)
 
 
 def follow(steps: Connection, runner: ModelRunner) -> None:
-    """Run every batch from rank 0 until rank 0 is gone."""
+    """Runs every batch from rank 0 until rank 0 is gone."""
     channel: RankChannel[Batch] = RankChannel(steps, Codec(Batch))
     while (batch := channel.receive()) is not None:
         runner.run(batch)

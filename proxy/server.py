@@ -220,7 +220,7 @@ class ProxyServer:
                 task.cancel()
 
     def _stop(self, grace_s: float) -> None:
-        """Accept no more connections, and end running streams after the grace period. A later call replaces it."""
+        """Accepts no more connections, and ends running streams after the grace period. A later call replaces it."""
         log.info("stopping within %.1f s; %d sequences are running", grace_s, self._state.dispatcher.num_running)
         if self._abort_timer is not None:
             self._abort_timer.cancel()

@@ -125,7 +125,7 @@ class ProxyMetrics:
         self._roles: set[tuple[str, str]] = set()
 
     def on_joined(self, worker_id: str) -> None:
-        """Count a worker that has registered; one whose name is known was restarted."""
+        """Counts a worker that has registered; one whose name is known was restarted."""
         restarts = self.restarts.labels(worker_id)
         if worker_id in self._seen:
             restarts.inc()
@@ -285,7 +285,7 @@ class SequenceTimer:
         self._detokenize_s += now - self._last_at
 
     def on_finished(self, now: float) -> None:
-        """Observe TPOT, E2E and the stages of a sequence that ended normally. Failed and aborted ones are left out."""
+        """Observes TPOT, E2E and the stages of a sequence that ended normally. Failed and aborted ones are left out."""
         self._finished_at = now
         if self.num_tokens > 1:
             tpot_s = (self._last_at - self._first_at) / (self.num_tokens - 1)

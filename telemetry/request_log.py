@@ -112,13 +112,13 @@ class RequestLog:
         self._refused = _Ring(NUM_KEPT_REFUSED)
 
     def begin(self, request_id: str, api: str, traceparent: str = "") -> RequestRecord:
-        """Start a record. The oldest one is forgotten when there are too many, also while it runs."""
+        """Starts a record. The oldest one is forgotten when there are too many, also while it runs."""
         record = RequestRecord(request_id, api, traceparent)
         self._records.keep(record)
         return record
 
     def rename(self, record: RequestRecord, request_id: str) -> None:
-        """Change the id to the one in the request's body."""
+        """Changes the id to the one in the request's body."""
         if request_id != record.request_id:
             self._records.forget(record)
             record.request_id = request_id

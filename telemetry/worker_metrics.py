@@ -83,7 +83,7 @@ class WorkerMetrics:
         self._load = load
 
     def collect(self) -> Iterable[Any]:
-        """Yield the values of the last load report; called by prometheus_client in the endpoint's thread."""
+        """Yields the values of the last load report; called by prometheus_client in the endpoint's thread."""
         load = self._load  # one read, because the loop may replace it
         if load is None:
             return
@@ -102,7 +102,7 @@ class WorkerMetrics:
         self._transfer_bytes.labels(*pair).inc(num_bytes)
 
     def serve(self, host: str, port: int = 0) -> str:
-        """Serve in a thread of its own; port 0 takes any free port. Returns host:port.
+        """Serves in a thread of its own; port 0 takes any free port. Returns host:port.
 
         Raises ConfigError when the address cannot be bound.
         """

@@ -12,10 +12,10 @@ from tandem.runtime.logs import LogFormat
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """worker_id: survives restarts. role: the phases of requests that proxies send to it. role_file: holds a
-    role that was set later; it survives a restart. endpoint: address that the
-    ROUTER socket binds. host: own address for KV transfer. network: protection of tcp endpoints. proxies_file: file
-    with the proxies' current control endpoints, one per line; empty if they never change.
+    """worker_id: survives restarts. role: the phases of requests that proxies send to it. role_file: keeps a role that
+    was set later across restarts. endpoint: address that the ROUTER socket binds. host: own address for KV transfer.
+    network: protection of tcp endpoints. proxies_file: file with the proxies' current control endpoints, one per line;
+    empty if they never change.
 
     kv_checksums: verify every transferred block (debugging). max_num_batched_tokens: prompt tokens per step, which is
     the chunk size. max_num_seqs: sequences per step, and prompts that compute concurrently. drain_timeout_s: time that

@@ -22,7 +22,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench.faults.chaos_clients import Clients, Question, make_questions
+from bench.faults.chaos_clients import ChaosQuestion, Clients, make_questions
 from bench.faults.fault_injector import CLUSTER_OPTIONS, WORKERS, FaultInjector
 from bench.faults.reference_model import ReferenceModel
 from bench.noise_model import ensure_noise_model
@@ -50,7 +50,7 @@ OPTIONS = (
 async def soak(
     cluster: Cluster,
     seconds: float,
-    questions: list[Question],
+    questions: list[ChaosQuestion],
     rng: random.Random,
     shared_before: set[str],
     change_roles: bool,

@@ -23,16 +23,16 @@ MIN_MARGIN = 1e-4
 """Least margin of a token's choice; rounding in another batch changes a probability by about 1e-6 of itself."""
 
 
-class Question(NamedTuple):
+class ChaosQuestion(NamedTuple):
     """Body of a request and the expected token ids by choice."""
 
     body: dict[str, Any]
     expected: dict[int, list[int]]
 
 
-def make_questions(rng: random.Random, model: ReferenceModel) -> list[Question]:
+def make_questions(rng: random.Random, model: ReferenceModel) -> list[ChaosQuestion]:
     """Makes greedy and seeded requests of all sizes, some with two choices, whose tokens do not depend on rounding."""
-    questions: list[Question] = []
+    questions: list[ChaosQuestion] = []
     while len(questions) < NUM_QUESTIONS:
         prompt = [rng.randrange(4, 2000) for _ in range(rng.choice([4, 60, 300, 900]))]
         num_tokens, n, temperature = rng.choice([1, 20, 100, 300]), rng.choice([1, 1, 1, 2]), rng.choice([0, 0.9])
@@ -44,7 +44,7 @@ def make_questions(rng: random.Random, model: ReferenceModel) -> list[Question]:
             "prompt": prompt, "max_tokens": num_tokens, "n": n, "seed": seed, "temperature": temperature,
             "ignore_eos": True, "return_token_ids": True, "stream": True,
         }  # fmt: skip
-        questions.append(Question(body, dict(enumerate(answer.tokens for answer in answers))))
+        questions.append(ChaosQuestion(body, dict(enumerate(answer.tokens for answer in answers))))
     return questions
 
 
@@ -78,7 +78,9 @@ class Tally:
 class Clients:
     """Sends the questions at random."""
 
-    def __init__(self, session: aiohttp.ClientSession, url: str, questions: list[Question], rng: random.Random) -> None:
+    def __init__(
+        self, session: aiohttp.ClientSession, url: str, questions: list[ChaosQuestion], rng: random.Random
+    ) -> None:
         self._session = session
         self._url = f"{url}/v1/completions"
         self._rng = rng

@@ -50,7 +50,7 @@ class Speeds:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedRequest:
     """Latencies of one request; `itl_s` is its mean."""
 
     ttft_s: float
@@ -58,7 +58,7 @@ class Served:
 
 
 @dataclass(eq=False)
-class Prefill:
+class SimulatedPrefill:
     """has_moved: the worker has another role now. beside: the other half of an elastic worker."""
 
     info: WorkerInfo
@@ -66,14 +66,14 @@ class Prefill:
     is_computing: bool = False
     is_stopping: bool = False
     has_moved: bool = False
-    beside: Decode | None = None
+    beside: SimulatedDecode | None = None
     num_computed_tokens: int = 0
     num_finished: int = 0
     num_waiting_tokens: int = 0
 
 
 @dataclass(eq=False)
-class Decode:
+class SimulatedDecode:
     """`steps` counts executed steps: a sequence that joins at step n with m tokens left ends at step n + m."""
 
     info: WorkerInfo
@@ -81,7 +81,7 @@ class Decode:
     waiting: deque[tuple[Request, float]] = field(default_factory=deque)
     is_stopping: bool = False
     has_moved: bool = False
-    beside: Prefill | None = None
+    beside: SimulatedPrefill | None = None
     steps: float = 0.0
     advanced_at: float = 0.0
     num_used_blocks: int = 0
@@ -105,7 +105,7 @@ class ClusterSimulation:
         self.speeds = speeds
         self.num_refused = 0
         self._ttft_slo_s = ttft_slo_s
-        self.served: list[Served] = []
+        self.served: list[ServedRequest] = []
         self.worker_s = 0.0
         self.counts: dict[Role, int] = {"prefill": 0, "decode": 0, "any": 0}  # targets, which include booting workers
         self.max_workers = num_prefill + num_decode + num_any
@@ -113,8 +113,8 @@ class ClusterSimulation:
         self._numbers = itertools.count()
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._now = 0.0
-        self._prefills: list[Prefill] = []
-        self._decodes: list[Decode] = []
+        self._prefills: list[SimulatedPrefill] = []
+        self._decodes: list[SimulatedDecode] = []
         self._booting: dict[Role, int] = dict(self.counts)
         self._unwanted: dict[Role, int] = dict(self.counts)  # booting workers that will not be used
         self._handed_over: deque[tuple[Request, float]] = deque()
@@ -154,8 +154,8 @@ class ClusterSimulation:
         both = {worker.info.epoch for worker in prefills}
         return found + [(w.info, self._load(None, w)) for w in decodes if w.info.epoch not in both]
 
-    def _load(self, prefill: Prefill | None, decode: Decode | None) -> WorkerLoad:
-        """Load of a worker with these roles. One with both counts a request once, when its sequence ends."""
+    def _load(self, prefill: SimulatedPrefill | None, decode: SimulatedDecode | None) -> WorkerLoad:
+        """The load of a worker with these roles. One with both counts a request once, when its sequence ends."""
         speeds = self.speeds
         num_finished = num_waiting = num_running = num_computing = 0
         if prefill is not None:
@@ -207,7 +207,7 @@ class ClusterSimulation:
             surplus[to] += 1
             self.num_moves += 1
 
-    def _running(self, role: Role) -> list[Prefill | Decode]:
+    def _running(self, role: Role) -> list[SimulatedPrefill | SimulatedDecode]:
         """Workers that serve in this role, those with the least work first."""
         if role == "prefill":
             prefills = (w for w in self._prefills if w.info.role == role and not w.is_stopping)
@@ -220,8 +220,8 @@ class ClusterSimulation:
 
     def _add(self, info: WorkerInfo, num_finished: int = 0) -> None:
         """num_finished: of the worker in its earlier role, since counters do not restart."""
-        prefill = Prefill(info, num_finished=num_finished)
-        decode = Decode(info, advanced_at=self._now, num_finished=num_finished)
+        prefill = SimulatedPrefill(info, num_finished=num_finished)
+        decode = SimulatedDecode(info, advanced_at=self._now, num_finished=num_finished)
         if info.role == "any":
             prefill.beside, decode.beside = decode, prefill
         if info.role != "decode":
@@ -255,8 +255,8 @@ class ClusterSimulation:
             self._leave(worker.beside)
         self._leave(worker)
 
-    def _leave(self, worker: Prefill | Decode) -> None:
-        if isinstance(worker, Prefill):
+    def _leave(self, worker: SimulatedPrefill | SimulatedDecode) -> None:
+        if isinstance(worker, SimulatedPrefill):
             if worker.is_stopping and not worker.queue:
                 self._prefills.remove(worker)
         elif worker.is_stopping and not worker.running and not worker.waiting:
@@ -280,7 +280,7 @@ class ClusterSimulation:
         if not worker.is_computing:
             self._compute(worker)
 
-    def _compute(self, worker: Prefill) -> None:
+    def _compute(self, worker: SimulatedPrefill) -> None:
         if not worker.queue:
             self._set_computing(worker, False)
             self._leave(worker)
@@ -299,7 +299,7 @@ class ClusterSimulation:
 
         self._at(self._now + request.num_prompt_tokens / self._prompt_tokens_per_s(worker), done)
 
-    def _set_computing(self, worker: Prefill, is_computing: bool) -> None:
+    def _set_computing(self, worker: SimulatedPrefill, is_computing: bool) -> None:
         """Changes the speed of the steps of an elastic worker."""
         if worker.beside is not None and worker.is_computing != is_computing:
             self._advance(worker.beside)
@@ -307,7 +307,7 @@ class ClusterSimulation:
             self._admit(worker.beside)
         worker.is_computing = is_computing
 
-    def _prompt_tokens_per_s(self, worker: Prefill) -> float:
+    def _prompt_tokens_per_s(self, worker: SimulatedPrefill) -> float:
         """Speed of the next prompt, with as many sequences beside it as run now."""
         speeds, share = self.speeds, 1.0
         if worker.beside is not None and worker.beside.running:
@@ -325,7 +325,7 @@ class ClusterSimulation:
             worker.waiting.append(self._handed_over.popleft())
             self._admit(worker)
 
-    def _step_s(self, worker: Decode) -> float:
+    def _step_s(self, worker: SimulatedDecode) -> float:
         step_s = self._decode_step_s(len(worker.running))
         is_mixed = worker.beside is not None and worker.beside.is_computing
         return max(step_s / (1 - self.speeds.least_prompt_share), self.speeds.mixed_step_s) if is_mixed else step_s
@@ -333,13 +333,13 @@ class ClusterSimulation:
     def _decode_step_s(self, num_sequences: int) -> float:
         return self.speeds.fixed_step_s + self.speeds.step_s_per_sequence * num_sequences
 
-    def _advance(self, worker: Decode) -> None:
+    def _advance(self, worker: SimulatedDecode) -> None:
         """Advances the step counter to now at the speed of the current batch."""
         if worker.running:
             worker.steps += (self._now - worker.advanced_at) / self._step_s(worker)
         worker.advanced_at = self._now
 
-    def _admit(self, worker: Decode) -> None:
+    def _admit(self, worker: SimulatedDecode) -> None:
         """Admits waiting sequences in order while they fit, and schedules the end of the next one to finish."""
         speeds = self.speeds
         while worker.waiting and len(worker.running) < speeds.max_num_seqs:
@@ -357,7 +357,7 @@ class ClusterSimulation:
             left = max(0.0, worker.running[0][0] - worker.steps)
             self._at(self._now + left * self._step_s(worker), lambda: self._ended(worker, version))
 
-    def _ended(self, worker: Decode, version: int) -> None:
+    def _ended(self, worker: SimulatedDecode, version: int) -> None:
         if version != worker.version:
             return  # the batch has changed
         self._advance(worker)
@@ -366,6 +366,6 @@ class ClusterSimulation:
             worker.num_used_blocks -= _num_blocks(request)
             worker.num_finished += 1
             itl_s = (self._now - first_token_at) / max(1, request.num_output_tokens)  # includes waiting for blocks
-            self.served.append(Served(first_token_at - request.at, itl_s))
+            self.served.append(ServedRequest(first_token_at - request.at, itl_s))
         self._admit(worker)
         self._leave(worker)

@@ -44,7 +44,7 @@ MIN_GOODPUT = 0.98
 
 
 @dataclass(frozen=True)
-class Shape:
+class TrafficShape:
     """sizes: prompt and output tokens; each request takes one pair. is_shift: in order over time, not at random."""
 
     name: str
@@ -72,17 +72,17 @@ class Shape:
 
 
 SHAPES = (
-    Shape("64:256", ((64, 256),)),
-    Shape("256:64", ((256, 64),)),
-    Shape("1024:128", ((1024, 128),)),
-    Shape("1024:16", ((1024, 16),)),
-    Shape("chat", ((30, 60), (60, 150), (120, 200), (300, 100), (600, 80), (1200, 40))),
-    Shape("shift", ((2048, 16), (128, 256)), is_shift=True),
+    TrafficShape("64:256", ((64, 256),)),
+    TrafficShape("256:64", ((256, 64),)),
+    TrafficShape("1024:128", ((1024, 128),)),
+    TrafficShape("1024:16", ((1024, 16),)),
+    TrafficShape("chat", ((30, 60), (60, 150), (120, 200), (300, 100), (600, 80), (1200, 40))),
+    TrafficShape("shift", ((2048, 16), (128, 256)), is_shift=True),
 )
 """chat: short and long turns in equal parts. shift: long prompts, then long answers, at one rate."""
 
 
-def measure(shape: Shape, load: float, layout: str, speeds: Speeds, seconds: float) -> dict[str, Any]:
+def measure(shape: TrafficShape, load: float, layout: str, speeds: Speeds, seconds: float) -> dict[str, Any]:
     """Plays the same requests for every layout."""
     requests = shape.requests(random.Random(f"{shape.name} {load}"), load * shape.capacity_per_s(speeds), seconds)
     slo = shape.slo(speeds)

@@ -41,7 +41,7 @@ DISPATCH_S = 0.003
 
 
 @dataclass(frozen=True)
-class Turn:
+class SimulatedTurn:
     """One request of a trace, with the block hashes of prompt and output together."""
 
     at: float
@@ -62,12 +62,12 @@ def chats(
     num_system_prompts: int = 8,
     system_tokens: int = 1024,
     message_tokens: float = 250.0,
-) -> list[Turn]:
+) -> list[SimulatedTurn]:
     """Makes conversations: each prompt contains a system prompt and all earlier turns.
 
     Arrival times do not depend on the speed of responses, so every policy gets the same trace.
     """
-    found: list[Turn] = []
+    found: list[SimulatedTurn] = []
     start = 0.0
     number = 0
     while start < duration_s:
@@ -81,7 +81,7 @@ def chats(
             num_output = 20 + int(rng.expovariate(1 / message_tokens))
             for i in range(len(hashes), (num_tokens + num_output) // BLOCK_SIZE):
                 hashes.append(_name("chat", number, i))
-            found.append(Turn(at, num_tokens, num_output, list(hashes)))
+            found.append(SimulatedTurn(at, num_tokens, num_output, list(hashes)))
             num_tokens += num_output
             at += num_output * STEP_S + rng.expovariate(1 / 10.0)
             if rng.random() < 1 / num_turns:
@@ -89,16 +89,20 @@ def chats(
     return sorted(found, key=lambda turn: turn.at)
 
 
-def single_prompts(rng: random.Random, duration_s: float, prompts_per_s: float, mean_tokens: float) -> list[Turn]:
+def single_prompts(
+    rng: random.Random, duration_s: float, prompts_per_s: float, mean_tokens: float
+) -> list[SimulatedTurn]:
     """Makes prompts without a common prefix."""
-    found: list[Turn] = []
+    found: list[SimulatedTurn] = []
     at = 0.0
     for number in itertools.count():
         at += rng.expovariate(prompts_per_s)
         if at > duration_s:
             return found
         num_tokens = 64 + int(rng.expovariate(1 / mean_tokens))
-        found.append(Turn(at, num_tokens, 50, [_name("one", number, i) for i in range(num_tokens // BLOCK_SIZE)]))
+        found.append(
+            SimulatedTurn(at, num_tokens, 50, [_name("one", number, i) for i in range(num_tokens // BLOCK_SIZE)])
+        )
     raise AssertionError
 
 
@@ -117,7 +121,7 @@ class Placement(NamedTuple):
 class Policy(Protocol):
     """Routing policy of one proxy."""
 
-    def pick(self, table: WorkerTable, turn: Turn) -> Placement:
+    def pick(self, table: WorkerTable, turn: SimulatedTurn) -> Placement:
         """Raises Overloaded to refuse the request."""
 
     def on_first_token(self, placement: Placement, ttft_s: float) -> None: ...
@@ -132,7 +136,7 @@ class TandemPolicy:
         self._router = Router(table, 0, num_proxies, random.Random(seed))
         self._slo_s = slo_s
 
-    def pick(self, table: WorkerTable, turn: Turn) -> Placement:
+    def pick(self, table: WorkerTable, turn: SimulatedTurn) -> Placement:
         hashes = unpack_short_hashes(pack_short_hashes(turn.prompt_hashes))
         route = self._router.pick(PromptShape(turn.num_tokens, hashes=hashes), self._slo_s)
         assert route.decode is not None
@@ -150,10 +154,10 @@ MakePolicy = Callable[[WorkerTable, int, int], Policy]
 
 
 @dataclass(eq=False)
-class Worker:
+class SimulatedWorker:
     info: WorkerInfo
     blocks: BlockManager
-    queue: deque[tuple[Turn, Policy, Placement]] = field(default_factory=deque)
+    queue: deque[tuple[SimulatedTurn, Policy, Placement]] = field(default_factory=deque)
     busy: bool = False
     ends_at: float = 0.0  # of the running prompt
     num_computed_tokens: int = 0
@@ -216,11 +220,13 @@ class Simulation:
         self._num_refused = self._num_prompt_tokens = self._num_cached_tokens = 0
         self._ttfts: list[float] = []
 
-    def _worker(self, role: Role, number: int, num_blocks: int) -> Worker:
+    def _worker(self, role: Role, number: int, num_blocks: int) -> SimulatedWorker:
         worker_id = f"{role}-{number}"
-        return Worker(WorkerInfo(worker_id, f"{worker_id}/1", role, "", number), BlockManager(num_blocks, BLOCK_SIZE))
+        return SimulatedWorker(
+            WorkerInfo(worker_id, f"{worker_id}/1", role, "", number), BlockManager(num_blocks, BLOCK_SIZE)
+        )
 
-    def run(self, trace: list[Turn]) -> Outcome:
+    def run(self, trace: list[SimulatedTurn]) -> Outcome:
         for worker in self._by_id.values():
             self._report(worker)
             self._at(self._rng.uniform(0, REPORT_INTERVAL_S), lambda worker=worker: self._beat(worker, trace[-1].at))  # type: ignore[misc]
@@ -243,12 +249,12 @@ class Simulation:
     def _at(self, at: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._events, (at, next(self._numbers), act))
 
-    def _beat(self, worker: Worker, until: float) -> None:
+    def _beat(self, worker: SimulatedWorker, until: float) -> None:
         self._report(worker)
         if self._now < until:
             self._at(self._now + REPORT_INTERVAL_S, lambda: self._beat(worker, until))
 
-    def _report(self, worker: Worker) -> None:
+    def _report(self, worker: SimulatedWorker) -> None:
         waiting = sum(turn.num_tokens for turn, *_ in worker.queue)
         if worker.busy:  # workers report the whole of a waiting prompt and the rest of a running one
             waiting += int(self._speed * (worker.ends_at - self._now)) - worker.queue[0][0].num_tokens
@@ -268,7 +274,7 @@ class Simulation:
         for table in self._tables:
             table.on_status(self._now, status)
 
-    def _arrive(self, turn: Turn) -> None:
+    def _arrive(self, turn: SimulatedTurn) -> None:
         proxy = self._rng.randrange(len(self._policies))
         policy, table = self._policies[proxy], self._tables[proxy]
         try:
@@ -282,7 +288,7 @@ class Simulation:
         prefill.queue.append((turn, policy, placement))
         self._start(prefill)
 
-    def _start(self, prefill: Worker) -> None:
+    def _start(self, prefill: SimulatedWorker) -> None:
         if prefill.busy or not prefill.queue:
             return
         prefill.busy = True
@@ -307,7 +313,7 @@ class Simulation:
         prefill.ends_at = self._now + DISPATCH_S + num_computed / self._speed
         self._at(prefill.ends_at, done)
 
-    def _decode(self, decode: Worker, turn: Turn, policy: Policy, placement: Placement) -> None:
+    def _decode(self, decode: SimulatedWorker, turn: SimulatedTurn, policy: Policy, placement: Placement) -> None:
         held, _ = self._hold(decode.blocks, turn.hashes, len(turn.hashes))
 
         def done() -> None:

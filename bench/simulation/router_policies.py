@@ -14,7 +14,15 @@ import random
 from collections import Counter
 from typing import Any
 
-from bench.simulation.router import MakePolicy, Placement, Simulation, TandemPolicy, Turn, chats, single_prompts
+from bench.simulation.router import (
+    MakePolicy,
+    Placement,
+    SimulatedTurn,
+    Simulation,
+    TandemPolicy,
+    chats,
+    single_prompts,
+)
 from bench.support.report import Report, add_common_options, finish
 from tandem.proxy.cluster.worker_table import WorkerTable
 
@@ -26,7 +34,7 @@ class BlindPolicy:
         self._rng = rng
         self._numbers = None if is_random else itertools.count(rng.randrange(1000))
 
-    def pick(self, table: WorkerTable, turn: Turn) -> Placement:
+    def pick(self, table: WorkerTable, turn: SimulatedTurn) -> Placement:
         prefills, decodes = table.prefill_workers, table.decode_workers
         if self._numbers is None:
             prefill, decode = self._rng.choice(prefills), self._rng.choice(decodes)
@@ -51,7 +59,7 @@ class LeastLoadedPolicy:
         self._picked_at: Counter[str] = Counter()
         self._num_picks = 0
 
-    def pick(self, table: WorkerTable, turn: Turn) -> Placement:
+    def pick(self, table: WorkerTable, turn: SimulatedTurn) -> Placement:
         prefills = {record.worker.worker_id: record.load for record in table.prefill_workers}
         decodes = [record.worker.worker_id for record in table.decode_workers]
         prefill = min(prefills, key=lambda i: (self._tokens[i] + prefills[i].num_waiting_tokens, self._picked_at[i]))

@@ -59,7 +59,7 @@ class Autoscaler:
             self.observe(loop.time(), self._cluster.reports)
 
     def observe(self, now: float, reports: Sequence[StatusReport]) -> None:
-        """Update the proposal from the latest reports and act on it."""
+        """Updates the proposal from the latest reports and acts on it."""
         demand = self._meter.observe(now, freshest_loads(reports), num_refused(reports))
         counts = self._cluster.counts
         current = counts["prefill"], counts["decode"], counts["any"]
@@ -101,7 +101,7 @@ def num_refused(reports: Sequence[StatusReport]) -> int | None:
 
 
 def freshest_loads(reports: Sequence[StatusReport]) -> list[tuple[WorkerInfo, WorkerLoad]]:
-    """Load of each worker as the proxy with the most recent report of it has it."""
+    """Returns the load of each worker, as the proxy that heard from it last reports it."""
     best: dict[str, WorkerReport] = {}
     for report in reports:
         for worker in report.workers:

@@ -93,7 +93,7 @@ class StepTime:
         self._sums = [0.0] * 5  # of 1, n, s, n * n and n * s over the samples (n sequences, s seconds)
 
     def forget(self) -> None:
-        """Reduce the weight of earlier samples; called once per observation."""
+        """Reduces the weight of earlier samples; called once per observation."""
         self._sums = [_REMEMBERED * each for each in self._sums]
 
     def add(self, num_sequences: int, step_s: float) -> None:
@@ -212,7 +212,7 @@ class DemandMeter:
             self._num_refused = num_refused
 
     def _count_outputs(self, now: float, decodes: _Loads) -> None:
-        """Count generated tokens, one per sequence and step, and sequences that ended."""
+        """Counts generated tokens, one per sequence and step, and sequences that ended."""
         elapsed_s = now - self._observed_at if self._observed_at is not None else 0.0
         self._observed_at = now
         self._output_tokens *= _REMEMBERED
@@ -241,5 +241,5 @@ class DemandMeter:
 
 
 def _num_sequences(info: WorkerInfo, load: WorkerLoad) -> int:
-    """Running sequences; those of an elastic worker include waiting ones, as its running items include prompts."""
+    """Returns the number of running sequences, and of waiting ones on an elastic worker, where prompts run too."""
     return min(load.num_decoding, load.num_running) if info.role == "any" else load.num_running

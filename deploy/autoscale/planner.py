@@ -79,12 +79,12 @@ class Proposal(msgspec.Struct, frozen=True):
 
 
 def counts_text(prefill: int, decode: int, any_role: int) -> str:
-    """Numbers of workers as `tandem scale` reads them. Elastic workers are left out where there are none."""
+    """Returns numbers of workers as `tandem scale` takes them, without elastic ones where there are none."""
     return f"prefill={prefill} decode={decode}" + (f" any={any_role}" if any_role else "")
 
 
 def _up(count: float) -> int:
-    """Round up; infinity becomes a large number."""
+    """Rounds up; infinity becomes a large number."""
     return math.ceil(min(count, 1e6))
 
 
@@ -148,7 +148,7 @@ def decode_needed(demand: Demand, config: PlannerConfig) -> Need:
 
 
 def elastic_needed(prefill_need: Need, decode_need: Need) -> int:
-    """Fewest elastic workers that do the work of both phases, and enough for each phase alone."""
+    """Returns the fewest elastic workers that do the work of both phases, and enough for each phase alone."""
     return max(_up(prefill_need.work + decode_need.work), prefill_need.num_workers, decode_need.num_workers)
 
 
@@ -183,7 +183,7 @@ class _Steady:
         return current
 
     def spare(self, now: float, current: int) -> int:
-        """Number of workers above the most that were needed for SPARE_AFTER_S, without the minimum."""
+        """Returns how many workers exceed what was needed during SPARE_AFTER_S and the minimum."""
         if not self._covers(now, SPARE_AFTER_S):
             return 0
         needed = max(count for at, count in self._needs if at >= now - SPARE_AFTER_S)
@@ -228,7 +228,7 @@ class Planner:
         return Proposal(prefill, decode, prefill_need, decode_need)
 
     def _share(self, prefill: int, decode: int, prefill_need: Need, decode_need: Need) -> tuple[int, int]:
-        """Divide `max_workers` among roles that want more together: a role gets the workers that the other leaves.
+        """Divides `max_workers` among roles that want more together: a role gets the workers that the other leaves.
 
         If both want more than their share, the shares are proportional to the work of waiting and expected prompts,
         because prompts pass both roles. Workers move without waiting for DOWN_AFTER_S, since queued prompts cost more

@@ -10,7 +10,7 @@ from tandem.runtime.errors import ConfigError
 
 
 async def clear_media_cache(cluster: ClusterClient) -> None:
-    """Drop all processed images and videos; requests in flight keep the items that they use.
+    """Drops all processed images and videos; requests in flight keep the items that they use.
 
     Raises ConfigError when no cluster runs or it has no media cache on this host.
     """

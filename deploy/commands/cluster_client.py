@@ -48,7 +48,7 @@ class ClusterClient:
         self._network = network
 
     def proxy_endpoints(self) -> list[str]:
-        """Control endpoints: `join`, or the sockets in the runtime folder and those on other nodes listed there."""
+        """Returns the control endpoints: `join`, or sockets in the runtime folder and endpoints listed there."""
         if self.is_remote:
             return self._join
         listed = EndpointsFile(self.folder / PROXIES_FILE).changed() or []
@@ -109,7 +109,7 @@ async def _ask(
     kinds: tuple[type, ...],
     timeout_s: float,
 ) -> list[Any]:
-    """Send the question to every endpoint; return the answers of `kinds` that arrive in time, at most one for each."""
+    """Asks every endpoint and returns the answers of `kinds` that arrive in time, at most one for each."""
     context = new_context("operator", network)
     received: asyncio.Queue[Any] = asyncio.Queue()
     sockets: list[DealerSocket[Any]] = []

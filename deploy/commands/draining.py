@@ -18,7 +18,7 @@ _POLL_S = 0.2
 
 
 async def drain(cluster: ClusterClient, worker_id: str, timeout_s: float) -> None:
-    """Drain a worker and wait until it has left.
+    """Drains a worker and waits until it has left.
 
     Raises ConfigError for an unknown name, InternalError when it has not left within `timeout_s`.
     """
@@ -40,7 +40,7 @@ async def drain(cluster: ClusterClient, worker_id: str, timeout_s: float) -> Non
 
 
 async def restart(cluster: ClusterClient, names: list[str], timeout_s: float) -> None:
-    """Restart the named processes, or all of them, one at a time.
+    """Restarts the named processes, or all of them, one at a time.
 
     Raises ConfigError for an unknown name, InternalError when a process is not back within `timeout_s`.
     """
@@ -80,7 +80,10 @@ async def _restart_one(cluster: ClusterClient, old: LaunchedProcess, timeout_s: 
 async def until(
     cluster: ClusterClient, timeout_s: float, failure: str, holds: Callable[[list[StatusReport]], Awaitable[bool]]
 ) -> None:
-    """Wait until `holds` of the proxies' reports. Raises InternalError, which begins with `failure`, after the time."""
+    """Waits until `holds` is true of the proxies' reports.
+
+    Raises InternalError, which begins with `failure`, after `timeout_s`.
+    """
     deadline = asyncio.get_running_loop().time() + timeout_s
     while True:
         with contextlib.suppress(Overloaded, ConfigError):  # no proxy answers at the moment

@@ -21,7 +21,7 @@ _OWN_NAME = re.compile(r"(prefill|decode|worker)-\d+")
 
 
 def parse_counts(arguments: Sequence[str]) -> ScaleCluster:
-    """Parse `prefill=2`, `decode=3`. Raises ConfigError for anything else."""
+    """Parses `prefill=2`, `decode=3`. Raises ConfigError for anything else."""
     counts: dict[str, int] = {}
     for argument in arguments:
         role, equals, count = argument.partition("=")
@@ -34,7 +34,7 @@ def parse_counts(arguments: Sequence[str]) -> ScaleCluster:
 
 
 async def scale(cluster: ClusterClient, arguments: Sequence[str], timeout_s: float) -> None:
-    """Scale the cluster and wait for the workers; raises InternalError after `timeout_s`. 0 does not wait."""
+    """Scales the cluster and waits for the workers; raises InternalError after `timeout_s`. 0 does not wait."""
     answer = await cluster.ask_launcher(parse_counts(arguments), ClusterScaled)
     text = counts_text(answer.prefill, answer.decode, answer.any)
     if not timeout_s:
@@ -58,7 +58,7 @@ async def _is_complete(cluster: ClusterClient, wanted: ClusterScaled) -> bool:
 
 
 def is_scaled(report: StatusReport, wanted: ClusterScaled) -> bool:
-    """True when all wanted workers have registered, all their pairs are ready and no other worker is left.
+    """Returns whether all wanted workers have registered, all their pairs are ready and no other worker is left.
 
     Workers that joined from other hosts do not count.
     """

@@ -43,7 +43,7 @@ async def fetch_plan(cluster: ClusterClient) -> PlanReport | None:
 
 
 async def print_status(cluster: ClusterClient, as_json: bool) -> int:
-    """Print the status once. Exit code 1 if the cluster is not ready or one of its proxies does not answer, else 0."""
+    """Prints the status once. Exit code 1 if the cluster is not ready or one of its proxies does not answer, else 0."""
     sample = RateSample(time.monotonic(), await cluster.status())
     num_silent = _num_silent(cluster, sample)
     if as_json:
@@ -56,7 +56,7 @@ async def print_status(cluster: ClusterClient, as_json: bool) -> int:
 
 
 async def watch_status(cluster: ClusterClient) -> None:
-    """Update the status every second until cancelled. Rates cover the last WINDOW_S."""
+    """Updates the status every second until cancelled. Rates cover the last WINDOW_S."""
     console = Console()
     samples: deque[RateSample] = deque()
     with Live(console=console, screen=console.is_terminal, auto_refresh=False) as live:

@@ -24,7 +24,7 @@ class Watchdog:
         self._answered_at[name] = now
 
     def on_exit(self, name: str) -> None:
-        """Stop watching the process; its successor is watched after its first answer."""
+        """Stops watching the process; its successor is watched after its first answer."""
         self._answered_at.pop(name, None)
 
     def silent(self, now: float) -> list[str]:

@@ -131,7 +131,7 @@ class Launcher:
         self._tasks[child.name] = asyncio.create_task(child.run(), name=child.name)
 
     def _on_endpoint(self, name: str, endpoint: str) -> None:
-        """Connect to a proxy's control endpoint, which changes when Ray moves the proxy."""
+        """Connects to a proxy's control endpoint, which changes when Ray moves the proxy."""
         before = self._controls.get(name)
         if before is None or before.endpoint != endpoint:
             if before is not None:
@@ -151,7 +151,7 @@ class Launcher:
         return name.startswith(tuple(f"{prefix}-" for prefix in NAME_PREFIX.values())) and name not in self._workers
 
     def restart(self, name: str) -> None:
-        """Drain and restart one of `processes`; other names have no effect."""
+        """Drains and restarts one of `processes`; other names have no effect."""
         if (child := self._children.get(name)) is not None and not self._is_leaving(name):
             child.restart()
 
@@ -163,7 +163,7 @@ class Launcher:
         return self._workers.counts
 
     def scale(self, counts: Mapping[Role, int]) -> None:
-        """Set the numbers of workers by role. Running workers change their role before others start or drain.
+        """Sets the numbers of workers by role. Running workers change their role before others start or drain.
 
         Returns at once. Raises ConfigError, and changes nothing, if the cluster is not up or resources do not suffice.
         """
@@ -199,7 +199,7 @@ class Launcher:
         return is_known and self._config.num_ranks(start_role(name)) == self._config.num_ranks(role)
 
     def _set_role(self, name: str, role: Role) -> None:
-        """Order the change through a proxy, which refuses it if no other worker could do the present phase."""
+        """Orders the change through a proxy, which refuses it if no other worker could do the present phase."""
         log.warning("%s changes its role to %s", name, role)
         next(iter(self._controls.values())).send(SetWorkerRole(name, role))
         self._workers.on_order(asyncio.get_running_loop().time(), name, role)
@@ -227,7 +227,7 @@ class Launcher:
     # ---- while the cluster runs
 
     def _on_exit(self, name: str, pid: int, returncode: int) -> bool:
-        """Report the exit to the proxies and decide whether to restart the process."""
+        """Reports the exit to the proxies and decides whether to restart the process."""
         for control in self._controls.values():
             control.send(WorkerExited(name, pid))
         self._watchdog.on_exit(name)
@@ -267,7 +267,7 @@ class Launcher:
                 self._workers.on_refused(message.worker_id)
 
     async def _watch(self) -> None:
-        """Replace proxies and the media cache when they no longer respond."""
+        """Replaces proxies and the media cache when they no longer respond."""
         loop = asyncio.get_running_loop()
         while True:
             self.ask_for_reports()
@@ -307,7 +307,7 @@ class Launcher:
         ]
 
     async def _until_ready(self, on_progress: OnProgress) -> None:
-        """Wait until every worker has registered, every pair is ready and the proxies accept connections."""
+        """Waits until every worker has registered, every pair is ready and the proxies accept connections."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + START_TIMEOUT_S
         while not self._stopping.is_set():
@@ -350,7 +350,7 @@ class Launcher:
         return {(worker.worker.worker_id, worker.worker.pid) for worker in report.workers} >= ours
 
     async def _all_proxies_answer(self) -> bool:
-        """True if the HTTP port of every known host accepts a connection."""
+        """Returns whether the HTTP port of every known host accepts a connection."""
         for host in self._site.http_hosts():
             try:
                 _, writer = await asyncio.wait_for(asyncio.open_connection(host, self._config.port), 1.0)
@@ -375,7 +375,7 @@ class Launcher:
         await self._wait(tasks, 1.0)
 
     async def _wait(self, tasks: list[asyncio.Task[None]], timeout_s: float) -> bool:
-        """True if all tasks have ended in time."""
+        """Returns whether all tasks have ended in time."""
         running = {task for task in tasks if not task.done()}
         if running:
             _, running = await asyncio.wait(running, timeout=timeout_s)

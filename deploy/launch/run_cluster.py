@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 async def run_cluster(config: ClusterConfig, on_progress: OnProgress, on_ready: Callable[[Path], None]) -> None:
-    """Run a cluster until SIGINT, SIGTERM or SIGHUP. on_ready: called with the folder of the logs.
+    """Runs a cluster until SIGINT, SIGTERM or SIGHUP. on_ready: called with the folder of the logs.
 
     Raises ConfigError for what the operator can correct, InternalError if the cluster does not start.
     """

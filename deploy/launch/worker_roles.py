@@ -19,7 +19,7 @@ ORDER_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class RoleChanges:
-    """How to reach other numbers of workers. added: roles of new workers. moved: new roles of running workers."""
+    """Changes that lead to other numbers of workers. added: roles of new workers. moved: new roles of running ones."""
 
     added: list[Role] = field(default_factory=list)
     moved: dict[str, Role] = field(default_factory=dict)
@@ -54,15 +54,15 @@ class WorkerRoles:
         self._ordered.pop(name, None)
 
     def on_order(self, now: float, name: str, role: Role) -> None:
-        """The worker has been told to take this role."""
+        """Records that the worker has been told to take this role."""
         self._roles[name], self._ordered[name] = role, now + ORDER_S
 
     def on_refused(self, name: str) -> None:
-        """The last order was refused; the next report shows the role."""
+        """Records that the last order was refused; the next report shows the role."""
         self._ordered.pop(name, None)
 
     def on_report(self, now: float, workers: Iterable[WorkerInfo]) -> dict[str, Role]:
-        """Take the roles from a proxy's report. Returns those that have changed."""
+        """Takes the roles from a proxy's report. Returns those that have changed."""
         changed = {
             worker.worker_id: worker.role
             for worker in workers
@@ -73,9 +73,11 @@ class WorkerRoles:
         return changed
 
     def changes(self, wanted: Mapping[Role, int], may_move: Callable[[str, Role], bool]) -> RoleChanges:
-        """How to reach the wanted numbers: running workers change their role first, then others start or drain.
+        """Returns the changes that lead to the wanted numbers. Running workers change their role before others start or
+        drain.
 
-        may_move(name, role): whether this worker can take that role. Of each role the highest numbers go.
+        may_move(name, role): whether this worker can take that role. Of each role, the workers with the highest numbers
+        leave.
         """
         current = self.counts
         surplus = [name for role, count in wanted.items() for name in self._of_role(role)[count:]]
@@ -95,22 +97,22 @@ class WorkerRoles:
 
 
 def free_names(role: Role, taken: Collection[str]) -> Iterator[str]:
-    """Names for new workers, lowest numbers first."""
+    """Yields names for new workers, lowest numbers first."""
     return (name for i in itertools.count() if (name := f"{NAME_PREFIX[role]}-{i}") not in taken)
 
 
 def num_pairs(counts: Mapping[Role, int]) -> int:
-    """Number of ordered pairs of two workers of which the first may prefill and the second may decode."""
+    """Returns the number of ordered pairs of two workers of which the first may prefill and the second may decode."""
     return sum(counts[role] for role in PREFILL_ROLES) * sum(counts[role] for role in DECODE_ROLES) - counts["any"]
 
 
 def start_role(name: str) -> Role:
-    """Role in which a worker of this name was started."""
+    """Returns the role in which a worker of this name was started."""
     return next(role for role, prefix in NAME_PREFIX.items() if name.startswith(f"{prefix}-"))
 
 
 def last_of_phase(counts: Mapping[Role, int], wanted: Mapping[Role, int]) -> str:
-    """Phase that workers do now and none would do with the wanted numbers; "" if there is none."""
+    """Returns the phase that some workers do now and none would do with the wanted numbers; "" if there is none."""
     after = {**counts, **wanted}
     for phase, roles in (("prefill", PREFILL_ROLES), ("decode", DECODE_ROLES)):
         if any(counts[role] for role in roles) and not any(after[role] for role in roles):

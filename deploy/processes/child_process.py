@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 async def start_module(
     module: str, config_file: str, output: LogFile, env: dict[str, str], inherited_fds: Sequence[int] = ()
 ) -> asyncio.subprocess.Process:
-    """Start `python -m module config_file` in a session of its own: Ctrl-C reaches only the launcher."""
+    """Starts `python -m module config_file` in a session of its own: Ctrl-C reaches only the launcher."""
     with output.open() as file:
         return await asyncio.create_subprocess_exec(
             sys.executable,

@@ -33,11 +33,11 @@ class LogFile:
         self._previous.unlink(missing_ok=True)
 
     def open(self) -> BinaryIO:
-        """Open the file for a process; it must append, so that lines after a truncation start at the new end."""
+        """Opens the file for a process; it must append, so that lines after a truncation start at the new end."""
         return self.file.open("ab")
 
     async def limit_size(self) -> None:
-        """Rotate the file whenever it is full, until cancelled."""
+        """Rotates the file whenever it is full, until cancelled."""
         while True:
             await asyncio.sleep(CHECK_INTERVAL_S)
             try:

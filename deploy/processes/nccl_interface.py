@@ -26,7 +26,7 @@ def nccl_environment(host: str, environment: Mapping[str, str]) -> dict[str, str
 
 
 def _interface_of(host: str) -> tuple[str, socket.AddressFamily]:
-    """Return the name of the interface and the family of the address. Loopback addresses are all on one interface."""
+    """Returns the name of the interface and the family of the address. Loopback addresses are all on one interface."""
     try:
         resolved = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except OSError as error:

@@ -116,7 +116,6 @@ class ProcessConfigs:
             num_proxies=cluster.proxies,
             decode_prefill_threshold=cluster.decode_prefill_threshold,
             ttft_slo_ms=cluster.ttft_slo_ms,
-            client_timeout_s=cluster.client_timeout_s,
             request_timeout_s=cluster.request_timeout_s,
             worker_wait_s=cluster.worker_wait_s,
             worker_silence_s=cluster.worker_silence_s,

@@ -27,7 +27,7 @@ def runtime_dir(port: int | str) -> Path:
 
 
 def create_runtime_dir(port: int | str) -> Path:
-    """Create the folder with mode 0700. Raises ConfigError if another launcher uses it."""
+    """Creates the folder with mode 0700. Raises ConfigError if another launcher uses it."""
     folder = runtime_dir(port)
     pid_file = folder / "launcher.pid"
     if folder.exists():

@@ -34,11 +34,11 @@ class Supervised(ABC):
 
     @abstractmethod
     async def run_once(self) -> int | None:
-        """Start the process and wait for its end. Returns its return code; None if it could not be started."""
+        """Starts the process and waits for its end. Returns its return code; None if it could not be started."""
 
     @abstractmethod
     def send_signal(self, number: signal.Signals) -> None:
-        """Signal the process, if it runs."""
+        """Signals the process, if it runs."""
 
     @abstractmethod
     def log_tail(self) -> str:
@@ -60,25 +60,25 @@ class Supervised(ABC):
             delay_s = min(2 * delay_s, MAX_RESTART_DELAY_S)
 
     def restart(self) -> None:
-        """Drain the process; it is restarted when it has ended."""
+        """Drains the process; it is restarted when it has ended."""
         self.send_signal(signal.SIGTERM)
 
     def replace(self) -> None:
-        """Kill the process, which does not respond; it is restarted."""
+        """Kills the process, which does not respond; it is restarted."""
         self.send_signal(signal.SIGKILL)
 
     def terminate(self) -> None:
-        """Drain the process and do not restart it."""
+        """Drains the process and does not restart it."""
         self._stopping.set()
         self.send_signal(signal.SIGTERM)
 
     def stop(self) -> None:
-        """Stop the process at once and do not restart it."""
+        """Stops the process at once and does not restart it."""
         self._stopping.set()
         self.send_signal(signal.SIGINT)
 
     def kill(self) -> None:
-        """Kill the process and do not restart it."""
+        """Kills the process and does not restart it."""
         self._stopping.set()
         self.send_signal(signal.SIGKILL)
 

@@ -60,7 +60,7 @@ class ProcessActor:
         return nccl_environment((await self.place()).host, os.environ)
 
     async def start_media_cache(self, config: bytes, env: dict[str, str]) -> str:
-        """Start the media cache and return its tcp endpoint, which it keeps when it is restarted.
+        """Starts the media cache and returns its tcp endpoint, which it keeps when it is restarted.
 
         config: JSON; its tcp_endpoint_file is in this actor's folder. Raises RuntimeError if the cache does not start.
         """
@@ -90,7 +90,7 @@ class ProcessActor:
         return endpoint
 
     async def start(self, module: str, config: bytes, env: dict[str, str], proxies: list[str]) -> int:
-        """Start `python -m module` and return its pid. config: JSON, passed in memory because it contains keys."""
+        """Starts `python -m module` and returns its pid. config: JSON, passed in memory because it contains keys."""
         write_endpoints(self._folder / "proxies", proxies)
         config_fd = os.memfd_create("config")
         try:

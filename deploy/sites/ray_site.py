@@ -219,7 +219,7 @@ class RayProcess(Supervised):
             remove_placement_group(group)
 
     async def _run_in(self, group: Any) -> int:
-        """Run the process in an actor of the placement group; returns its return code. Raises RayError."""
+        """Runs the process in an actor of the placement group; returns its return code. Raises RayError."""
         self.num_starts += 1  # also counts actors that cannot start, for example where Tandem is not installed
         actor: Any = (
             ray.remote(ProcessActor)
@@ -269,7 +269,7 @@ class RayProcess(Supervised):
         return end.returncode
 
     async def _until_placed(self, group: Any) -> bool:
-        """Wait for a node with enough resources; False when the process is stopped before there is one."""
+        """Waits for a node with enough resources; False when the process is stopped before there is one."""
         loop = asyncio.get_running_loop()
         log_at = loop.time() + WAITING_LOG_AFTER_S
         while not self._stopping.is_set():
@@ -286,7 +286,7 @@ class RayProcess(Supervised):
             self._actor.set_proxies.remote(endpoints)
 
     def set_role(self, role: Role) -> None:
-        """Role with which a worker begins at its next start: its own file may be on another node then."""
+        """Sets the role with which a worker begins at its next start: its own file may be on another node then."""
         self._role = role
 
     def set_api_keys(self, text: str) -> None:

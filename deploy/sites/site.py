@@ -34,15 +34,15 @@ class Site(Protocol):
         """Called before the other processes are made. None if the model takes text only or the site has no cache."""
 
     def forget(self, name: str) -> None:
-        """Release the resources of a worker that has been stopped for good."""
+        """Releases the resources of a worker that has been stopped for good."""
 
     def set_proxy_endpoints(self, endpoints: list[str]) -> None:
-        """Pass the proxies' current control endpoints to all workers."""
+        """Passes the proxies' current control endpoints to all workers."""
 
     def set_role(self, name: str, role: Role) -> None:
-        """Note the current role of a worker, which it keeps when it is restarted."""
+        """Notes the current role of a worker, which it keeps when it is restarted."""
 
     def stop_listening(self) -> None:
-        """Close the listening sockets, before the proxies are stopped."""
+        """Closes the listening sockets, before the proxies are stopped."""
 
     def close(self) -> None: ...

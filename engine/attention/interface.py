@@ -53,7 +53,7 @@ class StepAttention(Protocol):
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: AttentionOptions
     ) -> torch.Tensor:
-        """Store the new keys and values in the pool, attend, and return [num_tokens, num_heads, head_dim].
+        """Stores the new keys and values in the pool, attends, and returns [num_tokens, num_heads, head_dim].
 
         query: [1, num_heads, num_tokens, head_dim]. key, value: [1, num_kv_heads, num_tokens, head_dim].
         """
@@ -89,7 +89,7 @@ def paged_attention(
 
 
 def _fit_to_pool(plan: LayerPlan, *states: torch.Tensor) -> list[torch.Tensor]:
-    """Pad query, key and value to the pool's head_dim with zeros and repeat KV heads up to its num_kv_heads.
+    """Pads query, key and value to the pool's head_dim with zeros and repeats KV heads up to its num_kv_heads.
 
     Zeros do not change the dot products. Each copy of a KV head serves a share of its query heads.
     """

@@ -202,7 +202,7 @@ def _attend_chunk(
 
 
 def _context(pool: KVPool, chunk: _Chunk, block_table: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Gather the keys or values of the whole context: [1, num_kv_heads, num_context_tokens, head_dim]."""
+    """Gathers the keys or values of the whole context: [1, num_kv_heads, num_context_tokens, head_dim]."""
     layout = pool.layout
     heads = torch.arange(layout.num_kv_heads, device=block_table.device)[:, None]
     rows = block_table * (2 * layout.num_layers * layout.num_kv_heads) + heads  # [num_kv_heads, num_blocks]

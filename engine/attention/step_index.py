@@ -70,7 +70,7 @@ class StepIndex(NamedTuple):
         return np.diff(self.cu_seqlens)
 
     def padded(self, num_sequences: int, max_blocks: int) -> StepIndex:
-        """Pad a step of single tokens to `num_sequences` rows of `max_blocks` blocks.
+        """Pads a step of single tokens to `num_sequences` rows of `max_blocks` blocks.
 
         Padding rows repeat the first sequence. They write the same keys and values to the same slots, so they change
         nothing.

@@ -65,7 +65,7 @@ def _exp(x: Any) -> Any:
 
 @functools.cache
 def single_token_attention(dtype: torch.dtype, group: int, block_size: int, head_dim: int) -> Callable[..., None]:
-    """Return a kernel that stores the keys and values of one new token per sequence in the pool and attends.
+    """Returns a kernel that stores the keys and values of one new token per sequence in the pool and attends.
 
     Online softmax over blocks, as in FlashAttention (Dao et al., 2022): with the running maximum m and sum s, a block
     of scores x rescales both by `exp(m - max(m, x))` and adds `exp(x - m) v`.

@@ -49,7 +49,7 @@ def rounded(context: Any, value: Any, like: Any) -> Any:
 
 
 def compile_kernel(signature: Any, function: Callable[..., None]) -> Callable[..., None]:
-    """Compile for as many threads as torch uses now.
+    """Compiles for as many threads as torch uses now.
 
     Compiled code for one thread is cached on disk. Parallel code is not, because numba's cache key omits `parallel`.
     """
@@ -74,6 +74,6 @@ def compile_kernel(signature: Any, function: Callable[..., None]) -> Callable[..
 
 
 def as_array(tensor: torch.Tensor) -> Any:
-    """Return the tensor as a numpy array: a view of its memory, or a copy if it is not contiguous."""
+    """Returns the tensor as a numpy array: a view of its memory, or a copy if it is not contiguous."""
     tensor = tensor.contiguous()
     return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

@@ -146,14 +146,14 @@ class FusedRMSNorm(nn.Module):
 
 
 def _rotated(heads: torch.Tensor, num_heads: int, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate the first `num_heads` of heads [num_tokens, any, head_dim]. cos, sin: [1, num_tokens, head_dim]."""
+    """Rotates the first `num_heads` of heads [num_tokens, any, head_dim]. cos, sin: [1, num_tokens, head_dim]."""
     output = torch.empty(len(heads), num_heads, heads.shape[2], dtype=heads.dtype)
     rotation(heads.dtype)(as_array(heads), as_array(cos[0]), as_array(sin[0]), as_array(output))
     return output
 
 
 def _attention_and_mlp(layer: Any) -> tuple[Any, Any]:
-    """Return both modules of a layer of the Llama shape. Raises NotFusedError for any other layer."""
+    """Returns both modules of a layer of the Llama shape. Raises NotFusedError for any other layer."""
     if set(_children_with_weights(layer)) != _SUBMODULES or list(layer.parameters(recurse=False)):
         raise NotFusedError("its submodules are not attention, MLP and two norms")
     attention, mlp = layer.self_attn, layer.mlp
@@ -181,7 +181,7 @@ def _is_plain(linear: nn.Linear) -> bool:
 
 
 def _halves(linear: nn.Linear) -> tuple[nn.Linear, nn.Linear]:
-    """Split a layer by its outputs."""
+    """Splits a layer by its outputs."""
     biases = (None, None) if linear.bias is None else linear.bias.chunk(2)
     first, second = (plain_linear(w, b) for w, b in zip(linear.weight.chunk(2), biases, strict=True))
     return first, second
@@ -203,7 +203,7 @@ class _RecordingAttention:
 
 
 def fuse_layers(model: Any) -> None:
-    """Replace every layer of `model` that can be fused."""
+    """Replaces every layer of `model` that can be fused."""
     layers: nn.ModuleList | None = getattr(model.base_model, "layers", None)
     if layers is None or model.dtype not in DTYPES:
         return
@@ -232,7 +232,7 @@ def fuse_layers(model: Any) -> None:
 
 
 def _check_equal(layer: nn.Module, options: AttentionOptions, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Compare the fused layer with `layer` in float32. Raises NotFusedError if they differ."""
+    """Compares the fused layer with `layer` in float32. Raises NotFusedError if they differ."""
     _attention_and_mlp(layer)
     reference = copy.deepcopy(layer).float()
     fused = FusedLayer(reference, options)

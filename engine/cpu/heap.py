@@ -11,7 +11,7 @@ _KEPT_BYTES = 1 << 30
 
 
 def keep_freed_memory() -> None:
-    """Make malloc keep freed memory, in one arena for all threads. Call before threads start.
+    """Makes malloc keep freed memory, in one arena for all threads. Call before threads start.
 
     Every CPU worker gains: otherwise each layer of a prefill step returns its activations to the kernel and faults
     them in again, up to a third of the step. Without glibc (musl) this does nothing.

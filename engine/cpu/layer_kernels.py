@@ -17,7 +17,7 @@ _F32 = np.float32
 
 @functools.cache
 def rms_norm(dtype: torch.dtype) -> Callable[..., None]:
-    """Return a kernel (inputs, weight, epsilon, output): [num_rows, size], [size], float, [num_rows, size].
+    """Returns a kernel (inputs, weight, epsilon, output): [num_rows, size], [size], float, [num_rows, size].
 
     RMSNorm: `x / sqrt(mean(x^2) + epsilon) * weight` (Zhang and Sennrich, NeurIPS 2019). Rounds before and after the
     multiplication by the weight, as transformers' Llama does.
@@ -43,7 +43,7 @@ def rms_norm(dtype: torch.dtype) -> Callable[..., None]:
 
 @functools.cache
 def rotation(dtype: torch.dtype) -> Callable[..., None]:
-    """Return a kernel (heads, cos, sin, output) for rotary embeddings (Su et al., RoFormer, 2021).
+    """Returns a kernel (heads, cos, sin, output) for rotary embeddings (Su et al., RoFormer, 2021).
 
     Rotates the two halves of a head against each other: `(a cos - b sin, b cos + a sin)`.
     heads: [num_tokens, num_heads, head_dim], of which the first `output.shape[1]` heads are rotated.

@@ -32,12 +32,12 @@ class PackedLinear(nn.Module):
         return output
 
     def before_activation(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the result without the activation."""
+        """Returns the result without the activation."""
         output: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self._weight, self.bias, "none", [], "")
         return output
 
     def combined(self, inputs: torch.Tensor, other: torch.Tensor, operation: Literal["add", "mul"]) -> torch.Tensor:
-        """Return the result plus or times `other` (same shape), rounded once."""
+        """Returns the result plus or times `other` (same shape), rounded once."""
         output: torch.Tensor = torch.ops.mkldnn._linear_pointwise.binary(
             inputs, other, self._weight, self.bias, operation
         )
@@ -59,7 +59,7 @@ class MergedLinear(nn.Module):
         return nn.functional.silu(output) if self.activation == "swish" else output
 
     def before_activation(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return the result without the activation."""
+        """Returns the result without the activation."""
         return nn.functional.linear(inputs, self.weight, self.bias)
 
     def combined(self, inputs: torch.Tensor, other: torch.Tensor, operation: Literal["add", "mul"]) -> torch.Tensor:
@@ -80,7 +80,7 @@ def _packs_bfloat16() -> bool:
 
 
 def merge(linears: Sequence[nn.Linear], activation: Activation = "none") -> PackedLinear | MergedLinear:
-    """Return one layer that computes the concatenated outputs of `linears`, packed if possible."""
+    """Returns one layer that computes the concatenated outputs of `linears`, packed if possible."""
     weights = [linear.weight.detach() for linear in linears]
     weight = torch.cat(weights) if len(weights) > 1 else weights[0]
     bias = None
@@ -92,7 +92,7 @@ def merge(linears: Sequence[nn.Linear], activation: Activation = "none") -> Pack
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Replace every `nn.Linear` of `model` that can be packed, unless its `forward` was replaced (e.g. by a TP plan).
+    """Replaces every `nn.Linear` of `model` that can be packed, unless its `forward` was replaced (e.g. by a TP plan).
 
     Embeddings keep a weight that they share with such a layer.
     """

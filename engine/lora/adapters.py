@@ -1,7 +1,7 @@
 """LoRA adapters on a worker (Hu et al., 2021): loaded on a separate thread when the first request names them.
 
-Requests carry the adapter's folder and digest, so nothing must be sent to workers before, a restarted worker loads what
-its next requests need, and a prompt just waits until its adapter is there.
+Requests carry the adapter's folder and digest, so nothing has to be sent to workers in advance, and a restarted worker
+loads what its next requests need. A prompt waits until its adapter is loaded.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class Adapter:
 
     @property
     def is_ready(self) -> bool:
-        """True also if loading failed; `error` tells."""
+        """Whether loading has ended, with or without an `error`."""
         return self._loading.done()
 
     @property
     def error(self) -> ErrorInfo | None:
-        """Why a ready adapter could not be loaded."""
+        """The reason for which a ready adapter could not be loaded."""
         error = self._loading.exception()
         if error is None:
             return None
@@ -51,7 +51,7 @@ class Adapter:
 
     @property
     def weights(self) -> AdapterWeights:
-        """Of a ready adapter without an error."""
+        """The weights of a ready adapter without an error."""
         return self._loading.result()
 
 
@@ -76,7 +76,10 @@ class Adapters:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="adapters")
 
     def get(self, ref: AdapterRef | None) -> Adapter | None:
-        """Return the adapter of a request. Call on the event loop. One that could not be loaded is tried again."""
+        """Returns the adapter of a request, loading or loaded. Call it on the event loop.
+
+        An adapter that could not be loaded before is tried again.
+        """
         if ref is None:
             return None
         adapter = self._adapters.get(ref)

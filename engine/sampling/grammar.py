@@ -39,7 +39,7 @@ class Grammar:
         return GrammarState(self, stop_token_ids, thinking)
 
     def matcher(self) -> tuple[LLMatcher, LLTokenizer]:
-        """Return a matcher in its initial state. Raises InvalidRequest if the grammar could not be compiled."""
+        """Returns a matcher in its initial state. Raises InvalidRequest if the grammar could not be compiled."""
         error = self._compiled.exception()
         if isinstance(error, TandemError):  # raise a copy, because the stored error would keep the raising frames
             raise ErrorInfo.of(error).to_error()
@@ -70,14 +70,14 @@ class GrammarState:
         return self._grammar.is_compiled
 
     def begin(self) -> None:
-        """Prepare for `fill`; idempotent. Raises InvalidRequest if the grammar could not be compiled."""
+        """Prepares for `fill`; idempotent. Raises InvalidRequest if the grammar could not be compiled."""
         if self._matcher is None:
             self._matcher, tokenizer = self._grammar.matcher()
             self._eos_token_id = tokenizer.eos_token
             self.num_words = -(-tokenizer.vocab_size // 32)
 
     def fill(self, output_token_ids: Sequence[int], banned: Collection[int], mask: NDArray[np.uint8]) -> None:
-        """Write the tokens that may follow `output_token_ids` into mask [4 * num_words], one bit each.
+        """Writes the tokens that may follow `output_token_ids` into mask [4 * num_words], one bit each.
 
         banned: tokens to exclude (before min_tokens), unless the grammar allows nothing else.
         Raises InvalidRequest if the tokens violate the grammar, or if it exceeds the parser's limits.
@@ -163,7 +163,7 @@ class Grammars:
         self._tokenizer = self._thread.submit(read_tokenizer, model, vocab_size)
 
     def get(self, text: str | None) -> Grammar | None:
-        """Return the grammar for `SamplingParams.grammar`. Call on the event loop."""
+        """Returns the grammar for `SamplingParams.grammar`. Call on the event loop."""
         if text is None:
             return None
         grammar = self._grammars.get(text)
@@ -184,7 +184,7 @@ class Grammars:
 
 
 def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
-    """Compile a grammar. Raises InvalidRequest."""
+    """Compiles a grammar. Raises InvalidRequest."""
     matcher = LLMatcher(tokenizer, text, log_level=0, limits=parser_limits())
     if matcher.is_error():
         raise InvalidRequest(f"the grammar cannot be served: {one_line(matcher.get_error())}")
@@ -192,7 +192,7 @@ def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
 
 
 def read_tokenizer(model: str, vocab_size: int) -> LLTokenizer:
-    """Load the model's tokeniser for llguidance. Raises InvalidRequest.
+    """Loads the model's tokeniser for llguidance. Raises InvalidRequest.
 
     A worker without a usable tokeniser still serves; only requests with a grammar fail.
     """
@@ -210,7 +210,7 @@ def read_tokenizer(model: str, vocab_size: int) -> LLTokenizer:
 
 
 def make_tokenizer(tokenizer_json: str, vocab_size: int, eos_token_id: int | None) -> LLTokenizer:
-    """Create a tokeniser. eos_token_id: a token that is never part of a text. Raises InvalidRequest if it is None."""
+    """Creates a tokeniser. eos_token_id: a token that is never part of a text. Raises InvalidRequest if it is None."""
     if eos_token_id is None:
         raise InvalidRequest("this model does not support grammars: its tokeniser has no eos_token")
     return LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=eos_token_id)

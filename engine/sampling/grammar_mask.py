@@ -32,7 +32,7 @@ class StepMask:
     errors: dict[int, ErrorInfo]
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Set forbidden tokens to -inf in place. logits: [num_rows, vocab_size]."""
+        """Sets forbidden tokens to -inf in place. logits: [num_rows, vocab_size]."""
         if not self.rows:
             return
         allowed = _allowed(self.bits.to(logits.device), logits.shape[-1])
@@ -45,7 +45,7 @@ class StepMask:
 
 
 def _allowed(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Unpack bits [num_masks, num_bytes] to booleans [num_masks, vocab_size]; tokens beyond the bits are forbidden.
+    """Unpacks bits [num_masks, num_bytes] to booleans [num_masks, vocab_size]; tokens beyond the bits are forbidden.
 
     Uses a lookup table of eight booleans per byte, which is much faster than shifting bits.
     """
@@ -57,7 +57,7 @@ def _allowed(bits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 @functools.cache
 def _table(device: torch.device) -> torch.Tensor:
-    """Return int64 [256]; the eight bytes of entry i are the bits of i as booleans, lowest first."""
+    """Returns int64 [256]; the eight bytes of entry i are the bits of i as booleans, lowest first."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     return torch.from_numpy(bits).view(torch.int64)[:, 0].contiguous().to(device)
 
@@ -69,13 +69,13 @@ class GrammarMasks:
         self._thread = ThreadPoolExecutor(1, "grammar-masks", show_thread_name)
 
     def start(self, samples: Sequence[Sample]) -> Future[StepMask] | None:
-        """Start computing a step's masks. samples: one per row of the logits. None if no row has a grammar."""
+        """Starts computing a step's masks. samples: one per row of the logits. None if no row has a grammar."""
         rows = [row for row, sample in enumerate(samples) if sample.grammar is not None]
         return self._thread.submit(compute_masks, samples, rows) if rows else None
 
 
 def compute_masks(samples: Sequence[Sample], rows: list[int]) -> StepMask:
-    """Compute the masks of the samples in `rows`. Sequences that begin together share a state and its mask."""
+    """Computes the masks of the samples in `rows`. Sequences that begin together share a state and its mask."""
     users: dict[int, list[int]] = {}
     states: dict[int, tuple[GrammarState, Sample]] = {}
     errors: dict[int, ErrorInfo] = {}
@@ -107,7 +107,7 @@ def compute_masks(samples: Sequence[Sample], rows: list[int]) -> StepMask:
 
 
 def _error_info(error: BaseException) -> ErrorInfo:
-    """Describe a mask's error. Includes llguidance's panics (not Exceptions), which must end only their sequence."""
+    """Describes a mask's error. Includes llguidance's panics (not Exceptions), which must end only their sequence."""
     if isinstance(error, TandemError):
         return ErrorInfo.of(error)
     log.error("a grammar's mask failed", exc_info=error)

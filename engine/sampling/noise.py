@@ -20,18 +20,18 @@ _NUM_BITS = 52
 
 
 def noise_key(seed: int, position: int) -> int:
-    """Hash seed and position to 64 bits with two rounds of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
+    """Hashes seed and position to 64 bits with two rounds of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014)."""
     return _splitmix64(_splitmix64(seed & _MASK) ^ position)
 
 
 def noise_keys(seeds: Sequence[int], positions: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return each row's `noise_key`, int64 [num_rows, 1]."""
+    """Returns each row's `noise_key`, int64 [num_rows, 1]."""
     keys = [_signed(noise_key(seed, position)) for seed, position in zip(seeds, positions, strict=True)]
     return torch.tensor(keys, device=device)[:, None]
 
 
 def arrival_times(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return E = -ln U, with U uniform from SplitMix64 of (key, id): float64 [num_rows, size], above zero.
+    """Returns E = -ln U, with U uniform from SplitMix64 of (key, id): float64 [num_rows, size], above zero.
 
     keys: [num_rows, 1]. ids: [num_rows, size] or [size], of the competitors.
     """
@@ -45,7 +45,7 @@ def arrival_times(keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def first_to_arrive(weights: torch.Tensor, keys: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return the index of each row's winner, [num_rows, 1]. Zero weights win only if all weights are zero.
+    """Returns the index of each row's winner, [num_rows, 1]. Zero weights win only if all weights are zero.
 
     weights: float64 [num_rows, size], not necessarily normalised. keys, ids: as for `arrival_times`.
     """
@@ -64,5 +64,5 @@ def _signed(number: int) -> int:
 
 
 def _shifted(numbers: torch.Tensor, num_bits: int) -> torch.Tensor:
-    """Shift right logically; torch's shift of signed numbers is arithmetic."""
+    """Shifts right logically; torch's shift of signed numbers is arithmetic."""
     return (numbers >> num_bits) & ((1 << (64 - num_bits)) - 1)

@@ -15,7 +15,7 @@ from tandem.engine.sampling.grammar_mask import StepMask
 
 
 def adjusted(logits: torch.Tensor, samples: Sequence[Sample], mask: StepMask | None = None) -> torch.Tensor:
-    """Return `logits` [num_rows, vocab_size] if nothing applies, else a changed float32 copy."""
+    """Returns `logits` [num_rows, vocab_size] if nothing applies, else a changed float32 copy."""
     if mask is None and not any(_is_changed(s) for s in samples):
         return logits
     logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
@@ -54,7 +54,7 @@ def _is_changed(sample: Sample) -> bool:
 
 
 def _bad_next(sample: Sample) -> list[int]:
-    """Return the tokens that would complete a bad word."""
+    """Returns the tokens that would complete a bad word."""
     output = sample.output_token_ids
     return [
         last
@@ -64,7 +64,7 @@ def _bad_next(sample: Sample) -> list[int]:
 
 
 def _allow(row: torch.Tensor, token_ids: Sequence[int]) -> None:
-    """Set all other tokens of `row` [vocab_size] to -inf, in place."""
+    """Sets all other tokens of `row` [vocab_size] to -inf, in place."""
     index = torch.tensor([i for i in token_ids if i < len(row)], device=row.device)
     kept = row[index]
     row.fill_(float("-inf"))
@@ -87,7 +87,7 @@ def _ban_and_bias(logits: torch.Tensor, samples: Sequence[Sample]) -> None:
 
 
 def _penalised(logits: torch.Tensor, samples: list[Sample]) -> torch.Tensor:
-    """Apply the repetition penalty r over prompt and output, then frequency f and presence p over the output.
+    """Applies the repetition penalty r over prompt and output, then frequency f and presence p over the output.
 
     `l / r` for seen tokens with l > 0, `l * r` for those with l <= 0 (CTRL, Keskar et al., 2019); then
     `l - f * count - p * [count > 0]`.
@@ -104,7 +104,7 @@ def _penalised(logits: torch.Tensor, samples: list[Sample]) -> torch.Tensor:
 
 
 def _counts(logits: torch.Tensor, token_ids: list[Sequence[int]]) -> torch.Tensor:
-    """Count each token's occurrences per row: [num_rows, vocab_size]."""
+    """Counts each token's occurrences per row: [num_rows, vocab_size]."""
     num_rows, vocab_size = logits.shape
     ids = [torch.tensor(row, dtype=torch.long) for row in token_ids]
     padded = pad_sequence(ids, batch_first=True, padding_value=vocab_size).to(logits.device)

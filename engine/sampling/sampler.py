@@ -31,7 +31,7 @@ _SEGMENT_SIZE = 512
 def sample(
     logits: torch.Tensor, samples: Sequence[Sample], positions: Sequence[int], mask: StepMask | None = None
 ) -> list[SampledToken]:
-    """Sample one token per row of `logits` [num_rows, vocab_size]. positions: of the sampled tokens."""
+    """Samples one token per row of `logits` [num_rows, vocab_size]. positions: of the sampled tokens."""
     params = [s.params for s in samples]
     shaped = adjusted(logits, samples, mask)
     is_any_greedy = any(p.temperature == 0 for p in params)
@@ -50,7 +50,7 @@ def sample(
 
 
 def argmax(rows: torch.Tensor) -> torch.Tensor:
-    """Return the index of each row's maximum: rows [num_rows, size], result [num_rows].
+    """Returns the index of each row's maximum: rows [num_rows, size], result [num_rows].
 
     On CPU it works by segments, because there torch's amax is about four times as fast as its argmax.
     """
@@ -85,12 +85,12 @@ def _logprobs(logits: torch.Tensor, params: list[SamplingParams], chosen: torch.
 
 
 def _temperatures(params: list[SamplingParams], device: torch.device) -> torch.Tensor:
-    """Return [num_rows, 1]."""
+    """Returns [num_rows, 1]."""
     return torch.tensor([p.temperature for p in params], device=device)[:, None]
 
 
 def _sample_plain(logits: torch.Tensor, keys: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """Sample without filters in two races: among segments by their total weight, then among the winner's tokens.
+    """Samples without filters in two races: among segments by their total weight, then among the winner's tokens.
 
     P(token) = P(segment) * P(token | segment), so the distribution is unchanged, but only about sqrt(vocab_size) random
     numbers are drawn.
@@ -114,17 +114,17 @@ def _sample_plain(logits: torch.Tensor, keys: torch.Tensor, params: list[Samplin
 
 
 def race_segment_size(vocab_size: int) -> int:
-    """Return the tokens per segment, near the square root of the vocabulary size."""
+    """Returns the tokens per segment, near the square root of the vocabulary size."""
     return 128 if vocab_size <= 1 << 14 else 512
 
 
 def segment_ids(numbers: torch.Tensor) -> torch.Tensor:
-    """Return the ids of segments for their noise; negative, so that they differ from token ids."""
+    """Returns the ids of segments for their noise; negative, so that they differ from token ids."""
     return -1 - numbers
 
 
 def _sample_filtered(logits: torch.Tensor, keys: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """Sample with top_k, top_p or min_p, among each row's most likely candidates; fall back to a full sort.
+    """Samples with top_k, top_p or min_p, among each row's most likely candidates; fall back to a full sort.
 
     The number of candidates depends only on the row's own parameters, and both ways give the same token.
     """
@@ -149,7 +149,7 @@ def _sample_filtered(logits: torch.Tensor, keys: torch.Tensor, params: list[Samp
 def _sample_among(
     num_candidates: int, logits: torch.Tensor, keys: torch.Tensor, params: list[SamplingParams]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sample among each row's `num_candidates` likeliest tokens.
+    """Samples among each row's `num_candidates` likeliest tokens.
 
     Returns the tokens, and per row whether the candidates include every token that the filters keep.
     """
@@ -179,7 +179,7 @@ def _sample_among(
 
 
 def most_likely(logits: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the highest logits and their ids, [num_rows, num_tokens], in descending order, ties by id."""
+    """Returns the highest logits and their ids, [num_rows, num_tokens], in descending order, ties by id."""
     if num_tokens == logits.shape[-1]:
         values, order = logits.sort(dim=-1, descending=True, stable=True)
         return values, order

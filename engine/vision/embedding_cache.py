@@ -32,20 +32,20 @@ class EmbeddingCache:
             return self._embeddings.get(digest)
 
     def put(self, embeddings: Mapping[bytes, torch.Tensor]) -> None:
-        """Store embeddings from other workers."""
+        """Stores embeddings from other workers."""
         with self._lock:
             for digest, embedding in embeddings.items():
                 self._put(digest, embedding)
 
     def put_encoded(self, digest: bytes, embedding: torch.Tensor) -> None:
-        """Store an embedding that this worker has computed; `take_encoded` returns it for publication."""
+        """Stores an embedding that this worker has computed; `take_encoded` returns it for publication."""
         with self._lock:
             self.num_encoded += 1
             self._encoded[digest] = embedding
             self._put(digest, embedding)
 
     def take_encoded(self) -> dict[bytes, torch.Tensor]:
-        """Return the embeddings computed here since the last call."""
+        """Returns the embeddings computed here since the last call."""
         with self._lock:
             encoded, self._encoded = self._encoded, {}
         return encoded

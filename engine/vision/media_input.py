@@ -24,7 +24,7 @@ class MediaInput:
         self._device = next(decoder.parameters()).device
 
     def prepare(self, batch: Batch) -> None:
-        """Run the step's encodes and compute positions. Errors are stored in the media that caused them."""
+        """Runs the step's encodes and computes positions. Errors are stored in the media that caused them."""
         for encode in batch.encodes:
             # Another prompt in the same step may have had the same item.
             if not encode.media.is_encoded(encode.unit):
@@ -40,7 +40,7 @@ class MediaInput:
                     _fail(item.media, error)
 
     def inputs(self, items: list[BatchItem]) -> dict[str, Any]:
-        """Return the model's inputs for the step's tokens, [1, num_tokens, ...]."""
+        """Returns the model's inputs for the step's tokens, [1, num_tokens, ...]."""
         token_ids = torch.tensor([[token_id for item in items for token_id in item.token_ids]], device=self._device)
         hidden = self._decoder.get_input_embeddings()(token_ids)[0]  # [num_tokens, hidden_size]
         rows: list[int] = []  # rows of placeholder tokens
@@ -64,7 +64,7 @@ class MediaInput:
         return inputs | {"inputs_embeds": hidden[None]}
 
     def _positions(self, items: list[BatchItem]) -> torch.Tensor:
-        """Return [1, num_tokens], or [3, 1, num_tokens] (time, height, width) for models with M-RoPE."""
+        """Returns [1, num_tokens], or [3, 1, num_tokens] (time, height, width) for models with M-RoPE."""
         if all(item.media is None or item.media.positions is None for item in items):
             return torch.tensor([positions_of(items)], device=self._device)
         parts = []
@@ -78,19 +78,19 @@ class MediaInput:
 
 
 def _fail(media: PromptMedia, error: TandemError) -> None:
-    """Record an error of one prompt's media, which must not fail the rest of the step."""
+    """Records an error of one prompt's media, which must not fail the rest of the step."""
     log.warning("refused the media of a prompt: %s", error)
     media.error = ErrorInfo.of(error)
 
 
 def positions_of(items: list[BatchItem]) -> list[int]:
-    """Return the one-dimensional positions of the step's tokens."""
+    """Returns the one-dimensional positions of the step's tokens."""
     starts = [(item.start + item.position_offset, len(item.token_ids)) for item in items]
     return [position for start, num in starts for position in range(start, start + num)]
 
 
 def _placeholders(item: BatchItem) -> list[tuple[int, int, int, torch.Tensor]]:
-    """Return (row within the item, offset in the medium, count, embedding) in ascending order of rows."""
+    """Returns (row within the item, offset in the medium, count, embedding) in ascending order of rows."""
     found = []
     media = item.media
     if media is None:

@@ -15,7 +15,7 @@ from tandem.runtime.file_limits import out_of_descriptors
 
 
 def open_tensors(item: MediaItem) -> dict[str, torch.Tensor]:
-    """Return an item's tensors by name, read-only by convention. They keep the segment mapped.
+    """Returns an item's tensors by name, read-only by convention. They keep the segment mapped.
 
     Raises InvalidRequest; Overloaded if this process is out of descriptors or memory; WorkerLost if the segment is gone
     or holds another item.
@@ -44,7 +44,7 @@ def view_tensor(tensor: MediaTensor, memory: mmap.mmap, offset: int) -> torch.Te
 
 
 def _map(item: MediaItem) -> mmap.mmap:
-    """Map the item's segment privately, so that accidental writes do not reach other readers.
+    """Maps the item's segment privately, so that accidental writes do not reach other readers.
 
     Python duplicates the descriptor into the mapping, so each item holds one.
     """

@@ -53,7 +53,7 @@ class Decoder(nn.Module):
         return embeddings
 
     def forward(self, logits_to_keep: torch.Tensor | int = 0, **inputs: Any) -> CausalLMOutputWithPast:
-        """Run the decoder. logits_to_keep: row indices, or the last n rows; 0 for all."""
+        """Runs the decoder. logits_to_keep: row indices, or the last n rows; 0 for all."""
         hidden = self.model(**inputs).last_hidden_state
         rows = logits_to_keep if isinstance(logits_to_keep, torch.Tensor) else slice(-logits_to_keep or None, None)
         return CausalLMOutputWithPast(logits=self.lm_head(hidden[:, rows]))
@@ -76,7 +76,7 @@ class VisionTower:
         self._device, self._dtype = parameter.device, parameter.dtype
 
     def check(self, item: MediaItem, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Validate an item without running the tower. Raises InvalidRequest."""
+        """Validates an item without running the tower. Raises InvalidRequest."""
         known = self._arguments[item.kind] | self._rope_arguments
         unknown = [tensor.name for tensor in item.tensors if tensor.name not in known]
         if unknown:
@@ -92,17 +92,17 @@ class VisionTower:
             raise _misfit(item, num_tokens)
 
     def needed(self, item: MediaItem, is_encoded: bool) -> list[str]:
-        """Return the names of the tensors needed to compute a prompt; no pixels if the item is already encoded."""
+        """Returns the names of the tensors needed to compute a prompt; no pixels if the item is already encoded."""
         return [t.name for t in item.tensors if not is_encoded or t.name in self._rope_arguments]
 
     def num_frames(self, kind: str, tensors: Mapping[str, torch.Tensor]) -> int:
-        """Return how many frames can be encoded separately: towers with grids attend within frames only."""
+        """Returns how many frames can be encoded separately: towers with grids attend within frames only."""
         grid = tensors.get("video_grid_thw") if kind == "video" else None
         return 1 if grid is None else int(grid[0, 0])
 
     @torch.inference_mode()
     def encode(self, unit: EncodeUnit, media: PromptMedia) -> None:
-        """Encode a unit into `media`. Raises InvalidRequest if the result does not fit the placeholders."""
+        """Encodes a unit into `media`. Raises InvalidRequest if the result does not fit the placeholders."""
         item = media.items[unit.number]
         tensors = _frames(unit, media.tensors[unit.number])
         arguments = {
@@ -130,7 +130,7 @@ class VisionTower:
         media.on_encoded(unit)
 
     def place(self, media: PromptMedia) -> None:
-        """Compute the positions of a prompt's tokens with transformers' `get_rope_index`. Raises InvalidRequest."""
+        """Computes the positions of a prompt's tokens with transformers' `get_rope_index`. Raises InvalidRequest."""
         if self._rope_index is None or media.positions is not None:
             return
         kinds = torch.zeros(1, len(media.token_ids), dtype=torch.int32)
@@ -168,7 +168,7 @@ class PatchProjection(nn.Module):
 
 
 def flatten_patch_embedding(tower: nn.Module | None) -> None:
-    """Replace the patch convolution of towers that take images as patches (Qwen-VL)."""
+    """Replaces the patch convolution of towers that take images as patches (Qwen-VL)."""
     embedding = getattr(tower, "patch_embed", None)
     projection = getattr(embedding, "proj", None)
     if embedding is not None and isinstance(projection, nn.Conv3d) and projection.stride == projection.kernel_size:
@@ -184,12 +184,12 @@ def _misfit(item: MediaItem, num_tokens: int, number: int | None = None) -> Inva
 
 
 def _arguments(function: Any) -> set[str]:
-    """Return the names of the tensors that one of the model's functions accepts."""
+    """Returns the names of the tensors that one of the model's functions accepts."""
     return set(inspect.signature(function).parameters) - {"input_ids", "mm_token_type_ids", "attention_mask", "kwargs"}
 
 
 def _frames(unit: EncodeUnit, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the unit's share of a video's tensors. Raises InvalidRequest."""
+    """Returns the unit's share of a video's tensors. Raises InvalidRequest."""
     if not unit.num_frames:
         return dict(tensors)
     grid, pixels = tensors["video_grid_thw"], tensors.get("pixel_values_videos")
@@ -206,6 +206,6 @@ def _frames(unit: EncodeUnit, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 
 
 def _flat(features: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return one item's features as [num_tokens, hidden_size]; given as a list or a batch of one."""
+    """Returns one item's features as [num_tokens, hidden_size]; given as a list or a batch of one."""
     joined = features if isinstance(features, torch.Tensor) else torch.cat(list(features))
     return joined.flatten(0, -2)

@@ -66,7 +66,7 @@ class PromptMedia:
         self._on_release = ExitStack()
 
     def set_tensors(self, tensors: Sequence[Mapping[str, torch.Tensor]], num_frames: Sequence[int]) -> None:
-        """Set each item's tensors by name, once. Pixels may be missing if the item's embedding is cached.
+        """Sets each item's tensors by name, once. Pixels may be missing if the item's embedding is cached.
 
         num_frames: of each item; 1 if it is encoded as a whole.
         """
@@ -88,7 +88,7 @@ class PromptMedia:
     def afford(
         self, start: int, end: int, budget: int, planned: Collection[EncodeUnit] = (), may_exceed: bool = False
     ) -> tuple[int, list[EncodeUnit], int]:
-        """Plan the chunk from `start` to at most `end` within `budget` tokens of work.
+        """Plans the chunk from `start` to at most `end` within `budget` tokens of work.
 
         Encoding a placeholder costs as much as computing a token. planned: units that the step already encodes.
         may_exceed: a single unit may exceed the budget.
@@ -113,7 +113,7 @@ class PromptMedia:
         return unit in self._done or self.find(unit.number) is not None
 
     def find(self, number: int) -> torch.Tensor | None:
-        """Return the item's embedding, or None."""
+        """Returns the item's embedding, or None."""
         if self.embeddings[number] is None:
             cached = self._cache.get(self.items[number].digest)
             if cached is not None and cached.shape[1] == self.items[number].num_tokens:
@@ -121,14 +121,14 @@ class PromptMedia:
         return self.embeddings[number]
 
     def on_encoded(self, unit: EncodeUnit) -> None:
-        """Record a unit that was stored in `partial`. A complete item moves to the cache."""
+        """Records a unit that was stored in `partial`. A complete item moves to the cache."""
         self._done.add(unit)
         if all(other in self._done for other in self._units if other.number == unit.number):
             embedding = self.embeddings[unit.number] = self.partial.pop(unit.number)
             self._cache.put_encoded(self.items[unit.number].digest, embedding)
 
     def forget_before(self, num_computed_tokens: int) -> None:
-        """Drop the embeddings that no later chunk needs."""
+        """Drops the embeddings that no later chunk needs."""
         for number, item in enumerate(self.items):
             if item.spans[-1][0] + item.spans[-1][1] <= num_computed_tokens:
                 self.embeddings[number] = None
@@ -136,7 +136,7 @@ class PromptMedia:
 
 
 def _units(number: int, item: MediaItem, num_frames: int, unit_tokens: int) -> list[EncodeUnit]:
-    """Split an item into units of whole frames. An uneven token count gives one unit, which the tower validates."""
+    """Splits an item into units of whole frames. An uneven token count gives one unit, which the tower validates."""
     if num_frames < 2 or item.num_tokens % num_frames:
         return [_unit(number, item, 0, item.num_tokens)]
     frame_tokens = item.num_tokens // num_frames
@@ -154,7 +154,7 @@ def _unit(number: int, item: MediaItem, offset: int, num_tokens: int) -> EncodeU
 
 
 def _place(item: MediaItem, offset: int) -> int:
-    """Return the index in the prompt of the item's placeholder number `offset`."""
+    """Returns the index in the prompt of the item's placeholder number `offset`."""
     for start, length in item.spans:
         if offset < length:
             return start + offset
@@ -163,7 +163,7 @@ def _place(item: MediaItem, offset: int) -> int:
 
 
 def placed(item: MediaItem, start: int, end: int) -> list[tuple[int, int, int]]:
-    """Return the item's placeholders in the prompt's tokens `start` to `end` as (token, offset in item, count)."""
+    """Returns the item's placeholders in the prompt's tokens `start` to `end` as (token, offset in item, count)."""
     found = []
     offset = 0
     for span_start, length in item.spans:

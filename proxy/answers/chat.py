@@ -29,7 +29,7 @@ from tandem.proxy.dispatch.sequence_text import TextDelta
 _NO_CONTENT, _EMPTY = ChatDelta(), ChatDelta(content="")
 
 
-class _Choice(Choice):
+class EncodedChatChoice(Choice):
     def __init__(self, index: int, held: HeldAnswer) -> None:
         super().__init__(index, None, held)
         self.logprobs = JsonArray(held.grow)
@@ -90,14 +90,14 @@ class ChatAnswers(Answers):
         """Returns the text with which the answer repeats the last message. index: of a sequence."""
         return self._request.prefixes[index // self._request.n]
 
-    def _new_choice(self, index: int) -> _Choice:
-        return _Choice(index, self._held)
+    def _new_choice(self, index: int) -> EncodedChatChoice:
+        return EncodedChatChoice(index, self._held)
 
-    def _add_logprobs(self, choice: _Choice, tokens: list[SampledToken]) -> None:
+    def _add_logprobs(self, choice: EncodedChatChoice, tokens: list[SampledToken]) -> None:
         assert self._num_top is not None
         choice.logprobs.extend(chat_logprobs(self._token_text, tokens, self._num_top).content)
 
-    def _whole(self, choices: list[_Choice]) -> list[Part]:
+    def _whole(self, choices: list[EncodedChatChoice]) -> list[Part]:
         holes = Holes()
         shown = []
         for choice in choices:
@@ -129,7 +129,7 @@ class ChatAnswers(Answers):
 
     @property
     def _only_prompt(self) -> PromptPart | None:
-        """What repeats the prompt; a batch of chats repeats none of its prompts, as in vLLM."""
+        """The part that repeats the prompt. A batch of chats repeats none of its prompts, as in vLLM."""
         return self._prompt_of(0) if len(self._request.roles) == 1 else None
 
     def _logprobs(self, delta: TextDelta) -> ChatLogprobs | None:

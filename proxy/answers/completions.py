@@ -18,7 +18,7 @@ from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
 
 
-class _Choice(Choice):
+class EncodedCompletionChoice(Choice):
     def __init__(self, index: int, prompt: PromptPart | None, held: HeldAnswer) -> None:
         super().__init__(index, prompt, held)
         self.logprobs = CompletionArrays(held.grow)
@@ -67,21 +67,21 @@ class CompletionAnswers(Answers):
         self._offsets[delta.index] = offset + sum(len(self._token_text.plain(token.token_id)) for token in tokens)
         return completion_logprobs(self._token_text, tokens, self._num_top, offset)
 
-    def _new_choice(self, index: int) -> _Choice:
-        return _Choice(index, self._prompt_of(index), self._held)
+    def _new_choice(self, index: int) -> EncodedCompletionChoice:
+        return EncodedCompletionChoice(index, self._prompt_of(index), self._held)
 
-    def _add_logprobs(self, choice: _Choice, tokens: list[SampledToken]) -> None:
+    def _add_logprobs(self, choice: EncodedCompletionChoice, tokens: list[SampledToken]) -> None:
         assert self._num_top is not None
         choice.logprobs.extend(self._token_text, tokens, self._num_top, self._first_offset(choice))
 
-    def _first_offset(self, choice: _Choice) -> int:
+    def _first_offset(self, choice: EncodedCompletionChoice) -> int:
         """Returns the characters of an echoed prompt's tokens."""
         return sum(part.logprobs.num_characters for part in choice.echoed)
 
-    def _whole(self, choices: list[_Choice]) -> list[Part]:
+    def _whole(self, choices: list[EncodedCompletionChoice]) -> list[Part]:
         return self._body(choices, Holes(), is_whole=True)
 
-    def _body(self, choices: list[_Choice], holes: Holes, is_whole: bool) -> list[Part]:
+    def _body(self, choices: list[EncodedCompletionChoice], holes: Holes, is_whole: bool) -> list[Part]:
         usage = self._usage() if is_whole else self._chunk_usage(choices[0].index)
         shown = [self._choice(choice, holes, is_whole) for choice in choices]
         answer = CompletionResponse(self._id, self._generation.created, self._model, shown, usage)
@@ -89,7 +89,7 @@ class CompletionAnswers(Answers):
             answer = replace(answer, service_tier=None, system_fingerprint=None)
         return holes.fill(answer)
 
-    def _choice(self, choice: _Choice, holes: Holes, is_whole: bool) -> CompletionChoice:
+    def _choice(self, choice: EncodedCompletionChoice, holes: Holes, is_whole: bool) -> CompletionChoice:
         texts: list[JsonText] = [*(part.text for part in choice.echoed), choice.text]
         return CompletionChoice(
             choice.index,
@@ -102,7 +102,7 @@ class CompletionAnswers(Answers):
             self._prompt_id_hole(choice.prompt, holes),
         )
 
-    def _logprobs_hole(self, choice: _Choice, holes: Holes) -> CompletionLogprobs | None:
+    def _logprobs_hole(self, choice: EncodedCompletionChoice, holes: Holes) -> CompletionLogprobs | None:
         if self._num_top is None:
             return None
         arrays = [*(part.logprobs for part in choice.echoed), choice.logprobs]

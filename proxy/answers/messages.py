@@ -28,10 +28,10 @@ from tandem.proxy.api.messages_response import (
     MessageStart,
     MessageStop,
     MessageUsage,
-    OutputTokensDetails,
     StopReason,
     TextPiece,
     ThinkingPiece,
+    ThinkingTokensDetails,
 )
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
@@ -165,5 +165,5 @@ class MessageAnswers(ParsedAnswers):
             record.num_prompt_tokens - num_cached,
             record.num_completion_tokens,
             num_cached,
-            output_tokens_details=OutputTokensDetails(self._num_reasoning()),
+            output_tokens_details=ThinkingTokensDetails(self._num_reasoning()),
         )

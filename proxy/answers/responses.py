@@ -30,6 +30,8 @@ from tandem.proxy.api.responses_answer import (
     OutputItem,
     OutputMessage,
     OutputText,
+    OutputTextDone,
+    OutputTextPiece,
     OutputTokensDetails,
     PartAdded,
     PartDone,
@@ -46,8 +48,6 @@ from tandem.proxy.api.responses_answer import (
     ResponseInProgress,
     ResponseObject,
     ResponseUsage,
-    TextDone,
-    TextPiece,
 )
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.dispatch.sequence_text import TextDelta
@@ -90,7 +90,7 @@ class ItemWriter:
             case FunctionCallItem():
                 yield ArgumentsDone(item_id=item.id, output_index=index, name=item.name, arguments=item.arguments)
             case OutputMessage(content=[part]):
-                yield TextDone(item_id=item.id, output_index=index, text=part.text)
+                yield OutputTextDone(item_id=item.id, output_index=index, text=part.text)
                 yield PartDone(item_id=item.id, output_index=index, part=part)
             case ReasoningItem(content=[thought]):
                 yield ReasoningDone(item_id=item.id, output_index=index, text=thought.text)
@@ -131,7 +131,7 @@ class ItemWriter:
                 yield ArgumentsPiece(item_id=item.id, output_index=index, delta=text)
             case OutputMessage(content=[part]):
                 part.text += text
-                yield TextPiece(item_id=item.id, output_index=index, delta=text)
+                yield OutputTextPiece(item_id=item.id, output_index=index, delta=text)
             case ReasoningItem(content=[thought]):
                 thought.text += text
                 yield ReasoningPiece(item_id=item.id, output_index=index, delta=text)

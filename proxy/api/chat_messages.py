@@ -61,6 +61,31 @@ class ChatMessage(msgspec.Struct):
     reasoning_content: Annotated[str | None, Meta(description="older name of reasoning")] = None
 
 
+class ChatTurns:
+    """The messages of a chat that comes in another API's form, and for each the field that it begins with."""
+
+    def __init__(self) -> None:
+        self.messages: list[ChatMessage] = []
+        self.params: list[str] = []
+
+    def begin(self, role: str, param: str) -> ChatMessage:
+        """Adds a message."""
+        self.messages.append(ChatMessage(role))
+        self.params.append(param)
+        return self.messages[-1]
+
+    def turn(self, role: str, param: str) -> ChatMessage:
+        """Returns the last message if it has this role, else a new one."""
+        if not self.messages or self.messages[-1].role != role:
+            return self.begin(role, param)
+        return self.messages[-1]
+
+    def add_parts(self, role: str, param: str, parts: list[ContentPart]) -> None:
+        turn = self.turn(role, param)
+        before = turn.content if isinstance(turn.content, list) else []
+        turn.content = [*before, *parts]
+
+
 def template_message(param: str, message: ChatMessage, media: list[MediaSource] | None = None) -> JsonObject:
     """Converts one message to the form that Hugging Face chat templates take.
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from tandem.runtime.errors import InvalidRequest
 
+R = TypeVar("R")
 MAX_SHOWN_CHARACTERS = 80
 """Longer values are cut in errors."""
 _ERROR_PATH = re.compile(r" - at (?:`key` in )?`\$\.?([^`]*)`$")
@@ -19,14 +21,17 @@ _BOUNDS = {">=": "greater_than_equal", "<=": "less_than_equal", ">": "greater_th
 _BOUND = re.compile(r"Expected `(?:int|float)(?: \| null)?` (>=|<=|>|<) ")
 
 
-def invalid_body(error: msgspec.DecodeError, body: bytes) -> InvalidRequest:
-    """Returns the client's error for a body that cannot be decoded."""
-    if isinstance(error, msgspec.ValidationError):
-        return invalid_field(str(error), body)
-    return InvalidRequest(f"The body is not valid JSON: {error}.")
+def decode_body(decoder: msgspec.json.Decoder[R], body: bytes) -> R:
+    """Raises InvalidRequest."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(str(error), body) from error
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
 
 
-def invalid_field(message: str, body: bytes) -> InvalidRequest:
+def _invalid_field(message: str, body: bytes) -> InvalidRequest:
     """Returns the error for a body that has the wrong form.
 
     message: msgspec's, which ends with the path of the field. It does not have the value, so that is looked up in the
@@ -57,6 +62,15 @@ def shown_value(value: Any) -> str:
     """Returns the value as JSON, cut to MAX_SHOWN_CHARACTERS."""
     text = msgspec.json.encode(value).decode()
     return text if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]}..."
+
+
+def refuse_unsupported(request: msgspec.Struct, neutral_values: Mapping[str, Sequence[Any]]) -> None:
+    """Raises InvalidRequest if a field has another value than its neutral ones, which include null."""
+    for field, neutral in neutral_values.items():
+        value = getattr(request, field)
+        # In Python `0 == False`, but 0 is not a neutral value of a boolean field.
+        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
+            raise InvalidRequest(f"{field} is {shown_value(value)}, which is not supported; leave it out.", field)
 
 
 def _value_at(path: str, document: Any) -> Any:

@@ -62,19 +62,19 @@ class GenerationRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     prompt: AnyPrompt
     max_tokens: int | None
-    default_max_tokens: int | None
     max_tokens_param: str
     base_sampling: SamplingParams
-    stop: list[str]
-    ignore_eos: bool
-    num_prompt_logprobs: int | None
-    is_prompt_only: bool
-    grammar_param: str
-    tool_format: ToolFormat | None
-    reasoning: ReasoningFormat | None
-    skip_special_tokens: bool
-    include_usage: bool
-    continuous_usage: bool
+    default_max_tokens: int | None = None
+    stop: list[str] = []
+    ignore_eos: bool = False
+    num_prompt_logprobs: int | None = None
+    is_prompt_only: bool = False
+    grammar_param: str = ""
+    tool_format: ToolFormat | None = None
+    reasoning: ReasoningFormat | None = None
+    skip_special_tokens: bool = True
+    include_usage: bool = False
+    continuous_usage: bool = False
     media_lease: MediaLease | None = None
     is_chat: bool = False
     roles: list[str] = []

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from tandem.proxy.api.chat_messages import ChatMessage, ContentPart, FunctionCall, JsonObject, ToolCall
+from tandem.proxy.api.chat_messages import ChatTurns, ContentPart, FunctionCall, JsonObject, ToolCall
 from tandem.proxy.api.schema import (
     CacheSalt,
     ChatCompletionRequest,
@@ -108,8 +108,8 @@ class ToolChoice(msgspec.Struct):
     disable_parallel_tool_use: OptionalBool = None
 
 
-class Thinking(msgspec.Struct):
-    """type: all but disabled leave it to the chat template where the model thinks. budget_tokens: tokens of thinking
+class ThinkingConfig(msgspec.Struct):
+    """type: unless it is disabled, the chat template decides where the model thinks. budget_tokens: tokens of thinking
     after which the answer must begin. display: omitted leaves the thinking out of the answer.
     """
 
@@ -147,7 +147,7 @@ class PromptFields(msgspec.Struct, kw_only=True):
     ] = None
     tool_choice: Annotated[ToolChoice | None, doc("whether the answer may or must call tools, or which one")] = None
     thinking: Annotated[
-        Thinking | None,
+        ThinkingConfig | None,
         doc("sets `enable_thinking` and `thinking` for the chat template; without effect if the model does not think"),
     ] = None
     output_config: Annotated[OutputConfig | None, doc("JSON output with a schema; effort of thinking")] = None
@@ -177,7 +177,7 @@ def to_chat(request: MessageRequest | CountTokensRequest, can_think: bool) -> tu
 
     can_think: the server separates the model's thinking. Raises InvalidRequest.
     """
-    turns = _Turns(request)
+    turns = _MessageTurns(request)
     chat = ChatCompletionRequest(messages=turns.messages, model=request.model)
     is_prefilled = request.messages[-1].role == "assistant"
     chat.continue_final_message, chat.add_generation_prompt = is_prefilled, not is_prefilled
@@ -204,20 +204,19 @@ def to_chat(request: MessageRequest | CountTokensRequest, can_think: bool) -> tu
     return chat, turns.params
 
 
-class _Turns:
-    """The chat. Consecutive messages of one role are one turn, as in Anthropic's API. params: as in `to_chat`."""
+class _MessageTurns(ChatTurns):
+    """Consecutive messages of one role are one turn, as in Anthropic's API."""
 
     def __init__(self, request: PromptFields) -> None:
-        self.messages: list[ChatMessage] = []
-        self.params: list[str] = []
+        super().__init__()
         system = [TextBlock(request.system)] if isinstance(request.system, str) else request.system or []
         if parts := [_part(block) for block in system if not block.text.startswith(_CHANGING_SYSTEM_TEXT)]:
-            self._begin("system", "system").content = parts
+            self.begin("system", "system").content = parts
         for number, message in enumerate(request.messages):
             param = f"messages[{number}]"
             blocks = [TextBlock(message.content)] if isinstance(message.content, str) else message.content
             if not blocks:
-                self._turn(message.role, param)
+                self.turn(message.role, param)
             for index, block in enumerate(blocks):
                 self._add(message.role, block, param, f"{param}.content[{index}]")
         for turn in self.messages:
@@ -229,7 +228,7 @@ class _Turns:
                 _check_role(role, "user", "tool_result", block_param)
                 content = block.content
                 blocks = [TextBlock(content)] if isinstance(content, str) else content or []
-                answer = self._begin("tool", param)
+                answer = self.begin("tool", param)
                 answer.tool_call_id = block.tool_use_id
                 answer.content = [_part(each) for each in blocks if isinstance(each, TextBlock)]
                 for each in blocks:
@@ -237,30 +236,17 @@ class _Turns:
                         self._add("user", each, param, block_param)
             case ToolUseBlock():
                 _check_role(role, "assistant", "tool_use", block_param)
-                turn = self._turn(role, param)
+                turn = self.turn(role, param)
                 turn.tool_calls = [*(turn.tool_calls or ()), ToolCall(FunctionCall(block.name, block.input), block.id)]
             case ThinkingBlock():
                 _check_role(role, "assistant", "thinking", block_param)
-                turn = self._turn(role, param)
+                turn = self.turn(role, param)
                 turn.reasoning = (turn.reasoning or "") + block.thinking
             case RedactedThinkingBlock():
                 _check_role(role, "assistant", "redacted_thinking", block_param)
-                self._turn(role, param)
+                self.turn(role, param)
             case TextBlock() | ImageBlock():
-                turn = self._turn(role, param)
-                before = turn.content if isinstance(turn.content, list) else []
-                turn.content = [*before, _part(block)]
-
-    def _turn(self, role: str, param: str) -> ChatMessage:
-        """Returns the last message if it has this role, else a new one."""
-        if not self.messages or self.messages[-1].role != role:
-            return self._begin(role, param)
-        return self.messages[-1]
-
-    def _begin(self, role: str, param: str) -> ChatMessage:
-        self.messages.append(ChatMessage(role))
-        self.params.append(param)
-        return self.messages[-1]
+                self.add_parts(role, param, [_part(block)])
 
 
 def _check_role(role: str, expected: str, kind: str, param: str) -> None:

@@ -9,7 +9,7 @@ import msgspec
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use", "model_context_window_exceeded"]
 
 
-class OutputTokensDetails(msgspec.Struct, frozen=True):
+class ThinkingTokensDetails(msgspec.Struct, frozen=True):
     thinking_tokens: int = 0
 
 
@@ -20,7 +20,7 @@ class MessageUsage(msgspec.Struct, frozen=True):
     output_tokens: int
     cache_read_input_tokens: int
     cache_creation_input_tokens: int = 0
-    output_tokens_details: OutputTokensDetails = OutputTokensDetails()
+    output_tokens_details: ThinkingTokensDetails = ThinkingTokensDetails()
 
 
 class AnsweredText(msgspec.Struct, tag_field="type", tag="text"):

@@ -150,69 +150,57 @@ class ResponseFailed(_Event, tag="response.failed"):
     response: ResponseObject
 
 
-class ItemAdded(_Event, tag="response.output_item.added"):
+class _ItemEvent(_Event, kw_only=True):
     output_index: int
+
+
+class _GrowthEvent(_ItemEvent, kw_only=True):
+    item_id: str
+
+
+class _ContentEvent(_GrowthEvent, kw_only=True):
+    content_index: int = 0
+
+
+class ItemAdded(_ItemEvent, tag="response.output_item.added"):
     item: OutputItem
 
 
-class ItemDone(_Event, tag="response.output_item.done"):
-    output_index: int
+class ItemDone(_ItemEvent, tag="response.output_item.done"):
     item: OutputItem
 
 
-class PartAdded(_Event, tag="response.content_part.added"):
-    item_id: str
-    output_index: int
+class PartAdded(_ContentEvent, tag="response.content_part.added"):
     part: OutputText | ReasoningText
-    content_index: int = 0
 
 
-class PartDone(_Event, tag="response.content_part.done"):
-    item_id: str
-    output_index: int
+class PartDone(_ContentEvent, tag="response.content_part.done"):
     part: OutputText | ReasoningText
-    content_index: int = 0
 
 
-class TextPiece(_Event, tag="response.output_text.delta"):
-    item_id: str
-    output_index: int
+class OutputTextPiece(_ContentEvent, tag="response.output_text.delta"):
     delta: str
-    content_index: int = 0
     logprobs: list[Any] = []
 
 
-class TextDone(_Event, tag="response.output_text.done"):
-    item_id: str
-    output_index: int
+class OutputTextDone(_ContentEvent, tag="response.output_text.done"):
     text: str
-    content_index: int = 0
     logprobs: list[Any] = []
 
 
-class ReasoningPiece(_Event, tag="response.reasoning_text.delta"):
-    item_id: str
-    output_index: int
+class ReasoningPiece(_ContentEvent, tag="response.reasoning_text.delta"):
     delta: str
-    content_index: int = 0
 
 
-class ReasoningDone(_Event, tag="response.reasoning_text.done"):
-    item_id: str
-    output_index: int
+class ReasoningDone(_ContentEvent, tag="response.reasoning_text.done"):
     text: str
-    content_index: int = 0
 
 
-class ArgumentsPiece(_Event, tag="response.function_call_arguments.delta"):
-    item_id: str
-    output_index: int
+class ArgumentsPiece(_GrowthEvent, tag="response.function_call_arguments.delta"):
     delta: str
 
 
-class ArgumentsDone(_Event, tag="response.function_call_arguments.done"):
-    item_id: str
-    output_index: int
+class ArgumentsDone(_GrowthEvent, tag="response.function_call_arguments.done"):
     name: str
     arguments: str
 
@@ -222,8 +210,8 @@ ItemEvent = (
     | ItemDone
     | PartAdded
     | PartDone
-    | TextPiece
-    | TextDone
+    | OutputTextPiece
+    | OutputTextDone
     | ReasoningPiece
     | ReasoningDone
     | ArgumentsPiece

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
 
-from tandem.proxy.api.chat_messages import ChatMessage, ContentPart, FunctionCall, JsonObject, ToolCall
-from tandem.proxy.api.field_errors import shown_value
+from tandem.proxy.api.chat_messages import ChatTurns, ContentPart, FunctionCall, JsonObject, ToolCall
+from tandem.proxy.api.field_errors import refuse_unsupported
 from tandem.proxy.api.schema import (
     CacheSalt,
     ChatCompletionRequest,
@@ -26,6 +26,7 @@ from tandem.proxy.api.schema import (
     TopP,
     accepts,
     doc,
+    neutral_values,
 )
 from tandem.runtime.errors import InvalidRequest
 
@@ -156,7 +157,7 @@ class ResponseRequest(msgspec.Struct, kw_only=True):
 
 
 class ResponseOptions(msgspec.Struct, frozen=True):
-    """What the answer needs of the request. input: items as JSON, to be stored. shown: fields to repeat.
+    """The fields of a request that its answer needs. input: items as JSON, to be stored. shown: fields to repeat.
 
     namespaces: of functions that have one, by name.
     """
@@ -172,12 +173,7 @@ _SHOWN = (
     "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "previous_response_id", "reasoning", "text",
     "tool_choice", "tools", "temperature", "top_p",
 )  # fmt: skip
-_NEUTRAL: dict[str, list[Any]] = {
-    name: hint.__metadata__[0].extra_json_schema["enum"]
-    for name, hint in get_type_hints(ResponseRequest, include_extras=True).items()
-    if getattr(hint, "__origin__", None) is Any
-}
-"""Accepted values of fields that are not supported."""
+_NEUTRAL_VALUES = neutral_values(ResponseRequest)
 
 
 def options_of(request: ResponseRequest) -> ResponseOptions:
@@ -194,8 +190,12 @@ def to_chat(request: ResponseRequest, history: list[InputItem]) -> tuple[ChatCom
 
     history: items of the earlier responses. Raises InvalidRequest.
     """
-    _check_supported(request)
-    turns = _Turns()
+    refuse_unsupported(request, _NEUTRAL_VALUES)
+    if "message.output_text.logprobs" in (request.include or ()):
+        raise InvalidRequest(
+            "include asks for logprobs, which responses do not have here; chat completions have them.", "include"
+        )
+    turns = _ItemTurns()
     if request.instructions:
         turns.begin("system", "instructions").content = request.instructions
     for item in history:
@@ -227,23 +227,8 @@ def to_chat(request: ResponseRequest, history: list[InputItem]) -> tuple[ChatCom
     return chat, turns.params
 
 
-def _check_supported(request: ResponseRequest) -> None:
-    for field, neutral in _NEUTRAL.items():
-        value = getattr(request, field)
-        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral):
-            raise InvalidRequest(f"{field} is {shown_value(value)}, which is not supported; leave it out.", field)
-    if "message.output_text.logprobs" in (request.include or ()):
-        raise InvalidRequest(
-            "include asks for logprobs, which responses do not have here; chat completions have them.", "include"
-        )
-
-
-class _Turns:
-    """The chat. Consecutive items of the assistant are one message."""
-
-    def __init__(self) -> None:
-        self.messages: list[ChatMessage] = []
-        self.params: list[str] = []
+class _ItemTurns(ChatTurns):
+    """Consecutive items of the assistant are one message."""
 
     def add(self, item: InputItem, param: str) -> None:
         match item.type:
@@ -252,16 +237,15 @@ class _Turns:
                     raise InvalidRequest(f"{param} has no role; add it, or a type of {', '.join(ITEM_TYPES)}.", param)
                 parts = _parts(item.content, f"{param}.content")
                 if item.role == "assistant":
-                    turn = self._answer(param)
-                    turn.content = [*_list(turn.content), *parts]
+                    self.add_parts(item.role, param, parts)
                 else:
                     self.begin(item.role, param).content = parts
             case "reasoning":
-                turn = self._answer(param)
+                turn = self.turn("assistant", param)
                 parts = _parts(item.content or item.summary or [], f"{param}.content")
                 turn.reasoning = (turn.reasoning or "") + "".join(part.text or "" for part in parts)
             case "function_call":
-                turn = self._answer(param)
+                turn = self.turn("assistant", param)
                 name, call_id = _given(item, "name", param), _given(item, "call_id", param)
                 call = ToolCall(FunctionCall(name, item.arguments), call_id)
                 turn.tool_calls = [*(turn.tool_calls or ()), call]
@@ -278,28 +262,12 @@ class _Turns:
                     f"{param}.type",
                 )
 
-    def begin(self, role: str, param: str) -> ChatMessage:
-        self.messages.append(ChatMessage(role))
-        self.params.append(param)
-        return self.messages[-1]
-
-    def _answer(self, param: str) -> ChatMessage:
-        if self.messages and self.messages[-1].role == "assistant":
-            return self.messages[-1]
-        turn = self.begin("assistant", param)
-        turn.content = []
-        return turn
-
 
 def _given(item: InputItem, field: str, param: str) -> str:
     value: str | None = getattr(item, field)
     if value is None:
         raise InvalidRequest(f"{param} is a {item.type} but has no {field}; add it.", f"{param}.{field}")
     return value
-
-
-def _list(content: str | list[ContentPart] | None) -> list[ContentPart]:
-    return content if isinstance(content, list) else []
 
 
 def _parts(content: str | list[InputPart] | None, param: str) -> list[ContentPart]:

@@ -136,6 +136,16 @@ def accepts(*neutral: Any) -> Meta:
     return Meta(description=description, extra_json_schema={"enum": [None, *neutral]})
 
 
+def neutral_values(kind: type[msgspec.Struct]) -> dict[str, list[Any]]:
+    """Returns what `accepts` lists, by the name of the field."""
+    hints = get_type_hints(kind, include_extras=True).items()
+    return {
+        name: hint.__metadata__[0].extra_json_schema["enum"]
+        for name, hint in hints
+        if getattr(hint, "__origin__", None) is Any
+    }
+
+
 class NotServed(msgspec.Struct):
     """Fields that are not supported. Only null and their neutral values are accepted."""
 
@@ -157,12 +167,6 @@ class NotServed(msgspec.Struct):
     watermarking: Annotated[Any, accepts(False)] = None
     media_io_kwargs: Annotated[Any, accepts({})] = None
     return_prompt_text: Annotated[Any, accepts(False)] = None
-
-
-NEUTRAL_VALUES: dict[str, list[Any]] = {
-    name: hint.__metadata__[0].extra_json_schema["enum"]
-    for name, hint in get_type_hints(NotServed, include_extras=True).items()
-}
 
 
 class GenerationFields(NotServed):
@@ -318,7 +322,7 @@ class BatchChatCompletionRequest(ChatFields, kw_only=True):
 
 
 class InvocationKind(msgspec.Struct):
-    """What tells the requests of `/invocations` apart: a chat has messages, a completion a prompt."""
+    """The fields by which requests to `/invocations` differ: a chat has messages, a completion has a prompt."""
 
     messages: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
     prompt: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET

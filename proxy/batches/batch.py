@@ -52,7 +52,7 @@ class RequestCounts(msgspec.Struct, frozen=True):
     failed: int = 0
 
 
-class Batch(msgspec.Struct, frozen=True, kw_only=True):
+class BatchObject(msgspec.Struct, frozen=True, kw_only=True):
     """OpenAI's batch object."""
 
     id: str
@@ -76,11 +76,11 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
     metadata: dict[str, str] | None = None
     object: Literal["batch"] = "batch"
 
-    def became(self, status: Status, now: float, **changes: Any) -> Batch:
+    def became(self, status: Status, now: float, **changes: Any) -> BatchObject:
         """Returns the batch with another status and the time at which it got it."""
         return msgspec.structs.replace(self, status=status, **{f"{status}_at": int(now)}, **changes)
 
-    def with_errors(self, now: float, errors: list[LineError]) -> Batch:
+    def with_errors(self, now: float, errors: list[LineError]) -> BatchObject:
         """Returns the failed batch: its input is wrong."""
         return self.became("failed", now, errors=LineErrors(errors))
 

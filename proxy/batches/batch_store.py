@@ -1,4 +1,5 @@
-"""Batches on disk. `<folder>/<client>/batches/<id>.json` is the batch; `.owner`, until it ends, for whom it runs.
+"""Batches on disk. `<folder>/<client>/batches/<id>.json` is the batch; `.owner`, until the batch ends, says
+for whom it runs.
 
 The proxy that runs a batch holds a lock on its `.owner`. `.output` and `.error` have the results so far, `.cancel`
 exists once it is to be cancelled. All methods block on the disk: call them on a thread.
@@ -18,7 +19,7 @@ import msgspec
 from tandem.proxy.batches.batch import (
     FINAL,
     WINDOW_S,
-    Batch,
+    BatchObject,
     BatchRequest,
     LineError,
     LineErrors,
@@ -34,7 +35,7 @@ from tandem.runtime.errors import InvalidRequest
 MAX_UNFINISHED = 64
 """Batches of one client that have not ended."""
 MAX_BATCHES = 10_000
-"""Batches of one client that are kept; older ones are forgotten, not their files."""
+"""Batches of one client that are kept. Older ones are forgotten; their files stay."""
 _ID = re.compile(r"batch_[0-9a-f]{24}")
 _SUFFIXES = (".json", ".cancel")
 """Files of a batch that has ended."""
@@ -59,7 +60,7 @@ class BatchFiles:
     def __init__(self, folder: Path, batch_id: str, lock: int, files: FileStore) -> None:
         self._folder, self._id, self._lock, self._files = folder, batch_id, lock, files
         self.owner = msgspec.json.decode(self._file(".owner").read_bytes(), type=Owner)
-        self.batch = msgspec.json.decode(self._file(".json").read_bytes(), type=Batch)
+        self.batch = msgspec.json.decode(self._file(".json").read_bytes(), type=BatchObject)
 
     def close(self) -> None:
         os.close(self._lock)
@@ -68,14 +69,14 @@ class BatchFiles:
     def is_cancelled(self) -> bool:
         return self._file(".cancel").exists()
 
-    def save(self, batch: Batch) -> None:
+    def save(self, batch: BatchObject) -> None:
         write_json(self._file(".json"), batch)
         self.batch = batch
         if batch.status in FINAL:
             self._file(".cancel").unlink(missing_ok=True)
             self._file(".owner").unlink(missing_ok=True)
 
-    def check(self) -> Batch:
+    def check(self) -> BatchObject:
         """Returns the batch after its lines were checked: in progress or failed."""
         now = time.time()
         try:
@@ -128,7 +129,10 @@ class BatchFiles:
         self.batch = msgspec.structs.replace(self.batch, request_counts=RequestCounts(counts.total, done, failed))
 
     def finalize(self, error: LineError | None = None) -> None:
-        """Makes files of the results and ends the batch. May be repeated after a crash. error: why it fails."""
+        """Moves the results to files of the client and ends the batch. error: why it fails.
+
+        It may be called again after a crash.
+        """
         batch = self.batch
         if error is not None:
             batch = msgspec.structs.replace(batch, errors=LineErrors([error]))
@@ -160,7 +164,7 @@ class BatchStore:
         self._folder = folder / "batches"
         self.files = FileStore(folder)
 
-    def create(self, request: BatchRequest, owner: Owner) -> Batch:
+    def create(self, request: BatchRequest, owner: Owner) -> BatchObject:
         """Raises InvalidRequest, StorageFull."""
         stored = self.files.get(request.input_file_id)
         if stored.purpose != "batch":
@@ -173,7 +177,7 @@ class BatchStore:
                 for suffix in _SUFFIXES:
                     (self._folder / f"{old.id}{suffix}").unlink(missing_ok=True)
         now = int(time.time())
-        batch = Batch(
+        batch = BatchObject(
             id=new_id("batch_"),
             endpoint=request.endpoint,
             input_file_id=request.input_file_id,
@@ -187,11 +191,11 @@ class BatchStore:
         write_json(self._folder / f"{batch.id}.json", batch)
         return batch
 
-    def get(self, batch_id: str) -> Batch:
+    def get(self, batch_id: str) -> BatchObject:
         """Raises BatchNotFound."""
         if _ID.fullmatch(batch_id):
             try:
-                batch = msgspec.json.decode((self._folder / f"{batch_id}.json").read_bytes(), type=Batch)
+                batch = msgspec.json.decode((self._folder / f"{batch_id}.json").read_bytes(), type=BatchObject)
             except FileNotFoundError:
                 pass
             else:
@@ -201,7 +205,7 @@ class BatchStore:
                 return batch
         raise BatchNotFound(f"There is no batch {batch_id[:100]!r}.", "batch_id")
 
-    def cancel(self, batch_id: str) -> Batch:
+    def cancel(self, batch_id: str) -> BatchObject:
         """Raises BatchNotFound, InvalidRequest if it has ended."""
         batch = self.get(batch_id)
         if batch.status in FINAL:
@@ -210,7 +214,7 @@ class BatchStore:
             (self._folder / f"{batch_id}.cancel").touch(0o600)
         return self.get(batch_id)
 
-    def all(self) -> list[Batch]:
+    def all(self) -> list[BatchObject]:
         """Returns all batches, newest first."""
         found = []
         for about in self._folder.glob("batch_*.json"):

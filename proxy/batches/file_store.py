@@ -1,7 +1,7 @@
 """Uploaded files and results of batches, in a folder of the operator.
 
-`<folder>/<client>/files/<id>.data` has the content and `<id>.json` what is known of it; the latter is written last, so
-a file without it is not complete. All methods block on the disk: call them on a thread.
+`<folder>/<client>/files/<id>.data` has the content and `<id>.json` the file object. The latter is written last, so a
+file without it is not complete. All methods block on the disk: call them on a thread.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs batches: each line is a request to this proxy's own routes, at the lowest priority.
 
-Each batch is run by the proxy that holds its lock. When that one ends, another takes it over and runs what has no
-result yet.
+The proxy that holds the lock of a batch runs it. When that proxy ends, another one takes the batch over and runs the
+lines that have no result yet.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ log = logging.getLogger("proxy")
 MAX_CONCURRENT = 16
 """Requests of all batches of one proxy at a time."""
 POLL_INTERVAL_S = 5.0
-"""Between two looks for batches that other proxies have left."""
+"""Time between two searches for batches that other proxies have left."""
 _WATCH_INTERVAL_S = 1.0
 _RETRY_AFTER_FAILURE_S = 10.0
 _RETRY_STATUSES = (429, 503)
@@ -36,7 +36,8 @@ _MAX_TIMEOUTS = 3
 
 
 class BatchRunner:
-    """folder: of all clients' files. key_of: the key of a client, None if it has none any more; None without keys."""
+    """folder: holds the files of all clients. key_of: returns the key of a client, or None if that was removed; None
+    if the server has no keys."""
 
     def __init__(self, folder: Path, key_of: Callable[[str], ApiKey | None] | None) -> None:
         self._folder = folder
@@ -50,7 +51,7 @@ class BatchRunner:
         return BatchStore(client_folder(self._folder, scope))
 
     def wake(self) -> None:
-        """Call it when a batch was made."""
+        """Makes `run` look for new batches now."""
         self._wake.set()
 
     async def run(self, app: ASGIApp) -> None:
@@ -76,7 +77,7 @@ class BatchRunner:
             try:
                 for files in BatchStore(folder.parent).hold_unfinished():
                     held.append(files)
-            except Exception:  # e.g. a file that somebody has changed; other clients' batches go on
+            except Exception:  # e.g. a damaged file; other clients' batches go on
                 log.exception("batches in %s cannot be read", folder)
         return held
 

@@ -112,7 +112,7 @@ class Attempt:
         self._release()
 
     def on_preempted(self) -> None:
-        """Decode dropped the sequence. All tokens that it sampled came before."""
+        """Handles a sequence that decode has preempted. All tokens that it sampled have arrived."""
         self._decode_reserved = True
         self.busy_workers.clear()
         self.preempted = True

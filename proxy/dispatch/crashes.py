@@ -59,7 +59,7 @@ class RefusedPrompts:
 
 
 def _digest(prompt: Prompt, sampling: SamplingParams) -> bytes:
-    """Hash of everything that a worker computes, except the seed."""
+    """Hashes everything that a worker computes, except the seed."""
     shape = msgspec.structs.replace(sampling, seed=0)
     media = [(item.digest, item.spans) for item in prompt.media]
     parts = msgspec.msgpack.encode(

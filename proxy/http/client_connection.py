@@ -87,7 +87,7 @@ class ClientConnection(asyncio.Protocol, asyncio.Transport):
     # ---- asyncio's side
 
     def admit(self, transport: asyncio.BaseTransport) -> TandemError | None:
-        """Count the connection until `connection_lost`. Returns an error where a limit is reached."""
+        """Counts the connection until `connection_lost`. Returns an error where a limit is reached."""
         peer = transport.get_extra_info("peername")
         address = peer[0] if isinstance(peer, tuple) else ""
         error = self._limits.add(address)
@@ -175,7 +175,7 @@ class ClientConnection(asyncio.Protocol, asyncio.Transport):
             self._close_now()  # the client sent nothing, or empty lines
 
     def _refuse(self, error: TandemError) -> None:
-        """Answer with an error and close, after the answers to all requests that arrived complete."""
+        """Answers with an error and closes, after the answers to all requests that arrived complete."""
         if self._is_closing or self._error is not None:
             return
         if self._framing.num_complete > self._num_answered or self._answer_begun:
@@ -232,7 +232,7 @@ class ClientConnection(asyncio.Protocol, asyncio.Transport):
             self._transport.write(data)
 
     def close(self) -> None:
-        """Close as soon as it loses nothing."""
+        """Closes once no answer can be lost."""
         if self._is_closing or self._is_parsing:
             return
         if not self._body_complete or self._error is not None:
@@ -247,7 +247,7 @@ class ClientConnection(asyncio.Protocol, asyncio.Transport):
             self._close_now()
 
     def _linger(self) -> None:
-        """End the answer, then discard what the client still sends until it closes or a limit is reached."""
+        """Ends the answer, then discards what the client still sends until it closes or a limit is reached."""
         self._is_closing = True
         self._head_timer.cancel()
         if self._transport.can_write_eof():  # not with TLS

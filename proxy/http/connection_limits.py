@@ -59,7 +59,7 @@ class ConnectionLimits:
         self.is_stopping = False
 
     def add(self, address: str) -> TooManyConnections | None:
-        """Count a connection until `remove`. Returns an error, and counts nothing, where a limit is reached."""
+        """Counts a connection until `remove`. Returns an error, and counts nothing, where a limit is reached."""
         if self.num_open >= self._max_total:
             return self._refuse(TooManyConnections(f"This proxy has {self.num_open} connections, which is its limit."))
         client = client_network(address)

@@ -39,7 +39,7 @@ from tandem.proxy.api.schema import (
     EmbeddingRequest,
     TokenizeRequest,
 )
-from tandem.proxy.batches.batch import Batch, BatchRequest
+from tandem.proxy.batches.batch import BatchObject, BatchRequest
 from tandem.proxy.batches.file_store import StoredFile
 from tandem.proxy.http.routes.batches import BatchList, DeletedFile, FileList, UploadForm
 
@@ -139,10 +139,10 @@ ROUTES = [
     RouteDoc("get", "/v1/files/{file_id}", "What is known of a file.", StoredFile, more_errors=(404, 501)),
     RouteDoc("get", "/v1/files/{file_id}/content", "The file.", "application/octet-stream", more_errors=(404, 501)),
     RouteDoc("delete", "/v1/files/{file_id}", "Remove a file.", DeletedFile, more_errors=(404, 501)),
-    RouteDoc("post", "/v1/batches", "Run the requests of a file.", Batch, BatchRequest, more_errors=(501, 507)),
+    RouteDoc("post", "/v1/batches", "Run the requests of a file.", BatchObject, BatchRequest, more_errors=(501, 507)),
     RouteDoc("get", "/v1/batches", "Your batches, newest first.", BatchList, more_errors=(400, 501)),
-    RouteDoc("get", "/v1/batches/{batch_id}", "A batch.", Batch, more_errors=(404, 501)),
-    RouteDoc("post", "/v1/batches/{batch_id}/cancel", "Cancel a batch.", Batch, more_errors=(400, 404, 501, 507)),
+    RouteDoc("get", "/v1/batches/{batch_id}", "A batch.", BatchObject, more_errors=(404, 501)),
+    RouteDoc("post", "/v1/batches/{batch_id}/cancel", "Cancel a batch.", BatchObject, more_errors=(400, 404, 501, 507)),
     RouteDoc("get", "/v1/models", "The model that is served, and LoRA adapters.", ModelList),
     RouteDoc("get", "/v1/models/{model}", "The same, by its name.", ModelCard, more_errors=(404,)),
     RouteDoc("post", "/tokenize", "The tokens of a prompt or of a chat.", TokenizeResponse, TokenizeRequest),

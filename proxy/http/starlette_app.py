@@ -91,6 +91,12 @@ def api_key_of(request: Request) -> ApiKey | None:
     return key
 
 
+def cache_scope_of(request: Request) -> str:
+    """Returns the scope of what is kept for the client: cached prefixes, responses and files. Empty without keys."""
+    key = api_key_of(request)
+    return key.cache_scope if key is not None else ""
+
+
 def answer(
     request: Request,
     body: bytes | str,

@@ -112,7 +112,7 @@ class MediaFetcher:
 
 
 class FetchedMedia:
-    """What one request has fetched. A context manager that releases the bytes' share of `max_fetched_bytes`.
+    """The media that one request has fetched. A context manager that releases the bytes' share of `max_fetched_bytes`.
 
     data: bytes by number of the item.
     """

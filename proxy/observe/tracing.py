@@ -54,7 +54,7 @@ class RequestTracer:
         span.end(_ns(record, record.ended_at))
 
     def _add_stages(self, record: RequestRecord, parent: Span, index: int, stages: dict[str, float]) -> None:
-        """Add the stages as consecutive spans. Detokenising runs during decode but is shown after it."""
+        """Adds the stages as consecutive spans. Detokenising runs during decode but is shown after it."""
         from opentelemetry.trace import set_span_in_context
 
         context = set_span_in_context(parent)

@@ -19,7 +19,7 @@ from tandem.proxy.text.stop_strings import num_held_back
 
 @dataclass(slots=True)
 class Parsed:
-    """What a piece of text adds to an answer.
+    """The parts that a piece of text adds to an answer.
 
     reasoning: thinking before the answer. content: text outside of calls. names: of the calls that begin, by index of
     the call within the sequence. arguments: text that is added to the calls' arguments, which are JSON objects, by the

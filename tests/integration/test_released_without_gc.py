@@ -36,7 +36,7 @@ OPTIONS = (
 )  # fmt: skip
 
 
-class Requests:
+class OpenRequests:
     """Sends requests of all kinds, with new prompts and images each time."""
 
     def __init__(self, cluster: Cluster, http: httpx.Client) -> None:
@@ -138,7 +138,7 @@ def test_requests_of_all_kinds_leave_no_resources(tmp_path: Path) -> None:
             return status.num_leases == 0 and status.pinned_bytes == 0 and cluster.all_blocks_free()
 
         def run() -> None:
-            for kind in Requests(cluster, http).all():
+            for kind in OpenRequests(cluster, http).all():
                 kind()
             cluster.wait_for(is_quiet, TIMEOUT_S)
             ask_cache(endpoint, MediaCacheClient.clear)

@@ -27,23 +27,15 @@ from tandem.proxy.dispatch.crashes import (
 from tandem.proxy.dispatch.sequence import DispatchedSequence
 from tandem.proxy.text.prompt import Prompt
 from tandem.runtime.errors import TandemError, WorkerLost
+from tests.support.clocked_loop import ClockedLoop
 from tests.support.proxy_cluster import Cluster, turn
 
 POISON = Prompt(pack_token_ids([66, 6, 6]), 3)
 LIMIT_STEPS = 2000
 
 
-class Clock(asyncio.SelectorEventLoop):
-    """An event loop whose clock the test sets."""
-
-    now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-
 def play(scenario: Callable[[Cluster], Coroutine[Any, Any, None]]) -> None:
-    loop = Clock()
+    loop = ClockedLoop()
 
     async def run() -> None:
         cluster = Cluster(worker_wait_s=30.0, workers=())
@@ -58,7 +50,7 @@ def play(scenario: Callable[[Cluster], Coroutine[Any, Any, None]]) -> None:
 
 def pass_time(seconds: float) -> None:
     loop = asyncio.get_running_loop()
-    assert isinstance(loop, Clock)
+    assert isinstance(loop, ClockedLoop)
     loop.now += seconds
 
 

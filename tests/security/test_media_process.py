@@ -15,7 +15,7 @@ from tandem.proxy.media.processor import MediaProcessor
 from tandem.proxy.reading.media_messages import MediaJobFailed
 from tandem.runtime.errors import InternalError, Overloaded
 from tests.support.media_proxy import data_url, image_part, video_part
-from tests.support.media_reader import MediaReader, prompt_of
+from tests.support.media_reader import MediaProcessOnLoop, prompt_of
 from tests.support.vision_model import clip, encoded, picture, save_processor
 from tests.unit.proxy.reading.test_media_pool import Cache, Pool, run
 
@@ -25,13 +25,13 @@ VIDEO = video_part(data_url(clip(5, 96, 64), "video/mp4"))
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MediaReader]:
-    running = MediaReader(save_processor(tmp_path_factory.mktemp("media")), max_request_pixels=MAX_PIXELS)
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MediaProcessOnLoop]:
+    running = MediaProcessOnLoop(save_processor(tmp_path_factory.mktemp("media")), max_request_pixels=MAX_PIXELS)
     yield running
     running.close()
 
 
-def test_the_pixels_of_a_request_are_limited_before_any_item_is_decoded(reader: MediaReader) -> None:
+def test_the_pixels_of_a_request_are_limited_before_any_item_is_decoded(reader: MediaProcessOnLoop) -> None:
     """One image has 30,000 pixels, the frames of the video 30,720 together. Equal items are decoded once."""
     other = image_part(data_url(encoded(picture(200, 150, seed=2))))
     third = image_part(data_url(encoded(picture(1, 150, seed=3))))
@@ -43,7 +43,7 @@ def test_the_pixels_of_a_request_are_limited_before_any_item_is_decoded(reader: 
     reader.prompt(PHOTO, other, PHOTO)
 
 
-def test_cached_items_are_shared_within_one_salt_only(reader: MediaReader) -> None:
+def test_cached_items_are_shared_within_one_salt_only(reader: MediaProcessOnLoop) -> None:
     """Otherwise the time to the first token would tell whether another API key has sent the same image."""
     image = image_part(data_url(encoded(picture(120, 90, seed=5))))
 
@@ -65,7 +65,7 @@ def test_cached_items_are_shared_within_one_salt_only(reader: MediaReader) -> No
     "error", [MemoryError("no memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory")]
 )
 def test_a_request_for_which_memory_does_not_suffice_may_be_sent_again(
-    error: Exception, reader: MediaReader, monkeypatch: pytest.MonkeyPatch
+    error: Exception, reader: MediaProcessOnLoop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails alone, and not as an invalid request: others may have used the memory."""
 

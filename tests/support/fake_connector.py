@@ -46,7 +46,7 @@ class Faults:
 
 
 @dataclass(eq=False)
-class _Job:
+class _Copy:
     """One `send` or `receive`, queued or in flight. dst_block_ids: of a send."""
 
     block_ids: list[int]
@@ -62,18 +62,18 @@ class _End:
     def __init__(self, network: FakeNetwork, blocks: torch.Tensor, on_ready: OnDone) -> None:
         self.network = network
         self.blocks = blocks  # uint8 [num_blocks, ...]
-        self.jobs: deque[_Job] = deque()
+        self.jobs: deque[_Copy] = deque()
         self.closed = False
         self.error: KVTransferFailed | None = None
         self._on_ready: OnDone | None = on_ready
         self._on_closed: Callable[[], None] | None = None
 
     @property
-    def head(self) -> _Job | None:
+    def head(self) -> _Copy | None:
         """The job that is running or may start."""
         return self.jobs[0] if self.jobs and self._failure(self.jobs[0]) is None else None
 
-    def _failure(self, job: _Job) -> KVTransferFailed | None:
+    def _failure(self, job: _Copy) -> KVTransferFailed | None:
         if self.error is None and self.closed and not job.begun:
             return KVTransferFailed("the pair is closed")
         return self.error
@@ -116,7 +116,7 @@ class FakeSender(_End):
         pass
 
     def send(self, src_block_ids: Sequence[int], dst_block_ids: Sequence[int], on_done: OnDone) -> None:
-        self.jobs.append(_Job(list(src_block_ids), on_done, self.network.now(), list(dst_block_ids)))
+        self.jobs.append(_Copy(list(src_block_ids), on_done, self.network.now(), list(dst_block_ids)))
 
     def close(self, on_closed: Callable[[], None]) -> None:
         self._close(on_closed)
@@ -126,7 +126,7 @@ class FakeReceiver(_End):
     """The decode end."""
 
     def receive(self, block_ids: Sequence[int], on_done: OnDone) -> None:
-        self.jobs.append(_Job(list(block_ids), on_done, self.network.now()))
+        self.jobs.append(_Copy(list(block_ids), on_done, self.network.now()))
 
     def close(self) -> None:
         self._close(None)
@@ -139,7 +139,7 @@ class _Transfer:
     A lost transfer has fewer arrivals than blocks.
     """
 
-    jobs: list[_Job]
+    jobs: list[_Copy]
     dst_block_ids: list[int]
     arrivals: deque[float]
     num_written: int = 0
@@ -254,7 +254,7 @@ class FakeNetwork:
             if not (path.frozen | path.ended) & writers and path.sender is not None and path.receiver is not None:
                 yield from self._transfer_steps(path, path.sender, path.receiver, now)
 
-    def _end_steps(self, path: _Path, end: _End, job: _Job, now: float) -> Iterator[Step]:
+    def _end_steps(self, path: _Path, end: _End, job: _Copy, now: float) -> Iterator[Step]:
         late = partial(path.break_off, end, f"no data moved for {TIMEOUT_S:.0f} s")
         if not self.one_sided and path.ended:
             yield now, partial(path.break_off, end, "the peer's process has ended")
@@ -276,7 +276,7 @@ class FakeNetwork:
         elif transfer.num_written == len(transfer.dst_block_ids):
             yield now, partial(self._finish, path, sender, receiver)
 
-    def _begin(self, path: _Path, send: _Job, take: _Job | None) -> None:
+    def _begin(self, path: _Path, send: _Copy, take: _Copy | None) -> None:
         jobs = [send] if take is None else [send, take]
         for job in jobs:
             job.begun, job.moved_at = True, self.now()

@@ -38,7 +38,7 @@ LIMITS = ModelLimits(4096, 320, "m", 64)
 T = TypeVar("T")
 
 
-class MediaReader:
+class MediaProcessOnLoop:
     """Reads requests with media as the process beside a proxy does. limits: fields of MediaLimits."""
 
     def __init__(self, folder: Path, **limits: Any) -> None:

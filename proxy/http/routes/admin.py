@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from tandem.protocol.lora_files import read_adapter
 from tandem.protocol.messages.membership import Role, WorkerReport
 from tandem.proxy.answers.errors import RoleRefused, UnknownRequest, UnknownWorker
-from tandem.proxy.api.field_errors import invalid_body
+from tandem.proxy.api.field_errors import decode_body
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.starlette_app import ApiRoute, answer, fixed_answer, json_answer
@@ -39,7 +39,7 @@ PAGE_HEADERS = {
 
 
 class ClusterState(msgspec.Struct, frozen=True):
-    """What the dashboard shows beside the metrics. reason: why the cluster is not ready."""
+    """The state of the cluster, which the dashboard shows beside the metrics. reason: why the cluster is not ready."""
 
     model: str
     ready: bool
@@ -80,20 +80,20 @@ SetRole = Callable[[str, Role], str]
 """Orders a worker to take a role; returns why that is not possible, or ""."""
 
 
-Body = TypeVar("Body", LoadAdapterBody, UnloadAdapterBody)
+_LOAD_ADAPTER = msgspec.json.Decoder(LoadAdapterBody)
+_UNLOAD_ADAPTER = msgspec.json.Decoder(UnloadAdapterBody)
 
 
-async def _json_body(state: AppState, request: Request, kind: type[Body]) -> Body:
-    """Decodes a small body. Raises InvalidRequest."""
+async def _json_body(state: AppState, request: Request) -> bytes:
+    """Returns a small body, or b"" for a large one. Raises InvalidRequest.
+
+    A page of another site can send JSON from an operator's browser only after a preflight request, which is answered
+    with 405.
+    """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        # As for roles: a page of another site cannot send this without a preflight request.
         raise InvalidRequest("Send JSON with Content-Type: application/json.", "content-type")
     async with state.bodies.receive(request.receive, request.headers) as body:
-        content = body if isinstance(body, bytes) else b""
-        try:
-            return msgspec.json.decode(content, type=kind)
-        except msgspec.DecodeError as error:
-            raise invalid_body(error, content) from error
+        return body if isinstance(body, bytes) else b""
 
 
 def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> list[ApiRoute]:
@@ -130,15 +130,11 @@ def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> lis
         return json_answer(request, ClusterState(config.served_model_name, reason is None, reason or "", workers))
 
     async def put_role(request: Request) -> Response:
-        # A page of another site can send such a body from an operator's browser only after a preflight request, which
-        # is answered with 405.
-        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise InvalidRequest("Send the role as JSON with Content-Type: application/json.", "content-type")
-        async with state.bodies.receive(request.receive, request.headers) as body:
-            try:
-                role = msgspec.json.decode(body if isinstance(body, bytes) else b"", type=RoleBody).role
-            except msgspec.DecodeError as error:
-                raise InvalidRequest(f'Send {{"role": "prefill"}}, "decode" or "any": {error}', "role") from error
+        body = await _json_body(state, request)
+        try:
+            role = msgspec.json.decode(body, type=RoleBody).role
+        except msgspec.DecodeError as error:
+            raise InvalidRequest(f'Send {{"role": "prefill"}}, "decode" or "any": {error}', "role") from error
         worker_id = request.path_params["worker_id"]
         if all(worker.worker_id != worker_id for worker in table.workers()):
             raise UnknownWorker(table.unknown_worker(worker_id))
@@ -147,7 +143,7 @@ def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> lis
         return json_answer(request, WorkerRole(worker_id, role))
 
     async def load_adapter(request: Request) -> Response:
-        asked = await _json_body(state, request, LoadAdapterBody)
+        asked = decode_body(_LOAD_ADAPTER, await _json_body(state, request))
         folder = Path(asked.lora_path)
         files = await asyncio.to_thread(read_adapter, folder)
         await state.readiness.limits()
@@ -156,7 +152,7 @@ def admin_routes(config: ProxyConfig, state: AppState, set_role: SetRole) -> lis
         return answer(request, f"Success: LoRA adapter '{asked.lora_name}' added successfully.", "text/plain")
 
     async def unload_adapter(request: Request) -> Response:
-        asked = await _json_body(state, request, UnloadAdapterBody)
+        asked = decode_body(_UNLOAD_ADAPTER, await _json_body(state, request))
         state.adapters.unload(asked.lora_name)
         log.info("unloaded the LoRA adapter %s", asked.lora_name)
         return answer(request, f"Success: LoRA adapter '{asked.lora_name}' removed successfully.", "text/plain")

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Sequence
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -17,13 +16,13 @@ from starlette.responses import FileResponse, Response
 from tandem.proxy.admission.client_slots import ClientSlots
 from tandem.proxy.answers.errors import BatchesDisabled
 from tandem.proxy.answers.request_id import id_header
-from tandem.proxy.api.field_errors import invalid_field
-from tandem.proxy.batches.batch import Batch, BatchRequest
+from tandem.proxy.api.field_errors import decode_body
+from tandem.proxy.batches.batch import BatchObject, BatchRequest
 from tandem.proxy.batches.batch_store import BatchStore, Owner
 from tandem.proxy.batches.file_store import MAX_FILE_BYTES, StoredFile
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.http.app_state import AppState
-from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, client_of, json_answer
+from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, cache_scope_of, client_of, json_answer
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.runtime.errors import InvalidRequest
 
@@ -32,7 +31,7 @@ _FORM_BYTES = 64 * 1024
 """What a form may have besides the file."""
 MAX_UPLOADS, MAX_UPLOADS_PER_CLIENT = 8, 2
 """At a time on one proxy. Uploads lie in the folder for temporary files until they are whole."""
-T = TypeVar("T", StoredFile, Batch)
+T = TypeVar("T", StoredFile, BatchObject)
 _REQUEST = msgspec.json.Decoder(BatchRequest)
 
 
@@ -52,7 +51,7 @@ class FileList(msgspec.Struct, frozen=True):
 
 
 class BatchList(msgspec.Struct, frozen=True):
-    data: list[Batch]
+    data: list[BatchObject]
     first_id: str | None
     last_id: str | None
     has_more: bool
@@ -74,8 +73,7 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
         return state.batches
 
     def store_of(request: Request) -> BatchStore:
-        key = api_key_of(request)
-        return runner().store(key.cache_scope if key is not None else "")
+        return runner().store(cache_scope_of(request))
 
     async def upload(request: Request) -> Response:
         store = store_of(request)
@@ -91,26 +89,28 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
                     name, size = (file.filename or "file")[:255], file.size or 0
                     if size > MAX_FILE_BYTES:
                         raise InvalidRequest(f"The file is larger than the limit of {MAX_FILE_BYTES} bytes.", "file")
-                    return json_answer(request, await _on_thread(store.files.add, file.file, size, name, "batch"))
+                    return json_answer(
+                        request, await asyncio.to_thread(store.files.add, file.file, size, name, "batch")
+                    )
         except HTTPException as error:  # Starlette's, for a malformed form
             raise InvalidRequest(f"The form is malformed: {error.detail}", "file") from error
 
     async def files(request: Request) -> Response:
-        found = await _on_thread(store_of(request).files.all)
+        found = await asyncio.to_thread(store_of(request).files.all)
         if (purpose := request.query_params.get("purpose")) is not None:
             found = [stored for stored in found if stored.purpose == purpose]
         return json_answer(request, FileList(*_page(request, found)))
 
     async def file(request: Request) -> Response:
-        return json_answer(request, await _on_thread(store_of(request).files.get, _id(request, "file_id")))
+        return json_answer(request, await asyncio.to_thread(store_of(request).files.get, _id(request, "file_id")))
 
     async def content(request: Request) -> Response:
-        path = await _on_thread(store_of(request).files.path, _id(request, "file_id"))
+        path = await asyncio.to_thread(store_of(request).files.path, _id(request, "file_id"))
         return FileResponse(path, headers=id_header(request), media_type="application/octet-stream")
 
     async def delete(request: Request) -> Response:
         file_id = _id(request, "file_id")
-        await _on_thread(store_of(request).files.delete, file_id)
+        await asyncio.to_thread(store_of(request).files.delete, file_id)
         return json_answer(request, DeletedFile(file_id))
 
     async def create(request: Request) -> Response:
@@ -118,21 +118,21 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
         async with state.bodies.receive(request.receive, request.headers) as body:
             if isinstance(body, SpooledBody):
                 raise InvalidRequest("The body is too large for a batch; its requests are in the file.")
-            wanted = _decoded(body)
+            wanted = decode_body(_REQUEST, body)
         host = request.client.host if request.client is not None else ""
         owner = Owner(key.client if key is not None else "", host)
-        batch = await _on_thread(store.create, wanted, owner)
+        batch = await asyncio.to_thread(store.create, wanted, owner)
         runner().wake()
         return json_answer(request, batch)
 
     async def batches(request: Request) -> Response:
-        return json_answer(request, BatchList(*_page(request, await _on_thread(store_of(request).all))))
+        return json_answer(request, BatchList(*_page(request, await asyncio.to_thread(store_of(request).all))))
 
     async def batch(request: Request) -> Response:
-        return json_answer(request, await _on_thread(store_of(request).get, _id(request, "batch_id")))
+        return json_answer(request, await asyncio.to_thread(store_of(request).get, _id(request, "batch_id")))
 
     async def cancel(request: Request) -> Response:
-        return json_answer(request, await _on_thread(store_of(request).cancel, _id(request, "batch_id")))
+        return json_answer(request, await asyncio.to_thread(store_of(request).cancel, _id(request, "batch_id")))
 
     return [
         ApiRoute("POST", "/v1/files", upload),
@@ -145,19 +145,6 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
         ApiRoute("GET", "/v1/batches/{batch_id}", batch),
         ApiRoute("POST", "/v1/batches/{batch_id}/cancel", cancel),
     ]
-
-
-async def _on_thread(function: Callable[..., Any], *arguments: object) -> Any:
-    return await asyncio.to_thread(partial(function, *arguments))
-
-
-def _decoded(body: bytes) -> BatchRequest:
-    try:
-        return _REQUEST.decode(body)
-    except msgspec.ValidationError as error:
-        raise invalid_field(str(error), body) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"The body is not valid JSON: {error}.") from error
 
 
 def _id(request: Request, name: str) -> str:

@@ -34,7 +34,7 @@ from tandem.proxy.config import ProxyConfig
 from tandem.proxy.dispatch.generation import Generation
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.routes.server import max_model_len
-from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, client_of
+from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, cache_scope_of, client_of
 from tandem.proxy.reading.body_reader import BodyKind, BodyReader, HasMedia
 from tandem.proxy.reading.spooled_body import SpooledBody, mentions_media
 from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, TandemError
@@ -79,8 +79,7 @@ def generation_routes(config: ProxyConfig, state: AppState) -> list[ApiRoute]:
 async def _generate(state: AppState, model: str, kind: BodyKind, request: Request) -> Response:
     record = state.requests.begin(request_id_of(request), kind, traceparent_of(request))
     serving(record.request_id)
-    client, api_key = client_of(request), api_key_of(request)
-    cache_scope = api_key.cache_scope if api_key is not None else ""
+    client, cache_scope = client_of(request), cache_scope_of(request)
     try:
         check_request_id(request)
         has_timeline = wants_timeline(request.headers.get(TIMELINE_HEADER))
@@ -102,7 +101,7 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
         request.state.request_id = asked.request_id
         state.requests.rename(record, asked.request_id)
         serving(record.request_id)
-    generation = Generation(state, asked, record, client, timeout_s, api_key)
+    generation = Generation(state, asked, record, client, timeout_s, api_key_of(request))
     try:
         answers = _answers(kind, state, generation, model if asked.adapter is None else asked.adapter.name, cache_scope)
         if isinstance(answers, EmbeddingAnswer) or not asked.stream:

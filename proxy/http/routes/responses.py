@@ -12,24 +12,24 @@ from tandem.proxy.api.response_store import ResponseNotFound, ResponseStore
 from tandem.proxy.api.responses_answer import DeletedResponse, InputItemList
 from tandem.proxy.api.responses_request import InputItem
 from tandem.proxy.http.app_state import AppState
-from tandem.proxy.http.starlette_app import ApiRoute, answer, api_key_of, json_answer
+from tandem.proxy.http.starlette_app import ApiRoute, answer, cache_scope_of, json_answer
 
 
 def response_routes(state: AppState) -> list[ApiRoute]:
     store = state.responses
 
     async def show(request: Request) -> Response:
-        stored = await asyncio.to_thread(_store(store).load, _scope(request), _id(request))
+        stored = await asyncio.to_thread(_store(store).load, cache_scope_of(request), _id(request))
         return answer(request, bytes(stored.response))
 
     async def show_input(request: Request) -> Response:
-        stored = await asyncio.to_thread(_store(store).load, _scope(request), _id(request))
+        stored = await asyncio.to_thread(_store(store).load, cache_scope_of(request), _id(request))
         items = msgspec.json.decode(stored.input, type=list[InputItem])
         ids = [item.id for item in items] or [None]
         return json_answer(request, InputItemList(items, ids[0], ids[-1]))
 
     async def delete(request: Request) -> Response:
-        await asyncio.to_thread(_store(store).delete, _scope(request), _id(request))
+        await asyncio.to_thread(_store(store).delete, cache_scope_of(request), _id(request))
         return json_answer(request, DeletedResponse(_id(request)))
 
     return [
@@ -43,11 +43,6 @@ def _store(store: ResponseStore | None) -> ResponseStore:
     if store is None:
         raise ResponseNotFound("This server keeps no responses.", "response_id")
     return store
-
-
-def _scope(request: Request) -> str:
-    key = api_key_of(request)
-    return key.cache_scope if key is not None else ""
 
 
 def _id(request: Request) -> str:

@@ -14,7 +14,7 @@ from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.worker.scheduler import WorkerScheduler
 
 
-class Worker:
+class PrefillOnly:
     """Computes 8 tokens per step of 0.1 s. Requests ask for one token."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class Worker:
 
 
 def test_sooner_priorities_run_first() -> None:
-    worker = Worker()
+    worker = PrefillOnly()
     worker.start("normal", 8)
     worker.start("late", 8, priority=3)
     worker.start("soon", 8, priority=-3)
@@ -59,7 +59,7 @@ def test_sooner_priorities_run_first() -> None:
 
 
 def test_short_prompts_overtake_long_ones_of_equal_priority() -> None:
-    worker = Worker()
+    worker = PrefillOnly()
     worker.start("long", 80)
     worker.start("short", 4)
     worker.step()
@@ -67,7 +67,7 @@ def test_short_prompts_overtake_long_ones_of_equal_priority() -> None:
 
 
 def test_a_stream_of_sooner_prompts_starves_no_prompt() -> None:
-    worker = Worker()
+    worker = PrefillOnly()
     worker.start("late", 16, priority=2)
     num_steps = 0
     while "late" not in worker.done:

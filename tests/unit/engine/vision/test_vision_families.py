@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.media_reader import MediaReader
+from tests.support.media_reader import MediaProcessOnLoop
 from tests.support.served_vision_models import Part, generated_by_transformers, parts_of, save_served_model
 from tests.support.vision_model import clip, picture
 from tests.support.vision_pair import VisionPair
@@ -32,7 +32,7 @@ def test_media_and_text_side_by_side(family: str, tmp_path: Path) -> None:
     ]
     expected = generated_by_transformers(tmp_path, prompts, NUM_NEW)
     assert all(len(set(tokens)) > 4 for tokens in expected), "an answer of equal tokens proves nothing"
-    reader = MediaReader(tmp_path)
+    reader = MediaProcessOnLoop(tmp_path)
     pair = VisionPair(tmp_path)
     try:
         read = [reader.prompt(*parts_of(prompt)) for prompt in prompts]

@@ -9,7 +9,7 @@ from tandem.proxy.admission.queue_delay import MIN_WAITING, QueueDelayController
 from tests.unit.proxy.admission.test_admission import Clock
 
 
-class Load:
+class SimulatedQueue:
     """Requests arrive and are served at fixed rates, first come, first served. Pure."""
 
     def __init__(self, admission: Admission, clock: Clock) -> None:
@@ -50,10 +50,10 @@ class Load:
 SLO_S = 2.0
 
 
-def load_with(ttft_slo_s: float | None = SLO_S) -> Load:
+def load_with(ttft_slo_s: float | None = SLO_S) -> SimulatedQueue:
     clock = Clock()
     controller = QueueDelayController(clock, ttft_slo_s) if ttft_slo_s is not None else None
-    return Load(Admission(1024, clock, queue_delay=controller), clock)
+    return SimulatedQueue(Admission(1024, clock, queue_delay=controller), clock)
 
 
 @pytest.mark.parametrize("served_per_s", [5.0, 14.0, 100.0])

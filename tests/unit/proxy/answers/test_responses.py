@@ -32,9 +32,9 @@ from tandem.proxy.api.responses_answer import (
     ItemAdded,
     ItemDone,
     OutputMessage,
+    OutputTextPiece,
     ReasoningItem,
     ReasoningPiece,
-    TextPiece,
 )
 from tandem.proxy.api.responses_request import InputItem, ResponseRequest, to_chat
 from tandem.proxy.api.validation import BodyDecoder, ModelNotFound
@@ -309,7 +309,7 @@ def test_events_of_items_lose_nothing(before: list[Parsed], num_calls: int) -> N
                 assert "".join(e.delta for e in own if isinstance(e, ArgumentsPiece)) == item.arguments
                 assert [e.arguments for e in own if isinstance(e, ArgumentsDone)] == [item.arguments]
             case OutputMessage():
-                assert "".join(e.delta for e in own if isinstance(e, TextPiece)) == item.content[0].text
+                assert "".join(e.delta for e in own if isinstance(e, OutputTextPiece)) == item.content[0].text
             case ReasoningItem():
                 assert "".join(e.delta for e in own if isinstance(e, ReasoningPiece)) == item.content[0].text
     texts = [item.content[0].text for item in writer.items if isinstance(item, OutputMessage)]

@@ -25,7 +25,7 @@ from tandem.proxy.batches import batch as batch_module
 from tandem.proxy.batches import batch_store, file_store, runner
 from tandem.proxy.batches.batch import (
     FINAL,
-    Batch,
+    BatchObject,
     BatchRequest,
     LineResponse,
     LineResult,
@@ -52,7 +52,7 @@ def upload(store: BatchStore, *lines: bytes) -> str:
     return store.files.add(io.BytesIO(data), len(data), "in.jsonl", "batch").id
 
 
-def create(store: BatchStore, *lines: bytes, **fields: Any) -> Batch:
+def create(store: BatchStore, *lines: bytes, **fields: Any) -> BatchObject:
     request = BatchRequest(input_file_id=upload(store, *lines), endpoint=URL, completion_window="24h", **fields)
     return store.create(request, OWNER)
 
@@ -92,15 +92,15 @@ class App:
         await send({"type": "http.response.body", "body": json.dumps(body["prompt"]).encode() + b"}"})
 
 
-async def ended(store: BatchStore, batch_id: str) -> Batch:
+async def ended(store: BatchStore, batch_id: str) -> BatchObject:
     async with asyncio.timeout(20):
         while (batch := store.get(batch_id)).status not in FINAL:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         return batch
 
 
-def run_until_ended(folder: Path, app: App, batch_id: str, key_of: Any = None) -> Batch:
-    async def run() -> Batch:
+def run_until_ended(folder: Path, app: App, batch_id: str, key_of: Any = None) -> BatchObject:
+    async def run() -> BatchObject:
         batches = BatchRunner(folder, key_of)
         task = asyncio.create_task(batches.run(app))
         try:

@@ -34,7 +34,7 @@ def worker(worker_id: str) -> WorkerInfo:
     return WorkerInfo(worker_id, f"{worker_id}/1", role, f"ipc://{worker_id}", 1)
 
 
-class World:
+class RouterMachine:
     """Workers with all pairs ready; each computes 1000 tokens per second and has 100 blocks."""
 
     def __init__(
@@ -93,7 +93,7 @@ def decode_of(route: Route) -> str:
 
 
 def test_prefill_goes_to_the_shortest_queue_in_seconds() -> None:
-    world = World(2, 1)
+    world = RouterMachine(2, 1)
     long = world.router.pick(PromptShape(1000))
     other = {prefill_of(world.router.pick(PromptShape(10))) for _ in range(5)}
     assert other == {"prefill-0", "prefill-1"} - {prefill_of(long)}
@@ -106,7 +106,7 @@ def test_prefill_goes_to_the_shortest_queue_in_seconds() -> None:
 
 
 def test_own_prompts_are_not_counted_twice() -> None:
-    world = World(1, 1)
+    world = RouterMachine(1, 1)
     [record] = world.table.prefill_workers
     route = world.router.pick(PromptShape(300))
     assert record.use.prompts.total == 300
@@ -121,7 +121,7 @@ def test_own_prompts_are_not_counted_twice() -> None:
 
 
 def test_other_proxies_are_assumed_to_send_as_much_as_this_one() -> None:
-    world = World(1, 1, num_proxies=4)
+    world = RouterMachine(1, 1, num_proxies=4)
     [record] = world.table.prefill_workers
     world.router.pick(PromptShape(100))
     assert record.use.prompts.total == 400
@@ -130,7 +130,7 @@ def test_other_proxies_are_assumed_to_send_as_much_as_this_one() -> None:
 
 
 def test_prompts_of_later_priorities_are_not_ahead() -> None:
-    world = World(2, 1)
+    world = RouterMachine(2, 1)
     for info, priority in zip(world.prefills, (5, -5), strict=True):
         world.report(info, waiting_tokens=[(priority, 1000)])
     assert prefill_of(world.router.pick(PromptShape(10, priority=0))) == "prefill-0"
@@ -139,7 +139,7 @@ def test_prompts_of_later_priorities_are_not_ahead() -> None:
 
 
 def test_prefixes_attract_until_the_queue_costs_more() -> None:
-    world = World(3, 1)
+    world = RouterMachine(3, 1)
     prompt = list(range(400))
     world.cache(world.prefills[2], prompt[:300])
     routes = [world.router.pick(shape(prompt)) for _ in range(3)]
@@ -152,14 +152,14 @@ def test_prefixes_attract_until_the_queue_costs_more() -> None:
 
 
 def test_the_last_token_is_always_computed() -> None:
-    world = World(1, 1)
+    world = RouterMachine(1, 1)
     world.cache(world.prefills[0], list(range(8)))
     assert world.router.pick(shape(list(range(8)))).num_uncached_tokens == 4
 
 
 @pytest.mark.parametrize("num_holders", [1, 3])
 def test_a_fully_cached_prompt_still_costs_its_last_token(num_holders: int) -> None:
-    world = World(4, 1)
+    world = RouterMachine(4, 1)
     prompt = list(range(16))
     holders, others = world.prefills[:num_holders], world.prefills[num_holders:]
     for waiting, best in ((10, holders), (14, others)):  # and a block to compute; 16 elsewhere
@@ -171,7 +171,7 @@ def test_a_fully_cached_prompt_still_costs_its_last_token(num_holders: int) -> N
 
 
 def test_decode_goes_to_free_blocks_then_to_few_sequences() -> None:
-    world = World(1, 3)
+    world = RouterMachine(1, 3)
     full, busy, free = world.decodes
     world.report(full, free=2)
     world.report(busy, running=20, free=60)
@@ -184,7 +184,7 @@ def test_decode_goes_to_free_blocks_then_to_few_sequences() -> None:
 
 
 def test_decode_balances_what_this_proxy_sends() -> None:
-    world = World(1, 4)
+    world = RouterMachine(1, 4)
     routes = [world.router.pick(PromptShape(10)) for _ in range(12)]
     assert sorted(map(decode_of, routes)) == sorted(d.worker_id for d in world.decodes * 3)
     for route in routes:
@@ -195,14 +195,14 @@ def test_decode_balances_what_this_proxy_sends() -> None:
 
 
 def test_decode_keeps_a_conversation_where_its_blocks_are() -> None:
-    world = World(1, 8)
+    world = RouterMachine(1, 8)
     prompt = list(range(200))
     world.cache(world.decodes[5], prompt)
     assert decode_of(world.router.pick(shape(prompt))) == "decode-5"
 
 
 def test_one_token_needs_no_decode_worker() -> None:
-    world = World(1, 0)
+    world = RouterMachine(1, 0)
     route = world.router.pick(PromptShape(1, needs_decode=False))
     assert (prefill_of(route), route.decode) == ("prefill-0", None)
     with pytest.raises(Overloaded, match="no decode worker is ready"):
@@ -210,7 +210,7 @@ def test_one_token_needs_no_decode_worker() -> None:
 
 
 def test_decode_computes_short_prompts_up_to_a_limit() -> None:
-    world = World(1, 1, threshold=16)
+    world = RouterMachine(1, 1, threshold=16)
     assert prefill_of(world.router.pick(PromptShape(17)))
     short = [world.router.pick(PromptShape(16)) for _ in range(5)]
     assert [route.is_shipped for route in short] == [False] * 4 + [True]
@@ -220,7 +220,7 @@ def test_decode_computes_short_prompts_up_to_a_limit() -> None:
 
 
 def test_a_long_prompt_mostly_cached_on_decode_counts_as_short() -> None:
-    world = World(1, 2, threshold=16)
+    world = RouterMachine(1, 2, threshold=16)
     prompt = list(range(200))
     world.cache(world.decodes[1], prompt[:188])
     route = world.router.pick(shape(prompt))
@@ -228,11 +228,11 @@ def test_a_long_prompt_mostly_cached_on_decode_counts_as_short() -> None:
 
 
 def test_without_prefill_workers_decode_computes_all_prompts_unless_disabled() -> None:
-    alone = World(0, 2, threshold=16)
+    alone = RouterMachine(0, 2, threshold=16)
     assert alone.table.why_not_ready() is None
     assert not alone.router.pick(PromptShape(4000)).is_shipped
     assert prefill_of(alone.router.pick(PromptShape(5, needs_decode=False))).startswith("decode-")
-    never = World(0, 2)
+    never = RouterMachine(0, 2)
     with pytest.raises(Overloaded, match="no prefill worker is ready"):
         never.router.pick(PromptShape(10))
 
@@ -242,14 +242,14 @@ def where(route: Route) -> tuple[str, str]:
 
 
 def test_an_idle_elastic_worker_computes_and_decodes_without_a_transfer() -> None:
-    world = World(0, 0, num_any=1)
+    world = RouterMachine(0, 0, num_any=1)
     assert world.table.why_not_ready() is None
     route = world.router.pick(PromptShape(100))
     assert where(route) == ("worker-0", "worker-0") and not route.is_shipped
 
 
 def test_elastic_workers_share_prompts_by_predicted_time() -> None:
-    world = World(0, 0, num_any=2)
+    world = RouterMachine(0, 0, num_any=2)
     first, second = (world.router.pick(PromptShape(100)) for _ in range(2))
     assert {prefill_of(first), prefill_of(second)} == {"worker-0", "worker-1"}
 
@@ -259,7 +259,7 @@ STEPS = {"fixed_step_s": 0.018, "step_s_per_sequence": 0.002, "itl_slo_s": 0.06}
 
 
 def test_prompts_go_where_no_sequence_slows_them() -> None:
-    world = World(0, 0, num_any=2)
+    world = RouterMachine(0, 0, num_any=2)
     busy, free = world.elastic
     world.report(busy, running=6, **STEPS)
     route = world.router.pick(PromptShape(200))
@@ -271,7 +271,7 @@ def test_prompts_go_where_no_sequence_slows_them() -> None:
 
 
 def test_sequences_fill_one_elastic_worker_before_the_next() -> None:
-    world = World(0, 0, num_any=2)
+    world = RouterMachine(0, 0, num_any=2)
     busy, free = world.elastic
     world.report(free, **STEPS)
     world.report(busy, running=2, **STEPS)
@@ -284,14 +284,14 @@ def test_sequences_fill_one_elastic_worker_before_the_next() -> None:
 
 
 def test_sequences_avoid_workers_whose_steps_hold_prompts() -> None:
-    world = World(0, 0, num_any=3)
+    world = RouterMachine(0, 0, num_any=3)
     for info, waiting in zip(world.elastic, (400, 0, 5000), strict=True):
         world.report(info, running=12, waiting_tokens=[(0, waiting)] if waiting else [], **STEPS)
     assert where(world.router.pick(PromptShape(100))) == ("worker-1", "worker-1")
 
 
 def test_a_prompt_goes_to_an_idle_decode_worker_when_prefill_is_busy() -> None:
-    world = World(1, 2, threshold=16)
+    world = RouterMachine(1, 2, threshold=16)
     idle, busy = world.decodes
     world.report(busy, running=1)
     route = world.router.pick(PromptShape(100))
@@ -307,7 +307,7 @@ def test_a_prompt_goes_to_an_idle_decode_worker_when_prefill_is_busy() -> None:
 
 
 def test_the_next_turn_is_computed_where_the_answer_was_generated() -> None:
-    world = World(2, 2, threshold=16)
+    world = RouterMachine(2, 2, threshold=16)
     turn = list(range(900))
     world.cache(world.prefills[0], turn[:600])  # its prompt
     world.cache(world.decodes[1], turn[:800])  # with the answer
@@ -317,13 +317,13 @@ def test_the_next_turn_is_computed_where_the_answer_was_generated() -> None:
 
 
 def test_a_worker_that_decodes_keeps_prompts_away_without_a_threshold() -> None:
-    world = World(1, 1)
+    world = RouterMachine(1, 1)
     world.report(world.prefills[0], waiting_tokens=[(0, 9000)])
     assert prefill_of(world.router.pick(PromptShape(100))) == "prefill-0"
 
 
 def test_a_route_predicts_the_gaps_between_tokens() -> None:
-    world = World(1, 0, num_any=1)
+    world = RouterMachine(1, 0, num_any=1)
     elastic = world.elastic[0]
     world.report(elastic, running=2, **STEPS)
     assert world.router.pick(PromptShape(10)).itl_s == pytest.approx(0.018 + 3 * 0.002)
@@ -332,7 +332,7 @@ def test_a_route_predicts_the_gaps_between_tokens() -> None:
 
 
 def test_a_changed_role_counts_at_once() -> None:
-    world = World(1, 2)
+    world = RouterMachine(1, 2)
     assert world.table.change_role("decode-0", "prefill") == ""
     assert prefill_of(world.router.pick(PromptShape(10))) == "prefill-0", "it has no pair yet"
     flipped = world.decodes[0]
@@ -343,7 +343,7 @@ def test_a_changed_role_counts_at_once() -> None:
 
 
 def test_requests_predicted_to_be_late_are_refused_at_once() -> None:
-    world = World(1, 1)
+    world = RouterMachine(1, 1)
     world.report(world.prefills[0], waiting_tokens=[(0, 3000)])
     with pytest.raises(SLOUnreachable, match="predicted after 3") as refused:
         world.router.pick(PromptShape(100), max_ttft_s=1.0)
@@ -354,7 +354,7 @@ def test_requests_predicted_to_be_late_are_refused_at_once() -> None:
 
 
 def test_predictions_learn_from_measured_first_tokens() -> None:
-    world = World(1, 1)
+    world = RouterMachine(1, 1)
     for _ in range(60):
         route = world.router.pick(PromptShape(998))
         world.router.prefill_ended(route, 2.0)
@@ -369,7 +369,7 @@ def test_predictions_learn_from_measured_first_tokens() -> None:
     )
 )
 def test_ended_requests_leave_no_load(events: list[tuple[str, int]]) -> None:
-    world = World(2, 2, threshold=8, num_proxies=2)
+    world = RouterMachine(2, 2, threshold=8, num_proxies=2)
     waiting: list[Route] = []
     running: list[Route] = []
     for event, number in events:

@@ -30,6 +30,7 @@ from tandem.proxy.cluster.router import NoWorkerReady
 from tandem.proxy.dispatch.crashes import MAX_DEATHS, RequestCrashesWorkers
 from tandem.proxy.dispatch.sequence import DispatchedSequence
 from tandem.runtime.errors import DeadlineExceeded, KVTransferFailed, TandemError, WorkerLost
+from tests.support.clocked_loop import ClockedLoop
 from tests.support.proxy_cluster import Cluster, turn
 
 WAIT_S, DEADLINE_S = 30.0, 100.0
@@ -40,15 +41,6 @@ PICK = st.integers(0, 1 << 16)
 
 def token_of(seed: int, place: int) -> int:
     return 1 + (seed * 7919 + place * 104729) % 400
-
-
-class Clock(asyncio.SelectorEventLoop):
-    """An event loop whose clock the test sets."""
-
-    now = 0.0
-
-    def time(self) -> float:
-        return self.now
 
 
 class PlayedAttempt:
@@ -107,7 +99,7 @@ class SequenceReader:
 class Requests(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.loop = Clock()
+        self.loop = ClockedLoop()
         self.attempts: dict[str, PlayedAttempt] = {}
         self.readers: list[SequenceReader] = []
         self.gone: list[WorkerInfo] = []

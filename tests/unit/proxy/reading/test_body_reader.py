@@ -44,7 +44,7 @@ class CountingTokenizer:
         return str(self._tokenizer.to_str())
 
 
-class FakeText:
+class FakeModelText:
     chat_template = None
     sampling_defaults = SamplingDefaults()
     embedding_defaults = EmbeddingDefaults()
@@ -73,7 +73,7 @@ TOKENIZER = byte_level()
 
 
 def reader_and_tokenizer(tokenizer: Tokenizer = TOKENIZER) -> tuple[BodyReader, CountingTokenizer]:
-    text = FakeText(tokenizer)
+    text = FakeModelText(tokenizer)
     return BodyReader(cast(ModelText, text), ProxyConfig("proxy-0", "", "m", "m")), text.tokenizer
 
 

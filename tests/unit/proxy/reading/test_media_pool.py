@@ -32,7 +32,7 @@ LIMITS = ModelLimits(4096, 320, "m", 64)
 CONFIG = ProxyConfig("proxy-0", "", "m", "m", max_waiting_media=8)
 
 
-class Process:
+class FakeProcess:
     """Receives messages and never answers."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ class Pool(MediaPool):
     def __init__(self, cache: Cache, ttft_slo_s: float | None = None) -> None:
         super().__init__(CONFIG, cache, ttft_slo_s)
         self.cache = cache
-        self.process = Process()
+        self.process = FakeProcess()
 
     @property
     def num_waiting(self) -> int:

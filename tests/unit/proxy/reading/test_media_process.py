@@ -21,10 +21,10 @@ from transformers import AutoProcessor
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
 from tandem.proxy.reading.media_messages import CancelMediaJob, MediaJob, MediaJobDone, MediaJobFailed
-from tandem.proxy.reading.media_reader import MediaReader as ThreadsReader
+from tandem.proxy.reading.media_reader import MediaReader
 from tandem.runtime.errors import InvalidRequest, RequestAborted
 from tests.support.media_proxy import data_url, image_part, video_part
-from tests.support.media_reader import MediaReader, prompt_of
+from tests.support.media_reader import MediaProcessOnLoop, prompt_of
 from tests.support.vision_model import clip, encoded, picture, save_processor
 
 
@@ -36,7 +36,7 @@ def test_a_chat_template_of_the_client_is_refused(tmp_path_factory: pytest.TempP
     part = image_part(data_url(encoded(picture())))
     body = {"messages": [{"role": "user", "content": [part]}], "chat_template": "x"}
     with pytest.raises(InvalidRequest, match="cannot be combined with images"):
-        ThreadsReader(config).decode(MediaJob("lease", "chat", msgspec.json.encode(body), ModelLimits(64, 300)))
+        MediaReader(config).decode(MediaJob("lease", "chat", msgspec.json.encode(body), ModelLimits(64, 300)))
 
 
 @contextmanager
@@ -52,14 +52,14 @@ def num_memfds_unchanged() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MediaReader]:
-    running = MediaReader(save_processor(tmp_path_factory.mktemp("media")))
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MediaProcessOnLoop]:
+    running = MediaProcessOnLoop(save_processor(tmp_path_factory.mktemp("media")))
     yield running
     running.close()
 
 
 @pytest.fixture(scope="module")
-def processor(reader: MediaReader) -> Any:
+def processor(reader: MediaProcessOnLoop) -> Any:
     return AutoProcessor.from_pretrained(str(reader.folder))
 
 
@@ -71,7 +71,7 @@ def expected_inputs(processor: Any, parts: list[dict[str, Any]], images: list[An
     return processor(text=[text], images=images, videos=[frames], return_tensors="np")
 
 
-def test_prompts_equal_those_of_transformers(reader: MediaReader, processor: Any) -> None:
+def test_prompts_equal_those_of_transformers(reader: MediaProcessOnLoop, processor: Any) -> None:
     first, second, video = picture(100, 80, seed=1), picture(150, 60, seed=2), clip(6)
     token_ids, media, tensors = reader.prompt(
         "look: ",
@@ -101,7 +101,7 @@ def test_prompts_equal_those_of_transformers(reader: MediaReader, processor: Any
         assert token_ids[start - 1] != token_ids[start] != token_ids[start + length]
 
 
-def test_cached_items_are_not_processed_again(reader: MediaReader) -> None:
+def test_cached_items_are_not_processed_again(reader: MediaProcessOnLoop) -> None:
     part = image_part(data_url(encoded(picture(seed=7))))
     before = reader.status()
     _, [one, same], _ = reader.prompt(part, "one", part)
@@ -116,7 +116,7 @@ def test_cached_items_are_not_processed_again(reader: MediaReader) -> None:
     assert other.digest != again.digest
 
 
-def test_concurrent_requests_share_no_state(reader: MediaReader) -> None:
+def test_concurrent_requests_share_no_state(reader: MediaProcessOnLoop) -> None:
     """Two threads, images of different sizes, some of them in several requests."""
     parts = [image_part(data_url(encoded(picture(60 + 20 * i, 70, seed=30 + i)))) for i in range(6)]
     jobs = [reader.job(parts[i % 6], "and", parts[(i + 1) % 6]) for i in range(12)]
@@ -131,12 +131,12 @@ def test_concurrent_requests_share_no_state(reader: MediaReader) -> None:
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
-def test_image_formats(reader: MediaReader, kind: str) -> None:
+def test_image_formats(reader: MediaProcessOnLoop, kind: str) -> None:
     _, [item], [tensors] = reader.prompt(image_part(data_url(encoded(picture(), kind), f"image/{kind.lower()}")))
     assert item.kind == "image" and tensors["pixel_values"].shape[1] == 1176
 
 
-def test_files_webm_url_strings_and_many_frames(reader: MediaReader) -> None:
+def test_files_webm_url_strings_and_many_frames(reader: MediaProcessOnLoop) -> None:
     file = reader.folder / "files" / "clip.webm"
     file.write_bytes(clip(40, kind="webm"))
     _, [item], [tensors] = reader.prompt({"type": "video_url", "video_url": file.as_uri()})
@@ -144,7 +144,7 @@ def test_files_webm_url_strings_and_many_frames(reader: MediaReader) -> None:
     assert tensors["video_grid_thw"][0][0] == reader.limits.max_video_frames // 2, "frames are sampled"
 
 
-def test_invalid_items_are_refused_with_index_and_reason(reader: MediaReader) -> None:
+def test_invalid_items_are_refused_with_index_and_reason(reader: MediaProcessOnLoop) -> None:
     good = image_part(data_url(encoded(picture(seed=20))))
     png, jpeg, video = encoded(picture(400, 300)), encoded(picture(400, 300), "JPEG"), clip(30)
     secret = reader.folder / "config.json"
@@ -188,7 +188,7 @@ def test_invalid_items_are_refused_with_index_and_reason(reader: MediaReader) ->
         reader.run(reader.client.clear())
 
 
-def test_images_that_cannot_fit_the_model_are_refused_before_they_are_processed(reader: MediaReader) -> None:
+def test_images_that_cannot_fit_the_model_are_refused_before_they_are_processed(reader: MediaProcessOnLoop) -> None:
     parts = [image_part(data_url(encoded(picture(400, 400, seed=60 + i)))) for i in range(2)]
     job = reader.job(*parts)
     before = reader.status()
@@ -198,7 +198,7 @@ def test_images_that_cannot_fit_the_model_are_refused_before_they_are_processed(
     assert reader.status().num_misses == before.num_misses
 
 
-def test_a_cancelled_job_is_answered(reader: MediaReader) -> None:
+def test_a_cancelled_job_is_answered(reader: MediaProcessOnLoop) -> None:
     async def cancel() -> MediaJobDone | MediaJobFailed:
         job = reader.job(video_part(data_url(clip(20), "video/mp4")))
         reader.process.on_message(job)

@@ -1,0 +1,64 @@
+"""Prompts of chats, as clients send them: checks the fields of the chat template and collects images and videos."""
+
+from __future__ import annotations
+
+import msgspec
+
+from tandem.proxy.api.chat_messages import ChatMessage, template_message
+from tandem.proxy.api.schema import ChatFields, TokenizeRequest
+from tandem.proxy.api.structured_output import template_tool
+from tandem.proxy.media.source import MediaSource
+from tandem.proxy.text.model_text import RESERVED_VARIABLES
+from tandem.proxy.text.prompt import ChatPrompt
+from tandem.runtime.errors import InvalidRequest
+
+
+class ChatPromptBuilder(msgspec.Struct, frozen=True):
+    """trust_chat_template: clients may send their own chat templates. max_media: images and videos per chat; 0 if the
+    model takes text only."""
+
+    trust_chat_template: bool
+    max_media: int
+
+    def prompt(
+        self, request: ChatFields | TokenizeRequest, given: list[ChatMessage], params: list[str] | None = None
+    ) -> ChatPrompt:
+        """params: names of the messages for errors; by default those of a chat completion."""
+        if request.chat_template is not None and not self.trust_chat_template:
+            raise InvalidRequest(
+                "chat_template is not enabled on this server; leave it out, or start the server with "
+                "--trust-request-chat-template.",
+                "chat_template",
+            )
+        continues = bool(request.continue_final_message)
+        if continues and request.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other; set one of them to false.",
+                "continue_final_message",
+            )
+        variables = dict(request.chat_template_kwargs or {})
+        if reserved := sorted(RESERVED_VARIABLES & variables.keys()):
+            raise InvalidRequest(
+                f"chat_template_kwargs must not contain {reserved[0]!r}, which the server sets itself; remove it.",
+                "chat_template_kwargs",
+            )
+        if request.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", request.reasoning_effort)
+        media: list[MediaSource] | None = [] if self.max_media else None
+        params = params or [f"messages[{i}]" for i in range(len(given))]
+        messages = [template_message(param, message, media) for param, message in zip(params, given, strict=True)]
+        if media is not None and len(media) > self.max_media:
+            raise media[self.max_media].refused(
+                f"the limit is {self.max_media} images and videos per request, but this one has {len(media)}"
+            )
+        return ChatPrompt(
+            messages=messages,
+            media=media or [],
+            add_generation_prompt=not continues and request.add_generation_prompt is not False,
+            add_special_tokens=bool(request.add_special_tokens),
+            continue_final_message=continues,
+            template=request.chat_template,
+            variables=variables,
+            documents=request.documents,
+            tools=[template_tool(tool) for tool in request.tools or ()] or None,
+        )

@@ -1,0 +1,90 @@
+"""Checks of fields that depend on each other. They raise InvalidRequest."""
+
+from __future__ import annotations
+
+import re
+
+from tandem.proxy.api.field_errors import shown_value
+from tandem.proxy.api.sampling_fields import num_logprobs
+from tandem.proxy.api.schema import (
+    DECIMAL_ID,
+    BatchChatCompletionRequest,
+    ChatFields,
+    CompletionRequest,
+    GenerationFields,
+)
+from tandem.runtime.errors import InvalidRequest
+
+_TOKEN_ID = re.compile(DECIMAL_ID)
+
+_NOT_WITH_BEAMS = {
+    "stream": False, "stop": None, "stop_token_ids": None, "min_tokens": 0, "presence_penalty": 0,
+    "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": None, "allowed_token_ids": None, "bad_words": None,
+    "prompt_logprobs": None, "logprob_token_ids": None, "tools": None,
+}  # fmt: skip
+"""Fields that a beam search does not take, and their neutral values."""
+_NOT_IN_BATCHES = {"stream": False, "n": 1, "use_beam_search": False, "tools": None}
+"""The same for batches of chats."""
+
+
+def check_logprobs(request: GenerationFields, max_logprobs: int) -> None:
+    asked = [("prompt_logprobs", request.prompt_logprobs)]
+    if isinstance(request, ChatFields):
+        has_logprobs = request.logprobs in (True, "true")
+        asked.append(("top_logprobs", request.top_logprobs))
+        if request.top_logprobs and not has_logprobs:
+            raise InvalidRequest("top_logprobs requires logprobs; set logprobs to true.", "top_logprobs")
+    else:
+        assert isinstance(request, CompletionRequest)
+        has_logprobs = request.logprobs is not None and request.logprobs is not False
+        asked.append(("logprobs", request.logprobs))
+    if request.logprob_token_ids and not has_logprobs:
+        raise InvalidRequest("logprob_token_ids requires logprobs; set logprobs as well.", "logprob_token_ids")
+    for field, number in asked:
+        if number is not None and number > max_logprobs != -1:
+            raise InvalidRequest(
+                f"{field} is {number}, but this server's limit is {max_logprobs} (--max-logprobs).", field
+            )
+    if request.stream and request.prompt_logprobs:
+        raise InvalidRequest(
+            "prompt_logprobs is not available for streams; leave it out or set stream to false.", "prompt_logprobs"
+        )
+
+
+def check_truncation(num_tokens: int | None) -> None:
+    if num_tokens == 0:
+        raise InvalidRequest("truncate_prompt_tokens must be -1 or at least 1, not 0.", "truncate_prompt_tokens")
+
+
+def check_token_ids(logit_bias: dict[str, float]) -> None:
+    wrong = [token_id for token_id in logit_bias if not _TOKEN_ID.fullmatch(token_id)]
+    if wrong:
+        raise InvalidRequest(
+            f"The keys of logit_bias must be token ids (decimal numbers), not {shown_value(wrong)}.", "logit_bias"
+        )
+
+
+def check_beam_search(request: GenerationFields, is_prompt_only: bool) -> None:
+    for field, neutral in _NOT_WITH_BEAMS.items():
+        if (value := getattr(request, field, None)) not in (None, neutral, [], {}):
+            raise InvalidRequest(
+                f"{field} is {shown_value(value)}, which is not supported with use_beam_search; leave one out.", field
+            )
+    if (
+        isinstance(request, CompletionRequest)
+        and request.echo
+        and (is_prompt_only or num_logprobs(request) is not None)
+    ):
+        raise InvalidRequest(
+            "echo with use_beam_search repeats the prompt without logprobs and before an answer; leave one out.", "echo"
+        )
+
+
+def check_batch(request: BatchChatCompletionRequest) -> None:
+    for field, neutral in _NOT_IN_BATCHES.items():
+        if (value := getattr(request, field)) not in (None, neutral, []):
+            raise InvalidRequest(
+                f"{field} is {shown_value(value)}, which batches of chats do not support; leave it out, or send "
+                "the chats one by one to /v1/chat/completions.",
+                field,
+            )
