@@ -333,7 +333,7 @@ def test_a_route_predicts_the_gaps_between_tokens() -> None:
 
 def test_a_changed_role_counts_at_once() -> None:
     world = World(1, 2)
-    assert world.table.change_role("decode-0", "prefill") == ""
+    assert world.table.change_role(0.0, "decode-0", "prefill") == ""
     assert prefill_of(world.router.pick(PromptShape(10))) == "prefill-0", "it has no pair yet"
     flipped = world.decodes[0]
     pairs = [PairStatus("decode-1", world.decodes[1].epoch, "ready")]
