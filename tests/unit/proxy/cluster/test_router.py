@@ -270,10 +270,20 @@ def test_prompts_go_where_no_sequence_slows_them() -> None:
     assert deflected.computing_s == pytest.approx(0.002 + 0.09 / 0.5)
 
 
-def test_sequences_fill_one_elastic_worker_before_the_next() -> None:
+def test_sequences_spread_over_elastic_workers_that_compute_few_prompts() -> None:
     world = World(0, 0, num_any=2)
     busy, free = world.elastic
-    world.report(free, **STEPS)
+    for number in range(100):
+        world.report(free, waiting_tokens=[(0, 9)] if number % 5 == 0 else [], **STEPS)
+        world.report(busy, running=2, **STEPS)
+    assert where(world.router.pick(PromptShape(100))) == (free.worker_id, free.worker_id)
+
+
+def test_sequences_fill_one_elastic_worker_before_the_next_while_prompts_are_computed() -> None:
+    world = World(0, 0, num_any=2)
+    busy, free = world.elastic
+    for number in range(100):
+        world.report(free, waiting_tokens=[(0, 9)] if number % 3 == 0 else [], **STEPS)
     world.report(busy, running=2, **STEPS)
     route = world.router.pick(PromptShape(100))
     assert where(route) == (free.worker_id, busy.worker_id)
