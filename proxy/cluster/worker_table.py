@@ -61,11 +61,11 @@ class ModelLimits:
 class WorkerRecord:
     """One registered worker with its last report.
 
-    role: the current one; that of `worker` is the one at registration. role_ordered_until: loop time until which reports
-    of another role are older than the order to take this one. last_message_at: loop time. bit: its number in the prefix
-    index. use: what the router counts on it. draining: it gets no new work. decode_peers: the workers that
+    role: the current one; that of `worker` is the one at registration. last_message_at: loop time. bit: its number in
+    the prefix index. use: what the router counts on it. draining: it gets no new work. decode_peers: the workers that
     decode prompts which this one computes: those with which it has a ready pair, and itself in role any.
-    lora_modules: see RegisterWorker.
+    lora_modules: see RegisterWorker. role_ordered_until: loop time until which a report of another role is older than
+    the order to take this one.
     """
 
     worker: WorkerInfo
