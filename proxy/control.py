@@ -114,7 +114,7 @@ class Control:
 
     def set_role(self, worker_id: str, role: Role) -> str:
         """Orders a worker to take a role. Returns an error message, or "" on success."""
-        return self._table.change_role(worker_id, role) or self._order(worker_id, ChangeRole(role))
+        return self._table.change_role(self._loop.time(), worker_id, role) or self._order(worker_id, ChangeRole(role))
 
     def _order(self, worker_id: str, order: LeaveCluster | ChangeRole) -> str:
         """Sends an order to the worker. Returns an error message, or "" on success."""

@@ -1,11 +1,11 @@
 """Injects each fault into each kind of process in each phase of a request.
 
-    python -m bench.faults.fault_matrix [--role R] [--fault F] [--phase P] [--quick] [--json FILE]
+    python -m bench.faults.fault_matrix [--role R] [--fault F] [--phase P] [--layout any] [--quick] [--json FILE]
 
 {prefill, decode, proxy, media cache} x {SIGKILL, SIGSTOP, SIGSTOP then SIGCONT, SIGTERM} x {queued, prefilling,
 shipping, first token, decoding, finishing}, decode workers during local prefill, and clients that disconnect in each
-phase. The cluster has two workers of each role, two proxies, a media cache and a tiny model that takes images; requests
-have an image where the media cache is hit. `tests.faults.matrix` states the expected outcomes.
+phase. The cluster has two workers of each role or two elastic ones, two proxies, a media cache and a tiny model that
+takes images; requests have an image where the media cache is hit. `tests.faults.matrix` states the expected outcomes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 from rich.console import Console
@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench.support.report import Aim, Report, add_common_options, finish
-from tests.faults.matrix import Case, Matrix, Result, all_cases, matrix
+from tests.faults.matrix import Case, Layout, Matrix, Result, all_cases, matrix
 
 QUICK = (
     Case("prefill", "SIGKILL", "shipping"),
@@ -79,19 +79,22 @@ def figures(results: list[Result]) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.faults.fault_matrix", description=__doc__)
     for name in ("role", "fault", "phase"):
-        choices = dict.fromkeys(getattr(case, name) for case in all_cases())
+        choices = dict.fromkeys(getattr(case, name) for case in all_cases("fixed"))
         parser.add_argument(f"--{name}", choices=list(choices), help="run only these cases")
     parser.add_argument("--connector", default="auto", help="KV connector of the cluster (default: %(default)s)")
+    parser.add_argument(
+        "--layout", choices=get_args(Layout), default="fixed", help="two workers of each role, or two elastic ones"
+    )
     add_common_options(parser)
     options = parser.parse_args()
     cases = [
         case
-        for case in (QUICK if options.quick else all_cases())
+        for case in (QUICK if options.quick else all_cases(options.layout))
         if all(getattr(options, name) in (None, getattr(case, name)) for name in ("role", "fault", "phase"))
     ]
     if not cases:
         parser.error("no case matches these options")
-    with tempfile.TemporaryDirectory() as folder, matrix(Path(folder), options.connector) as running:
+    with tempfile.TemporaryDirectory() as folder, matrix(Path(folder), options.connector, options.layout) as running:
         results = run_cases(running, cases)
     Console().print(table(results))
     finish(report(results), options.json)

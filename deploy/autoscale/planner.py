@@ -147,9 +147,39 @@ def decode_needed(demand: Demand, config: PlannerConfig) -> Need:
     return Need(max(1, by_time), reason, work)
 
 
-def elastic_needed(prefill_need: Need, decode_need: Need) -> int:
-    """Returns the fewest elastic workers that do the work of both phases, and enough for each phase alone."""
-    return max(_up(prefill_need.work + decode_need.work), prefill_need.num_workers, decode_need.num_workers)
+def elastic_needed(demand: Demand, config: PlannerConfig) -> int:
+    """Returns the fewest elastic workers that keep both targets while each of them does both phases.
+
+    Prompts get the time that the sequences leave of a step within the ITL, so they compute at that share of the speed.
+    Workers of fixed roles would need no more than the sum of both needs, and elastic ones can do the same.
+    """
+    prefill, decode = prefill_needed(demand, config), decode_needed(demand, config)
+    least = max(prefill.num_workers, decode.num_workers)
+    if not prefill.work or not decode.work:  # a phase without work, or without a measurement
+        return least
+    most = prefill.num_workers + decode.num_workers
+    for count in range(least, most):
+        speed = demand.speed * _share_of_prompts(demand, config, count)
+        if speed > 0:
+            slower = msgspec.structs.replace(demand, speed=speed, num_prefill=count)
+            if prefill_needed(slower, config).num_workers <= count:
+                return count
+    return most
+
+
+def _share_of_prompts(demand: Demand, config: PlannerConfig, count: int) -> float:
+    """Returns the share of a step within the ITL that the sequences leave to prompts if so many workers do both phases.
+
+    The sequences are those of the current arrivals (Little's law): each takes a step for every token, and each step
+    also waits for the prompts that are computed meanwhile.
+    """
+    tokens_per_s = demand.asked_over_served * demand.prompts_per_s * demand.mean_output_tokens
+    prompts = demand.asked_over_served * demand.prompt_tokens_per_s / demand.speed
+    idle = count - prompts - tokens_per_s * demand.step_s_per_sequence
+    if idle <= 0:
+        return 0.0
+    num_sequences = tokens_per_s * demand.fixed_step_s / idle
+    return 1 - (demand.fixed_step_s + demand.step_s_per_sequence * num_sequences) / config.itl_s
 
 
 class _Steady:
@@ -209,7 +239,7 @@ class Planner:
         if num_any:
             fixed = num_prefill + num_decode
             self._any.most = self.config.max_workers - fixed
-            needed = max(1, elastic_needed(prefill_need, decode_need) - fixed)
+            needed = max(1, elastic_needed(demand, self.config) - fixed)
             wanted = self._any.want(now, num_any, needed)
             return Proposal(num_prefill, num_decode, prefill_need, decode_need, wanted)
         prefill = self._prefill.want(now, num_prefill, prefill_need.num_workers)

@@ -33,6 +33,8 @@ _NO_ROOM_COST = 1e6
 """Added for a decode worker without room for the prompt, so that it is chosen only when none has room."""
 _NO_TRANSFER_GAIN = 0.5
 """Decoding where the prompt was computed outweighs this many running sequences, because no KV is transferred."""
+_MIN_PROMPT_SHARE = 0.25
+"""Sequences gather on few elastic workers while prompts are computed for this share of the time, summed over them."""
 _SHARED_STEPS_COST = 4.0
 """Sequences that prompts waiting on an elastic worker count as, because their chunks slow its steps."""
 _OVER_SLO_COST = 64.0
@@ -279,6 +281,8 @@ class Router:
     ) -> WorkerRecord:
         num_full = prompt.num_tokens // self._table.block_size
         num_needed = self._num_new_blocks(prompt, 0)
+        elastic = [record.use for record in candidates if record.role == "any"]
+        gather = sum(use.prompt_share for use in elastic) >= _MIN_PROMPT_SHARE
         costs = []
         for record in candidates:
             use, num_held = record.use, depths.get(record.bit, 0)
@@ -289,7 +293,8 @@ class Router:
             if record is prefill:
                 cost -= _NO_TRANSFER_GAIN
             if record.role == "any":
-                cost -= 2 * min(use.num_sequences, use.num_comfortable)  # fills one worker before the next
+                if gather:  # fills one worker before the next, so that others are free for prompts
+                    cost -= 2 * min(use.num_sequences, use.num_comfortable)
                 cost += _SHARED_STEPS_COST if use.prompts.total else 0.0
                 cost += _OVER_SLO_COST if 0 < use.itl_slo_s < use.itl_s(prompt.num_sequences) else 0.0
             costs.append(cost if num_new <= use.num_free_blocks else cost + _NO_ROOM_COST)

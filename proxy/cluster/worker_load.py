@@ -17,6 +17,8 @@ _MIN_PROMPT_SHARE = 0.5
 without an SLO (`engine/step_times.py`)."""
 _COMFORTABLE_SHARE = 0.6
 """Share of the ITL's SLO that decode steps may take while other workers are kept for prompts."""
+_NEWEST_REPORT_WEIGHT = 0.05
+"""Of the moving average over reports; at four reports per second its time constant is five seconds."""
 _POOL_WEIGHT = 16.0
 """A full KV pool costs as much as this many running sequences when a decode worker is chosen."""
 
@@ -71,6 +73,7 @@ class WorkerUse:
     tokens_per_s: prefill speed of a worker that runs no sequences. num_sequences: those that decode here, of all
     proxies. num_free_blocks: free KV blocks, minus those promised to sequences of this proxy that have not reserved
     theirs yet. itl_slo_s: limit on a step that holds prompt tokens beside sequences; 0 while it is not known.
+    prompt_share: share of the recent reports in which the worker had prompts to compute.
     """
 
     tokens_per_s: float
@@ -78,6 +81,7 @@ class WorkerUse:
     itl_slo_s: float = 0.0
     num_sequences: int = 0
     num_free_blocks: int = 0
+    prompt_share: float = 0.0
     _fixed_step_s: float = 0.0
     _step_s_per_sequence: float = 0.0
     _num_blocks: int = 1
@@ -108,6 +112,7 @@ class WorkerUse:
 
     def on_report(self, load: WorkerLoad) -> None:
         self.prompts.on_report(load.waiting_tokens)
+        self.prompt_share += _NEWEST_REPORT_WEIGHT * (bool(load.waiting_tokens) - self.prompt_share)
         self.num_sequences = max(load.num_decoding, self._num_own)
         self._fixed_step_s, self._step_s_per_sequence = load.fixed_step_s, load.step_s_per_sequence
         self.itl_slo_s = load.itl_slo_s

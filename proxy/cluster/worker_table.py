@@ -37,6 +37,8 @@ _UNKNOWN_SPEED = 5000.0
 """Prompt tokens per second assumed for a worker while no worker has measured its speed."""
 _STALL_S = 1.0
 """A check that comes this much after the last one shows that this process was stopped, not that workers are silent."""
+_ROLE_ORDER_S = 1.0
+"""Time after which a worker that still reports its old role has not received the order to change it."""
 _GIVEN_UP_S = PROXY_SILENCE_S - 1.0
 """Stall after which workers may have given up this proxy's requests: their limit minus the age of the last message."""
 
@@ -62,7 +64,8 @@ class WorkerRecord:
     role: the current one; that of `worker` is the one at registration. last_message_at: loop time. bit: its number in
     the prefix index. use: what the router counts on it. draining: it gets no new work. decode_peers: the workers that
     decode prompts which this one computes: those with which it has a ready pair, and itself in role any.
-    lora_modules: see RegisterWorker.
+    lora_modules: see RegisterWorker. role_ordered_until: loop time until which a report of another role is older than
+    the order to take this one.
     """
 
     worker: WorkerInfo
@@ -76,6 +79,7 @@ class WorkerRecord:
     draining: bool = False
     decode_peers: list[WorkerRecord] = field(default_factory=list)
     lora_modules: dict[str, tuple[int, int]] = field(default_factory=dict)
+    role_ordered_until: float = 0.0
 
     @property
     def info(self) -> WorkerInfo:
@@ -173,8 +177,13 @@ class WorkerTable:
         record.use.tokens_per_s = message.load.prompt_tokens_per_s or self._typical_speed
         if message.prefixes is not None:
             self.prefixes.apply(message.epoch, message.prefixes)
-        if (message.pairs, message.draining, message.role) != (record.pairs, record.draining, record.role):
-            record.pairs, record.draining, record.role = message.pairs, message.draining, message.role
+        role = message.role
+        if role == record.role:
+            record.role_ordered_until = 0.0
+        elif now < record.role_ordered_until:
+            role = record.role
+        if (message.pairs, message.draining, role) != (record.pairs, record.draining, record.role):
+            record.pairs, record.draining, record.role = message.pairs, message.draining, role
             self._rebuild()
         return True
 
@@ -219,8 +228,8 @@ class WorkerTable:
         """Returns all workers with their current roles."""
         return [record.info for record in self._by_epoch.values()]
 
-    def change_role(self, worker_id: str, role: Role) -> str:
-        """Gives a worker another role, which its next report confirms. Returns why that is not possible, or ""."""
+    def change_role(self, now: float, worker_id: str, role: Role) -> str:
+        """Gives a worker another role, which a later report confirms. Returns why that is not possible, or ""."""
         record = next((each for each in self._by_epoch.values() if each.worker.worker_id == worker_id), None)
         if record is None:
             return self.unknown_worker(worker_id)
@@ -230,8 +239,9 @@ class WorkerTable:
         for roles, phase in ((PREFILL_ROLES, "prefill"), (DECODE_ROLES, "decode")):
             if record.role in roles and role not in roles and not roles.intersection(others):
                 return f"{worker_id} is the last worker that may {phase}; give another worker that role first"
-        record.role = role
-        self._rebuild()
+        if record.role != role:
+            record.role, record.role_ordered_until = role, now + _ROLE_ORDER_S
+            self._rebuild()
         return ""
 
     def unknown_worker(self, worker_id: str) -> str:

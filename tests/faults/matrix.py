@@ -24,13 +24,14 @@ from tandem.protocol.media_client import MediaCacheClient
 from tandem.protocol.messages.membership import StatusReport
 from tandem.runtime.errors import TandemError
 from tests.faults.leaks import Footprint, shared_memory
-from tests.faults.phases import LOCAL_PREFILL, NUM_TOKENS, PHASES, Held, Missed, Phases
+from tests.faults.phases import ELASTIC, LOCAL_PREFILL, NUM_TOKENS, PHASES, Held, Missed, Phases
 from tests.faults.streams import Stream, wait_until
 from tests.support.cluster import Cluster
 from tests.support.media_proxy import ask_cache, data_url, image_part
 from tests.support.vision_model import encoded, picture, save_model
 
 Role = Literal["prefill", "decode", "proxy", "media cache", "client"]
+Layout = Literal["fixed", "any"]
 ROLES: tuple[Role, ...] = ("prefill", "decode", "proxy", "media cache")
 FAULTS = ("SIGKILL", "SIGSTOP", "SIGSTOP then SIGCONT", "SIGTERM")
 CLOSES = "closes"
@@ -45,12 +46,14 @@ END_LIMIT_S = 180.0
 WHOLE_LIMIT_S = 240.0
 LEAK_LIMIT_S = 30.0
 MAX_TRIES = 6
+TRANSFER_PHASES = ("shipping", "first token")
 NUM_PROMPT_TOKENS, NUM_LOCAL_PROMPT_TOKENS = 1400, 1000
 """Prompt lengths of other phases and of LOCAL_PREFILL."""
 NUM_LAYERS = 10
 """Enough that each phase lasts longer than a worker takes to report it."""
+ROLES_OF_LAYOUT = {"fixed": ("--prefill", "2", "--decode", "2"), "any": ("--workers", "2")}
 OPTIONS = (
-    "--prefill", "2", "--decode", "2", "--proxies", "2", "--dtype", "float32", "--threads-per-worker", "1",
+    "--proxies", "2", "--dtype", "float32", "--threads-per-worker", "1",
     "--max-num-batched-tokens", "16", "--block-size", "16", "--kv-cache-gib", "0.05", "--worker-wait-s", "240",
     "--media-cache-mib", "64", "--decode-prefill-threshold", str(NUM_LOCAL_PROMPT_TOKENS),
 )  # fmt: skip
@@ -90,18 +93,25 @@ class Result:
     problems: list[str] = field(default_factory=list)
 
 
-def all_cases() -> list[Case]:
-    cases = [Case(role, fault, phase) for role in ROLES for fault in FAULTS for phase in PHASES]
+def all_cases(layout: Layout) -> list[Case]:
+    """Elastic workers compute in LOCAL_PREFILL what they decode, so they have no phase of prefill alone."""
+    phases = [phase for phase in PHASES if layout == "fixed" or phase != "prefilling"]
+    cases = [Case(role, fault, phase) for role in ROLES for fault in FAULTS for phase in phases]
     cases += [Case("decode", fault, LOCAL_PREFILL) for fault in FAULTS]
-    return cases + [Case("client", CLOSES, phase) for phase in (*PHASES, LOCAL_PREFILL)]
+    return cases + [Case("client", CLOSES, phase) for phase in (*phases, LOCAL_PREFILL)]
 
 
 class Matrix:
-    """Runs cases on one cluster that was started with OPTIONS and a model that takes images."""
+    """Runs cases on one cluster that was started with OPTIONS and a model that takes images.
 
-    def __init__(self, cluster: Cluster, shared_before: set[str], seed: int = 0) -> None:
+    layout: see ROLES_OF_LAYOUT. Elastic workers do both phases of a request on one worker. Where a case needs a
+    transfer, the one without the other stream is told to compute prompts only, until the fault has struck.
+    """
+
+    def __init__(self, cluster: Cluster, shared_before: set[str], layout: Layout = "fixed", seed: int = 0) -> None:
         self._cluster = cluster
-        self._phases = Phases(cluster)
+        self._is_elastic = layout == "any"
+        self._phases = Phases(cluster, ELASTIC, ELASTIC) if self._is_elastic else Phases(cluster)
         self._shared_before = shared_before
         self._rng = random.Random(seed)
         self._num_tracebacks = self._num_corrupt_blocks = 0
@@ -121,7 +131,7 @@ class Matrix:
         cache = self._phases.pid("media-cache")
         for _ in range(30):
             proxies = {self._phases.pid(name) for name in ("proxy-0", "proxy-1")}
-            prefills = {self._phases.pid(name) for name in ("prefill-0", "prefill-1")}
+            prefills = {self._phases.pid(name) for name in self._phases.prefills}
             have_taken = {pid for of, pid in self._have_taken if of == cache}
             if proxies | prefills <= have_taken:
                 return
@@ -154,12 +164,15 @@ class Matrix:
             pairs = self._cluster.ready_pairs()
             try:
                 with self._bystander() as bystander:
+                    if self._is_elastic and case.phase in TRANSFER_PHASES:
+                        self._separate(bystander)
                     result = self._strike(case, body, reference.token_ids, bystander, before, num_missed)
                 if case.fault == CLOSES and self._cluster.ready_pairs() != pairs:
                     result.problems.append("a pair was made anew")
                 return result
             except Missed as missed:
                 print(f"{case}: missed, {missed}", flush=True)
+                self._make_elastic()
         raise AssertionError(f"{case}: the phase was not reached in {MAX_TRIES} tries")
 
     # ---- one case
@@ -199,6 +212,7 @@ class Matrix:
                 held.frozen.thaw()
         recovers_from = time.monotonic() if woken_s is not None else struck_at
         has_ended = stream.wait(END_LIMIT_S)
+        self._make_elastic()
         pause_s = stream.longest_pause_s(struck_at, time.monotonic())
         must_be_gone = pid if case.fault in ("SIGKILL", "SIGTERM") else 0
         is_whole = wait_until(lambda: self.is_whole(must_be_gone), WHOLE_LIMIT_S)
@@ -263,6 +277,18 @@ class Matrix:
             case "client":
                 return 0
 
+    def _separate(self, bystander: _Bystander) -> None:
+        """Lets the worker without the bystander compute prompts only, so that the next request is transferred."""
+        [event] = [each for each in self._phases.events(bystander.stream) if each["event"] == "dispatched"]
+        [free] = [name for name in self._phases.prefills if name != event["decode"]]
+        assert not self._cluster.give_role(free, "prefill")
+
+    def _make_elastic(self) -> None:
+        """Ends `_separate`, also for a worker that restarts with the role that it had."""
+        if self._is_elastic:
+            names = self._phases.prefills
+            assert wait_until(lambda: not any(self._cluster.give_role(name, "any") for name in names), WHOLE_LIMIT_S)
+
     def _is_replaced(self, pid: int) -> bool:
         return pid not in {self._phases.pid(name) for name in self._phases.names()}
 
@@ -284,7 +310,8 @@ class Matrix:
         for report in reports:
             if must_be_gone in [worker.worker.pid for worker in report.workers]:
                 return f"{report.proxy_id} still counts on process {must_be_gone}"
-            if why := _why_not_whole(report):
+            num_workers, num_pairs = (2, 2) if self._is_elastic else (4, 4)
+            if why := _why_not_whole(report, num_workers, num_pairs):
                 return f"{report.proxy_id}: {why}"
         if not self._cluster.is_healthy():
             return "/health is not 200"
@@ -337,11 +364,11 @@ async def _quick_status(client: MediaCacheClient) -> Any:
     return await asyncio.wait_for(client.status(), 2.0)
 
 
-def _why_not_whole(report: StatusReport) -> str:
-    if len(report.workers) != 4 or any(worker.draining for worker in report.workers):
+def _why_not_whole(report: StatusReport, num_workers: int, num_pairs: int) -> str:
+    if len(report.workers) != num_workers or any(worker.draining for worker in report.workers):
         return f"{len(report.workers)} workers, {sum(worker.draining for worker in report.workers)} of them drain"
     states = [pair.state for worker in report.workers for pair in worker.pairs]
-    if states != ["ready"] * 4:
+    if states != ["ready"] * num_pairs:
         return f"pairs are {states}"
     if report.num_requests:
         return f"{report.num_requests} requests are in flight"
@@ -354,10 +381,10 @@ def _why_not_whole(report: StatusReport) -> str:
 
 
 @contextmanager
-def matrix(folder: Path, connector: str = "auto") -> Iterator[Matrix]:
+def matrix(folder: Path, connector: str = "auto", layout: Layout = "fixed") -> Iterator[Matrix]:
     """folder: for the model."""
     shared_before = shared_memory()
     model = str(save_model(folder, NUM_LAYERS))
-    options = (*OPTIONS, "--kv-connector", connector)
+    options = (*ROLES_OF_LAYOUT[layout], *OPTIONS, "--kv-connector", connector)
     with Cluster("--model", model, "--served-model-name", "m", *options, env={"TANDEM_KV_CHECKSUMS": "1"}) as cluster:
-        yield Matrix(cluster, shared_before)
+        yield Matrix(cluster, shared_before, layout)

@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,8 @@ from tests.support.cluster import Cluster
 PHASES = ("queued", "prefilling", "shipping", "first token", "decoding", "finishing")
 LOCAL_PREFILL = "local prefill"
 """Phase of prompts that a decode worker computes itself."""
+PREFILLS, DECODES, ELASTIC = (tuple(f"{name}-{i}" for i in range(2)) for name in ("prefill", "decode", "worker"))
+"""Names of the workers of each role."""
 HOLD_LIMIT_S, PROXY_HOLD_LIMIT_S = 2.0, 4.0
 """Below the 2.5 s of `--worker-silence-s`, and the 5 s after which workers give up a proxy."""
 NUM_TOKENS = 200
@@ -84,10 +86,14 @@ class Held:
 
 
 class Phases:
-    """Holds requests of a cluster with two workers of each role, two proxies and little other load."""
+    """Holds requests of a cluster with two proxies and little other load.
 
-    def __init__(self, cluster: Cluster) -> None:
+    prefills, decodes: workers that compute prompts, and that decode; the same ones if they are elastic.
+    """
+
+    def __init__(self, cluster: Cluster, prefills: Sequence[str] = PREFILLS, decodes: Sequence[str] = DECODES) -> None:
         self.cluster = cluster
+        self.prefills, self.decodes = prefills, decodes
         self._folder = runtime_dir(cluster.port)
 
     def pid(self, name: str) -> int:
@@ -139,12 +145,12 @@ class Phases:
 
     def _queued(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
         """Dispatched, and not computed yet."""
-        frozen.freeze(self.pid("prefill-0"), self.pid("prefill-1"))
+        frozen.freeze(*map(self.pid, self.prefills))
         return self._dispatched(frozen, body, not_on)
 
     def _prefilling(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
         """Chunks are computed, but nothing is shipped, because decode is frozen."""
-        frozen.freeze(self.pid("decode-0"), self.pid("decode-1"))
+        frozen.freeze(*map(self.pid, self.decodes))
         held = self._dispatched(frozen, body, not_on)
         self._reach(lambda: self.load(held.prefill).num_running > 0)
         frozen.freeze(self.pid(held.prefill))
@@ -187,10 +193,10 @@ class Phases:
         return held
 
     def _local_prefill(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
-        """Decode has computed some chunks of the prompt."""
+        """The worker that will decode has computed some chunks of the prompt."""
         held = self._dispatched(frozen, body, not_on)
         if held.prefill != held.decode:
-            raise Missed("a prefill worker computes it")
+            raise Missed("another worker computes it")
         self._reach(lambda: 0 < self.load(held.decode).num_waiting_tokens < len(body["prompt"]))
         frozen.freeze(self.pid(held.decode))
         self._must_not("first token computed", held)
@@ -210,8 +216,10 @@ class Phases:
         return Held(stream, found[0].get("prefill", ""), found[0]["decode"], frozen)
 
     def _shipping_begun(self, frozen: Frozen, body: dict[str, Any], not_on: int) -> Held:
-        before = {name: self.load(name).num_transferred_bytes for name in ("prefill-0", "prefill-1")}
+        before = {name: self.load(name).num_transferred_bytes for name in self.prefills}
         held = self._dispatched(frozen, body, not_on)
+        if held.prefill == held.decode:
+            raise Missed("one worker does both phases")
         self._reach(lambda: self.load(held.prefill).num_transferred_bytes > before[held.prefill])
         return held
 

@@ -1,4 +1,7 @@
-"""A subset of the fault matrix, over two connectors; `python -m bench.faults.fault_matrix` runs all of it."""
+"""A subset of the fault matrix, over two connectors and with elastic workers.
+
+`python -m bench.faults.fault_matrix` runs all of it.
+"""
 
 from __future__ import annotations
 
@@ -23,11 +26,24 @@ CASES = [
     Case("media cache", "SIGKILL", "prefilling"),
 ]
 CLIENTS = [Case("client", CLOSES, phase) for phase in (*PHASES, LOCAL_PREFILL)]
+ELASTIC_CASES = [
+    Case("prefill", "SIGKILL", "shipping"),
+    Case("prefill", "SIGSTOP then SIGCONT", "shipping"),
+    Case("decode", "SIGKILL", "first token"),
+    Case("prefill", "SIGTERM", "queued"),
+    Case("decode", "SIGKILL", LOCAL_PREFILL),
+    Case("decode", "SIGSTOP then SIGCONT", "decoding"),
+    Case("client", CLOSES, "shipping"),
+    Case("client", CLOSES, LOCAL_PREFILL),
+]
+"""The worker of LOCAL_PREFILL does both phases."""
 GLOO_CASES = [
     Case("prefill", "SIGKILL", "shipping"),
     Case("prefill", "SIGSTOP then SIGCONT", "shipping"),
     Case("decode", "SIGSTOP then SIGCONT", "first token"),
     Case("decode", "SIGKILL", "first token"),
+    Case("client", CLOSES, "shipping"),
+    Case("client", CLOSES, "first token"),
 ]
 
 
@@ -43,6 +59,12 @@ def over_gloo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def of_elastic_workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
+    with matrix(tmp_path_factory.mktemp("vision"), layout="any") as made:
+        yield made
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("case", CASES + CLIENTS, ids=str)
 def test_case(running: Matrix, case: Case) -> None:
@@ -51,7 +73,14 @@ def test_case(running: Matrix, case: Case) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("case", GLOO_CASES + CLIENTS, ids=str)
+@pytest.mark.parametrize("case", GLOO_CASES, ids=str)
 def test_case_over_gloo(over_gloo: Matrix, case: Case) -> None:
     result = over_gloo.run(case)
+    assert not result.problems, result
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", ELASTIC_CASES, ids=str)
+def test_case_of_elastic_workers(of_elastic_workers: Matrix, case: Case) -> None:
+    result = of_elastic_workers.run(case)
     assert not result.problems, result

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import time
@@ -13,8 +12,7 @@ from typing import Any, get_args
 
 import pytest
 
-from tandem.deploy.commands.cluster_client import ClusterClient
-from tandem.protocol.messages.membership import Role, SetWorkerRole, WorkerOrdered
+from tandem.protocol.messages.membership import Role
 from tests.faults.leaks import Footprint, shared_memory
 from tests.faults.streams import wait_until
 from tests.faults.test_migration import REQUESTS, check_same, num_migrations, stream
@@ -35,16 +33,9 @@ def running() -> Iterator[Cluster]:
     with Cluster(*arguments, start_timeout_s=240) as cluster:
         # Opens all pairs, which then stay open, and has each worker write the file that keeps its role.
         for worker_id, role in (("worker-0", "decode"), *((name, "any") for name in WORKERS)):
-            assert not give_role(cluster, worker_id, role)
+            assert not cluster.give_role(worker_id, role)
         cluster.wait_for(lambda: len(cluster.ready_pairs()) == len(WORKERS) * (len(WORKERS) - 1), 60)
         yield cluster
-
-
-def give_role(cluster: Cluster, worker_id: str, role: Role) -> str:
-    """Returns the reason if the proxy refuses."""
-    client = ClusterClient(cluster.port)
-    [answer] = asyncio.run(client.ask_proxies(SetWorkerRole(worker_id, role), WorkerOrdered))
-    return answer.error
 
 
 def use_all_workers(cluster: Cluster, bodies: list[dict[str, Any]]) -> None:
@@ -58,11 +49,11 @@ def use_all_workers(cluster: Cluster, bodies: list[dict[str, Any]]) -> None:
                 (role, used),
             ]
             for wanted, name in changes:
-                assert not give_role(cluster, name, wanted)
+                assert not cluster.give_role(name, wanted)
             for body in bodies:
                 stream(cluster, body)
         for name in WORKERS:
-            assert not give_role(cluster, name, "any")
+            assert not cluster.give_role(name, "any")
 
 
 def role_of(cluster: Cluster, worker_id: str) -> Role:
@@ -86,7 +77,7 @@ def test_streams_do_not_notice_that_roles_change(running: Cluster) -> None:
         while time.monotonic() < end:
             answers = [pool.submit(stream, running, body) for body in bodies]
             while not all(answer.done() for answer in answers):
-                reason = give_role(running, rng.choice(WORKERS), rng.choice(get_args(Role)))
+                reason = running.give_role(rng.choice(WORKERS), rng.choice(get_args(Role)))
                 outcomes["changed" if not reason else "refused"] += 1
                 assert not reason or "last worker" in reason, reason
                 time.sleep(1.0)
@@ -116,10 +107,10 @@ def test_a_changed_role_decides_where_prompts_run(running: Cluster) -> None:
         ("decode-0", "prefill"),
         ("worker-0", "decode"),
     ):
-        assert not give_role(running, worker_id, role)
+        assert not running.give_role(worker_id, role)
         running.wait_for(lambda worker_id=worker_id, role=role: role_of(running, worker_id) == role)
-    assert "last worker that may prefill" in give_role(running, "decode-0", "decode")
-    assert "no worker nobody is registered" in give_role(running, "nobody", "any")
+    assert "last worker that may prefill" in running.give_role("decode-0", "decode")
+    assert "no worker nobody is registered" in running.give_role("nobody", "any")
     before = running.worker("decode-0").load.num_prompt_tokens
     answer = stream(running, {"prompt": list(range(5, 400)), "temperature": 0, "max_tokens": 8})
     assert answer[0]["ends"] == ["length"]

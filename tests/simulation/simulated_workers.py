@@ -1,4 +1,4 @@
-"""Both kinds of worker in memory: real schedulers and pair tables in simulated shells.
+"""Workers in memory: the real scheduler and pair tables of both directions in a simulated shell.
 
 `tests.simulation.transfer_world` connects them.
 """
@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch.distributed import HashStore
 
-from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.engine.batch import Batch
 from tandem.engine.block_manager import BlockManager
 from tandem.kv_transfer.checksums import corrupt_blocks
@@ -26,7 +25,7 @@ from tandem.protocol.messages.dispatch import (
     PrepareDecode,
     StartPrefill,
 )
-from tandem.protocol.messages.membership import WorkerInfo
+from tandem.protocol.messages.membership import Role, WorkerInfo
 from tandem.protocol.messages.transfer import (
     ClosePair,
     CloseTransfer,
@@ -88,16 +87,17 @@ class Memory:
         self._numbers[block_id] = content
 
 
-class Process:
-    """later: callbacks that its loop has yet to call. path_ids: data paths of which it has opened an end."""
+class Worker:
+    """later: callbacks that its loop has yet to call. paths: data paths of which it has opened an end, with its side.
+    sockets: pairs that it has opened, with the name of the peer. exits: ended processes that the kernel has not
+    reported yet."""
 
-    side: Side
-
-    def __init__(self, world: World, name: str, number: int) -> None:
+    def __init__(self, world: World, name: str, role: Role, number: int, layout: KVLayout = LAYOUT) -> None:
         self.world = world
         self.name = name
         self.epoch = f"{name}/{number}"
         self.pid = 1000 + pid_of(self.epoch)
+        self.info = WorkerInfo(name, self.epoch, role, name, self.pid)
         self.frozen = False
         self.alive = True
         self.inbox: dict[str, deque[Any]] = defaultdict(deque)  # by connection: "proxy", or a pair
@@ -105,63 +105,110 @@ class Process:
         self.memory = Memory()
         self.step: Batch | None = None
         self.later: deque[Callable[[], None]] = deque()
-        self.path_ids: set[str] = set()
+        self.paths: dict[str, Side] = {}
+        self.sockets: dict[str, str] = {}
+        self.exits: deque[int] = deque()
+        self.scheduler = WorkerScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 6, 3, LEASE_S)
+        self.outgoing = OutgoingPairTable(
+            self.info, [self.pid], layout, "here", "cpu", [world.connector], True, LEASE_S, []
+        )
+        self.incoming = IncomingPairTable(layout, "here", "cpu", [world.connector], False, [])
+        self.senders: dict[str, FakeSender] = {}
+        self.receivers: dict[str, FakeReceiver] = {}
 
     @property
     def runs(self) -> bool:
         return self.alive and not self.frozen
 
+    def path_to(self, peer: Worker) -> str | None:
+        """Returns the id of the ready pair that ships to the peer."""
+        pair = self.outgoing.ready_pair(peer.epoch)
+        return pair.pair_id if pair is not None else None
 
-def pid_of(epoch: str) -> int:
-    return crc32(epoch.encode()) % 1_000_000
-
-
-class Prefill(Process):
-    side = "sender"
-
-    def __init__(self, world: World, name: str, number: int, layout: KVLayout = LAYOUT) -> None:
-        super().__init__(world, name, number)
-        self.info = WorkerInfo(name, self.epoch, "prefill", name, self.pid)
-        self.scheduler = WorkerScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 6, 4, LEASE_S).prefill
-        self.table = OutgoingPairTable(
-            self.info, [self.pid], layout, "here", "cpu", [world.connector], True, LEASE_S, []
-        )
-        self.senders: dict[str, FakeSender] = {}
-        self.sockets: set[str] = set()
+    # ---- events
 
     def on_message(self, connection: str, message: Any) -> None:
-        now = self.world.now
+        now, prefill, decode = self.world.now, self.scheduler.prefill, self.scheduler.decode
         match message:
             case StartPrefill():
-                pair = self.table.ready_pair(message.decode_epoch or "")
-                if message.decode_epoch is not None and pair is None:
-                    error = ErrorInfo.of(WorkerLost("the pair is not ready"))
-                    self.world.to_proxy(self, AttemptFailed(message.attempt_ids[0], error))
-                else:
-                    self.perform(self.scheduler.on_start(now, message, pair.pair_id if pair else None))
+                self.start(message)
+            case PrepareDecode():
+                self.perform(decode.on_prepare(now, message))
             case AbortAttempt():
                 self.perform(self.scheduler.on_abort(message.proxy_id, message.attempt_id))
             case KVReserved():
-                self.perform(self.scheduler.on_reserved(message))
+                self.perform(prefill.on_reserved(message))
             case KVRefused():
-                self.perform(self.scheduler.on_refused(message.transfer_id, message.error))
+                self.perform(prefill.on_refused(message.transfer_id, message.error))
             case RenewLeases():
-                self.scheduler.on_renewed(now, message)
-            case PairAccepted() | PairRefused() | ClosePair():
-                self.perform_pairs(self.table.on_message(now, message))
+                prefill.on_renewed(now, message)
+            case PairAccepted() | PairRefused():
+                self.perform_pairs(self.outgoing.on_message(now, message))
+            case ClosePair() if connection in self.sockets:
+                self.perform_pairs(self.outgoing.on_message(now, message))
+            case ClosePair():
+                self.perform_pairs(self.incoming.on_close(message.pair_id, message.reason))
+            case OpenPair():
+                self.perform_pairs(self.incoming.on_open(message))
+            case ReserveKV() if self.incoming.is_open(message.pair_id):
+                self.perform(decode.on_reserve(now, message))
+            case ReserveKV():
+                error = ErrorInfo.of(KVTransferFailed("the pair is closed"))
+                self.send(message.pair_id, KVRefused(message.transfer_id, error))
+            case ShipKV():
+                try:
+                    if self.incoming.is_next(message):
+                        self.perform(decode.on_ship(message))
+                except KVTransferFailed as error:
+                    self.perform_pairs(self.incoming.fail(message.pair_id, error.message))
+            case FinishTransfer():
+                self.perform(decode.on_finish_transfer(message))
+            case CloseTransfer():
+                self.perform(decode.on_close_transfer(message.transfer_id))
+
+    def start(self, message: StartPrefill) -> None:
+        decodes_here = message.decode_epoch == self.epoch
+        pair = self.outgoing.ready_pair(message.decode_epoch or "")
+        if message.decode_epoch is not None and not decodes_here and pair is None:
+            error = ErrorInfo.of(WorkerLost("the pair is not ready"))
+            self.world.to_proxy(self, AttemptFailed(message.attempt_ids[0], error))
+        else:
+            pair_id = pair.pair_id if pair is not None else None
+            self.perform(self.scheduler.prefill.on_start(self.world.now, message, pair_id, decodes_here=decodes_here))
+
+    def on_view(self, workers: list[WorkerInfo]) -> None:
+        self.perform_pairs(self.outgoing.on_view(self.world.now, workers))
+        self.perform_pairs(self.incoming.on_view(workers))
 
     def on_tick(self) -> None:
-        num_expired = self.scheduler.num_expired_leases
-        self.perform(self.scheduler.on_tick(self.world.now))
-        self.world.num_expired_leases += self.scheduler.num_expired_leases - num_expired
+        now, prefill = self.world.now, self.scheduler.prefill
+        self.perform_pairs(self.outgoing.on_tick(now))
+        num_expired = prefill.num_expired_leases
+        self.perform(self.scheduler.on_tick(now))
+        self.world.num_expired_leases += prefill.num_expired_leases - num_expired
+        for pair_id in self.incoming.due_for_renewal(now):
+            if wanted := self.scheduler.decode.wanted_transfers(pair_id):
+                self.send(pair_id, RenewLeases(pair_id, wanted))
+
+    def on_exit(self, pid: int) -> None:
+        for pair in list(self.incoming.pairs()):
+            if pid in pair.live_pids:
+                self.perform_pairs(self.incoming.on_exit(pair.pair_id, pid))
+
+    # ---- actions
 
     def perform(self, actions: list[Any]) -> None:
+        decode = self.scheduler.decode
+        self.world.num_kept_blocks += decode.num_kept_blocks
+        decode.num_kept_blocks = 0
         for action in actions:
             match action:
                 case SendToPeer():
                     self.send(action.pair_id, action.message)
                 case Ship():
                     self.ship(action)
+                case Receive():
+                    self.receive(action)
                 case _:
                     self.world.to_proxy(self, action.message)
 
@@ -169,7 +216,7 @@ class Prefill(Process):
         for action in actions:
             match action:
                 case Connect():
-                    self.sockets.add(action.pair_id)
+                    self.sockets[action.pair_id] = action.endpoint
                     self.send(action.pair_id, action.message)
                 case StartSender():
                     self.open_sender(action)
@@ -179,43 +226,56 @@ class Prefill(Process):
                         self.on_closed(action.pair_id)
                     else:
                         sender.close(partial(self.on_closed, action.pair_id))
-                case SendCloseToReceiver():
-                    self.send(action.message.pair_id, action.message)
                 case Disconnect():
-                    self.sockets.discard(action.pair_id)
+                    self.sockets.pop(action.pair_id, None)
                     self.inbox.pop(action.pair_id, None)
                 case OutgoingPairLost():
-                    self.perform(self.scheduler.on_pair_lost(action.pair_id, action.reason))
+                    self.perform(self.scheduler.prefill.on_pair_lost(action.pair_id, action.reason))
+                case SendCloseToReceiver() | RefusePair() | SendCloseToSender():
+                    self.send(action.message.pair_id, action.message)
+                case AcceptPair():
+                    self.accept(action)
+                case StopReceiver():
+                    self.receivers.pop(action.pair_id).close()
+                case IncomingPairLost():
+                    self.perform(self.scheduler.decode.on_pair_lost(action.pair_id, action.reason, action.peer_stopped))
+                case PrefillLost():
+                    self.perform(self.scheduler.decode.on_prefill_lost(action.prefill_epoch))
 
     def send(self, pair_id: str, message: Any) -> None:
+        """Sends to the process that now has the peer's address."""
         if pair_id in self.sockets:
-            self.world.decode.inbox[pair_id].append(message)
+            self.world.named(self.sockets[pair_id]).inbox[pair_id].append(message)
+            return
+        for worker in self.world.workers:
+            if pair_id in worker.sockets:
+                worker.inbox[pair_id].append(message)
 
     def open_sender(self, action: StartSender) -> None:
         pair_id = action.pair_id
 
         def ready(error: KVTransferFailed | None) -> None:
-            self.perform_pairs(self.table.on_sender_ready(self.world.now, pair_id, error))
+            self.perform_pairs(self.outgoing.on_sender_ready(self.world.now, pair_id, error))
 
         peer = Peer(pair_id, action.peers[0])
         try:
             self.senders[pair_id] = self.world.network.open_sender(peer, self.memory.pool, "", ready)
         except KVTransferFailed as error:
-            self.perform_pairs(self.table.on_sender_impossible(self.world.now, pair_id, error))
+            self.perform_pairs(self.outgoing.on_sender_impossible(self.world.now, pair_id, error))
         else:
-            self.path_ids.add(pair_id)
+            self.paths[pair_id] = "sender"
 
     def on_closed(self, pair_id: str) -> None:
-        self.perform_pairs(self.table.on_sender_closed(pair_id))
+        self.perform_pairs(self.outgoing.on_sender_closed(pair_id))
 
     def ship(self, ship: Ship) -> None:
-        sender = self.senders.get(ship.pair_id)
+        prefill, sender = self.scheduler.prefill, self.senders.get(ship.pair_id)
         if sender is None:
             error = KVTransferFailed("the pair is closed")
-            self.later.append(lambda: self.perform(self.scheduler.on_shipped(ship.transfer_id, error)))
+            self.later.append(lambda: self.perform(prefill.on_shipped(ship.transfer_id, error)))
             return
         checksums = [self.memory[block_id] for block_id in ship.src_block_ids]
-        announcement = self.table.announcement(
+        announcement = self.outgoing.announcement(
             ship.pair_id, ship.transfer_id, ship.first_block, len(ship.src_block_ids), checksums
         )
         if not self.world.one_sided:
@@ -228,82 +288,9 @@ class Prefill(Process):
         self.world.ships[ship.pair_id].popleft()
         if error is None and announcement is not None:
             self.send(ship.pair_id, announcement)
-        self.perform(self.scheduler.on_shipped(ship.transfer_id, error))
+        self.perform(self.scheduler.prefill.on_shipped(ship.transfer_id, error))
         if error is not None:
-            self.perform_pairs(self.table.fail(self.world.now, ship.pair_id, error.message))
-
-
-class Decode(Process):
-    side = "receiver"
-
-    def __init__(self, world: World, number: int) -> None:
-        super().__init__(world, "decode-0", number)
-        self.info = WorkerInfo(self.name, self.epoch, "decode", self.name, self.pid)
-        self.scheduler = DecodeScheduler(BlockManager(NUM_BLOCKS, BLOCK_SIZE), "model", 3)
-        self.table = IncomingPairTable(LAYOUT, "here", "cpu", [world.connector], False, [])
-        self.receivers: dict[str, FakeReceiver] = {}
-
-    def on_message(self, connection: str, message: Any) -> None:
-        match message:
-            case PrepareDecode():
-                self.perform(self.scheduler.on_prepare(self.world.now, message))
-            case AbortAttempt():
-                self.perform(self.scheduler.on_abort(message.proxy_id, message.attempt_id))
-            case OpenPair():
-                self.perform_pairs(self.table.on_open(message))
-            case ReserveKV() if self.table.is_open(message.pair_id):
-                self.perform(self.scheduler.on_reserve(self.world.now, message))
-            case ReserveKV():
-                error = ErrorInfo.of(KVTransferFailed("the pair is closed"))
-                self.send(message.pair_id, KVRefused(message.transfer_id, error))
-            case ShipKV():
-                try:
-                    if self.table.is_next(message):
-                        self.perform(self.scheduler.on_ship(message))
-                except KVTransferFailed as error:
-                    self.perform_pairs(self.table.fail(message.pair_id, error.message))
-            case FinishTransfer():
-                self.perform(self.scheduler.on_finish_transfer(message))
-            case CloseTransfer():
-                self.perform(self.scheduler.on_close_transfer(message.transfer_id))
-            case ClosePair():
-                self.perform_pairs(self.table.on_close(message.pair_id, message.reason))
-
-    def renew_leases(self) -> None:
-        for pair_id in self.table.due_for_renewal(self.world.now):
-            if wanted := self.scheduler.wanted_transfers(pair_id):
-                self.send(pair_id, RenewLeases(pair_id, wanted))
-
-    def perform(self, actions: list[Any]) -> None:
-        self.world.num_kept_blocks += self.scheduler.num_kept_blocks
-        self.scheduler.num_kept_blocks = 0
-        for action in actions:
-            match action:
-                case SendToPeer():
-                    self.send(action.pair_id, action.message)
-                case Receive():
-                    self.receive(action)
-                case _:
-                    self.world.to_proxy(self, action.message)
-
-    def perform_pairs(self, actions: list[Any]) -> None:
-        for action in actions:
-            match action:
-                case RefusePair() | SendCloseToSender():
-                    self.send(action.message.pair_id, action.message)
-                case AcceptPair():
-                    self.accept(action)
-                case StopReceiver():
-                    self.receivers.pop(action.pair_id).close()
-                case IncomingPairLost():
-                    self.perform(self.scheduler.on_pair_lost(action.pair_id, action.reason, action.peer_stopped))
-                case PrefillLost():
-                    self.perform(self.scheduler.on_prefill_lost(action.prefill_epoch))
-
-    def send(self, pair_id: str, message: Any) -> None:
-        for prefill in self.world.prefills:
-            if pair_id in prefill.sockets:
-                prefill.inbox[pair_id].append(message)
+            self.perform_pairs(self.outgoing.fail(self.world.now, ship.pair_id, error.message))
 
     def accept(self, action: AcceptPair) -> None:
         pair_id = action.pair_id
@@ -312,14 +299,14 @@ class Decode(Process):
             assert error is None
 
         receiver = self.world.network.open_receiver(pair_id, HashStore, self.memory.pool, "", ready)
-        self.path_ids.add(pair_id)
+        self.paths[pair_id] = "receiver"
         self.receivers[pair_id] = receiver
-        self.table.on_opened(pair_id, self.world.one_sided)
+        self.incoming.on_opened(pair_id, self.world.one_sided)
         params = [ConnectorParams(pid=self.pid)]
         self.send(pair_id, PairAccepted(pair_id, self.epoch, action.connector, params, action.checksums))
         for pid in action.pids:
             if not self.world.is_running(pid):
-                self.perform_pairs(self.table.on_exit(pair_id, pid))
+                self.perform_pairs(self.incoming.on_exit(pair_id, pid))
 
     def receive(self, receive: Receive) -> None:
         receiver = self.receivers.get(receive.pair_id)
@@ -329,13 +316,18 @@ class Decode(Process):
             receiver.receive(receive.block_ids, partial(self.on_received, receive))
 
     def on_received(self, receive: Receive, error: KVTransferFailed | None) -> None:
+        decode = self.scheduler.decode
         if error is not None:
-            self.perform(self.scheduler.on_received(receive.transfer_id, error))
-            self.perform_pairs(self.table.fail(receive.pair_id, error.message))
+            self.perform(decode.on_received(receive.transfer_id, error))
+            self.perform_pairs(self.incoming.fail(receive.pair_id, error.message))
             return
         arrived = [self.memory[block_id] for block_id in receive.block_ids]
         if corrupt_blocks(receive.block_ids, receive.checksums, arrived):
             self.world.num_found_corrupt += 1
-            self.perform(self.scheduler.on_corrupt(receive.transfer_id, KVTransferFailed("other bytes")))
+            self.perform(decode.on_corrupt(receive.transfer_id, KVTransferFailed("other bytes")))
         else:
-            self.perform(self.scheduler.on_received(receive.transfer_id, None))
+            self.perform(decode.on_received(receive.transfer_id, None))
+
+
+def pid_of(epoch: str) -> int:
+    return crc32(epoch.encode()) % 1_000_000

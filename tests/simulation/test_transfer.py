@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests.simulation.transfer_world import World
 
+EXTENDED = pytest.mark.extended
 PROCESSES = st.integers(0, 2)
 
 
@@ -21,9 +22,9 @@ class Transfers(RuleBasedStateMachine):
 
     world: World
 
-    @initialize(seed=st.integers(0, 1000), one_sided=st.booleans())
-    def begin(self, seed: int, one_sided: bool) -> None:
-        self.world = World(seed, one_sided, loss=0.05, corruption=0.05)
+    @initialize(seed=st.integers(0, 1000), one_sided=st.booleans(), elastic=st.booleans())
+    def begin(self, seed: int, one_sided: bool, elastic: bool) -> None:
+        self.world = World(seed, one_sided, loss=0.05, corruption=0.05, elastic=elastic)
 
     @initialize(pairs_first=st.booleans())
     def pairs(self, pairs_first: bool) -> None:
@@ -39,7 +40,7 @@ class Transfers(RuleBasedStateMachine):
 
     @rule(which=PROCESSES)
     def step(self, which: int) -> None:
-        process = self.world.processes()[which]
+        process = self.world.workers[which]
         if process.runs:
             self.world.run_step(process)
 
@@ -54,31 +55,31 @@ class Transfers(RuleBasedStateMachine):
 
     @rule(which=PROCESSES)
     def freeze(self, which: int) -> None:
-        self.world.freeze(self.world.processes()[which])
+        self.world.freeze(self.world.workers[which])
 
     @rule(which=PROCESSES)
     def thaw(self, which: int) -> None:
-        self.world.thaw(self.world.processes()[which])
+        self.world.thaw(self.world.workers[which])
 
     @rule(which=PROCESSES)
     def notice_silence(self, which: int) -> None:
-        process = self.world.processes()[which]
+        process = self.world.workers[which]
         if process.frozen and process.epoch in self.world.visible:
             self.world.notice_silence(process)
 
     @rule(which=PROCESSES)
     def restart(self, which: int) -> None:
-        self.world.restart(self.world.processes()[which])
+        self.world.restart(self.world.workers[which])
 
     @rule(which=PROCESSES)
     def give_up_pair(self, which: int) -> None:
-        process = self.world.processes()[which]
+        process = self.world.workers[which]
         if process.runs:
             self.world.give_up_pair(process)
 
     @rule(which=PROCESSES, connection=st.integers(0, 5), reorder=st.booleans())
     def duplicate_or_reorder(self, which: int, connection: int, reorder: bool) -> None:
-        process = self.world.processes()[which]
+        process = self.world.workers[which]
         pairs = [name for name, queue in process.inbox.items() if queue and name != "proxy"]
         if pairs and reorder:
             process.inbox[pairs[connection % len(pairs)]].rotate(1)
@@ -105,8 +106,8 @@ TestTransfers.settings = settings(
 )
 
 
-def run(seed: int, one_sided: bool, num_events: int) -> World:
-    world = World(seed, one_sided, loss=0.05, corruption=0.2)
+def run(seed: int, one_sided: bool, num_events: int, elastic: bool = False) -> World:
+    world = World(seed, one_sided, loss=0.05, corruption=0.2, elastic=elastic)
     world.run_to_rest()  # pairs are opened before traffic
     rng = random.Random(seed)
     for index in range(num_events):
@@ -118,14 +119,17 @@ def run(seed: int, one_sided: bool, num_events: int) -> World:
 
 
 @pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
-@pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.extended)])
-def test_ten_thousand_schedules(part: int, one_sided: bool) -> None:
+@pytest.mark.parametrize(
+    ("part", "elastic"),
+    [(0, False), (0, True), pytest.param(1, False, marks=EXTENDED), pytest.param(1, True, marks=EXTENDED)],
+)
+def test_twenty_thousand_schedules(part: int, elastic: bool, one_sided: bool) -> None:
     """2,500 per part. No write reaches a block of another transfer."""
     ended: Counter[str | None] = Counter()
     num_late = num_corrupted = num_found = num_duplicated = num_expired = num_kept = 0
     for seed in range(2500 * part, 2500 * (part + 1)):
         try:
-            world = run(seed, one_sided, 80)
+            world = run(seed, one_sided, 80, elastic)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
         ended.update(sequence.ended for sequence in world.wanted)
@@ -143,10 +147,11 @@ def test_ten_thousand_schedules(part: int, one_sided: bool) -> None:
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("elastic", [False, True], ids=["fixed roles", "elastic"])
 @pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
-def test_requests_are_served_after_hours_of_idleness(one_sided: bool) -> None:
+def test_requests_are_served_after_hours_of_idleness(one_sided: bool, elastic: bool) -> None:
     """No lease, deadline or pair expires while idle."""
-    world = World(3, one_sided)
+    world = World(3, one_sided, elastic=elastic)
     world.run_to_rest()
     for _ in range(3):
         world.pass_time(5 * 3600.0)

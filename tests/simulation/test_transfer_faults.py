@@ -14,12 +14,13 @@ import pytest
 
 from tandem.decode_worker.transfer import IncomingTransfer
 from tandem.protocol.messages.transfer import FinishTransfer, KVReserved, ReserveKV
-from tests.simulation.simulated_workers import LAYOUT, LEASE_S, NUM_BLOCKS, Prefill, Process
+from tests.simulation.simulated_workers import LAYOUT, LEASE_S, NUM_BLOCKS, Worker
 from tests.simulation.transfer_world import Wanted, World
 from tests.support.fake_connector import Faults
 
 PROMPT, OTHER_PROMPT = [7] * 3 + [1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13], [20, 21, 22]
 SIDES = pytest.mark.parametrize("one_sided", [True, False], ids=["one-sided", "two-sided"])
+ROLES = pytest.mark.parametrize("elastic", [False, True], ids=["fixed roles", "elastic"])
 
 
 @dataclass
@@ -30,22 +31,33 @@ class Case:
     victim: Wanted
 
     @property
-    def prefill(self) -> Prefill:
+    def prefill(self) -> Worker:
         assert self.victim.prefill is not None
         return self.victim.prefill
 
     @property
     def transfer(self) -> IncomingTransfer | None:
-        return self.world.decode.scheduler._transfers.get(f"t-{self.victim.attempt_id}")
+        return self.world.decode.scheduler.decode._transfers.get(f"t-{self.victim.attempt_id}")
 
-    def waits(self, process: Process, kind: type) -> bool:
+    @property
+    def path_id(self) -> str:
+        return path_of(self.world, self.prefill)
+
+    def waits(self, process: Worker, kind: type) -> bool:
         """Whether a message of this kind is in flight to the process."""
         return any(isinstance(message, kind) for queue in process.inbox.values() for message in queue)
 
     def is_in_flight(self) -> bool:
         """Whether a shipment has begun and is not complete."""
-        path = self.world.network._paths[next(iter(self.prefill.senders))]
+        path = self.world.network._paths[self.path_id]
         return path.transfer is not None and bool(path.transfer.arrivals)
+
+
+def path_of(world: World, prefill: Worker) -> str:
+    """Returns the path on which the worker ships to the one that decodes."""
+    path_id = prefill.path_to(world.decode)
+    assert path_id is not None
+    return path_id
 
 
 STATES: dict[str, Callable[[Case], bool]] = {
@@ -59,7 +71,7 @@ STATES: dict[str, Callable[[Case], bool]] = {
 }
 
 
-def notice(world: World, process: Process) -> None:
+def notice(world: World, process: Worker) -> None:
     """The process is frozen until all others have noticed, then wakes up."""
     world.freeze(process)
     world.notice_silence(process)
@@ -67,7 +79,7 @@ def notice(world: World, process: Process) -> None:
     world.thaw(process)
 
 
-def stall(world: World, process: Process, seconds: float) -> None:
+def stall(world: World, process: Worker, seconds: float) -> None:
     """Too short to be declared lost, but perhaps longer than a lease or a path's time-out."""
     world.freeze(process)
     world.run_to_rest()
@@ -82,14 +94,15 @@ def lose_client(case: Case) -> None:
     world.abort(case.victim)
     world.deliver_all()
     key = "proxy", case.victim.attempt_id
-    assert key not in case.prefill.scheduler._by_request and key not in world.decode.scheduler._by_request
+    assert key not in case.prefill.scheduler.prefill._by_request
+    assert key not in world.decode.scheduler.decode._by_request
 
 
 def disorder(case: Case) -> None:
     """Control messages of its pair arrive in any order and in duplicate, until both have happened. Three more prompts
     ensure that there are messages in every state."""
     world = case.world
-    world.disordered = set(case.prefill.senders)
+    world.disordered = {case.path_id}
     for number in range(3):
         world.ask([number, *PROMPT[1:]], 3, case.prefill)
     world.advance(lambda: min(world.num_reordered, world.num_duplicated) > 0)
@@ -105,10 +118,10 @@ FAULTS: dict[str, Callable[[Case], None]] = {
     "decode stalls": lambda case: stall(case.world, case.world.decode, LEASE_S * 1.5),
     "its client disconnects": lose_client,
     "prefill closes the pair": lambda case: case.prefill.perform_pairs(
-        case.prefill.table.fail(case.world.now, next(iter(case.prefill.senders)), "clogged")
+        case.prefill.outgoing.fail(case.world.now, case.path_id, "clogged")
     ),
     "decode closes the pair": lambda case: case.world.decode.perform_pairs(
-        case.world.decode.table.fail(next(iter(case.prefill.senders)), "broke the rules")
+        case.world.decode.incoming.fail(case.path_id, "broke the rules")
     ),
     "messages are duplicated and reordered": disorder,
 }
@@ -119,12 +132,13 @@ ENDS = {"length", "aborted", "worker_lost", "kv_transfer_failed"}
 
 
 @SIDES
+@ROLES
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_in_each_state(fault: str, state: str, one_sided: bool) -> None:
-    case = begin(one_sided)
+def test_a_fault_in_each_state(fault: str, state: str, one_sided: bool, elastic: bool) -> None:
+    case = begin(one_sided, elastic)
     world, neighbour = case.world, case.world.prefills[1]
-    (path_id,) = neighbour.senders
+    path_id = path_of(world, neighbour)
     case.world.advance(lambda: STATES[state](case))
     beside = world.ask(OTHER_PROMPT, 6, neighbour)
     FAULTS[fault](case)
@@ -136,58 +150,61 @@ def test_a_fault_in_each_state(fault: str, state: str, one_sided: bool) -> None:
     if "stalls" not in fault and "messages" not in fault:
         assert (case.victim.ended == "aborted") == (fault == "its client disconnects")
     if fault not in LOSE_DECODE:
-        assert list(neighbour.senders) == [path_id], "the other pair was reopened"
+        assert path_of(world, neighbour) == path_id, "the other pair was reopened"
     serves(world)
 
 
-def begin(one_sided: bool) -> Case:
-    world = World(1, one_sided)
+def begin(one_sided: bool, elastic: bool) -> Case:
+    world = World(1, one_sided, elastic=elastic)
     world.network.faults = Faults()
     world.run_to_rest()
     return Case(world, world.ask(PROMPT, 6, world.prefills[0]))
 
 
 def serves(world: World) -> None:
-    asked = [world.ask(PROMPT, 6, prefill) for prefill in world.prefills]
+    asked = [world.ask(PROMPT, 6, prefill, decode) for prefill, decode in world.routes()]
     world.settle()
     assert [each.ended for each in asked] == ["length"] * len(asked)
 
 
 @SIDES
-def test_a_stalled_transfer_fails_only_its_pair(one_sided: bool) -> None:
-    case = begin(one_sided)
+@ROLES
+def test_a_stalled_transfer_fails_only_its_pair(one_sided: bool, elastic: bool) -> None:
+    case = begin(one_sided, elastic)
     world, neighbour = case.world, case.world.prefills[1]
-    (path_id,) = neighbour.senders
+    path_id = path_of(world, neighbour)
     world.network.faults = Faults(loss=1.0)
     world.advance(lambda: world.network.num_lost_transfers == 1)
     world.network.faults = Faults()
     beside = world.ask(OTHER_PROMPT, 6, neighbour)
     world.advance(lambda: beside.ended is not None)
     world.settle()
-    assert (case.victim.ended, beside.ended, list(neighbour.senders)) == ("kv_transfer_failed", "length", [path_id])
+    assert (case.victim.ended, beside.ended, path_of(world, neighbour)) == ("kv_transfer_failed", "length", path_id)
     serves(world)
 
 
 @SIDES
-def test_a_corrupt_block_fails_only_its_transfer(one_sided: bool) -> None:
-    case = begin(one_sided)
+@ROLES
+def test_a_corrupt_block_fails_only_its_transfer(one_sided: bool, elastic: bool) -> None:
+    case = begin(one_sided, elastic)
     world = case.world
-    paths = [list(prefill.senders) for prefill in world.prefills]
+    paths = [path_of(world, prefill) for prefill in world.prefills]
     world.network.faults = Faults(corruption=1.0)
     world.advance(lambda: world.network.num_corrupted_blocks == 1)
     world.network.faults = Faults()
     world.settle()
     assert (case.victim.ended, world.num_found_corrupt) == ("kv_transfer_failed", 1)
-    assert [list(prefill.senders) for prefill in world.prefills] == paths, "the pairs stay ready"
+    assert [path_of(world, prefill) for prefill in world.prefills] == paths, "the pairs stay ready"
     serves(world)
 
 
 @SIDES
-def test_an_expired_lease_fails_only_its_transfer(one_sided: bool) -> None:
+@ROLES
+def test_an_expired_lease_fails_only_its_transfer(one_sided: bool, elastic: bool) -> None:
     """Decode is stalled for longer than its leases, but not declared lost."""
-    case = begin(one_sided)
+    case = begin(one_sided, elastic)
     world = case.world
-    paths = [list(prefill.senders) for prefill in world.prefills]
+    paths = [path_of(world, prefill) for prefill in world.prefills]
     world.advance(lambda: case.waits(world.decode, ReserveKV))
     stall(world, world.decode, LEASE_S * 1.5)
     assert world.num_expired_leases == 1
@@ -195,14 +212,15 @@ def test_an_expired_lease_fails_only_its_transfer(one_sided: bool) -> None:
     assert blocks.num_free == blocks.num_blocks, "prefill has its blocks back before decode wakes"
     world.settle()
     assert case.victim.ended == "kv_transfer_failed"
-    assert [list(prefill.senders) for prefill in world.prefills] == paths, "the pairs stay ready"
+    assert [path_of(world, prefill) for prefill in world.prefills] == paths, "the pairs stay ready"
     serves(world)
 
 
-def test_late_writes_of_a_resumed_worker_hit_no_reused_block() -> None:
+@ROLES
+def test_late_writes_of_a_resumed_worker_hit_no_reused_block(elastic: bool) -> None:
     """A prefill worker is frozen during a shipment; decode then fills all its blocks, and the prefill worker
     continues."""
-    case = begin(one_sided=True)
+    case = begin(True, elastic)
     world, neighbour = case.world, case.world.prefills[1]
     world.advance(case.is_in_flight)
     world.freeze(case.prefill)
@@ -221,15 +239,16 @@ def test_late_writes_of_a_resumed_worker_hit_no_reused_block() -> None:
 
 
 @SIDES
-def test_decode_without_blocks_makes_prompts_wait(one_sided: bool) -> None:
+@ROLES
+def test_decode_without_blocks_makes_prompts_wait(one_sided: bool, elastic: bool) -> None:
     """Each prompt takes five of nine blocks."""
-    case = begin(one_sided)
+    case = begin(one_sided, elastic)
     world = case.world
     asked = [case.victim, *(world.ask([i, *PROMPT[1:]], 5, world.prefills[i % 2]) for i in range(4))]
 
     def must_wait() -> bool:
         """Both its messages are here, and there are too few blocks for it."""
-        decode = world.decode.scheduler
+        decode = world.decode.scheduler.decode
         waiting = [t for t in decode._transfers.values() if t.pair_id and not t.is_reserved]
         return decode.blocks.num_free < 5 and any(t.transfer_id in decode._by_transfer for t in waiting)
 
@@ -244,10 +263,10 @@ def test_a_layout_mismatch_is_refused_and_the_other_pair_serves(one_sided: bool)
     world = World(1, one_sided)
     other = msgspec.structs.replace(LAYOUT, num_kv_heads=4)
     world.visible.discard(world.prefills[0].epoch)
-    world.prefills[0] = Prefill(world, "prefill-0", 9, other)
+    world.workers[0] = Worker(world, "prefill-0", "prefill", 9, other)
     world.visible.add(world.prefills[0].epoch)
     world.run_to_rest()
-    (refused,) = world.prefills[0].table.status()
+    (refused,) = world.prefills[0].outgoing.status()
     assert refused.state == "refused"
     assert refused.reason == "KV layout differs in total_kv_heads: prefill has 4, decode has 2"
     asked = world.ask(PROMPT, 6, world.prefills[1])

@@ -1,4 +1,6 @@
-"""Two prefill workers and a decode worker in memory: real schedulers and pair tables, simulated network and processes.
+"""Three workers in memory: real schedulers and pair tables, simulated network and processes.
+
+Two compute prompts and one decodes, or all are elastic: each computes, decodes, and ships to both others.
 
 Data paths are those of `tests.support.fake_connector`: one-sided (like `ipc`) or two-sided (like `gloo`), block by
 block, delayed, with loss and corruption. A frozen process does nothing until it wakes up; a killed one is followed by
@@ -31,12 +33,15 @@ from tandem.protocol.messages.dispatch import (
     TokenBatch,
 )
 from tandem.protocol.messages.generation import SampledToken, SamplingParams, StopConditions
+from tandem.protocol.messages.membership import DECODE_ROLES, PREFILL_ROLES, Role
 from tandem.protocol.messages.token_ids import pack_token_ids
 from tandem.protocol.worker_actions import Ship
-from tests.simulation.simulated_workers import BLOCK_SIZE, LEASE_S, Decode, Memory, Prefill, Process
+from tests.simulation.simulated_workers import BLOCK_SIZE, LEASE_S, Memory, Worker
 from tests.support.fake_connector import FakeNetwork, Faults
 
 DEADLINE_S = 40.0
+FIXED: dict[str, Role] = {"prefill-0": "prefill", "prefill-1": "prefill", "decode-0": "decode"}
+ELASTIC: dict[str, Role] = {"worker-0": "any", "worker-1": "any", "worker-2": "any"}
 
 
 def next_token(token_ids: list[int]) -> int:
@@ -55,8 +60,8 @@ class Wanted:
     prompt: list[int]
     stop: StopConditions
     attempt_id: str = ""
-    prefill: Prefill | None = None
-    decode: Decode | None = None
+    prefill: Worker | None = None
+    decode: Worker | None = None
     tokens: list[int] = field(default_factory=list)
     ended: str | None = None
 
@@ -68,7 +73,9 @@ Event = tuple[float, Callable[[], None]]
 class World:
     """Includes the proxy. visible: epochs of the workers that the proxy knows."""
 
-    def __init__(self, seed: int, one_sided: bool, loss: float = 0.0, corruption: float = 0.0) -> None:
+    def __init__(
+        self, seed: int, one_sided: bool, loss: float = 0.0, corruption: float = 0.0, elastic: bool = False
+    ) -> None:
         self.rng = random.Random(seed)
         self.now = 0.0
         self.one_sided = one_sided
@@ -79,10 +86,9 @@ class World:
         self.data_pace, self.message_pace = self.rng.choice([0.3, 3.0]), self.rng.choice([0.8, 4.0])
         self.disorder = self.rng.choice([0.02, 0.4])
         self.num_started = 0
-        self.decode = self._new_decode()
-        self.prefills = [self._new_prefill(i) for i in range(2)]
-        self.visible = {process.epoch for process in self.processes()}
-        self.exits: deque[int] = deque()  # exits that the kernel has not reported yet
+        self.roles = ELASTIC if elastic else FIXED
+        self.workers = [self._new_worker(name) for name in self.roles]
+        self.visible = {worker.epoch for worker in self.workers}
         self.wanted: list[Wanted] = []
         self.lost_prompts: list[list[int]] = []
         self.attempts: dict[str, Wanted] = {}
@@ -93,89 +99,100 @@ class World:
 
     # ---- processes
 
-    def _new_decode(self) -> Decode:
+    def _new_worker(self, name: str) -> Worker:
         self.num_started += 1
-        return Decode(self, self.num_started)
+        return Worker(self, name, self.roles[name], self.num_started)
 
-    def _new_prefill(self, index: int) -> Prefill:
-        self.num_started += 1
-        return Prefill(self, f"prefill-{index}", self.num_started)
+    @property
+    def prefills(self) -> list[Worker]:
+        """The first two workers, which compute prompts."""
+        return self.workers[:2]
 
-    def processes(self) -> list[Process]:
-        return [self.decode, *self.prefills]
+    @property
+    def decode(self) -> Worker:
+        """The last worker, to which the first two ship."""
+        return self.workers[2]
+
+    def routes(self) -> list[tuple[Worker, Worker]]:
+        """Returns the workers that a prompt may be computed and decoded on."""
+        prefills = [worker for worker in self.workers if worker.info.role in PREFILL_ROLES]
+        decodes = [worker for worker in self.workers if worker.info.role in DECODE_ROLES]
+        return [(prefill, decode) for prefill in prefills for decode in decodes]
+
+    def named(self, name: str) -> Worker:
+        return next(worker for worker in self.workers if worker.name == name)
 
     def is_running(self, pid: int) -> bool:
-        return any(process.pid == pid for process in self.processes())
+        return any(worker.pid == pid for worker in self.workers)
 
-    def freeze(self, process: Process) -> None:
-        process.frozen = True
-        for path_id in process.path_ids:
-            self.network.freeze(path_id, process.side)
+    def freeze(self, worker: Worker) -> None:
+        worker.frozen = True
+        for path_id, side in worker.paths.items():
+            self.network.freeze(path_id, side)
 
-    def thaw(self, process: Process) -> None:
+    def thaw(self, worker: Worker) -> None:
         """Wakes the process, which registers again if it was declared lost."""
-        process.frozen = False
-        for path_id in process.path_ids:
-            self.network.thaw(path_id, process.side)
-        self.visible.add(process.epoch)
+        worker.frozen = False
+        for path_id, side in worker.paths.items():
+            self.network.thaw(path_id, side)
+        self.visible.add(worker.epoch)
 
-    def notice_silence(self, process: Process) -> None:
+    def notice_silence(self, worker: Worker) -> None:
         """The proxy declares a frozen worker lost."""
-        self.visible.discard(process.epoch)
-        self._lose(process)
+        self.visible.discard(worker.epoch)
+        self._lose(worker)
 
-    def restart(self, process: Process) -> None:
-        """Kills the process and starts another at its address. Its last messages may be lost."""
-        process.alive = False
-        for path_id in process.path_ids:
-            self.network.kill(path_id, process.side)
-        self.exits.append(process.pid)
-        self.visible.discard(process.epoch)
-        if isinstance(process, Prefill):
-            for pair_id in process.sockets:
-                sent = self.decode.inbox[pair_id]
-                for _ in range(self.rng.randint(0, len(sent))):
-                    sent.pop()
-            self.prefills[self.prefills.index(process)] = new = self._new_prefill(int(process.name[-1]))
-            self.visible.add(new.epoch)
-        else:
-            self.decode = self._new_decode()
-            self.visible.add(self.decode.epoch)
-        self._lose(process)
+    def restart(self, worker: Worker) -> None:
+        """Kills the process and starts another at its address. The last messages through its own sockets may be
+        lost."""
+        worker.alive = False
+        for path_id, side in worker.paths.items():
+            self.network.kill(path_id, side)
+        for other in self.workers:
+            if other is not worker and other.info.role in DECODE_ROLES:
+                other.exits.append(worker.pid)
+        self.visible.discard(worker.epoch)
+        for pair_id, peer in worker.sockets.items():
+            sent = self.named(peer).inbox[pair_id]
+            for _ in range(self.rng.randint(0, len(sent))):
+                sent.pop()
+        self.workers[self.workers.index(worker)] = new = self._new_worker(worker.name)
+        self.visible.add(new.epoch)
+        self._lose(worker)
 
-    def _lose(self, process: Process) -> None:
+    def _lose(self, worker: Worker) -> None:
         for sequence in self.wanted:
-            if sequence.ended is None and process in (sequence.prefill, sequence.decode):
+            if sequence.ended is None and worker in (sequence.prefill, sequence.decode):
                 self._end(sequence, "worker_lost")
                 self.lost_prompts.append(sequence.prompt)
 
     # ---- the proxy
 
     def start(self) -> None:
-        able = [p for p in self.prefills if p.epoch in self.visible and p.table.ready_pair(self.decode.epoch)]
-        if not able or self.decode.epoch not in self.visible:
+        able = [
+            (prefill, decode)
+            for prefill, decode in self.routes()
+            if {prefill.epoch, decode.epoch} <= self.visible and (prefill is decode or prefill.path_to(decode))
+        ]
+        if not able:
             return
         length = self.rng.choice([1, 4, 9, 15])
-        if self.lost_prompts:
-            self._dispatch_again(self.rng.choice(able))
+        if self.lost_prompts:  # dispatched again, under another transfer_id
+            self.ask(self.lost_prompts.pop(), 6, *self.rng.choice(able))
             return
         prompt = [self.rng.randrange(3)] * min(8, length) + [self.rng.randrange(23) for _ in range(length - 8)]
-        self.ask(prompt, self.rng.choice([2, 6]), self.rng.choice(able))
+        self.ask(prompt, self.rng.choice([2, 6]), *self.rng.choice(able))
 
-    def _dispatch_again(self, prefill: Prefill) -> None:
-        """Dispatches a prompt that lost a worker, under another transfer_id."""
-        self.ask(self.lost_prompts.pop(), 6, prefill)
-
-    def ask(self, prompt: list[int], num_tokens: int, prefill: Prefill) -> Wanted:
+    def ask(self, prompt: list[int], num_tokens: int, prefill: Worker, decode: Worker | None = None) -> Wanted:
         sequence = Wanted(prompt, StopConditions(num_tokens, frozenset()))
         self.wanted.append(sequence)
-        self._dispatch(sequence, prefill)
+        self._dispatch(sequence, prefill, decode or self.decode)
         return sequence
 
-    def _dispatch(self, sequence: Wanted, prefill: Prefill) -> None:
+    def _dispatch(self, sequence: Wanted, prefill: Worker, decode: Worker) -> None:
         attempt_id = f"r{len(self.attempts)}"
         self.attempts[attempt_id] = sequence
-        sequence.attempt_id, sequence.prefill, sequence.decode = attempt_id, prefill, self.decode
+        sequence.attempt_id, sequence.prefill, sequence.decode = attempt_id, prefill, decode
         num_generated = len(sequence.tokens)
         alone = sequence.stop.max_tokens - num_generated == 1
         packed = pack_token_ids(sequence.prompt + sequence.tokens)
@@ -183,12 +200,12 @@ class World:
             StartPrefill(
                 "proxy", [attempt_id], f"t-{attempt_id}", packed, SamplingParams(), [1], sequence.stop,
                 DEADLINE_S,
-                decode_worker_id=None if alone else self.decode.name, decode_epoch=None if alone else self.decode.epoch,
+                decode_worker_id=None if alone else decode.name, decode_epoch=None if alone else decode.epoch,
                 num_generated=num_generated,
             )
         )  # fmt: skip
-        if not alone:
-            self.decode.inbox["proxy"].append(
+        if not alone and prefill is not decode:
+            decode.inbox["proxy"].append(
                 PrepareDecode(
                     "proxy", [attempt_id], f"t-{attempt_id}", packed, SamplingParams(), [1], sequence.stop,
                     DEADLINE_S,
@@ -203,11 +220,11 @@ class World:
     def _end(self, sequence: Wanted, reason: str) -> None:
         assert sequence.ended is None
         sequence.ended = reason
-        for process in (sequence.prefill, sequence.decode):
-            if process is not None and process.alive:
-                process.inbox["proxy"].append(AbortAttempt("proxy", sequence.attempt_id))
+        for worker in dict.fromkeys((sequence.prefill, sequence.decode)):
+            if worker is not None and worker.alive:
+                worker.inbox["proxy"].append(AbortAttempt("proxy", sequence.attempt_id))
 
-    def to_proxy(self, process: Process, message: Any) -> None:
+    def to_proxy(self, process: Worker, message: Any) -> None:
         match message:
             case FirstToken():
                 self._on_token(process, message.attempt_id, message.token, message.finish_reason)
@@ -218,10 +235,9 @@ class World:
                 self._count_terminal(process, message.attempt_id)
                 sequence = self.attempts[message.attempt_id]
                 if sequence.ended is None and sequence.attempt_id == message.attempt_id:
-                    assert sequence.prefill is not None
-                    able = [p for p in self.prefills if p.epoch in self.visible]
+                    able = [route for route in self.routes() if {worker.epoch for worker in route} <= self.visible]
                     if able:
-                        self._dispatch(sequence, self.rng.choice(able))
+                        self._dispatch(sequence, *self.rng.choice(able))
                     else:
                         self._end(sequence, "worker_lost")
             case AttemptFailed():
@@ -232,11 +248,11 @@ class World:
             case DecodeReserved():
                 pass
 
-    def _count_terminal(self, process: Process, attempt_id: str) -> None:
+    def _count_terminal(self, process: Worker, attempt_id: str) -> None:
         self.terminals[process.epoch, attempt_id] += 1
         assert self.terminals[process.epoch, attempt_id] == 1, f"{process.epoch} ended {attempt_id} twice"
 
-    def _on_token(self, process: Process, attempt_id: str, token: SampledToken, reason: str | None) -> None:
+    def _on_token(self, process: Worker, attempt_id: str, token: SampledToken, reason: str | None) -> None:
         if reason is not None:
             self._count_terminal(process, attempt_id)
         sequence = self.attempts[attempt_id]
@@ -252,13 +268,13 @@ class World:
 
     def events(self) -> list[Event]:
         """Returns all events that happen without further faults, except steps."""
-        return [event for process in self.processes() for event in self.events_of(process)] + self._path_events()
+        return [event for process in self.workers for event in self.events_of(process)] + self._path_events()
 
     def _path_events(self) -> list[Event]:
         """Returns events of data paths: block moves and callbacks."""
         return [(self.data_pace, act) for act in self.network.choices()]
 
-    def events_of(self, process: Process) -> list[Event]:
+    def events_of(self, process: Worker) -> list[Event]:
         """Returns messages, callbacks, membership changes and exits."""
         if not process.runs:
             return []
@@ -271,8 +287,8 @@ class World:
             events.append((3.0, lambda: process.later.popleft()()))
         if process.view != self.visible:
             events.append((1.0, partial(self.show_view, process)))
-        if isinstance(process, Decode) and self.exits:
-            events.append((1.0, self.report_exit))
+        if process.exits:
+            events.append((1.0, lambda: process.on_exit(process.exits.popleft())))
         return events
 
     def random_event(self, rng: random.Random) -> Callable[[], None]:
@@ -281,7 +297,7 @@ class World:
         if which == 3:
             events = self._outside_events()
         else:
-            process = self.processes()[which]
+            process = self.workers[which]
             events = self.events_of(process) + self._path_events() + self._faults_of(process)
             if process.runs:
                 events.append((3.0, partial(self.run_step, process)))
@@ -296,7 +312,7 @@ class World:
             events.append((0.5, lambda: self.abort(self.rng.choice(open_ones))))
         return events
 
-    def _faults_of(self, process: Process) -> list[Event]:
+    def _faults_of(self, process: Worker) -> list[Event]:
         events: list[Event] = [(0.05, partial(self.restart, process))]
         if process.frozen:
             events.append((0.4, partial(self.thaw, process)))
@@ -311,7 +327,7 @@ class World:
                     events.append((self.disorder, partial(queue.rotate, 1)))
         return events
 
-    def deliver(self, process: Process, connection: str) -> None:
+    def deliver(self, process: Worker, connection: str) -> None:
         queue = process.inbox[connection]
         if connection in self.disordered:
             number = self.rng.randrange(len(queue))
@@ -320,32 +336,25 @@ class World:
             if self.rng.random() < 0.5:
                 self.num_duplicated += 1
                 queue.append(queue[0])  # repeat it after the others
-        process.on_message(connection, queue.popleft())  # type: ignore[attr-defined]
+        process.on_message(connection, queue.popleft())
 
-    def duplicate(self, process: Process, connection: str) -> None:
+    def duplicate(self, process: Worker, connection: str) -> None:
         self.num_duplicated += 1
         process.inbox[connection].appendleft(process.inbox[connection][0])
 
-    def give_up_pair(self, process: Process) -> None:
+    def give_up_pair(self, worker: Worker) -> None:
         """A worker closes a pair on its own, e.g. for a full connection or an invalid message."""
-        if isinstance(process, Prefill) and (pairs := list(process.table.pairs())):
-            process.perform_pairs(process.table.fail(self.now, self.rng.choice(pairs).pair_id, "clogged"))
-        elif isinstance(process, Decode) and (incoming := list(process.table.pairs())):
-            process.perform_pairs(process.table.fail(self.rng.choice(incoming).pair_id, "broke the rules"))
+        outgoing, incoming = list(worker.outgoing.pairs()), list(worker.incoming.pairs())
+        number = self.rng.randrange(max(1, len(outgoing) + len(incoming)))
+        if number < len(outgoing):
+            worker.perform_pairs(worker.outgoing.fail(self.now, outgoing[number].pair_id, "clogged"))
+        elif incoming:
+            pair = incoming[number - len(outgoing)]
+            worker.perform_pairs(worker.incoming.fail(pair.pair_id, "broke the rules"))
 
-    def show_view(self, process: Process) -> None:
-        process.view = set(self.visible)
-        workers = [p.info for p in self.processes() if p.epoch in self.visible]  # type: ignore[attr-defined]
-        if isinstance(process, Prefill):
-            process.perform_pairs(process.table.on_view(self.now, workers))
-        elif isinstance(process, Decode):
-            process.perform_pairs(process.table.on_view(workers))
-
-    def report_exit(self) -> None:
-        pid = self.exits.popleft()
-        for pair in list(self.decode.table.pairs()):
-            if pid in pair.live_pids:
-                self.decode.perform_pairs(self.decode.table.on_exit(pair.pair_id, pid))
+    def show_view(self, worker: Worker) -> None:
+        worker.view = set(self.visible)
+        worker.on_view([each.info for each in self.workers if each.epoch in self.visible])
 
     def pass_time(self, seconds: float) -> None:
         """No message arrives meanwhile, but all running processes tick."""
@@ -355,61 +364,44 @@ class World:
             self._tick()
 
     def _tick(self) -> None:
-        for process in self.processes():
-            if process.runs and isinstance(process, Prefill):
-                process.perform_pairs(process.table.on_tick(self.now))
-                process.on_tick()
-            elif process.runs and isinstance(process, Decode):
-                process.perform(process.scheduler.on_tick(self.now))
-                process.renew_leases()
+        for worker in self.workers:
+            if worker.runs:
+                worker.on_tick()
 
     def _check_write(self, pair_id: str, block_id: int) -> None:
         """Checks that the block belongs to the transfer that is first in the path's queue."""
-        if pair_id not in self.decode.path_ids:
+        target = next((worker for worker in self.workers if worker.paths.get(pair_id) == "receiver"), None)
+        if target is None:
             return  # the memory of a process that has exited
         transfer_id = self.ships[pair_id][0].transfer_id
-        transfer = self.decode.scheduler._transfers.get(transfer_id)
+        transfer = target.scheduler.decode._transfers.get(transfer_id)
         assert transfer is not None and block_id in transfer.own_block_ids, "a write to a block of another owner"
-        self.num_late_writes += transfer_id not in self.decode.scheduler._by_transfer
+        self.num_late_writes += transfer_id not in target.scheduler.decode._by_transfer
 
     # ---- steps
 
-    def run_step(self, process: Process) -> None:
+    def run_step(self, worker: Worker) -> None:
         """Begins a step, or ends the running one."""
-        if isinstance(process, Prefill):
-            self._prefill_step(process)
-        elif isinstance(process, Decode):
-            self._decode_step(process)
-
-    def _prefill_step(self, prefill: Prefill) -> None:
-        batch, prefill.step = prefill.step, None
+        scheduler = worker.scheduler
+        batch, worker.step = worker.step, None
         if batch is None:
-            batch, actions = prefill.scheduler.schedule(self.now)
-            prefill.step = batch if batch.items else None
-            prefill.perform(actions)
+            batch, actions = scheduler.schedule(self.now)
+            worker.step = batch if batch.items else None
+            worker.perform(actions)
             return
         outputs = []
-        for item, (prompt, _) in zip(batch.items, prefill.scheduler._step, strict=True):
-            end = item.start + len(item.token_ids)
-            self._check_memory(prefill.memory, prompt.token_ids, prompt.block_table, item.start)
-            self._compute(prefill.memory, prompt.token_ids, prompt.block_table, item.start, end)
-            outputs.append(ItemOutput([SampledToken(next_token(prompt.token_ids)) for _ in item.samples]))
-        prefill.perform(prefill.scheduler.on_step(self.now, outputs))
-
-    def _decode_step(self, decode: Decode) -> None:
-        batch, decode.step = decode.step, None
-        if batch is None:
-            batch, actions = decode.scheduler.schedule(self.now)
-            decode.step = batch if batch.items else None
-            decode.perform(actions)
-            return
-        outputs = []
-        for item, sequence in zip(batch.items, decode.scheduler._running.step, strict=True):
+        running, computing = scheduler.decode._running.step, scheduler.prefill._step
+        for item, sequence in zip(batch.items, running, strict=False):
             token_ids = self.attempts[sequence.attempt_id].prompt + sequence.output_token_ids
-            self._check_memory(decode.memory, token_ids, sequence.block_table, item.start)
-            self._compute(decode.memory, token_ids, sequence.block_table, item.start, item.start + 1)
+            self._check_memory(worker.memory, token_ids, sequence.block_table, item.start)
+            self._compute(worker.memory, token_ids, sequence.block_table, item.start, item.start + 1)
             outputs.append(ItemOutput([SampledToken(next_token(token_ids))]))
-        decode.perform(decode.scheduler.on_step(self.now, outputs))
+        for item, (prompt, _) in zip(batch.items[len(running) :], computing, strict=True):
+            end = item.start + len(item.token_ids)
+            self._check_memory(worker.memory, prompt.token_ids, prompt.block_table, item.start)
+            self._compute(worker.memory, prompt.token_ids, prompt.block_table, item.start, end)
+            outputs.append(ItemOutput([SampledToken(next_token(prompt.token_ids)) for _ in item.samples]))
+        worker.perform(scheduler.on_step(self.now, outputs))
 
     @staticmethod
     def _check_memory(memory: Memory, token_ids: list[int], block_table: list[int], num_computed: int) -> None:
@@ -426,21 +418,23 @@ class World:
 
     def check(self) -> None:
         """Every block has one owner: a transfer or a sequence, not both."""
-        for prefill in self.prefills:
-            prefill.scheduler.blocks.check()
-        self.decode.scheduler.blocks.check()
-        owners: Counter[int] = Counter()
-        for transfer in self.decode.scheduler._transfers.values():
-            owners.update(transfer.own_block_ids)
-        in_tables = {block_id for s in self.decode.scheduler._running.sequences for block_id in s.block_table}
-        assert all(count == 1 for count in owners.values()), "a block has two owners"
-        assert not in_tables & owners.keys(), "a block of a running sequence may still be written by a peer"
+        for worker in self.workers:
+            scheduler = worker.scheduler
+            scheduler.blocks.check()
+            owners: Counter[int] = Counter()
+            for transfer in scheduler.decode._transfers.values():
+                owners.update(transfer.own_block_ids)
+            tables = [sequence.block_table for sequence in scheduler.decode._running.sequences]
+            tables += [prompt.block_table for prompt in scheduler.prefill.prompts()]
+            assert all(count == 1 for count in owners.values()), "a block has two owners"
+            in_tables = {block_id for table in tables for block_id in table}
+            assert not in_tables & owners.keys(), "a block in use may still be written by a peer"
 
     def settle(self) -> None:
         """Without further faults: everything ends, every block is freed, every pair is ready again."""
         self.network.faults = Faults()
         self.disordered = set()
-        for process in self.processes():
+        for process in self.workers:
             if process.frozen:
                 self.thaw(process)
         for _ in range(60):
@@ -460,7 +454,7 @@ class World:
                 events[0][1]()
                 self.check()
                 continue
-            for process in self.processes():
+            for process in self.workers:
                 if process.runs and not until():
                     self.run_step(process)
         raise AssertionError("it does not come so far")
@@ -479,10 +473,10 @@ class World:
             if events := self.events():
                 events[0][1]()
                 continue
-            for process in self.processes():
+            for process in self.workers:
                 if process.runs:
                     self.run_step(process)
-            if not self.events() and not any(process.runs and process.step for process in self.processes()):
+            if not self.events() and not any(process.runs and process.step for process in self.workers):
                 return
         raise AssertionError("it does not come to rest")
 
@@ -492,17 +486,16 @@ class World:
     def _why_not_at_rest(self) -> str | None:
         if hanging := [sequence for sequence in self.wanted if sequence.ended is None]:
             return f"{hanging[0]} hangs"
-        for process in self.processes():
-            blocks = process.scheduler.blocks  # type: ignore[attr-defined]
+        for process in self.workers:
+            scheduler = process.scheduler
+            blocks, prefill, decode = scheduler.blocks, scheduler.prefill, scheduler.decode
             if blocks.num_free != blocks.num_blocks:
                 return f"{blocks.num_blocks - blocks.num_free} blocks of {process.epoch} are lost"
-        decode = self.decode.scheduler
-        if decode._transfers or decode._by_request or decode._by_transfer:
-            return "decode remembers what has ended"
-        if any(prefill.scheduler._by_transfer for prefill in self.prefills):
-            return "prefill remembers what has ended"
-        if not all(prefill.table.ready_pair(self.decode.epoch) for prefill in self.prefills):
-            return "a pair is not ready"
-        if len(list(self.decode.table.pairs())) != len(self.prefills):
-            return "decode keeps pairs that are gone"
+            if decode._transfers or decode._by_request or decode._by_transfer or prefill._by_transfer:
+                return f"{process.epoch} remembers what has ended"
+            peers = [source for source, target in self.routes() if target is process and source is not process]
+            if not all(source.path_to(process) for source in peers):
+                return f"a pair with {process.epoch} is not ready"
+            if len(list(process.incoming.pairs())) != len(peers):
+                return f"{process.epoch} keeps pairs that are gone"
         return None

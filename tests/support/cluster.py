@@ -19,7 +19,7 @@ from bench.noise_model import ensure_noise_model
 from bench.ports import free_port
 from tandem.deploy.commands.cluster_client import ClusterClient
 from tandem.deploy.processes.runtime_dir import log_dir, runtime_dir
-from tandem.protocol.messages.membership import StatusReport, WorkerReport
+from tandem.protocol.messages.membership import Role, SetWorkerRole, StatusReport, WorkerOrdered, WorkerReport
 
 START_TIMEOUT_S = 240.0
 STOP_TIMEOUT_S = 60.0
@@ -121,6 +121,11 @@ class Cluster:
 
     def worker(self, worker_id: str) -> WorkerReport:
         return next(report for report in self.status().workers if report.worker.worker_id == worker_id)
+
+    def give_role(self, worker_id: str, role: Role) -> str:
+        """Returns why a proxy refuses, or ""."""
+        orders = ClusterClient(self.port).ask_proxies(SetWorkerRole(worker_id, role), WorkerOrdered)
+        return next((answer.error for answer in asyncio.run(orders) if answer.error), "")
 
     def pids(self) -> list[int]:
         """Process ids of the launcher's children."""

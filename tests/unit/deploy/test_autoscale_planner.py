@@ -33,6 +33,25 @@ BUSY = Demand(
 IDLE = Demand(num_prefill=1, num_decode=1, speed=8000.0)
 
 
+demands = st.builds(
+    Demand,
+    num_prefill=st.integers(0, 9),
+    num_decode=st.integers(0, 9),
+    prompts_per_s=st.just(0.0) | st.floats(0.01, 100),
+    prompt_tokens_per_s=st.floats(0, 1e6),
+    waiting_tokens=st.integers(0, 10**7),
+    speed=st.sampled_from([0.0, 10.0, 8000.0]),
+    most_sequences=st.integers(0, 1000),
+    most_used_blocks=st.integers(0, 5000),
+    blocks_per_decode=st.sampled_from([0, 500]),
+    mean_output_tokens=st.floats(0, 1000),
+    fixed_step_s=st.floats(0, 0.1),
+    step_s_per_sequence=st.sampled_from([0.0, 0.0005, 0.2]),
+    decode_is_full=st.booleans(),
+    refused_per_s=st.floats(0, 10),
+)
+
+
 def worker(role: Role, epoch: str = "e") -> WorkerInfo:
     return WorkerInfo(f"{role}-0", f"{role}/{epoch}", role, "", 1)
 
@@ -159,9 +178,23 @@ def test_elastic_workers_share_what_each_role_would_round_up() -> None:
     light = Demand(**{**as_dict(BUSY), "prompt_tokens_per_s": 2000.0, "most_sequences": 10, "mean_output_tokens": 20.0})
     prefill, decode = prefill_needed(light, PlannerConfig()), decode_needed(light, PlannerConfig())
     assert (prefill.num_workers, decode.num_workers) == (1, 1)
-    assert elastic_needed(prefill, decode) == 1
-    prefill, decode = prefill_needed(BUSY, PlannerConfig()), decode_needed(BUSY, PlannerConfig())
-    assert elastic_needed(prefill, decode) >= max(prefill.num_workers, decode.num_workers)
+    assert elastic_needed(light, PlannerConfig()) == 1
+
+
+def test_elastic_workers_compute_prompts_in_the_time_that_sequences_leave() -> None:
+    """Five workers have time for the work of both phases, but prompts beside the sequences would miss the TTFT."""
+    loaded = Demand(**{**as_dict(BUSY), "mean_output_tokens": 200.0})
+    needs = prefill_needed(loaded, PlannerConfig()), decode_needed(loaded, PlannerConfig())
+    assert sum(need.work for need in needs) < 5
+    assert elastic_needed(loaded, PlannerConfig()) == 6
+    assert elastic_needed(loaded, PlannerConfig(ttft_s=10.0)) == 5
+
+
+@given(demands, st.sampled_from([0.011, 0.05, 1.0]))
+def test_elastic_workers_are_never_more_than_both_roles_need(demand: Demand, itl_s: float) -> None:
+    config = PlannerConfig(itl_s=itl_s)
+    needs = [need.num_workers for need in (prefill_needed(demand, config), decode_needed(demand, config))]
+    assert max(needs) <= elastic_needed(demand, config) <= sum(needs)
 
 
 def test_elastic_workers_count_for_both_roles() -> None:
@@ -181,25 +214,6 @@ def test_one_busy_second_changes_nothing() -> None:
     for second in range(100):
         proposal = planner.propose(second, BUSY if second % 3 == 0 else IDLE, 1, 1)
         assert (proposal.prefill, proposal.decode) == (1, 1)
-
-
-demands = st.builds(
-    Demand,
-    num_prefill=st.integers(0, 9),
-    num_decode=st.integers(0, 9),
-    prompts_per_s=st.just(0.0) | st.floats(0.01, 100),
-    prompt_tokens_per_s=st.floats(0, 1e6),
-    waiting_tokens=st.integers(0, 10**7),
-    speed=st.sampled_from([0.0, 10.0, 8000.0]),
-    most_sequences=st.integers(0, 1000),
-    most_used_blocks=st.integers(0, 5000),
-    blocks_per_decode=st.sampled_from([0, 500]),
-    mean_output_tokens=st.floats(0, 1000),
-    fixed_step_s=st.floats(0, 0.1),
-    step_s_per_sequence=st.sampled_from([0.0, 0.0005, 0.2]),
-    decode_is_full=st.booleans(),
-    refused_per_s=st.floats(0, 10),
-)
 
 
 @given(st.lists(st.tuples(demands, st.integers(1, 30)), min_size=1, max_size=30), st.integers(0, 2))
@@ -263,7 +277,7 @@ def test_an_elastic_cluster_grows_and_shrinks_and_serves_both_mixes() -> None:
     daily = diurnal(random.Random(2), 900.0)
     whole = play(daily, SPEEDS, 0, 0, None, num_any=10)
     planned = play(daily, SPEEDS, 0, 0, planner_for(SPEEDS, 10), num_any=2)
-    assert whole["goodput"] > 0.97 and planned["goodput"] > 0.9
+    assert whole["goodput"] > 0.97 and planned["goodput"] > 0.95
     assert planned["worker_hours"] < 0.85 * whole["worker_hours"]
 
 

@@ -85,9 +85,8 @@ def test_the_label_role_follows_a_change_of_role() -> None:
         groups = scrape_targets(ProxyConfig("proxy-0", "ipc://x", "m", "m"), "", table.workers())
         return {group.labels["worker"]: group.labels["role"] for group in groups if "worker" in group.labels}
 
-    assert table.change_role("worker-0", "decode") == ""
+    assert table.change_role(0.0, "worker-0", "decode") == ""
     assert roles() == {"worker-0": "decode", "worker-1": "any"}
-    table.on_status(
-        0.1, WorkerStatus(elastic.worker_id, elastic.epoch, "prefill", WorkerLoad())
-    )  # another proxy's order
+    by_another_proxy = WorkerStatus(elastic.worker_id, elastic.epoch, "prefill", WorkerLoad())
+    table.on_status(2.0, by_another_proxy)
     assert roles() == {"worker-0": "prefill", "worker-1": "any"}

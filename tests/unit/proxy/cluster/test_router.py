@@ -270,10 +270,20 @@ def test_prompts_go_where_no_sequence_slows_them() -> None:
     assert deflected.computing_s == pytest.approx(0.002 + 0.09 / 0.5)
 
 
-def test_sequences_fill_one_elastic_worker_before_the_next() -> None:
+def test_sequences_spread_over_elastic_workers_that_compute_few_prompts() -> None:
     world = RouterMachine(0, 0, num_any=2)
     busy, free = world.elastic
-    world.report(free, **STEPS)
+    for number in range(100):
+        world.report(free, waiting_tokens=[(0, 9)] if number % 5 == 0 else [], **STEPS)
+        world.report(busy, running=2, **STEPS)
+    assert where(world.router.pick(PromptShape(100))) == (free.worker_id, free.worker_id)
+
+
+def test_sequences_fill_one_elastic_worker_before_the_next_while_prompts_are_computed() -> None:
+    world = RouterMachine(0, 0, num_any=2)
+    busy, free = world.elastic
+    for number in range(100):
+        world.report(free, waiting_tokens=[(0, 9)] if number % 3 == 0 else [], **STEPS)
     world.report(busy, running=2, **STEPS)
     route = world.router.pick(PromptShape(100))
     assert where(route) == (free.worker_id, busy.worker_id)
@@ -333,7 +343,7 @@ def test_a_route_predicts_the_gaps_between_tokens() -> None:
 
 def test_a_changed_role_counts_at_once() -> None:
     world = RouterMachine(1, 2)
-    assert world.table.change_role("decode-0", "prefill") == ""
+    assert world.table.change_role(0.0, "decode-0", "prefill") == ""
     assert prefill_of(world.router.pick(PromptShape(10))) == "prefill-0", "it has no pair yet"
     flipped = world.decodes[0]
     pairs = [PairStatus("decode-1", world.decodes[1].epoch, "ready")]

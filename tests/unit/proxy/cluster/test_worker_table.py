@@ -172,20 +172,35 @@ def test_a_pair_with_an_old_epoch_is_not_used() -> None:
 
 def test_a_role_change_is_refused_when_it_would_stop_the_service() -> None:
     table, _, _ = cluster(1, 2)
-    assert "last worker that may prefill" in table.change_role("prefill-0", "decode")
-    assert table.change_role("prefill-0", "any") == ""
-    assert table.change_role("decode-0", "prefill") == ""
-    assert table.change_role("decode-1", "prefill") == "", "prefill-0 decodes too"
-    assert "last worker that may decode" in table.change_role("prefill-0", "prefill")
+    assert "last worker that may prefill" in table.change_role(1.0, "prefill-0", "decode")
+    assert table.change_role(1.0, "prefill-0", "any") == ""
+    assert table.change_role(1.0, "decode-0", "prefill") == ""
+    assert table.change_role(1.0, "decode-1", "prefill") == "", "prefill-0 decodes too"
+    assert "last worker that may decode" in table.change_role(1.0, "prefill-0", "prefill")
     assert [info.role for info in table.workers()] == ["any", "prefill", "prefill"]
 
 
 def test_a_role_change_of_an_unknown_or_draining_worker_is_refused() -> None:
     table, _, [decode, _] = cluster(1, 2)
-    assert "no worker decode-7 is registered" in table.change_role("decode-7", "any")
+    assert "no worker decode-7 is registered" in table.change_role(1.0, "decode-7", "any")
     table.on_status(0.1, msgspec.structs.replace(status(decode), draining=True))
-    assert "draining" in table.change_role("decode-0", "any")
-    assert "last worker that may decode" in table.change_role("decode-1", "prefill"), "decode-0 is leaving"
+    assert "draining" in table.change_role(1.0, "decode-0", "any")
+    assert "last worker that may decode" in table.change_role(1.0, "decode-1", "prefill"), "decode-0 is leaving"
+
+
+def test_a_report_that_was_sent_before_the_order_does_not_undo_it() -> None:
+    table, [prefill], [decode, _] = cluster(1, 2)
+    assert table.change_role(1.0, "decode-0", "any") == ""
+    table.on_status(1.01, status(decode))
+    assert table.report(1.01)[1].worker.role == "any"
+    assert table.change_role(1.02, "prefill-0", "decode") == "", "decode-0 may prefill"
+    table.on_status(1.03, msgspec.structs.replace(status(decode), role="any"))
+    table.on_status(1.04, msgspec.structs.replace(status(decode), role="decode"))  # by order of another proxy
+    assert table.report(1.04)[1].worker.role == "decode"
+    table.on_status(1.9, status(prefill))
+    assert table.report(1.9)[0].worker.role == "decode"
+    table.on_status(2.1, status(prefill))
+    assert table.report(2.1)[0].worker.role == "prefill", "the order never arrived"
 
 
 def test_a_worker_reports_its_role() -> None:

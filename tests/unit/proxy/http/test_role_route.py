@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +29,7 @@ def put(worker_id: str, content: bytes, headers: dict[str, str] = JSON) -> tuple
 
     async def main() -> httpx.Response:
         state: Any = SimpleNamespace(worker_table=table, bodies=RequestBodies(100_000, 10.0))
-        app = make_admin_app(ProxyConfig("proxy-0", "", "m", "m"), state, table.change_role)
+        app = make_admin_app(ProxyConfig("proxy-0", "", "m", "m"), state, partial(table.change_role, 0.0))
 
         async def with_state(scope: Scope, receive: Receive, send: Send) -> None:  # as uvicorn calls it
             await app({**scope, "state": {}}, receive, send)
