@@ -93,6 +93,10 @@ class ResponseStore:
             ) from error
         return msgspec.json.decode(content, type=StoredResponse)
 
+    def input_items(self, scope: str, response_id: str) -> list[InputItem]:
+        """Returns the items that the response was asked with, in their order. Raises ResponseNotFound."""
+        return msgspec.json.decode(self.load(scope, response_id).input, type=list[InputItem])
+
     def delete(self, scope: str, response_id: str) -> None:
         """Raises ResponseNotFound."""
         self.load(scope, response_id)
@@ -102,7 +106,15 @@ class ResponseStore:
         """Returns the items of a response and of those before it, oldest first. Raises PreviousResponseNotFound."""
         chain: list[StoredResponse] = []
         num_bytes, wanted = 0, response_id
+        known: set[str] = set()
         while wanted:
+            if wanted in known:  # a client may give a later response the id of an earlier one
+                raise InvalidRequest(
+                    f"The response {wanted!r} comes before itself, because a later one was given its id; begin a new "
+                    "chain.",
+                    "previous_response_id",
+                )
+            known.add(wanted)
             try:
                 chain.append(self.load(scope, wanted))
             except ResponseNotFound as error:

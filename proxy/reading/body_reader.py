@@ -32,12 +32,13 @@ MAX_DETOKENIZED_CHARACTERS = 16 << 20
 BodyKind = Literal["completion", "chat", "chat_batch", "invocation", "embedding", "message", "response"]
 """invocation: a completion or a chat. message: of Anthropic's Messages API. response: of OpenAI's Responses API."""
 
-_PREVIOUS = b'"previous_response_id"'
+_PREVIOUS = (b'"previous_response_id"', b"\\u")
+"""A key may be written with escapes too."""
 
 
 def reads_files(kind: BodyKind, body: bytes) -> bool:
     """Returns whether decoding may read stored responses, and so must not happen on an event loop."""
-    return kind == "response" and _PREVIOUS in body
+    return kind == "response" and any(mark in body for mark in _PREVIOUS)
 
 
 class HasMedia(TandemError):

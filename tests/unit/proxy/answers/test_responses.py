@@ -336,6 +336,14 @@ def test_a_chain_of_responses_is_a_conversation(tmp_path: Path) -> None:
     assert (status_of(lost.value), lost.value.param) == (400, "previous_response_id")
 
 
+def test_a_response_that_comes_before_itself_is_refused(tmp_path: Path) -> None:
+    store = ResponseStore(tmp_path)  # clients may choose ids, and so give the id of an earlier response to a later one
+    store.save("", "1", stored("a", "b", previous="2"))
+    store.save("", "2", stored("c", "d", previous="1"))
+    with pytest.raises(InvalidRequest, match="before itself"):
+        store.history("", "2")
+
+
 def test_responses_of_others_are_not_found(tmp_path: Path) -> None:
     store = ResponseStore(tmp_path)
     store.save("alice", "1", stored("a", "b"))
