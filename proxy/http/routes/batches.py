@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -23,16 +23,15 @@ from tandem.proxy.batches.batch_store import BatchStore, Owner
 from tandem.proxy.batches.file_store import MAX_FILE_BYTES, StoredFile
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.http.app_state import AppState
+from tandem.proxy.http.listing import page
 from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, client_of, json_answer
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.runtime.errors import InvalidRequest
 
-MAX_LISTED = 10_000
 _FORM_BYTES = 64 * 1024
 """What a form may have besides the file."""
 MAX_UPLOADS, MAX_UPLOADS_PER_CLIENT = 8, 2
 """At a time on one proxy. Uploads lie in the folder for temporary files until they are whole."""
-T = TypeVar("T", StoredFile, Batch)
 _REQUEST = msgspec.json.Decoder(BatchRequest)
 
 
@@ -99,7 +98,7 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
         found = await _on_thread(store_of(request).files.all)
         if (purpose := request.query_params.get("purpose")) is not None:
             found = [stored for stored in found if stored.purpose == purpose]
-        return json_answer(request, FileList(*_page(request, found)))
+        return json_answer(request, FileList(*page(request, found)))
 
     async def file(request: Request) -> Response:
         return json_answer(request, await _on_thread(store_of(request).files.get, _id(request, "file_id")))
@@ -126,7 +125,7 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
         return json_answer(request, batch)
 
     async def batches(request: Request) -> Response:
-        return json_answer(request, BatchList(*_page(request, await _on_thread(store_of(request).all))))
+        return json_answer(request, BatchList(*page(request, await _on_thread(store_of(request).all))))
 
     async def batch(request: Request) -> Response:
         return json_answer(request, await _on_thread(store_of(request).get, _id(request, "batch_id")))
@@ -162,18 +161,3 @@ def _decoded(body: bytes) -> BatchRequest:
 
 def _id(request: Request, name: str) -> str:
     return str(request.path_params[name])
-
-
-def _page(request: Request, found: Sequence[T]) -> tuple[list[T], str | None, str | None, bool]:
-    """Returns the part of a list that `after` and `limit` ask for, its first and last id, and whether more follow."""
-    given = request.query_params.get("limit", "20")
-    limit = int(given) if given.isdecimal() and len(given) < 6 else 0
-    if not 1 <= limit <= MAX_LISTED:
-        raise InvalidRequest(f"limit must be a number from 1 to {MAX_LISTED}, not {given[:20]!r}.", "limit")
-    ids = [each.id for each in found]
-    after = request.query_params.get("after")
-    if after is not None and after not in ids:
-        raise InvalidRequest(f"after names nothing in the list: {after[:100]!r}.", "after")
-    start = 0 if after is None else ids.index(after) + 1
-    page = list(found[start : start + limit])
-    return page, page[0].id if page else None, page[-1].id if page else None, start + limit < len(found)

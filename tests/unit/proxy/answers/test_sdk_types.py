@@ -7,34 +7,45 @@ they do not know must be listed.
 from __future__ import annotations
 
 import asyncio
+import io
 import json
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import anthropic.types as claude
+import msgspec
 import openai.types as gpt
 import pydantic
 import pytest
 from openai.types import responses as gpt_responses
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
+from tandem.protocol.messages.dispatch import StartPrefill
+from tandem.proxy.admission.admission import ClientLimitExceeded
+from tandem.proxy.admission.api_key import InvalidApiKey
 from tandem.proxy.answers.completions import CompletionAnswers
-from tandem.proxy.answers.embeddings import EmbeddingAnswer
-from tandem.proxy.answers.errors import messages_error
+from tandem.proxy.answers.errors import error_body, messages_error
 from tandem.proxy.answers.json_parts import encode
 from tandem.proxy.answers.messages import MessageAnswers
 from tandem.proxy.answers.parsed_answers import ParsedAnswers
 from tandem.proxy.answers.responses import ResponseAnswers
 from tandem.proxy.api.messages_response import TokenCount
-from tandem.proxy.api.response_store import ResponseStore
+from tandem.proxy.api.response_store import ResponseStore, StoredResponse
 from tandem.proxy.api.responses import ModelCard
+from tandem.proxy.api.responses_answer import InputItemList
+from tandem.proxy.api.responses_request import ResponseRequest, options_of
+from tandem.proxy.api.validation import ModelNotFound
+from tandem.proxy.batches.batch import BatchRequest, LineError
+from tandem.proxy.batches.batch_store import BatchStore, Owner
 from tandem.proxy.dispatch.generation import Generation
+from tandem.proxy.http.routes.batches import DeletedFile
 from tandem.proxy.reading.body_reader import BodyKind
-from tandem.runtime.errors import InternalError, InvalidRequest, Overloaded
+from tandem.runtime.errors import DeadlineExceeded, InternalError, InvalidRequest, Overloaded, TandemError
 from tandem.telemetry.request_log import RequestRecord
-from tests.support.proxy_cluster import Cluster, play, whole
+from tests.support.proxy_cluster import PREFILL, Cluster, play, whole
 from tests.unit.proxy.answers.test_parsed_answers import CALL, OPEN, TOOLS, generate, reader_of
+from tests.unit.proxy.dispatch.test_adapters_and_embeddings import answer, report
 
 KINDS: dict[str, Any] = {
     "completion": CompletionAnswers, "chat": ParsedAnswers, "message": MessageAnswers, "response": ResponseAnswers,
@@ -81,7 +92,7 @@ def events_of(data: bytes) -> list[str]:
     return [line for line in lines if line != "[DONE]"]
 
 
-def run(test: Coroutine[Any, Any, None] | Any) -> None:
+def run(test: Any) -> None:
     play(test, max_model_len=400)
 
 
@@ -116,7 +127,9 @@ def test_chats() -> None:
 
     async def test_stream(cluster: Cluster) -> None:
         usage = {"include_usage": True}
-        data = await body_of(cluster, "chat", {**asked, "stream": True, "return_token_ids": True, "stream_options": usage})
+        data = await body_of(
+            cluster, "chat", {**asked, "stream": True, "return_token_ids": True, "stream_options": usage}
+        )
         unknown = {path for event in events_of(data) for path in checked(ChatCompletionChunk, event)}
         assert unknown == {
             *VLLM_CHAT - {"prompt_logprobs"}, "choices.delta.reasoning",
@@ -128,11 +141,9 @@ def test_chats() -> None:
 
 
 def test_embeddings() -> None:
-    from tests.unit.proxy.dispatch.test_adapters_and_embeddings import PREFILL, StartPrefill, answer, report
-
     async def test(cluster: Cluster) -> None:
         answering = answer(cluster, input="abc", encoding_format="float")
-        while not (starts := cluster.pool.of(StartPrefill)):
+        while not (starts := cluster.pool.of(StartPrefill)):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         report(cluster, starts[0][1], PREFILL)
         assert checked(gpt.CreateEmbeddingResponse, await answering) == {
@@ -154,17 +165,70 @@ RESPONSE: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", [TEXT, "hm</think>hello"])
-def test_responses(text: str) -> None:
+UNDECLARED = {"store", "response.store"}
+"""OpenAI's answers have it, its package's type does not."""
+
+
+@pytest.mark.parametrize("writes", [TEXT, "hm</think>hello", "hm</think>"])
+def test_responses(writes: str) -> None:
     async def test(cluster: Cluster) -> None:
-        assert checked(gpt_responses.Response, await body_of(cluster, "response", RESPONSE, text)) == set()
+        assert checked(gpt_responses.Response, await body_of(cluster, "response", RESPONSE, writes)) == {"store"}
 
     async def test_stream(cluster: Cluster) -> None:
-        for event in events_of(await body_of(cluster, "response", {**RESPONSE, "stream": True}, text)):
-            assert checked(gpt_responses.ResponseStreamEvent, event) == set(), event
+        for event in events_of(await body_of(cluster, "response", {**RESPONSE, "stream": True}, writes)):
+            is_end_of_call = json.loads(event)["type"] == "response.function_call_arguments.done"
+            expected = {"name"} if is_end_of_call else UNDECLARED  # OpenAI documents the name too
+            assert checked(gpt_responses.ResponseStreamEvent, event) <= expected, event
 
     run(test)
     run(test_stream)
+
+
+@pytest.mark.parametrize("error", [InternalError("a"), InvalidRequest("a"), ClientLimitExceeded("a", 1)])
+def test_a_response_that_fails_in_mid_stream(error: TandemError) -> None:
+    async def test(cluster: Cluster) -> None:
+        request = reader_of(cluster).read(json.dumps(RESPONSE).encode(), "response", cluster.worker_table.limits())
+        generation = Generation(cluster.services, request, RequestRecord("r", "response"))
+        [event] = events_of(ResponseAnswers(generation, "m", None, "")._error_event(error))
+        assert checked(gpt_responses.ResponseFailedEvent, event) == {"response.store"}
+
+    run(test)
+
+
+INPUT_ITEMS: list[dict[str, Any]] = [
+    {"role": "user", "content": "a"},
+    {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "a"}]},
+    {"role": "user", "content": [{"type": "input_image", "image_url": "https://h/i.png"}]},
+    {"role": "assistant", "content": "b"},
+    {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"},
+    {"type": "function_call", "call_id": "2", "name": "f"},
+    {"type": "function_call_output", "call_id": "1", "output": "c"},
+    {"type": "function_call_output", "call_id": "2", "output": [{"type": "input_text", "text": "d"}]},
+]
+
+
+@pytest.mark.parametrize("given", [INPUT_ITEMS, "a"])
+def test_items_of_a_stored_response(given: Any, tmp_path: Path) -> None:
+    request = msgspec.json.decode(json.dumps({"input": given}), type=ResponseRequest)
+    store = ResponseStore(tmp_path)
+    store.save("", "resp_1", StoredResponse(msgspec.Raw(b"{}"), msgspec.Raw(options_of(request).input)))
+    items = store.input_items("", "resp_1")
+    assert len(items) == len(given) and len({item.id for item in items}) == len(items)
+    listed = InputItemList(items, items[0].id, items[-1].id, has_more=False)
+    assert checked(gpt_responses.ResponseItemList, encode(listed)) == set()
+
+
+def test_files_and_batches(tmp_path: Path) -> None:
+    store = BatchStore(tmp_path)
+    stored = store.files.add(io.BytesIO(b"{}"), 2, "in.jsonl", "batch")
+    made = store.create(BatchRequest(input_file_id=stored.id, endpoint="/v1/completions", completion_window="24h"),
+                        Owner("", ""))  # fmt: skip
+    wrong = made.with_errors(1.0, [LineError("invalid_request", "no", 1, "custom_id")])
+    assert checked(gpt.FileObject, encode(stored)) == set()
+    assert checked(gpt.FileDeleted, encode(DeletedFile(stored.id))) == set()
+    for batch in (made, wrong):
+        assert checked(gpt.Batch, encode(batch)) == set()
 
 
 MESSAGE: dict[str, Any] = {
@@ -186,3 +250,14 @@ def test_messages() -> None:
     run(test)
     run(test_stream)
     assert checked(claude.MessageTokensCount, encode(TokenCount(3))) == set()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [InvalidRequest("a"), InvalidApiKey("a"), ModelNotFound("a"), ClientLimitExceeded("a", 1),
+     Overloaded("a"), DeadlineExceeded("a"), InternalError("a")],
+)  # fmt: skip
+def test_errors(error: TandemError) -> None:
+    """Anthropic documents `request_too_large` too, which its package's type lacks."""
+    assert checked(claude.ErrorResponse, encode(messages_error(error, "r"))) == set()
+    assert checked(gpt.ErrorObject, json.dumps(json.loads(error_body(error))["error"])) == set()

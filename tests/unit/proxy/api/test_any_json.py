@@ -41,7 +41,9 @@ MINIMAL: dict[str, Any] = {
     "response": (ResponseRequest, {"input": "a"}),
 }
 """For each kind of body: its type, and a valid one."""
-WORDS = st.sampled_from(["type", "text", "role", "content", "name", "function", "json_schema", "schema", "user", "auto"])
+WORDS = st.sampled_from(
+    ["type", "text", "role", "content", "name", "function", "json_schema", "schema", "user", "auto"]
+)
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | WORDS,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
