@@ -27,6 +27,7 @@ from tandem.proxy.batches.batch import (
     Status,
     check_lines,
     finished_id,
+    read_lines,
 )
 from tandem.proxy.batches.file_store import FileStore, new_id, storage_errors, write_json
 from tandem.runtime.errors import InvalidRequest
@@ -80,7 +81,7 @@ class BatchFiles:
         now = time.time()
         try:
             with self._files.path(self.batch.input_file_id).open("rb") as lines:
-                num_requests, errors = check_lines(lines, self.batch.endpoint)
+                num_requests, errors = check_lines(read_lines(lines), self.batch.endpoint)
         except InvalidRequest as error:
             return self.batch.with_errors(now, [LineError(error.code, error.message)])
         if errors:
@@ -89,7 +90,7 @@ class BatchFiles:
 
     def lines(self) -> Iterator[bytes]:
         with self._files.path(self.batch.input_file_id).open("rb") as lines:
-            yield from lines
+            yield from read_lines(lines)
 
     def finished(self) -> set[str]:
         """Returns the custom_ids that have results. A line that was cut off by a crash is removed."""
