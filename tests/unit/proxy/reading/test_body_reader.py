@@ -207,3 +207,24 @@ def test_stored_responses_are_not_read_on_the_loop(kind: Any, body: bytes, expec
     assert reads_files(kind, body) is expected
     if expected:
         assert msgspec.json.decode(body, type=ResponseRequest).previous_response_id == "r"
+
+
+NESTED = '{"items": ' * 5000 + "{}" + "}" * 5000
+CALL = {"function": {"name": "f", "arguments": NESTED}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("chat", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}),
+        ("chat", {"messages": [{"role": "user", "content": "a"}], "structured_outputs": {"json": NESTED}}),
+        ("response", {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": NESTED}]}),
+    ],
+)
+def test_values_that_are_nested_too_deeply_are_refused(kind: Any, fields: dict[str, Any]) -> None:
+    reader, _ = reader_and_tokenizer()
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        reader.read(json.dumps(fields).encode(), kind, LIMITS)
+    if "tool_calls" in str(fields):
+        with pytest.raises(InvalidRequest, match="nested too deeply"):
+            reader.tokenize(json.dumps(fields).encode(), 100)
