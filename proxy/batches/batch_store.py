@@ -166,6 +166,7 @@ class BatchStore:
         stored = self.files.get(request.input_file_id)
         if stored.purpose != "batch":
             raise InvalidRequest(f"The file {stored.id} was not uploaded with the purpose 'batch'.", "input_file_id")
+        self.files.check_room()  # for its results
         known = self.all()
         if sum(each.status not in FINAL for each in known) >= MAX_UNFINISHED:
             raise InvalidRequest(f"You have {MAX_UNFINISHED} batches that have not ended, the limit; wait for one.")

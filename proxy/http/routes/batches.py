@@ -20,7 +20,7 @@ from tandem.proxy.answers.request_id import id_header
 from tandem.proxy.api.field_errors import invalid_field
 from tandem.proxy.batches.batch import Batch, BatchRequest
 from tandem.proxy.batches.batch_store import BatchStore, Owner
-from tandem.proxy.batches.file_store import MAX_FILE_BYTES, StoredFile
+from tandem.proxy.batches.file_store import MAX_FILE_BYTES, StoredFile, storage_errors
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.http.app_state import AppState
 from tandem.proxy.http.listing import page
@@ -80,7 +80,7 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
         store = store_of(request)
         limited = Request(request.scope, state.bodies.upload(request.receive, MAX_FILE_BYTES + _FORM_BYTES))
         try:
-            with uploads.hold(client_of(request)):
+            with uploads.hold(client_of(request)), storage_errors():
                 async with limited.form(max_files=1, max_fields=8, max_part_size=_FORM_BYTES) as form:
                     file, purpose = form.get("file"), form.get("purpose")
                     if not isinstance(file, UploadFile):
