@@ -125,7 +125,7 @@ def _read_config(file: Path, content: bytes) -> tuple[int, float]:
     """Returns rank and scaling."""
     try:
         config = json.loads(content)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidAdapter(f"{file} is not JSON: {error}.", "lora_path") from error
     if not isinstance(config, dict) or config.get("peft_type") != "LORA":
         kind = config.get("peft_type") if isinstance(config, dict) else None
@@ -186,5 +186,5 @@ def _tensor_shapes(file: Path, content: bytes) -> dict[str, list[int]]:
         if unknown:
             raise InvalidAdapter(f"{file} has tensors of type {', '.join(sorted(unknown))}.", "lora_path")
         return {name: list(entry["shape"]) for name, entry in header.items()}
-    except (ValueError, AttributeError, KeyError, TypeError) as error:
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError) as error:
         raise InvalidAdapter(f"{file} is not a safetensors file: {error}.", "lora_path") from error

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from tandem.proxy.admission.admission import ClientLimitExceeded
 from tandem.proxy.admission.api_key import InvalidApiKey
-from tandem.proxy.answers.request_id import id_header, request_id_of
+from tandem.proxy.answers.request_id import id_header, is_anthropic, request_id_of
 from tandem.proxy.api.messages_response import MessagesError, MessagesErrorDetail
 from tandem.proxy.api.response_store import ResponseNotFound
 from tandem.proxy.api.responses import ErrorDetail, ErrorResponse
@@ -150,7 +150,7 @@ def http_exception_response(request: Request, error: Exception) -> Response:
         message, code = f"There is no {request.url.path} here.", "not_found"
     elif error.status_code == 405:
         message, code = f"{request.method} is not allowed for {request.url.path}.", "method_not_allowed"
-    if _is_anthropic(request):
+    if is_anthropic(request):
         body = msgspec.json.encode(_messages_error(error.status_code, message, request_id_of(request)))
     else:
         body = _body(error.status_code, message, None, code)
@@ -172,13 +172,9 @@ def _messages_error(status: int, message: str, request_id: str | None) -> Messag
     return MessagesError(MessagesErrorDetail(kind, message), request_id)
 
 
-def _is_anthropic(request: Request) -> bool:
-    return str(request.scope.get("path", "")).startswith("/v1/messages")
-
-
 def _body_of(request: Request, error: TandemError) -> bytes:
     """Returns the body of an error in the form of the API that the request is for."""
-    if _is_anthropic(request):
+    if is_anthropic(request):
         return msgspec.json.encode(messages_error(error, request_id_of(request)))
     return error_body(error)
 

@@ -1,4 +1,7 @@
-"""The id of an HTTP request: the client's own from `X-Request-Id`, or a new one. The answer carries the same header."""
+"""The id of an HTTP request: the client's own from `X-Request-Id`, or a new one. The answer carries the same header.
+
+Answers of the Messages API have it as `request-id` too, where Anthropic's clients look for it.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from tandem.proxy.api.schema import REQUEST_ID_PATTERN
 from tandem.runtime.errors import InvalidRequest
 
 HEADER = "x-request-id"
+_ANTHROPIC_HEADER = "request-id"
 _VALID = re.compile(REQUEST_ID_PATTERN)
 
 
@@ -33,4 +37,10 @@ def check_request_id(request: Request) -> None:
 
 
 def id_header(request: Request) -> dict[str, str]:
-    return {HEADER: request_id_of(request)}
+    request_id = request_id_of(request)
+    return {HEADER: request_id, _ANTHROPIC_HEADER: request_id} if is_anthropic(request) else {HEADER: request_id}
+
+
+def is_anthropic(request: Request) -> bool:
+    """Returns whether the request is for Anthropic's Messages API."""
+    return str(request.scope.get("path", "")).startswith("/v1/messages")

@@ -179,7 +179,11 @@ class ResponseAnswers(ParsedAnswers):
         return self._encoded((ResponseIncomplete if self._is_incomplete else ResponseCompleted)(response))
 
     def _error_event(self, error: TandemError) -> bytes:
-        failure = ResponseFailure(error.code if status_of(error) < 500 else "server_error", error.message)
+        status = status_of(error)
+        code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"] = "server_error"
+        if status < 500:
+            code = "rate_limit_exceeded" if status == 429 else "invalid_prompt"
+        failure = ResponseFailure(code, error.message)
         return self._encoded(ResponseFailed(replace(self._object("failed"), error=failure)))
 
     def _whole(self, choices: list[Any]) -> list[Part]:

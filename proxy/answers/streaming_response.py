@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -12,7 +12,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from tandem.proxy.answers.errors import ClientDisconnected
-from tandem.proxy.answers.request_id import HEADER
 
 T = TypeVar("T")
 _HEADERS = {
@@ -29,10 +28,12 @@ class EventStream(Response):
     last event, which ends with `end`, is sent together with the end of the answer. An empty `end` matches none.
     """
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], request_id: str, end: bytes) -> None:
+    def __init__(
+        self, first: bytes, events: AsyncGenerator[bytes, None], headers: Mapping[str, str], end: bytes
+    ) -> None:
         self.status_code = 200
         self.background = None
-        self.init_headers({**_HEADERS, HEADER: request_id})
+        self.init_headers({**_HEADERS, **headers})
         self._first = first
         self._events = events
         self._end = end

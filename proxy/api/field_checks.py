@@ -20,7 +20,7 @@ _TOKEN_ID = re.compile(DECIMAL_ID)
 _NOT_WITH_BEAMS = {
     "stream": False, "stop": None, "stop_token_ids": None, "min_tokens": 0, "presence_penalty": 0,
     "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": None, "allowed_token_ids": None, "bad_words": None,
-    "prompt_logprobs": None, "logprob_token_ids": None, "tools": None,
+    "prompt_logprobs": None, "logprob_token_ids": None, "tools": None, "thinking_token_budget": -1,
 }  # fmt: skip
 """Fields that a beam search does not take, and their neutral values."""
 _NOT_IN_BATCHES = {"stream": False, "n": 1, "use_beam_search": False, "tools": None}

@@ -55,6 +55,8 @@ def _invalid_field(message: str, body: bytes) -> InvalidRequest:
         RecursionError,
     ) as error:  # the body is malformed behind the wrong field
         return InvalidRequest(f"The body is not valid JSON: {error}.")
+    except (LookupError, TypeError):  # an object has a key twice, and the other value has another form
+        return InvalidRequest(f"{field}: {message}.", field)
     return InvalidRequest(f"{field} is {value}: {message}.", field)
 
 

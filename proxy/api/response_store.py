@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -18,7 +19,7 @@ from tandem.proxy.api.responses_request import InputItem
 from tandem.runtime.errors import InvalidRequest
 
 MAX_BYTES = 256 << 20
-"""Of all stored responses; the ones used longest ago are removed beyond it."""
+"""Of all stored responses; the ones used longest ago are removed beyond it. Of several clients, each may have half."""
 MAX_RESPONSES = 10_000
 MAX_RESPONSE_BYTES = 16 << 20
 """Larger ones are not stored."""
@@ -26,7 +27,8 @@ MAX_AGE_S = 24 * 3600.0
 """After the last use."""
 MAX_HISTORY_BYTES = 64 << 20
 """Of all responses that one request continues."""
-_CHECK_INTERVAL_S = 30.0
+_CHECK_INTERVAL_S, _CHECK_BYTES = 30.0, 16 << 20
+"""Old responses are removed after this time, or after this much that was stored, whichever comes first."""
 
 
 class ResponseNotFound(InvalidRequest):
@@ -59,6 +61,7 @@ class ResponseStore:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._checked_at = 0.0
+        self._num_unchecked_bytes = 0
 
     def save(self, scope: str, response_id: str, stored: StoredResponse) -> bool:
         """Returns False if the response is too large. Raises OSError."""
@@ -93,6 +96,10 @@ class ResponseStore:
             ) from error
         return msgspec.json.decode(content, type=StoredResponse)
 
+    def input_items(self, scope: str, response_id: str) -> list[InputItem]:
+        """Returns the items that the response was asked with, in their order. Raises ResponseNotFound."""
+        return msgspec.json.decode(self.load(scope, response_id).input, type=list[InputItem])
+
     def delete(self, scope: str, response_id: str) -> None:
         """Raises ResponseNotFound."""
         self.load(scope, response_id)
@@ -102,7 +109,15 @@ class ResponseStore:
         """Returns the items of a response and of those before it, oldest first. Raises PreviousResponseNotFound."""
         chain: list[StoredResponse] = []
         num_bytes, wanted = 0, response_id
+        known: set[str] = set()
         while wanted:
+            if wanted in known:  # a client may give a later response the id of an earlier one
+                raise InvalidRequest(
+                    f"The response {wanted!r} comes before itself, because a later one was given its id; begin a new "
+                    "chain.",
+                    "previous_response_id",
+                )
+            known.add(wanted)
             try:
                 chain.append(self.load(scope, wanted))
             except ResponseNotFound as error:
@@ -125,19 +140,33 @@ class ResponseStore:
         return self._folder / client / f"{sha256(response_id.encode()).hexdigest()}.json"
 
     def _remove_old(self, num_bytes: int) -> None:
-        """Makes room. Looks at most every 30 s, or for each large response."""
+        """Makes room for a response of this size."""
         now = time.time()
-        if now - self._checked_at < _CHECK_INTERVAL_S and num_bytes < MAX_RESPONSE_BYTES // 16:
+        self._num_unchecked_bytes += num_bytes
+        if now - self._checked_at < _CHECK_INTERVAL_S and self._num_unchecked_bytes < _CHECK_BYTES:
             return
-        self._checked_at = now
+        self._checked_at, self._num_unchecked_bytes = now, 0
         found = []
         for file in self._folder.glob("*/*"):
             with suppress(FileNotFoundError):  # another proxy removes files too
                 status = file.stat()
                 found.append((status.st_mtime, status.st_size, file))
         found.sort(key=lambda each: each[0], reverse=True)
-        total = num_bytes
-        for number, (used_at, size, file) in enumerate(found, start=1):
-            total += size
-            if total > MAX_BYTES or number >= MAX_RESPONSES or now - used_at > MAX_AGE_S:
+        share = 1 if len({file.parent for _, _, file in found}) <= 1 else 2
+        total, num_kept = num_bytes, 1
+        by_client: Counter[Path] = Counter()
+        num_by_client: Counter[Path] = Counter()
+        for used_at, size, file in found:
+            client = file.parent
+            if (
+                now - used_at > MAX_AGE_S
+                or total + size > MAX_BYTES
+                or num_kept >= MAX_RESPONSES
+                or by_client[client] + size > MAX_BYTES // share
+                or num_by_client[client] >= MAX_RESPONSES // share
+            ):
                 file.unlink(missing_ok=True)
+                continue
+            total, num_kept = total + size, num_kept + 1
+            by_client[client] += size
+            num_by_client[client] += 1

@@ -74,7 +74,7 @@ class IncompleteDetails(msgspec.Struct, frozen=True):
 
 
 class ResponseFailure(msgspec.Struct, frozen=True):
-    code: str
+    code: Literal["server_error", "rate_limit_exceeded", "invalid_prompt"]
     message: str
 
 
@@ -113,7 +113,7 @@ class InputItemList(msgspec.Struct, frozen=True):
     data: list[InputItem]
     first_id: str | None
     last_id: str | None
-    has_more: bool = False
+    has_more: bool
     object: Literal["list"] = "list"
 
 

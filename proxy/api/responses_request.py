@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import secrets
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import Meta
+from msgspec import UNSET, Meta, UnsetType
+from msgspec.structs import replace
 
 from tandem.proxy.api.chat_messages import ChatTurns, ContentPart, FunctionCall, JsonObject, ToolCall
 from tandem.proxy.api.field_errors import refuse_unsupported
@@ -34,19 +36,23 @@ from tandem.runtime.errors import InvalidRequest
 
 PART_TYPES = ("input_text", "output_text", "text", "refusal", "summary_text", "reasoning_text", "input_image")
 ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning")
+_ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
 
 
-class InputPart(msgspec.Struct):
-    """type: kind of the content: input_text, output_text, refusal, reasoning_text, summary_text or input_image."""
+class InputPart(msgspec.Struct, omit_defaults=True):
+    """type: kind of the content: input_text, output_text, refusal, reasoning_text, summary_text or input_image.
+    annotations: ignored.
+    """
 
     type: Annotated[str, Meta(extra_json_schema={"enum": list(PART_TYPES)})]
     text: str | None = None
     refusal: str | None = None
     image_url: Annotated[str | None, Meta(description="a data, http or https URL; docs/media.md")] = None
     detail: str | None = None
+    annotations: list[Any] | UnsetType | None = UNSET
 
 
-class InputItem(msgspec.Struct):
+class InputItem(msgspec.Struct, omit_defaults=True):
     """A message, a function call of an earlier answer, its output, or earlier thinking. id, status: ignored.
 
     type: message, function_call, function_call_output or reasoning; null is a message. output: of the call, as text or
@@ -76,7 +82,7 @@ class ResponseTool(msgspec.Struct):
     description: str | None = None
     parameters: JsonObject | None = None
     strict: bool | None = None
-    tools: list[ResponseTool] | None = None
+    tools: list[ResponseTool] | UnsetType | None = UNSET
 
 
 class NamedTool(msgspec.Struct):
@@ -84,7 +90,7 @@ class NamedTool(msgspec.Struct):
     type: Literal["function"] = "function"
 
 
-class TextFormat(msgspec.Struct):
+class TextFormat(msgspec.Struct, omit_defaults=True):
     """name, schema: required if the type is json_schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -178,11 +184,35 @@ _NEUTRAL_VALUES = neutral_values(ResponseRequest)
 
 def options_of(request: ResponseRequest) -> ResponseOptions:
     items = [InputItem("message", "user", request.input)] if isinstance(request.input, str) else request.input
-    namespaces = {each.name or "": tool.name or "" for tool in request.tools or () for each in tool.tools or ()}
+    items = [_listed(item) for item in items]
+    namespaces = {each.name or "": tool.name or "" for tool in request.tools or () for each in _functions(tool)}
     shown = {name: msgspec.to_builtins(getattr(request, name)) for name in _SHOWN}
     return ResponseOptions(
         request.store is not False, request.previous_response_id, msgspec.json.encode(items), shown, namespaces
     )
+
+
+def _listed(item: InputItem) -> InputItem:
+    """Returns the item as OpenAI lists it: with an id, and with content in parts."""
+    kind = item.type or "message"
+    item_id = item.id or f"{_ID_PREFIXES.get(kind, 'item')}_{secrets.token_hex(12)}"
+    content = item.content
+    if isinstance(content, str):
+        content = [InputPart("output_text" if item.role == "assistant" else "input_text", content)]
+    parts = None if content is None else [_listed_part(part) for part in content]
+    arguments = "{}" if kind == "function_call" and item.arguments is None else item.arguments
+    return replace(item, type=kind, id=item_id, status=item.status or "completed", content=parts, arguments=arguments)
+
+
+def _listed_part(part: InputPart) -> InputPart:
+    if part.type == "output_text" and not part.annotations:
+        return replace(part, annotations=[])
+    return replace(part, detail=part.detail or "auto") if part.type == "input_image" else part
+
+
+def _functions(tool: ResponseTool) -> list[ResponseTool]:
+    """Returns the functions of a namespace."""
+    return tool.tools or []
 
 
 def to_chat(request: ResponseRequest, history: list[InputItem]) -> tuple[ChatCompletionRequest, list[str]]:
@@ -298,7 +328,7 @@ def _tools(given: list[ResponseTool]) -> list[Tool]:
         param = f"tools[{number}]"
         members = [(param, tool)]
         if tool.type == "namespace":
-            members = [(f"{param}.tools[{index}]", each) for index, each in enumerate(tool.tools or ())]
+            members = [(f"{param}.tools[{index}]", each) for index, each in enumerate(_functions(tool))]
         for each_param, each in members:
             if each.type != "function":
                 raise InvalidRequest(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, BinaryIO, Literal
 
 import msgspec
 from msgspec import Meta
@@ -12,6 +12,8 @@ from tandem.proxy.api.schema import doc
 from tandem.runtime.errors import InvalidRequest
 
 MAX_LINES = 50_000
+MAX_LINE_BYTES = 16 << 20
+"""Of one request of a file."""
 WINDOW_S = 24 * 3600
 LOWEST_PRIORITY = 100
 MAX_ERRORS = 20
@@ -91,7 +93,13 @@ class Line(msgspec.Struct, frozen=True, kw_only=True):
     custom_id: Annotated[str, Meta(min_length=1, max_length=512)]
     method: Literal["POST"]
     url: str
-    body: dict[str, Any]
+    body: msgspec.Raw
+
+
+class _LineBody(msgspec.Struct):
+    """The fields of a request's body that batches look at; the body is read when it runs."""
+
+    stream: bool | None = None
 
 
 class LineResponse(msgspec.Struct, frozen=True):
@@ -119,27 +127,41 @@ class LineResult(msgspec.Struct, frozen=True):
 
 
 _DECODER = msgspec.json.Decoder(Line)
+_BODY_DECODER = msgspec.json.Decoder(_LineBody)
 _RESULT_DECODER = msgspec.json.Decoder(LineResult)
 
 
 def parse_line(data: bytes, number: int, endpoint: str) -> Line:
     """number: of the line, from 1. Raises InvalidRequest."""
+    if len(data) > MAX_LINE_BYTES:
+        raise InvalidRequest(f"Line {number} is longer than the limit of {MAX_LINE_BYTES} bytes.", f"line {number}")
     try:
         line = _DECODER.decode(data)
+        body = _BODY_DECODER.decode(line.body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"Line {number} is no request: {error}.", f"line {number}") from error
     if line.url != endpoint:
         raise InvalidRequest(
             f"Line {number} has the url {line.url[:100]!r}, but the batch's endpoint is {endpoint!r}.", "url"
         )
-    if line.body.get("stream"):
+    if body.stream:
         raise InvalidRequest(f"Line {number} asks for a stream, which batches do not have; leave stream out.", "stream")
     return line
 
 
 def request_body(line: Line) -> bytes:
-    """Returns the body to send: at the lowest priority."""
-    return msgspec.json.encode({**line.body, "priority": LOWEST_PRIORITY})
+    """Returns the body to send: at the lowest priority. Of a key that occurs twice, the last value counts."""
+    body = bytes(line.body).rstrip()
+    comma = b"," if body[1:-1].strip() else b""
+    return b'%s%s"priority":%d}' % (body[:-1], comma, LOWEST_PRIORITY)
+
+
+def read_lines(file: BinaryIO) -> Iterator[bytes]:
+    """Yields the lines. Of one that is too long, only the beginning, which `parse_line` refuses."""
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        yield line
+        while line and len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
+            line = file.readline(MAX_LINE_BYTES + 1)
 
 
 def check_lines(lines: Iterable[bytes], endpoint: str) -> tuple[int, list[LineError]]:

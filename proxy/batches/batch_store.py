@@ -28,6 +28,7 @@ from tandem.proxy.batches.batch import (
     Status,
     check_lines,
     finished_id,
+    read_lines,
 )
 from tandem.proxy.batches.file_store import FileStore, new_id, storage_errors, write_json
 from tandem.runtime.errors import InvalidRequest
@@ -81,7 +82,7 @@ class BatchFiles:
         now = time.time()
         try:
             with self._files.path(self.batch.input_file_id).open("rb") as lines:
-                num_requests, errors = check_lines(lines, self.batch.endpoint)
+                num_requests, errors = check_lines(read_lines(lines), self.batch.endpoint)
         except InvalidRequest as error:
             return self.batch.with_errors(now, [LineError(error.code, error.message)])
         if errors:
@@ -90,7 +91,7 @@ class BatchFiles:
 
     def lines(self) -> Iterator[bytes]:
         with self._files.path(self.batch.input_file_id).open("rb") as lines:
-            yield from lines
+            yield from read_lines(lines)
 
     def finished(self) -> set[str]:
         """Returns the custom_ids that have results. A line that was cut off by a crash is removed."""
@@ -169,6 +170,7 @@ class BatchStore:
         stored = self.files.get(request.input_file_id)
         if stored.purpose != "batch":
             raise InvalidRequest(f"The file {stored.id} was not uploaded with the purpose 'batch'.", "input_file_id")
+        self.files.check_room()  # for its results
         known = self.all()
         if sum(each.status not in FINAL for each in known) >= MAX_UNFINISHED:
             raise InvalidRequest(f"You have {MAX_UNFINISHED} batches that have not ended, the limit; wait for one.")

@@ -25,6 +25,8 @@ from tandem.runtime.errors import InvalidRequest, TandemError
 MAX_FILE_BYTES = 200 << 20
 MAX_CLIENT_BYTES = 4 << 30
 """Of all files of one client."""
+MAX_FILES = 10_000
+"""Of one client."""
 _ID = re.compile(r"file-[0-9a-f]{24}")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -90,14 +92,21 @@ class FileStore:
         """folder: of the client."""
         self._folder = folder / "files"
 
-    def add(self, content: BinaryIO, num_bytes: int, filename: str, purpose: Purpose) -> StoredFile:
-        """Copies an upload. Raises InvalidRequest, StorageFull."""
-        used = sum(stored.bytes for stored in self.all())
+    def check_room(self, num_bytes: int = 0) -> None:
+        """Raises InvalidRequest if the client has too many files for one more of this size."""
+        known = self.all()
+        if len(known) >= MAX_FILES:
+            raise InvalidRequest(f"You have {len(known)} files; the limit is {MAX_FILES}. Delete some.", "file")
+        used = sum(stored.bytes for stored in known)
         if used + num_bytes > MAX_CLIENT_BYTES:
             raise InvalidRequest(
                 f"Your files have {used} bytes and this one {num_bytes}; the limit is {MAX_CLIENT_BYTES}. Delete some.",
                 "file",
             )
+
+    def add(self, content: BinaryIO, num_bytes: int, filename: str, purpose: Purpose) -> StoredFile:
+        """Copies an upload. Raises InvalidRequest, StorageFull."""
+        self.check_room(num_bytes)
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         stored = StoredFile(new_id("file-"), num_bytes, int(time.time()), filename, purpose)
         data = self._data(stored.id)

@@ -111,11 +111,11 @@ class BatchRunner:
 
         async def work() -> None:
             while True:
-                async with turn:
-                    line = await asyncio.to_thread(_next, lines, finished, held.batch.endpoint)
-                if line is None:
-                    return
-                async with self._slots:
+                async with self._slots:  # before the line is read, so that few lines are in memory
+                    async with turn:
+                        line = await asyncio.to_thread(_next, lines, finished, held.batch.endpoint)
+                    if line is None:
+                        return
                     result = await self._result(app, held, line)
                 async with turn:
                     await asyncio.to_thread(held.append, result)
@@ -130,7 +130,8 @@ class BatchRunner:
                         await asyncio.to_thread(held.save, saved)
 
         watcher = asyncio.create_task(watch())
-        workers = [asyncio.create_task(work()) for _ in range(MAX_CONCURRENT)]
+        num_left = held.batch.request_counts.total - len(finished)
+        workers = [asyncio.create_task(work()) for _ in range(min(MAX_CONCURRENT, num_left))]
         try:
             pending = set(workers)
             while pending:

@@ -23,13 +23,21 @@ class Beam:
 
 
 class BeamSearch:
-    """eos_token_ids: tokens that end a beam. num_prompt_tokens: counts for the length of beams."""
+    """eos_token_ids: tokens that end a beam. num_prompt_tokens: counts for the length of beams. num_top: most likely
+    tokens that each token of a beam keeps for the answer."""
 
     def __init__(
-        self, width: int, max_tokens: int, eos_token_ids: frozenset[int], length_penalty: float, num_prompt_tokens: int
+        self,
+        width: int,
+        max_tokens: int,
+        eos_token_ids: frozenset[int],
+        length_penalty: float,
+        num_prompt_tokens: int,
+        num_top: int = 0,
     ) -> None:
         self.running = [Beam()]
-        self._finished: list[Beam] = []
+        self._finished: list[Beam] = []  # the best `width`, because a score does not change
+        self._num_top = num_top
         self._width = width
         self._max_tokens = max_tokens
         self._eos_token_ids = eos_token_ids
@@ -49,19 +57,23 @@ class BeamSearch:
         """Replaces the running beams. next_tokens: of each of them, in order."""
         extended: list[Beam] = []
         for beam, given in zip(self.running, next_tokens, strict=True):
-            top = given.top[: self.num_candidates(self._width)]
+            top, shown = given.top[: self.num_candidates(self._width)], given.top[: self._num_top]
             for rank, (token_id, logprob) in enumerate(top, start=1):
-                token = SampledToken(token_id, TokenLogprobs(logprob, rank, given.top))
+                token = SampledToken(token_id, TokenLogprobs(logprob, rank, shown))
                 if token_id in self._eos_token_ids:
                     self._finished.append(Beam(beam.tokens, beam.logprob + logprob, token))
                 else:
                     extended.append(Beam((*beam.tokens, token), beam.logprob + logprob))
         extended.sort(key=lambda beam: beam.logprob, reverse=True)
         self.running = extended[: self._width]
+        self._finished = self._best_of(self._finished)
 
     def best(self) -> list[Beam]:
         """Returns the `width` best beams, ended or not, the best first."""
-        return sorted([*self._finished, *self.running], key=self._score, reverse=True)[: self._width]
+        return self._best_of([*self._finished, *self.running])
+
+    def _best_of(self, beams: list[Beam]) -> list[Beam]:
+        return sorted(beams, key=self._score, reverse=True)[: self._width]
 
     def _score(self, beam: Beam) -> float:
         length: float = max(1, self._num_prompt_tokens + len(beam.tokens)) ** self._length_penalty

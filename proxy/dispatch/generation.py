@@ -213,7 +213,8 @@ class Generation:
                 prompt.num_tokens, services.worker_table.limits(), services.text.eos_token_ids
             )
             ends, penalty = stop.stop_token_ids, request.length_penalty
-            searches.append(BeamSearch(request.n, stop.max_tokens, ends, penalty, prompt.num_tokens))
+            num_top = request.base_sampling.logprobs or 0
+            searches.append(BeamSearch(request.n, stop.max_tokens, ends, penalty, prompt.num_tokens, num_top))
         is_first_step = True
         while not all(search.is_over for search in searches):
             beams = [

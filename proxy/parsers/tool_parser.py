@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
+import warnings
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -344,7 +345,9 @@ def _refuse(constant: str) -> None:
 def _python_arguments(text: str) -> str | None:
     """Converts keyword arguments with literal values to a JSON object. Returns None for anything else."""
     try:
-        call = ast.parse(f"f({text}\n)", mode="eval").body
+        with warnings.catch_warnings():  # about text such as `1if`, to the log
+            warnings.simplefilter("ignore")
+            call = ast.parse(f"f({text}\n)", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             return None
         values = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal
 
@@ -32,12 +33,13 @@ MAX_DETOKENIZED_CHARACTERS = 16 << 20
 BodyKind = Literal["completion", "chat", "chat_batch", "invocation", "embedding", "message", "response"]
 """invocation: a completion or a chat. message: of Anthropic's Messages API. response: of OpenAI's Responses API."""
 
-_PREVIOUS = b'"previous_response_id"'
+_PREVIOUS = (b'"previous_response_id"', b"\\u")
+"""A key may be written with escapes too."""
 
 
 def reads_files(kind: BodyKind, body: bytes) -> bool:
     """Returns whether decoding may read stored responses, and so must not happen on an event loop."""
-    return kind == "response" and _PREVIOUS in body
+    return kind == "response" and any(mark in body for mark in _PREVIOUS)
 
 
 class HasMedia(TandemError):
@@ -83,7 +85,8 @@ class BodyReader:
             "message": self._decoder.message,
             "response": lambda body: self._decoder.response(body, partial(self._history, cache_scope)),
         }
-        request = decode[kind](body)
+        with _nesting_refused():
+            request = decode[kind](body)
         return msgspec.structs.replace(request, cache_salt=scoped_salt(cache_scope, request.cache_salt))
 
     def _history(self, cache_scope: str, response_id: str) -> list[InputItem]:
@@ -128,14 +131,16 @@ class BodyReader:
 
     def tokenize(self, body: bytes, max_model_len: int | None) -> bytes:
         """Returns the JSON answer of `/tokenize`. Raises InvalidRequest."""
-        prompt, add_special_tokens, with_strings = self._decoder.tokenize(body)
+        with _nesting_refused():
+            prompt, add_special_tokens, with_strings = self._decoder.tokenize(body)
         token_ids = self._encode(prompt, add_special_tokens)
         strings = [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids] if with_strings else None
         return msgspec.json.encode(TokenizeResponse(len(token_ids), max_model_len, token_ids, strings))
 
     def count_tokens(self, body: bytes) -> bytes:
         """Returns the JSON answer of `/v1/messages/count_tokens`. Raises InvalidRequest."""
-        prompt = self._decoder.counted_prompt(body)
+        with _nesting_refused():
+            prompt = self._decoder.counted_prompt(body)
         return msgspec.json.encode(TokenCount(len(self._encode(prompt, prompt.add_special_tokens))))
 
     def _encode(self, prompt: str | ChatPrompt, add_special_tokens: bool) -> list[int]:
@@ -168,6 +173,15 @@ class BodyReader:
     def text_of(self, token_ids: bytes, skip_special_tokens: bool = True) -> str:
         """Returns the text of a prompt. token_ids: packed."""
         return self._tokenizer.decode(unpack_token_ids(token_ids), skip_special_tokens=skip_special_tokens)
+
+
+@contextmanager
+def _nesting_refused() -> Iterator[None]:
+    """Refuses bodies with schemas, arguments of calls and the like that are nested too deeply to be converted."""
+    try:
+        yield
+    except RecursionError as error:
+        raise InvalidRequest("The body has values that are nested too deeply; send flatter ones.") from error
 
 
 def _with_sampling(request: GenerationRequest, **changes: Any) -> GenerationRequest:

@@ -86,6 +86,51 @@ def test_the_page_asks_for_the_key_and_shows_a_lost_worker() -> None:
             page.close()
 
 
+SCRIPTED = """
+window.bodies = [];
+window.fetch = async (url, options) => {
+  if (url === "/v1/models") return new Response(JSON.stringify({data: [{id: "m"}]}));
+  window.bodies.push(JSON.parse(options.body));
+  const deltas = [{reasoning: "Hm, "}, {reasoning: "yes."}, {content: "Once "}, {content: "upon"}];
+  const events = deltas.map(delta => `data: ${JSON.stringify({choices: [{delta}]})}\\n\\n`).join("");
+  return new Response(new ReadableStream({start(stream) {
+    stream.enqueue(new TextEncoder().encode(events));
+    options.signal.addEventListener("abort", () => stream.error(new DOMException("stopped", "AbortError")));
+  }}));
+};
+"""
+"""A server whose answer does not end."""
+
+
+def test_thinking_is_shown_apart_and_a_new_chat_begins_empty() -> None:
+    with chromium() as browser:
+        page = browser.new_page()
+        page.add_init_script(SCRIPTED)
+        page.route("**/*", lambda route: route.fulfill(body=PAGE.read_text(), content_type="text/html"))
+        page.goto(f"{ADDRESS}/")
+        page.fill("#text", "a")
+        page.press("#text", "Enter")
+        page.wait_for_selector("#chat div > span:text-is('Once upon')", timeout=30_000)
+        details = page.locator("#chat details")
+        assert details.text_content() == "ThinkingHm, yes." and details.get_attribute("open") is None
+        assert page.locator("#gaps i").count() == 3
+        assert page.get_attribute("#chat", "aria-busy") == "true"
+        page.click("#clear")
+        page.wait_for_selector("#stop:disabled", timeout=30_000)
+        assert page.get_attribute("#chat", "aria-busy") == "false"
+        page.fill("#text", "b")
+        page.press("#text", "Enter")
+        page.wait_for_selector("#chat div > span:text-is('Once upon')", timeout=30_000)
+        page.press("body", "Escape")
+        page.wait_for_selector("#stop:disabled", timeout=30_000)
+        page.fill("#text", "c")
+        page.press("#text", "Enter")
+        page.wait_for_function("window.bodies.length === 3", timeout=30_000)
+        user, assistant = {"role": "user", "content": "b"}, {"role": "assistant", "content": "Once upon"}
+        asked = [body["messages"] for body in page.evaluate("window.bodies")]
+        assert asked[1:] == [[user], [user, assistant, {"role": "user", "content": "c"}]]
+
+
 def test_the_page_chats_with_a_cluster_and_stops() -> None:
     with Cluster("--api-key", KEY, "--metrics-compat", "vllm") as cluster:
         with chromium() as browser:
@@ -110,7 +155,7 @@ def chat_and_stop(browser: Any, cluster: Cluster) -> None:
     page.fill("[name=max_tokens]", "400")
     page.fill("#text", "Another.")
     page.press("#text", "Enter")
-    page.wait_for_selector("#chat div:nth-child(4):not(:empty)", timeout=60_000)
+    page.wait_for_selector("#chat div:nth-child(4) span:not(:empty)", timeout=60_000)
     page.press("body", "Escape")
     page.wait_for_selector("#stop:disabled", timeout=30_000)
     assert page.inner_text("#sum") == "stopped by you"

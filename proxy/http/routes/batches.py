@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Annotated, Literal, TypeVar
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -19,19 +18,18 @@ from tandem.proxy.answers.request_id import id_header
 from tandem.proxy.api.field_errors import decode_body
 from tandem.proxy.batches.batch import BatchObject, BatchRequest
 from tandem.proxy.batches.batch_store import BatchStore, Owner
-from tandem.proxy.batches.file_store import MAX_FILE_BYTES, StoredFile
+from tandem.proxy.batches.file_store import MAX_FILE_BYTES, StoredFile, storage_errors
 from tandem.proxy.batches.runner import BatchRunner
 from tandem.proxy.http.app_state import AppState
+from tandem.proxy.http.listing import page
 from tandem.proxy.http.starlette_app import ApiRoute, api_key_of, cache_scope_of, client_of, json_answer
 from tandem.proxy.reading.spooled_body import SpooledBody
 from tandem.runtime.errors import InvalidRequest
 
-MAX_LISTED = 10_000
 _FORM_BYTES = 64 * 1024
 """What a form may have besides the file."""
 MAX_UPLOADS, MAX_UPLOADS_PER_CLIENT = 8, 2
 """At a time on one proxy. Uploads lie in the folder for temporary files until they are whole."""
-T = TypeVar("T", StoredFile, BatchObject)
 _REQUEST = msgspec.json.Decoder(BatchRequest)
 
 
@@ -79,7 +77,7 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
         store = store_of(request)
         limited = Request(request.scope, state.bodies.upload(request.receive, MAX_FILE_BYTES + _FORM_BYTES))
         try:
-            with uploads.hold(client_of(request)):
+            with uploads.hold(client_of(request)), storage_errors():
                 async with limited.form(max_files=1, max_fields=8, max_part_size=_FORM_BYTES) as form:
                     file, purpose = form.get("file"), form.get("purpose")
                     if not isinstance(file, UploadFile):
@@ -99,7 +97,7 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
         found = await asyncio.to_thread(store_of(request).files.all)
         if (purpose := request.query_params.get("purpose")) is not None:
             found = [stored for stored in found if stored.purpose == purpose]
-        return json_answer(request, FileList(*_page(request, found)))
+        return json_answer(request, FileList(*page(request, found)))
 
     async def file(request: Request) -> Response:
         return json_answer(request, await asyncio.to_thread(store_of(request).files.get, _id(request, "file_id")))
@@ -126,7 +124,7 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
         return json_answer(request, batch)
 
     async def batches(request: Request) -> Response:
-        return json_answer(request, BatchList(*_page(request, await asyncio.to_thread(store_of(request).all))))
+        return json_answer(request, BatchList(*page(request, await asyncio.to_thread(store_of(request).all))))
 
     async def batch(request: Request) -> Response:
         return json_answer(request, await asyncio.to_thread(store_of(request).get, _id(request, "batch_id")))
@@ -149,18 +147,3 @@ def batch_routes(state: AppState) -> list[ApiRoute]:
 
 def _id(request: Request, name: str) -> str:
     return str(request.path_params[name])
-
-
-def _page(request: Request, found: Sequence[T]) -> tuple[list[T], str | None, str | None, bool]:
-    """Returns the part of a list that `after` and `limit` ask for, its first and last id, and whether more follow."""
-    given = request.query_params.get("limit", "20")
-    limit = int(given) if given.isdecimal() and len(given) < 6 else 0
-    if not 1 <= limit <= MAX_LISTED:
-        raise InvalidRequest(f"limit must be a number from 1 to {MAX_LISTED}, not {given[:20]!r}.", "limit")
-    ids = [each.id for each in found]
-    after = request.query_params.get("after")
-    if after is not None and after not in ids:
-        raise InvalidRequest(f"after names nothing in the list: {after[:100]!r}.", "after")
-    start = 0 if after is None else ids.index(after) + 1
-    page = list(found[start : start + limit])
-    return page, page[0].id if page else None, page[-1].id if page else None, start + limit < len(found)

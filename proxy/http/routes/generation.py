@@ -110,7 +110,7 @@ async def _generate(state: AppState, model: str, kind: BodyKind, request: Reques
         events = with_timeline(answers.events(), record) if has_timeline else answers.events()
         # The first event decides between an error's status and a stream, so nothing is sent before.
         first = await unless_disconnected(request.receive, anext(events))
-        return EventStream(first, events, record.request_id, answers.END)
+        return EventStream(first, events, id_header(request), answers.END)
     except BaseException:
         asked.release_media()  # the client may have disconnected before the generation began
         raise

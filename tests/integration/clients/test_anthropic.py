@@ -111,6 +111,8 @@ def test_an_answer_ends_with_the_context(client: anthropic.Anthropic) -> None:
 def test_errors_have_the_types_of_the_client(cluster: Cluster, client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.NotFoundError) as missing:
         create(client, model="claude")
+    assert missing.value.request_id == missing.value.response.headers["x-request-id"]
+    assert create(client)._request_id
     assert missing.value.body == {
         "type": "error",
         "error": {

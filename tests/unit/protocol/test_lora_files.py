@@ -66,10 +66,18 @@ def test_unsupported_tensors_are_refused(tmp_path: Path, tensors: dict[str, torc
 
 def test_broken_and_missing_files_are_refused(tmp_path: Path) -> None:
     make_adapter(tmp_path / "a", MODEL, ["q_proj"], seed=1)
-    for content in (b"", b"\xff" * 8, (2**40).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]"):
+    nested = b"[" * 100_000
+    headers = (b"\xff" * 8, (2**40).to_bytes(8, "little") + b"{}", (2).to_bytes(8, "little") + b"[]")
+    for content in (b"", *headers, len(nested).to_bytes(8, "little") + nested):
         (tmp_path / "a" / "adapter_model.safetensors").write_bytes(content)
         with pytest.raises(InvalidAdapter, match="not a safetensors file"):
             read_adapter(tmp_path / "a")
+    config = tmp_path / "a" / "adapter_config.json"
+    good = config.read_bytes()
+    config.write_bytes(nested)
+    with pytest.raises(InvalidAdapter, match="is not JSON"):
+        read_adapter(tmp_path / "a")
+    config.write_bytes(good)
     (tmp_path / "a" / "adapter_model.safetensors").rename(tmp_path / "a" / "adapter_model.bin")
     with pytest.raises(InvalidAdapter, match="may run code"):
         read_adapter(tmp_path / "a")

@@ -10,10 +10,13 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from starlette.requests import Request
 
 from tandem.protocol.messages.dispatch import StartPrefill
 from tandem.proxy.answers.answers import DONE
+from tandem.proxy.answers.errors import tandem_error_response
 from tandem.proxy.answers.messages import BlockWriter, MessageAnswers, encode_event, joined_blocks
+from tandem.proxy.answers.request_id import id_header
 from tandem.proxy.api.messages_request import CountTokensRequest, MessageRequest, to_chat
 from tandem.proxy.api.messages_response import AnsweredThinking, AnsweredToolUse, BlockStart, BlockStop
 from tandem.proxy.api.validation import BodyDecoder, ModelNotFound
@@ -281,6 +284,17 @@ async def begun(cluster: Cluster) -> Any:
     while not (found := cluster.pool.of(StartPrefill)):  # noqa: ASYNC110
         await asyncio.sleep(0.001)
     return found[0][1]
+
+
+@pytest.mark.parametrize(
+    ("path", "has_both"), [("/v1/messages", True), ("/v1/messages/x", True), ("/v1/models", False)]
+)
+def test_answers_and_errors_have_the_request_id_where_clients_look_for_it(path: str, has_both: bool) -> None:
+    request = Request({"type": "http", "path": path, "headers": [(b"x-request-id", b"r1")], "state": {}})
+    expected = {"x-request-id": "r1", **({"request-id": "r1"} if has_both else {})}
+    assert id_header(request) == expected
+    refused = tandem_error_response(request, InvalidRequest("no")).headers
+    assert expected.items() <= dict(refused).items() and ("request-id" in refused) == has_both
 
 
 def test_an_error_in_mid_stream_has_anthropics_form() -> None:

@@ -336,6 +336,14 @@ def test_a_chain_of_responses_is_a_conversation(tmp_path: Path) -> None:
     assert (status_of(lost.value), lost.value.param) == (400, "previous_response_id")
 
 
+def test_a_response_that_comes_before_itself_is_refused(tmp_path: Path) -> None:
+    store = ResponseStore(tmp_path)  # clients may choose ids, and so give the id of an earlier response to a later one
+    store.save("", "1", stored("a", "b", previous="2"))
+    store.save("", "2", stored("c", "d", previous="1"))
+    with pytest.raises(InvalidRequest, match="before itself"):
+        store.history("", "2")
+
+
 def test_responses_of_others_are_not_found(tmp_path: Path) -> None:
     store = ResponseStore(tmp_path)
     store.save("alice", "1", stored("a", "b"))
@@ -372,3 +380,25 @@ def test_old_large_and_many_responses_make_room(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(response_store, "MAX_HISTORY_BYTES", 10)
     with pytest.raises(InvalidRequest, match="begin a new chain"):
         store.history("", "4")
+
+
+def test_one_client_leaves_half_of_the_room_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_store, "_CHECK_INTERVAL_S", 0)
+    monkeypatch.setattr(response_store, "MAX_RESPONSES", 8)
+    store = ResponseStore(tmp_path)
+    store.save("bob", "0", stored("a", "b"))
+    os.utime(store._file("bob", "0"), (2e9, 2e9))
+    for number in range(20):
+        store.save("alice", str(number), stored("a", "b"))
+        os.utime(store._file("alice", str(number)), (2e9 + number, 2e9 + number))
+    assert store.load("bob", "0")
+    assert len(list(store._file("alice", "0").parent.iterdir())) <= 5  # the last one came after the check
+
+
+def test_room_is_made_after_much_was_stored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(response_store, "MAX_BYTES", 10_000)
+    monkeypatch.setattr(response_store, "_CHECK_BYTES", 2_000)
+    store = ResponseStore(tmp_path)
+    for number in range(100):
+        store.save("", str(number), stored("a", "b" * 800))
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*.json")) <= 13_000

@@ -263,6 +263,7 @@ WRONG_VALUES: list[tuple[dict[str, Any], str]] = [
     ({"length_penalty": "long"}, 'length_penalty is "long": '),
     ({"use_beam_search": True, "stream": True}, "stream is true, which is not supported with use_beam_search"),
     ({"use_beam_search": True, "stop": "a"}, 'stop is "a", which is not supported'),
+    ({"use_beam_search": True, "thinking_token_budget": 5}, "thinking_token_budget is 5, which is not supported"),
     ({"use_beam_search": True, "echo": True, "logprobs": 1}, "echo with use_beam_search"),
     ({"use_beam_search": True, "guided_regex": "a"}, "guided_regex is not supported with use_beam_search"),
 ]

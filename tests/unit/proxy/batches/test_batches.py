@@ -31,6 +31,7 @@ from tandem.proxy.batches.batch import (
     LineResult,
     check_lines,
     parse_line,
+    read_lines,
     request_body,
 )
 from tandem.proxy.batches.batch_store import BatchNotFound, BatchStore, Owner
@@ -147,6 +148,27 @@ def test_the_lines_of_a_file_are_limited_and_differ(monkeypatch: pytest.MonkeyPa
     assert len(check_lines([b"x"] * 100, URL)[1]) == batch_module.MAX_ERRORS
     monkeypatch.setattr(batch_module, "MAX_LINES", 2)
     assert "more than 2" in check_lines([line(str(i)) for i in range(9)], URL)[1][0].message
+
+
+def test_a_line_that_is_too_long_is_named_and_never_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_module, "MAX_LINE_BYTES", 200)
+    lines = [line("a"), line("x" * 1000), line("b"), line("y" * 200)]
+    found = list(read_lines(io.BytesIO(b"\n".join(lines))))
+    assert len(found) == 4 and max(map(len, found)) <= 201
+    assert [error.line for error in check_lines(found, URL)[1]] == [2, 4]
+
+
+def test_bodies_are_sent_as_they_are() -> None:
+    nested = "[" * 900 + "]" * 900
+    for body in ("{}", "{ }", '{"a": 1}', f'{{"a": {nested}, "priority": 3 }}'):
+        data = f'{{"custom_id": "a", "method": "POST", "url": "{URL}", "body": {body} }}'.encode()
+        sent = request_body(parse_line(data, 1, URL))
+        assert json.loads(sent) == {**json.loads(body), "priority": 100}
+        assert msgspec.json.decode(sent, type=CompletionPriority).priority == 100
+
+
+class CompletionPriority(msgspec.Struct):
+    priority: int
 
 
 # ---- files
@@ -331,6 +353,38 @@ def test_batches_share_the_limit_of_a_proxy_and_leave_one_file_each(tmp_path: Pa
         await asyncio.gather(task, return_exceptions=True)
         assert app.most_running <= runner.MAX_CONCURRENT
         assert {file.name for file in next(tmp_path.glob("*/batches")).iterdir()} == {f"{i}.json" for i in ids}
+
+    asyncio.run(run())
+
+
+def test_only_lines_that_run_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    num_read = 0
+
+    def counted(*arguments: Any) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return next_line(*arguments)
+
+    next_line = runner._next
+    monkeypatch.setattr(runner, "_next", counted)
+
+    async def run() -> None:
+        app = App()
+        app.may_answer.clear()
+        batches = BatchRunner(tmp_path, None)
+        store = batches.store("")
+        ids = [create(store, *(line(f"{batch}-{i}") for i in range(20))).id for batch in range(3)]
+        task = asyncio.create_task(batches.run(app))
+        async with asyncio.timeout(20):
+            while app.num_running < runner.MAX_CONCURRENT:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert num_read == runner.MAX_CONCURRENT
+        app.may_answer.set()
+        for batch_id in ids:
+            assert (await ended(store, batch_id)).request_counts.completed == 20
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(run())
 

@@ -84,6 +84,32 @@ def test_the_search_is_over_when_every_beam_has_ended() -> None:
     assert [beam.end.token_id for beam in search.best() if beam.end is not None] == [2, 1]
 
 
+def test_a_search_keeps_no_more_than_its_answer_needs() -> None:
+    """Otherwise one beam that ends in each step of each beam, and the candidates of each token, take gigabytes."""
+    search = BeamSearch(4, 300, frozenset({END}), 1.0, num_prompt_tokens=1, num_top=1)
+    while not search.is_over:
+        search.advance([next_token(ids(beam)) for beam in search.running])
+        assert len(search._finished) <= 4
+    tokens = [token for beam in [*search.running, *search._finished] for token in (*beam.tokens, beam.end) if token]
+    assert {len(token.logprobs.top) for token in tokens if token.logprobs is not None} == {1}
+
+
+class KeepingAll(BeamSearch):
+    def _best_of(self, beams: list[Beam]) -> list[Beam]:
+        return sorted(beams, key=self._score, reverse=True)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3])
+@pytest.mark.parametrize("length_penalty", [-1.0, 0.0, 1.0])
+def test_forgotten_beams_would_not_have_been_among_the_best(width: int, length_penalty: float) -> None:
+    searches = [kind(width, 6, frozenset({END}), length_penalty, 2) for kind in (BeamSearch, KeepingAll)]
+    for search in searches:
+        while not search.is_over:
+            search.advance([next_token(ids(beam)) for beam in search.running])
+    found, expected = (search.best() for search in searches)
+    assert found == expected[:width] and len(expected) > width
+
+
 # ---- requests
 
 

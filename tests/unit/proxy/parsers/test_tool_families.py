@@ -301,3 +301,20 @@ def test_free_text_of_other_formats_is_not_constrained(name: ToolFamilyName) -> 
     with_format = tool_format.grammar(SCHEMAS, is_required=False, is_parallel=True, content='"yes"')
     answer = "<|channel|>final<|message|>yes" if name == "openai" else "yes"
     assert is_accepted(with_format, pair, answer) and not is_accepted(with_format, pair, answer + "no")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "a=" + "1if 1else " * 20 + "1",
+        "a=" + "-" * 9999 + "1",
+        "a=" + "(" * 9999,
+        "a=" + "9" * 9999,
+        "a={[]: 1}",
+        "a=1e999",
+    ],
+)
+def test_arguments_that_are_no_plain_values_are_text(arguments: str, recwarn: pytest.WarningsRecorder) -> None:
+    text = f"[f({arguments})]"
+    assert parse("pythonic", [text])[:2] == (text, [])
+    assert len(recwarn) == 0, "a model must not be able to fill the log"

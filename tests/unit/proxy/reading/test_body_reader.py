@@ -7,15 +7,17 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from tandem.protocol.messages.token_ids import unpack_token_ids
+from tandem.proxy.api.responses_request import ResponseRequest
 from tandem.proxy.cluster.worker_table import ModelLimits
 from tandem.proxy.config import ProxyConfig
-from tandem.proxy.reading.body_reader import BodyReader
+from tandem.proxy.reading.body_reader import BodyReader, reads_files
 from tandem.proxy.text.embedding_defaults import EmbeddingDefaults
 from tandem.proxy.text.model_text import ModelText
 from tandem.proxy.text.prompt import ChatPrompt, ContextLengthExceeded, RenderedPrompts, has_token_ids
@@ -190,3 +192,39 @@ def test_any_body_is_read_or_refused(body: bytes) -> None:
     for kind in ("completion", "chat"):
         with pytest.raises(TandemError):
             reader.read(body, cast(Any, kind), LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "body", "expected"),
+    [
+        ("response", b'{"input": "a", "previous_response_id": "r"}', True),
+        ("response", b'{"input": "a", "previous\\u005fresponse_id": "r"}', True),
+        ("response", b'{"input": "a\\n"}', False),
+        ("chat", b'{"previous_response_id": "r"}', False),
+    ],
+)
+def test_stored_responses_are_not_read_on_the_loop(kind: Any, body: bytes, expected: bool) -> None:
+    assert reads_files(kind, body) is expected
+    if expected:
+        assert msgspec.json.decode(body, type=ResponseRequest).previous_response_id == "r"
+
+
+NESTED = '{"items": ' * 5000 + "{}" + "}" * 5000
+CALL = {"function": {"name": "f", "arguments": NESTED}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("chat", {"messages": [{"role": "assistant", "tool_calls": [CALL]}]}),
+        ("chat", {"messages": [{"role": "user", "content": "a"}], "structured_outputs": {"json": NESTED}}),
+        ("response", {"input": [{"type": "function_call", "call_id": "1", "name": "f", "arguments": NESTED}]}),
+    ],
+)
+def test_values_that_are_nested_too_deeply_are_refused(kind: Any, fields: dict[str, Any]) -> None:
+    reader, _ = reader_and_tokenizer()
+    with pytest.raises(InvalidRequest, match="nested too deeply"):
+        reader.read(json.dumps(fields).encode(), kind, LIMITS)
+    if "tool_calls" in str(fields):
+        with pytest.raises(InvalidRequest, match="nested too deeply"):
+            reader.tokenize(json.dumps(fields).encode(), 100)
