@@ -167,7 +167,7 @@ class DecodeScheduler:
         transfer = self._transfers.get(request.transfer_id)
         if transfer is not None and transfer.is_reserved:
             return KVTransferFailed("the transfer belongs to a request that has ended, and may still write")
-        if transfer is not None and transfer.adapter != prompt.adapter_digest:
+        if transfer is not None and transfer.adapter != request.adapter_digest:
             return KVTransferFailed(_OTHER_ADAPTER)
         return self.why_refused(request)
 
@@ -193,7 +193,7 @@ class DecodeScheduler:
         if len(self._transfers) >= MAX_HELD_SEQUENCES:
             return [_refusal(message.pair_id, message.transfer_id, Overloaded("this worker has too many transfers"))]
         prompt = self._by_transfer.get(message.transfer_id)
-        if prompt is not None and prompt.adapter_digest != message.adapter:
+        if prompt is not None and prompt.request.adapter_digest != message.adapter:
             error = KVTransferFailed(_OTHER_ADAPTER)
             return [_refusal(message.pair_id, message.transfer_id, error), *self._end_all(prompt, error)]
         transfer = IncomingTransfer(

@@ -89,10 +89,6 @@ class DecodePrompt:
     def num_tokens(self) -> int:
         return len(self.request.token_ids) // BYTES_PER_TOKEN
 
-    @property
-    def adapter_digest(self) -> str:
-        return self.request.adapter.digest if self.request.adapter is not None else ""
-
     def token_ids(self, start: int, end: int) -> list[int]:
         return unpack_token_ids(self.request.token_ids[start * BYTES_PER_TOKEN : end * BYTES_PER_TOKEN])
 

@@ -107,10 +107,6 @@ class PrefillPrompt:
         return self.request.num_prompt_logprobs is None and self.request.pooling != "mean"
 
     @property
-    def adapter_digest(self) -> str:
-        return self.request.adapter.digest if self.request.adapter is not None else ""
-
-    @property
     def has_begun(self) -> bool:
         return bool(self.block_table)
 

@@ -15,7 +15,6 @@ A prompt that is decoded on the same worker is not shipped: its blocks pass to t
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 
 from tandem.decode_worker.scheduler import DecodeScheduler
 from tandem.decode_worker.sequence import ComputedPrompt
@@ -44,8 +43,6 @@ from tandem.runtime.errors import (
 
 AGING_S = 2.0
 """Waiting this long outweighs one level of priority, so that no priority starves."""
-
-
 YIELD_AFTER_S = 1.0
 """How long a computed prompt keeps its blocks for a decode worker that has none, while this worker needs blocks."""
 
@@ -105,9 +102,6 @@ class PrefillScheduler:
         for prompt in (*self._waiting.values(), *self._computing.values()):
             tokens[prompt.request.priority] += prompt.num_remaining_tokens
         return sorted(tokens.items())
-
-    def prompts(self) -> Iterable[PrefillPrompt]:
-        return self._by_transfer.values()
 
     # ---- events
 
@@ -309,7 +303,7 @@ class PrefillScheduler:
             prompt.reserve_sent = True
             self._leases.begin(now, prompt.pair_id, prompt.request.transfer_id)
             reserve = ReserveKV(
-                prompt.pair_id, prompt.request.transfer_id, prompt.num_prompt_tokens, prompt.adapter_digest
+                prompt.pair_id, prompt.request.transfer_id, prompt.num_prompt_tokens, prompt.request.adapter_digest
             )
             actions.append(SendToPeer(prompt.pair_id, reserve))
         return True

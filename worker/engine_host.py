@@ -25,7 +25,10 @@ STOP_TIMEOUT_S = 1.5
 
 @dataclass(eq=False)
 class EngineHost:
-    """Created by `load`, released by `close`. block_bytes: size of one block, summed over all ranks."""
+    """The engine of one worker. Create it by `load`, release it by `close`.
+
+    block_bytes: size of one block, summed over all ranks.
+    """
 
     _ranks: TensorParallelGroup
     loaded: LoadedModel
@@ -37,21 +40,21 @@ class EngineHost:
     adapters: Adapters
 
     @classmethod
-    async def load(cls, config: WorkerConfig, on_news: Callable[[], None]) -> EngineHost:
+    async def load(cls, config: WorkerConfig, on_prepared: Callable[[], None]) -> EngineHost:
         """Loads the model on all ranks and starts the engine thread. Raises ConfigError or InternalError.
 
-        on_news: called on the loop when a grammar has been compiled or an adapter loaded.
+        on_prepared: called on the loop when a grammar has been compiled or an adapter loaded.
         """
         loop = asyncio.get_running_loop()
         ranks = TensorParallelGroup(config.worker_id, config.engine, config.host, config.log_level)
         loaded: LoadedModel = await loop.run_in_executor(None, ranks.load)
 
-        def post_news() -> None:
+        def post_prepared() -> None:
             if not loop.is_closed():
-                loop.call_soon_threadsafe(on_news)
+                loop.call_soon_threadsafe(on_prepared)
 
-        grammars = Grammars(config.engine.model, loaded.vocab_size, post_news)
-        adapters = Adapters(loaded.lora_modules, loaded.dtype, loaded.device, post_news)
+        grammars = Grammars(config.engine.model, loaded.vocab_size, post_prepared)
+        adapters = Adapters(loaded.lora_modules, loaded.dtype, loaded.device, post_prepared)
         await loop.run_in_executor(None, _check_adapters, config, loaded)
         pool = KVPool(loaded, config.engine)
         engine = EngineThread(

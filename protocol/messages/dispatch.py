@@ -45,12 +45,17 @@ class PromptMessage(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields
     media: tuple[MediaItem, ...] = ()
     adapter: AdapterRef | None = None
 
+    @property
+    def adapter_digest(self) -> str:
+        """The digest of the adapter; "" for the base model."""
+        return self.adapter.digest if self.adapter is not None else ""
+
 
 class StartPrefill(PromptMessage, frozen=True, tag=True, forbid_unknown_fields=True, kw_only=True):
     """Proxy to the worker that prefills: compute this prompt and report its first tokens.
 
-    decode_worker_id, decode_epoch: the worker that decodes. If it is the receiver itself, the sequences go on there; if
-    it is another one, the prompt's KV is shipped to it. None if only one token is requested. num_prompt_logprobs: None,
+    decode_worker_id, decode_epoch: the worker that decodes. It may be the receiver itself; to another worker, the
+    prompt's KV is shipped. None if only one token is requested. num_prompt_logprobs: None,
     or how many top tokens to report for each prompt token but the first. media_cache: tcp endpoint of the media cache
     that holds the media; empty if the worker can map their segments. pooling: return an embedding of the prompt instead
     of tokens; then nothing is decoded.

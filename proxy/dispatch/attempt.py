@@ -49,14 +49,14 @@ class SharedPrefill:
 class Attempt:
     """Ends once: with `finish_reason`, with `error`, or with `preempted`, after the tokens that are not taken yet.
 
-    on_news: called when there are tokens to take, and at the end. `suspects` are the workers that may have caused the
+    on_change: called when there are tokens to take, and at the end. `suspects` are the workers that may have caused the
     error. `has_lost_worker` means that a worker of the attempt was lost and the other one is not to blame.
     `busy_workers` may still hold something for the attempt. is_alone: no other attempt of a suspect is in flight, see
     `proxy.dispatch.crashes`.
     """
 
     def __init__(
-        self, attempt_id: str, prefill: SharedPrefill, on_news: Callable[[], None], is_alone: bool = False
+        self, attempt_id: str, prefill: SharedPrefill, on_change: Callable[[], None], is_alone: bool = False
     ) -> None:
         route = prefill.route
         self.attempt_id = attempt_id
@@ -80,7 +80,7 @@ class Attempt:
         self.suspects: list[WorkerInfo] = []
         self.busy_workers = route.workers
         self.is_alone = is_alone
-        self._on_news = on_news
+        self._on_change = on_change
         self._may_have_killed = False
         self._decode_reserved = len(route.workers) == 1  # a worker that also decodes has the blocks
         self._decode_tokens: list[NewToken] = []  # held until the first token is released
@@ -105,7 +105,7 @@ class Attempt:
         if self._first_released:
             if not self.has_ended:
                 self._add(token)
-                self._on_news()
+                self._on_change()
             return
         self._decode_reserved = True  # it decodes, so it has reserved
         self._decode_tokens.append(token)
@@ -149,7 +149,7 @@ class Attempt:
             self.suspects = list(suspects)
         if not self.has_ended:
             self.error = error
-            self._on_news()
+            self._on_change()
 
     # ---- state
 
@@ -195,7 +195,7 @@ class Attempt:
                 break
             self._add(token)
         self._decode_tokens.clear()
-        self._on_news()
+        self._on_change()
 
     def _add(self, token: NewToken) -> None:
         self._num_decoded += 1
